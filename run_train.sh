@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Trains a model; sets itself up on first use.
+#   MODULE=llama3 CONFIG=debugmodel ./run_train.sh [--section.key value ...]
+# MODULE    a model or experiment (`torchtitan ls`), a dotted import path, or a folder       (default: llama3)
+# CONFIG    a configuration of that module                                                   (default: debugmodel)
+# NGPU      processes on this host                                    (default: one per GPU, or 1 without any)
+# LOG_RANK  ranks that print, comma-separated                                                (default: 0)
+# NNODES, MASTER_ADDR, MASTER_PORT: hosts of the run, and where they meet
+# ./run_train.sh --help lists every option.
+set -euo pipefail
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
+use_environment
+exec torchtitan train ${MODULE:+--module "$MODULE"} ${CONFIG:+--config "$CONFIG"} "$@"

@@ -1,0 +1,17 @@
+"""What all tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """The folder with real data for tests; skips where it is absent."""
+    folder = Path(os.environ.get("TORCHTITAN_TEST_ASSETS", PROJECT.parent / "shared" / "assets"))
+    if not folder.is_dir():
+        pytest.skip(f"no test assets in {folder} (set TORCHTITAN_TEST_ASSETS)")
+    return folder

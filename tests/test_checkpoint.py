@@ -1,0 +1,826 @@
+"""Checkpoints: exact round trips, resharding, and what a save leaves that was killed, failed or overtaken."""
+
+import contextlib
+import copy
+import json
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from torchtitan.components.checkpoint import (
+    CheckpointManager,
+    CheckpointSaveError,
+    ModelState,
+    RandomState,
+    list_checkpoints,
+    storage,
+)
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+# Everything is compared exactly (torch.equal, ==): saving and loading must not change a bit.
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+FLATTEN = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class OptimizerState:
+    """An optimizer as the checkpointer wants it: flat, by canonical names."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer, options=FLATTEN)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=FLATTEN)
+
+
+class Values:
+    """A small state of JSON-ready values whose structure may change."""
+
+    def __init__(self, **values: Any):
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = dict(state_dict)
+
+
+class Run:
+    """A model that trains on random data, with all that a checkpoint of it holds."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dim: int = 16,
+        seed: int = 0,
+        wrap: Callable[[Any], None] | None = None,
+        rank_states: dict[str, Any] | None = None,
+        **config: Any,
+    ):
+        torch.manual_seed(seed)
+        self.model: Any = nn.Sequential(nn.Embedding(32, dim), nn.Linear(dim, dim), nn.Linear(dim, 32, bias=False))
+        if wrap:
+            wrap(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, betas=(0.8, 0.9))
+        self.trainer = Values(step=0)
+        self.states: dict[str, Any] = {
+            "model": ModelState([self.model]),
+            "optimizer": OptimizerState(self.model, self.optimizer),
+            "trainer": self.trainer,
+        }
+        self.manager: CheckpointManager = CheckpointManager.Config(**{"enable": True, "interval": 1, **config}).build(
+            dump_folder=str(folder), states=self.states, rank_states={"random": RandomState(), **(rank_states or {})}
+        )
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            tokens = torch.randint(32, (4, 8))
+            loss = nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.trainer.values["step"] += 1
+
+    def train_and_save(self, steps: int) -> None:
+        for _ in range(steps):
+            self.train(1)
+            self.manager.save(self.trainer.values["step"])
+        self.manager.close()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that counts, whole (unsharded) and copied."""
+        model, optimizer = self.states["model"].state_dict(), self.states["optimizer"].state_dict()
+        return copy.deepcopy({**{k: whole(v) for k, v in (model | optimizer).items()}, **self.trainer.values})
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value
+
+
+def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]) if isinstance(value, torch.Tensor) else value == right[name], name
+
+
+def steps(folder: Path) -> list[int]:
+    return [info.step for info in list_checkpoints(folder / "checkpoint") if info.complete]
+
+
+@pytest.fixture(autouse=True)
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What is logged, also where another test let the package's messages end at its own handler."""
+    propagates, logger.propagate = logger.propagate, True
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        yield caplog
+    logger.propagate = propagates
+
+
+# Saving and resuming
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_resume_is_bit_identical_to_never_having_stopped(tmp_path: Path, async_mode: str) -> None:
+    straight = Run(tmp_path / "straight", enable=False)
+    straight.train(6)
+
+    stopped = Run(tmp_path, interval=3, async_mode=async_mode)
+    stopped.train_and_save(4)
+    assert steps(tmp_path) == [3]
+    stopped.train(2)
+    assert_same(stopped.snapshot(), straight.snapshot())  # saving changed nothing
+
+    resumed = Run(tmp_path, seed=1, interval=3)
+    assert resumed.manager.load() == 3
+    assert resumed.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    resumed.train(3)
+    assert_same(resumed.snapshot(), straight.snapshot())
+
+
+def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = threading.Event()
+    write = storage.write
+
+    def write_late(*args: Any) -> None:
+        assert changed.wait(timeout=60)
+        write(*args)
+
+    monkeypatch.setattr(storage, "write", write_late)
+    run = Run(tmp_path, async_mode="async")
+    run.train(1)
+    at_save = run.snapshot()
+    run.manager.save(1)
+    run.train(2)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.zero_()
+    assert steps(tmp_path) == []
+    changed.set()
+    run.manager.wait()
+    assert steps(tmp_path) == [1]
+
+    loaded = Run(tmp_path, seed=1)
+    loaded.manager.load()
+    assert_same(loaded.snapshot(), at_save)
+
+
+def test_async_save_is_complete_before_the_next_one(tmp_path: Path) -> None:
+    run = Run(tmp_path, async_mode="async")
+    run.train(1)
+    run.manager.save(1)
+    deadline = time.monotonic() + 60
+    while not steps(tmp_path):
+        assert time.monotonic() < deadline, "only a later call to the manager completes the save"
+        time.sleep(0.01)
+    run.manager.close()
+
+
+def test_each_save_logs_one_line(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    for async_mode in ("disabled", "async"):
+        log.clear()
+        Run(tmp_path / async_mode, async_mode=async_mode).train_and_save(2)
+        saved = [message for message in log.messages if message.startswith("saved ")]
+        assert len(saved) == len(log.messages) == 2
+        assert "step-2; training was blocked for 0." in saved[1]
+
+
+def test_when_a_save_is_due(tmp_path: Path) -> None:
+    run = Run(tmp_path, interval=2, enable_first_step_checkpoint=True)
+    run.train_and_save(5)
+    assert steps(tmp_path) == [1, 2, 4]
+    run.manager.save(5, last=True)
+    assert steps(tmp_path) == [1, 2, 4, 5]
+    idle_configs: list[dict[str, Any]] = [{"enable": False}, {"load_only": True}]
+    for config in idle_configs:
+        idle = Run(tmp_path / "idle", **config)
+        idle.train(1)
+        idle.manager.save(1, last=True)
+        assert not (tmp_path / "idle").exists()
+
+
+def test_the_same_step_is_saved_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, async_mode="async")
+    run.train(1)
+    run.manager.save(1)
+    run.manager.save(1, last=True)
+    saved_at = (tmp_path / "checkpoint/step-1/complete.json").stat().st_mtime_ns
+
+    resumed = Run(tmp_path)
+    resumed.manager.load()
+    resumed.manager.save(1, last=True)
+    assert (tmp_path / "checkpoint/step-1/complete.json").stat().st_mtime_ns == saved_at
+
+
+def test_newest_is_the_highest_step(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train_and_save(10)
+    os.utime(tmp_path / "checkpoint/step-9")  # neither the newest folder nor the last name
+    assert steps(tmp_path) == list(range(1, 11))
+    assert Run(tmp_path).manager.load() == 10
+    assert Run(tmp_path, load_step=9).manager.load() == 9
+
+
+def test_keep_latest_k(tmp_path: Path) -> None:
+    Run(tmp_path, keep_latest_k=3).train_and_save(5)
+    assert steps(tmp_path) == [3, 4, 5]
+
+
+def test_going_back_replaces_later_steps_as_it_reaches_them(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    Run(tmp_path).train_and_save(4)
+    run = Run(tmp_path, load_step=1, keep_latest_k=1)
+    assert run.manager.load() == 1
+    assert [m for m in log.messages if "skipped" in m and "step-4" in m]
+    torch.manual_seed(5)
+    run.train_and_save(1)
+    assert steps(tmp_path) == [2, 3, 4]  # 2 was just saved, 3 and 4 are not this run's to remove yet
+    loaded = Run(tmp_path, load_step=2)
+    loaded.manager.load()
+    assert_same(loaded.snapshot(), run.snapshot())
+
+
+# What does not count as a checkpoint
+
+
+KILLED_WHILE_SAVING = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torchtitan.components.checkpoint import CheckpointManager, ModelState
+
+model = torch.nn.Linear(4, 4)
+manager = CheckpointManager.Config(enable=True, interval=1, async_mode=sys.argv[2]).build(
+    dump_folder=sys.argv[1], states={"model": ModelState([model])})
+manager.save(1)
+manager.wait()
+fsync = os.fsync
+
+def hang(descriptor):
+    Path(sys.argv[1], "saving").touch()
+    time.sleep(600)
+
+os.fsync = hang
+manager.save(2)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_killed_save_leaves_no_checkpoint(tmp_path: Path, async_mode: str, log: pytest.LogCaptureFixture) -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path), async_mode])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "saving").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+    assert (tmp_path / "checkpoint/step-2.partial").exists()
+    assert steps(tmp_path) == [1]
+    manager = CheckpointManager.Config(enable=True, interval=1).build(
+        dump_folder=str(tmp_path), states={"model": ModelState([nn.Linear(4, 4)])}
+    )
+    assert manager.load() == 1
+    assert "step-2.partial was left by a save that did not end" in log.text
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-1"]
+
+
+def test_a_folder_without_marker_is_skipped_and_named(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path)
+    run.train_and_save(3)
+    (tmp_path / "checkpoint/step-3/complete.json").unlink()
+    resumed = Run(tmp_path)
+    assert resumed.manager.load() == 2
+    assert "step-3: it is not complete" in log.text
+    resumed.train_and_save(1)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_removal_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Run(tmp_path).train_and_save(2)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(f"cannot remove {path}")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    run = Run(tmp_path, keep_latest_k=1)
+    run.manager.load()
+    run.train_and_save(1)  # complete, although the old ones cannot be removed
+    assert [info.step for info in list_checkpoints(tmp_path / "checkpoint") if not info.complete] == [1]
+    assert (tmp_path / "checkpoint/step-1/.metadata").exists()
+
+
+def test_checkpoint_of_a_later_layout_is_refused(tmp_path: Path) -> None:
+    Run(tmp_path).train_and_save(1)
+    marker = tmp_path / "checkpoint/step-1/complete.json"
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "format_version": 99}))
+    with pytest.raises(UserError, match="layout 99"):
+        Run(tmp_path).manager.load()
+
+
+# Saves that fail
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Writing beyond `size` bytes in a file fails with OSError, as on a full disk (Python ignores SIGXFSZ)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_full_disk(tmp_path: Path, async_mode: str, log: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path, dim=256, async_mode=async_mode)
+    run.train(1)
+    run.manager.save(1)
+    run.manager.wait()
+    first = run.snapshot()
+    run.train(1)
+    with file_size_limit(1 << 17):
+        run.manager.save(2)
+        run.manager.wait()
+        assert "step-2 could not be saved: OSError: [Errno 27] File too large" in log.text
+        assert os.listdir(tmp_path / "checkpoint") == ["step-1"]
+        for end in ({"last": True}, {"stopped": True}):
+            with pytest.raises(CheckpointSaveError, match="step-2 could not be saved"):
+                run.manager.save(2, **end)
+        run.manager.save(3)
+        run.manager.wait()
+    with pytest.raises(CheckpointSaveError, match="step-3 could not be saved"):
+        run.manager.close()
+
+    resumed = Run(tmp_path, dim=256, seed=1)
+    assert resumed.manager.load() == 1
+    assert_same(resumed.snapshot(), first)
+    resumed.train_and_save(1)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_full_disk_on_a_real_one(tmp_path: Path) -> None:
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(mounted)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs is not allowed here")
+    try:
+        run = Run(mounted, dim=256)
+        run.train(1)
+        with pytest.raises(CheckpointSaveError, match="No space left on device"):
+            run.train_and_save(2)
+        assert steps(mounted) == [2]
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "checkpoint").write_text("a file where the folder should be")
+    run = Run(tmp_path)
+    run.train(1)
+    run.manager.save(1)
+    assert "step-1 could not be saved: NotADirectoryError" in log.text or "FileExistsError" in log.text
+    with pytest.raises(CheckpointSaveError):
+        run.manager.save(1, last=True)
+    run.manager.close()  # said once is enough
+
+
+def test_ctrl_c_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    run = Run(tmp_path)
+    run.train(1)
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.manager.save(1)
+    assert steps(tmp_path) == []
+
+
+# Model-only checkpoints and starting from another run
+
+
+def test_model_only_final_save(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path, interval=2, last_save_model_only=True, keep_latest_k=1)
+    run.train(2)
+    run.manager.save(2)
+    at_step_2 = run.snapshot()
+    run.train(1)
+    run.manager.save(3, last=True)
+    run.manager.close()
+    assert [(info.step, info.kind) for info in list_checkpoints(tmp_path / "checkpoint")] == [
+        (2, "full"),
+        (3, "model_only"),
+    ]
+
+    resumed = Run(tmp_path, seed=1)
+    assert resumed.manager.load() == 2
+    assert "step-3: it holds the model only" in log.text
+    assert_same(resumed.snapshot(), at_step_2)
+    resumed.train(1)
+    resumed.manager.save(3, last=True)
+    assert list_checkpoints(tmp_path / "checkpoint")[-1].kind == "full"
+
+
+def test_a_stopped_run_saves_everything(tmp_path: Path) -> None:
+    run = Run(tmp_path, interval=100, last_save_model_only=True, async_mode="async")
+    run.train(2)
+    run.manager.save(2, stopped=True)
+    assert steps(tmp_path) == [2]
+    resumed = Run(tmp_path, seed=1)
+    assert resumed.manager.load() == 2
+    assert_same(resumed.snapshot(), run.snapshot())
+
+
+def test_only_a_model_only_checkpoint(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path, interval=100, last_save_model_only=True)
+    run.train(2)
+    run.manager.save(2, last=True)
+
+    assert Run(tmp_path).manager.load() == 0
+    assert "step-2: it holds the model only" in log.text
+    with pytest.raises(UserError, match="step 2 .* holds the model only.*initial_load_path"):
+        Run(tmp_path, load_step=2).manager.load()
+
+    other = Run(tmp_path / "other", seed=1, initial_load_path=str(tmp_path / "checkpoint/step-2"))
+    assert other.manager.load() == 0
+    assert torch.equal(other.model[1].weight, run.model[1].weight)
+    with pytest.raises(UserError, match="initial_load_model_only"):
+        Run(
+            tmp_path / "other",
+            initial_load_path=str(tmp_path / "checkpoint/step-2"),
+            initial_load_model_only=False,
+        ).manager.load()
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_initial_load_path_with_an_empty_checkpoint_folder(tmp_path: Path, enable: bool) -> None:
+    source = Run(tmp_path / "source")
+    source.train_and_save(3)
+    path = str(tmp_path / "source/checkpoint/step-3")
+    (tmp_path / "run/checkpoint/step-9").mkdir(parents=True)  # no checkpoint, so the folder holds none
+    (tmp_path / "run/checkpoint/step-9.partial").mkdir()
+
+    run = Run(tmp_path / "run", seed=1, enable=enable, initial_load_path=path)
+    fresh_optimizer = run.states["optimizer"].state_dict()
+    assert run.manager.load() == 0
+    assert torch.equal(run.model[0].weight, source.model[0].weight)
+    assert_same(run.states["optimizer"].state_dict(), fresh_optimizer)
+    assert run.trainer.values == {"step": 0}
+
+    run = Run(tmp_path / "run", seed=1, enable=enable, initial_load_path=path, initial_load_model_only=False)
+    assert run.manager.load() == 3
+    assert_same(run.snapshot(), source.snapshot())
+
+
+def test_own_checkpoint_wins_over_initial_load_path(tmp_path: Path) -> None:
+    Run(tmp_path).train_and_save(1)
+    assert Run(tmp_path, initial_load_path="/gone/since/then").manager.load() == 1
+
+
+def test_initial_load_path_that_is_no_checkpoint(tmp_path: Path) -> None:
+    Run(tmp_path / "source").train_and_save(2)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "source/checkpoint/step-7").mkdir()
+    for path, message in (
+        (tmp_path / "absent", "absent is not a folder"),
+        (tmp_path / "empty", "empty is not a checkpoint"),
+        (tmp_path / "source/checkpoint/step-7", "step-7 is not complete"),
+        (tmp_path / "source/checkpoint", "name one of them, for example .*step-2"),
+        (tmp_path / "source", "name one of them, for example .*step-2"),
+    ):
+        config = CheckpointManager.Config(initial_load_path=str(path))
+        with pytest.raises(UserError, match=message):
+            config.check_folder(str(tmp_path / "run"))
+        with pytest.raises(UserError, match=message):
+            config.build(dump_folder=str(tmp_path / "run"), states={"model": ModelState([nn.Linear(1, 1)])}).load()
+
+
+# What a user may get wrong
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"interval": 0}, "checkpoint.interval .* not 0"),
+        ({"keep_latest_k": -1}, "checkpoint.keep_latest_k .* not -1"),
+        ({"load_step": 7, "enable": False}, "checkpoint.load_step 7 needs --checkpoint.enable"),
+        ({"load_step": 7}, "step 7 in .* is not there; complete: 9, 10"),
+        ({"load_step": 8}, "step 8 in .* is not complete; complete: 9, 10"),
+        ({"load_step": 0}, "step 0 in .* is not there"),
+    ],
+)
+def test_wrong_values(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    run = Run(tmp_path, keep_latest_k=2)
+    run.train_and_save(10)
+    (tmp_path / "checkpoint/step-8").mkdir()
+    with pytest.raises(UserError, match=message):
+        CheckpointManager.Config(**{"enable": True, **config}).check_folder(str(tmp_path))
+    with pytest.raises(UserError, match=message):
+        Run(tmp_path, **config).manager.load()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pinned memory is there")
+def test_pinned_memory_needs_cuda(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="async_with_pinned_mem needs CUDA"):
+        CheckpointManager.Config(async_mode="async_with_pinned_mem").check_folder(str(tmp_path))
+
+
+def test_another_model_shape_names_the_tensor_and_changes_nothing(tmp_path: Path) -> None:
+    Run(tmp_path).train_and_save(1)
+    run = Run(tmp_path, dim=24)
+    before = run.snapshot()
+    with pytest.raises(UserError, match=r"model\.1\.bias: \[16\] in the checkpoint, \[24\] in this run") as raised:
+        run.manager.load()
+    assert "tensors that differ: 12," in str(raised.value)  # 4 parameters and the 8 averages of AdamW
+    assert_same(run.snapshot(), before)
+
+
+def test_missing_and_surplus_tensors_are_named(tmp_path: Path) -> None:
+    def manager(model: nn.Module) -> CheckpointManager:
+        return CheckpointManager.Config(enable=True, interval=1).build(
+            dump_folder=str(tmp_path), states={"model": ModelState([model])}
+        )
+
+    manager(nn.Linear(2, 3)).save(1)
+    with pytest.raises(UserError, match=r"model\.bias: \[3\] in the checkpoint, absent in this run"):
+        manager(nn.Linear(2, 3, bias=False)).load()
+    larger = nn.Linear(2, 3)
+    larger.register_buffer("scale", torch.ones(1))
+    with pytest.raises(UserError, match=r"model\.scale: absent in the checkpoint, \[1\] in this run"):
+        manager(larger).load()
+
+
+def test_exclude_from_loading(tmp_path: Path) -> None:
+    source = Run(tmp_path)
+    source.train_and_save(2)
+    run = Run(tmp_path, seed=1, exclude_from_loading=["optimizer", "random"])
+    fresh_optimizer, random_state = run.states["optimizer"].state_dict(), torch.get_rng_state()
+    assert run.manager.load() == 2
+    assert torch.equal(run.model[0].weight, source.model[0].weight)
+    assert_same(run.states["optimizer"].state_dict(), fresh_optimizer)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    with pytest.raises(UserError, match="no state 'optimiser'; did you mean optimizer?"):
+        Run(tmp_path, exclude_from_loading=["optimiser"])
+
+
+def test_state_that_the_checkpoint_lacks(tmp_path: Path) -> None:
+    Run(tmp_path).train_and_save(1)
+    for excluded in ([], ["average"]):
+        model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False))
+        manager = CheckpointManager.Config(enable=True, exclude_from_loading=excluded).build(
+            dump_folder=str(tmp_path), states={"model": ModelState([model]), "average": Values(decay=0.9)}
+        )
+        if excluded:
+            assert manager.load() == 1
+        else:
+            with pytest.raises(UserError, match="without a state 'average'.*list average in checkpoint.exclude"):
+                manager.load()
+
+
+def test_rank_state_that_the_checkpoint_lacks(tmp_path: Path) -> None:
+    Run(tmp_path).train_and_save(1)
+    position = {"position": Values(n=0)}
+    with pytest.raises(UserError, match="without a state 'position'.*list position in checkpoint.exclude"):
+        Run(tmp_path, rank_states=position).manager.load()
+    assert Run(tmp_path, rank_states=position, exclude_from_loading=["position"]).manager.load() == 1
+
+
+@pytest.mark.parametrize("damaged", [".metadata", "__0_0.distcp"])
+def test_damaged_checkpoint_is_named(tmp_path: Path, damaged: str) -> None:
+    Run(tmp_path).train_and_save(1)
+    (tmp_path / "checkpoint/step-1" / damaged).write_bytes(b"")
+    with pytest.raises(UserError, match="step-1 cannot be read"):
+        Run(tmp_path).manager.load()
+
+
+# States
+
+
+def test_values_may_change_structure(tmp_path: Path) -> None:
+    saved = {"position": 7, "workers": [{"epoch": 1.5}, None], "nothing": {}, "moments": (1, float("inf"))}
+    states = {"data": Values(**saved)}
+    CheckpointManager.Config(enable=True, interval=1).build(dump_folder=str(tmp_path), states=states).save(1)
+    loaded = Values(moments=(0, 0))
+    manager = CheckpointManager.Config(enable=True).build(dump_folder=str(tmp_path), states={"data": loaded})
+    assert manager.load() == 1
+    assert loaded.values == saved
+
+
+def test_value_without_json_form_is_named(tmp_path: Path) -> None:
+    manager = CheckpointManager.Config(enable=True).build(dump_folder=str(tmp_path), states={"data": Values(x=Path())})
+    with pytest.raises(TypeError, match="state 'data' must be .*PosixPath"):
+        manager.save(1, last=True)
+
+
+def test_ranks_with_different_settings_are_merged() -> None:
+    """Two pipeline stages, each with the optimizer settings of its own parameters."""
+    first = storage.encode("optimizer", {"param_groups.a.lr": 0.1, "state.a.step": torch.ones(())})
+    second = storage.encode("optimizer", {"param_groups.b.lr": 0.2})
+    assert storage.decode(first | second, {}) == {
+        "param_groups.a.lr": 0.1,
+        "param_groups.b.lr": 0.2,
+        "state.a.step": torch.ones(()),
+    }
+
+
+def test_model_state_has_canonical_names() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+    plain, inner = build(), build()
+    inner[0] = checkpoint_wrapper(inner[0])
+    wrapped = cast(nn.Module, torch.compile(inner))  # wraps at once, compiles at the first call, which never comes
+    assert list(ModelState([wrapped]).state_dict()) == list(plain.state_dict())
+    ModelState([wrapped]).load_state_dict(plain.state_dict())
+    assert_same(ModelState([wrapped]).state_dict(), plain.state_dict())
+
+
+def test_model_state_of_several_parts_is_strict() -> None:
+    whole_model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    parts = [nn.ModuleDict({"0": nn.Linear(2, 3)}), nn.ModuleDict({"1": nn.Linear(3, 4)})]
+    ModelState(parts).load_state_dict(whole_model.state_dict())
+    assert_same(ModelState(parts).state_dict(), whole_model.state_dict())
+    for wrong in ({}, {**whole_model.state_dict(), "2.weight": torch.ones(1)}):
+        with pytest.raises(UserError, match=r"0\.weight|2\.weight"):
+            ModelState(parts).load_state_dict(wrong)
+
+
+def test_random_state() -> None:
+    def draw() -> list[float]:
+        return [torch.rand(1).item(), numpy.random.rand(), numpy.random.randn(), random.random(), random.gauss()]
+
+    draw()  # leaves half of a pair of normal numbers pending in numpy and in Python
+    state = json.loads(json.dumps({k: v for k, v in RandomState().state_dict().items() if k != "cpu"}))
+    state["cpu"] = torch.get_rng_state()
+    expected = draw()
+    assert draw() != expected
+    RandomState().load_state_dict(state)
+    assert draw() == expected
+
+
+def test_random_state_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for CUDA, since only a machine with a GPU has a generator of its own."""
+
+    class Device:
+        state = torch.tensor([1, 2, 3], dtype=torch.uint8)
+
+        def get_rng_state(self) -> torch.Tensor:
+            return self.state.clone()
+
+        def set_rng_state(self, state: torch.Tensor) -> None:
+            self.state = state
+
+    device = Device()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda accelerator: device)
+    saved = RandomState().state_dict()
+    device.state += 1
+    RandomState().load_state_dict({key: value for key, value in saved.items() if key != "cuda"})
+    assert device.state.tolist() == [2, 3, 4]  # saved on another type of device: left as it is
+    RandomState().load_state_dict(saved)
+    assert device.state.tolist() == [1, 2, 3]
+
+
+def test_import_is_cheap() -> None:
+    code = "import sys, torchtitan.components.checkpoint; sys.exit('torch.distributed.checkpoint' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# Several processes
+
+
+def on_two_ranks(function: Callable[..., None], *args: Any) -> None:
+    """Run `function(rank, *args)` on two processes with gloo; raises where one fails."""
+    context = multiprocessing.get_context("spawn")
+    rendezvous = f"file://{args[0]}/rendezvous-{function.__name__}"
+    processes = [context.Process(target=_rank_main, args=(rank, rendezvous, function, args)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+        if process.is_alive():
+            process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def _rank_main(rank: int, rendezvous: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=timeout)
+    function(rank, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _sharded(folder: Path, **config: Any) -> Run:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def wrap(model: Any) -> None:
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    return Run(folder, wrap=wrap, **config)
+
+
+def _train_sharded(rank: int, folder: Path) -> None:
+    data = Values(position=0)
+    run = _sharded(folder, seed=1, async_mode="async", rank_states={"data": data})
+    assert run.manager.load() == 1
+    assert data.values == {"position": 100}  # the saved run had rank 0 only
+    torch.save(run.snapshot(), folder / f"loaded-{rank}.pt")
+
+    torch.manual_seed(rank)
+    run.train(1)
+    data.values = {"position": 200 + rank}
+    run.manager.save(2)
+    at_save, random_state = run.snapshot(), torch.get_rng_state()
+    run.train(1)
+    run.manager.close()
+    if rank == 0:
+        torch.save(at_save, folder / "trained.pt")
+        torch.save(random_state, folder / "random.pt")
+
+    data = Values(position=0)
+    again = _sharded(folder, seed=2, rank_states={"data": data})
+    assert again.manager.load() == 2
+    assert data.values == {"position": 200 + rank}
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert_same(again.snapshot(), at_save)
+
+
+def _errors_on_every_rank(rank: int, folder: Path) -> None:
+    with pytest.raises(UserError, match="step 5 .* is not there"):
+        _sharded(folder, load_step=5).manager.load()
+    with pytest.raises(UserError, match=r"model\.1\.bias"):
+        _sharded(folder, dim=24).manager.load()
+    run = _sharded(folder)
+    run.manager.load()
+    run.train(1)
+    if rank == 1:  # only this rank's disk is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, resource.RLIM_INFINITY))
+    run.manager.save(3)
+    assert "step-3 could not be saved: OSError: [Errno 27]" in run.manager._failure
+    dist.barrier()
+    assert not (folder / "checkpoint/step-3.partial").exists()
+    assert steps(folder) == [1, 2]
+    dist.barrier()
+    with pytest.raises(CheckpointSaveError, match="Errno 27"):
+        run.manager.save(3, last=True)
+
+
+def _train_and_fail(rank: int, folder: Path) -> None:
+    _train_sharded(rank, folder)
+    _errors_on_every_rank(rank, folder)
+
+
+def test_one_process_to_two_and_back(tmp_path: Path) -> None:
+    run = Run(tmp_path, rank_states={"data": Values(position=100)})
+    run.train_and_save(1)
+    on_two_ranks(_train_and_fail, tmp_path)
+    for rank in range(2):
+        assert_same(torch.load(tmp_path / f"loaded-{rank}.pt"), run.snapshot())
+
+    data = Values(position=0)
+    back = Run(tmp_path, seed=3, rank_states={"data": data})
+    assert back.manager.load() == 2
+    assert_same(back.snapshot(), torch.load(tmp_path / "trained.pt"))
+    assert data.values == {"position": 200}
+    assert torch.equal(torch.get_rng_state(), torch.load(tmp_path / "random.pt"))

@@ -1,0 +1,266 @@
+"""Configurable, the registry, and what the command line and configuration files resolve to."""
+
+import ast
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import PROJECT
+from torchtitan.config import Configurable
+from torchtitan.config.manager import ConfigManager
+from torchtitan.config.registry import built_in_modules, list_module, load_config_function
+from torchtitan.tools.errors import UserError
+
+
+class Scale(Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        factor: float = 2.0
+        """By how much."""
+
+    def __init__(self, config, *, offset=0.0):
+        super().__init__(config)
+        self.offset = offset
+
+    def __call__(self, x):
+        return self.config.factor * x + self.offset
+
+
+class TestConfigurable:
+    def test_build_constructs_the_owner(self):
+        scale = Scale.Config(factor=3.0).build(offset=1.0)
+        assert type(scale) is Scale
+        assert scale(2.0) == 7.0
+
+    def test_a_subclass_without_config_gets_its_own(self):
+        class Twice(Scale):
+            pass
+
+        assert type(Twice.Config().build()) is Twice
+        assert type(Scale.Config().build()) is Scale
+
+    def test_to_dict_is_json_ready(self):
+        class Outer(Configurable):
+            @dataclass(kw_only=True, slots=True)
+            class Config(Configurable.Config):
+                inner: Scale.Config = field(default_factory=Scale.Config)
+                where: Path = Path("a/b")
+                names: tuple[str, ...] = ("x", "y")
+                nothing: None = None
+
+        document = Outer.Config().to_dict()
+        assert json.loads(json.dumps(document)) == document
+        assert document == {"inner": {"factor": 2.0}, "where": "a/b", "names": ["x", "y"], "nothing": None}
+
+    @pytest.mark.parametrize(
+        ("decorator", "base", "message"),
+        [
+            (dataclass(kw_only=True, slots=True), object, "inherit"),
+            (dataclass(slots=True), Configurable.Config, "kw_only"),
+            (dataclass(kw_only=True), Configurable.Config, "slots"),
+            (lambda cls: cls, Configurable.Config, "dataclass"),
+        ],
+    )
+    def test_another_kind_of_config_is_refused_at_class_definition(self, decorator, base, message):
+        config = decorator(type("Config", (base,), {"__annotations__": {"x": int}, "x": 1}))
+        with pytest.raises(TypeError, match=message):
+            type("Broken", (Configurable,), {"Config": config})
+
+    def test_a_config_must_inherit_from_the_parents(self):
+        config = dataclass(kw_only=True, slots=True)(type("Config", (Configurable.Config,), {}))
+        with pytest.raises(TypeError, match=r"Scale\.Config"):
+            type("Other", (Scale,), {"Config": config})
+
+
+def parse(*args: str):
+    return ConfigManager().parse_args(args)
+
+
+class TestPrecedence:
+    def test_function_then_file_then_command_line(self, tmp_path):
+        file = tmp_path / "run.yaml"
+        file.write_text("training: {steps: 7, seq_len: 32}\noptimizer: {lr: 1e-5}\nmodel: {n_layers: 2}\n")
+        args = ["--config_file", str(file), "--training.seq_len", "64", "--model.n_heads=4"]
+        config = parse(*args).config
+        assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (7, 64, 1e-5)
+        assert (config.model_spec.model.n_layers, config.model_spec.model.n_heads) == (2, 4)
+        assert config.training.local_batch_size == 8  # llama3_debugmodel's own
+
+    def test_the_saved_configuration_gives_the_same_run(self, tmp_path):
+        args = ["--model.dim", "128", "--training.epochs", "2", "--checkpoint.enable", "--validator.no_enable"]
+        args += ["--checkpoint.exclude_from_loading", "optimizer", "dataloader", "--loss.chunk_tokens", "7"]
+        args += ["--optimizer.param_groups.no_decay.lr", "1e-4", "--dataloader.text_column", "None"]
+        job = parse(*args)
+        job.save(tmp_path / "config.yaml")
+        again = parse("--config_file", str(tmp_path / "config.yaml"))
+        assert again.config == job.config
+        assert (again.module, again.config_name) == (job.module, job.config_name)
+        assert again.config.checkpoint.exclude_from_loading == ["optimizer", "dataloader"]
+
+    def test_lists_and_nothing_survive_the_round_trip(self, tmp_path):
+        job = parse("--checkpoint.exclude_from_loading")
+        job.save(tmp_path / "config.yaml")
+        assert parse("--config_file", str(tmp_path / "config.yaml")).config.checkpoint.exclude_from_loading == []
+
+    def test_nothing_global_is_changed(self):
+        parse("--model.dim", "64")
+        assert parse().config.model_spec.model.dim == 256
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            (["--module", "lama3"], "unknown module 'lama3'; did you mean 'llama3'"),
+            (["--module", "./nowhere/at_all"], "no such folder"),
+            (["--module", "no.such.package"], "no.such.package"),
+            (["--config", "debugmodle"], "unknown configuration 'debugmodle'.*did you mean 'debugmodel'"),
+            (["--config_file", "/no/such.yaml"], "/no/such.yaml"),
+        ],
+    )
+    def test_names(self, args, message):
+        with pytest.raises(UserError, match=message):
+            parse(*args)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("trainig: {steps: 1}", "unknown key 'trainig.steps'.*did you mean 'training.steps'"),
+            ("training: {stepz: 1}", "did you mean 'training.steps'"),
+            ("training: 3", "'training'.*section"),
+            ("- a\n- b", "list"),
+            ("a: [", "not valid YAML"),
+        ],
+    )
+    def test_configuration_files(self, tmp_path, text, message):
+        (tmp_path / "run.yaml").write_text(text)
+        with pytest.raises(UserError, match=message):
+            parse("--config_file", str(tmp_path / "run.yaml"))
+
+    @pytest.mark.parametrize(
+        ("args", "words"),
+        [
+            (["--training.step", "3"], ["--training.step", "--training.steps"]),
+            (["--training.steps", "many"], ["--training.steps", "many"]),
+            (["--lr_scheduler.decay_type", "cubic"], ["cubic", "cosine"]),
+            (["--model.dmi", "3"], ["--model.dmi", "--model.dim"]),
+        ],
+    )
+    def test_options(self, capsys, args, words):
+        with pytest.raises(SystemExit) as exit_:
+            parse(*args)
+        assert exit_.value.code == 2
+        printed = capsys.readouterr().err
+        assert all(word in printed for word in words), printed
+
+
+def write_module(folder: Path, registry: str, **files: str) -> Path:
+    folder.mkdir()
+    (folder / "config_registry.py").write_text(textwrap.dedent(registry))
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+class TestModules:
+    REGISTRY = """
+        from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+        def {name}_tiny():
+            return llama3_debugmodel()
+
+        def _private():
+            return None
+    """
+
+    def test_a_folder_on_disk(self, tmp_path):
+        folder = write_module(tmp_path / "on_disk", self.REGISTRY.format(name="on_disk"))
+        assert parse("--module", str(folder), "--config", "tiny").config.training.steps == 100
+        assert list_module("on_disk", folder).configs == ["on_disk_tiny"]
+        with pytest.raises(UserError, match="_private"):
+            parse("--module", str(folder), "--config", "_private")
+
+    def test_a_dotted_path(self, tmp_path, monkeypatch):
+        write_module(tmp_path / "dotted_outer", "")
+        write_module(tmp_path / "dotted_outer" / "inner", self.REGISTRY.format(name="inner"))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        assert load_config_function("dotted_outer.inner", "tiny").__name__ == "inner_tiny"
+
+    def test_an_import_error_is_shown_as_itself(self, tmp_path):
+        folder = write_module(tmp_path / "broken_import", "import does_not_exist_anywhere")
+        with pytest.raises(UserError, match="No module named 'does_not_exist_anywhere'.*config_registry.py, line 1"):
+            parse("--module", str(folder), "--config", "tiny")
+
+    def test_a_syntax_error_is_shown_as_itself(self, tmp_path):
+        folder = write_module(tmp_path / "broken_syntax", "def f(:")
+        with pytest.raises(UserError, match="SyntaxError"):
+            parse("--module", str(folder), "--config", "tiny")
+
+    def test_a_folder_without_registry(self, tmp_path):
+        with pytest.raises(UserError, match=r"config_registry\.py"):
+            parse("--module", str(tmp_path), "--config", "tiny")
+
+    def test_a_name_that_is_taken(self, tmp_path):
+        folder = write_module(tmp_path / "yaml", self.REGISTRY.format(name="yaml"))
+        with pytest.raises(UserError, match="taken"):
+            parse("--module", str(folder), "--config", "tiny")
+
+    def test_listing_reads_what_importing_gives(self):
+        import importlib
+
+        for name, folder in built_in_modules().items():
+            listing = list_module(name, folder)
+            registry = importlib.import_module(f"torchtitan.{folder.parent.name}.{name}.config_registry")
+            assert listing.configs
+            for config in listing.configs:
+                assert isinstance(getattr(registry, config)(), Configurable.Config)
+
+    def test_ls_needs_no_torch(self):
+        code = "import sys; from torchtitan.cli.main import main; main(['ls']); assert 'torch' not in sys.modules"
+        begun = time.monotonic()
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
+        assert result.returncode == 0, result.stderr
+        assert "llama3_debugmodel" in result.stdout
+        assert time.monotonic() - begun < 10  # a hang, not a measurement: it takes 0.1 s
+
+
+def test_every_option_is_documented_and_read():
+    """A field of a configuration that nothing reads is a promise that is not kept."""
+    sources = [path for path in (PROJECT / "torchtitan").rglob("*.py") if "templates" not in path.parts]
+    read, fields, undocumented = set(), {}, []
+    for path in sources:
+        tree = ast.parse(path.read_text())
+        read |= {
+            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        }
+        # Read by name in validation loops does not count: only an attribute access does.
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.ClassDef) and node.name.endswith("Config")):
+                continue
+            for index, item in enumerate(node.body):
+                if not (isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)):
+                    continue
+                if "ClassVar" in ast.unparse(item.annotation):
+                    continue
+                fields[f"{path.name}:{node.name}.{item.target.id}"] = item.target.id
+                following = node.body[index + 1] if index + 1 < len(node.body) else None
+                if not (isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)):
+                    undocumented.append(f"{path.name}: {item.target.id}")
+    assert len(fields) > 60
+    assert [name for name, attribute in fields.items() if attribute not in read] == []
+    assert undocumented == []
+
+
+def test_config_file_is_yaml_of_sections(tmp_path):
+    parse().save(tmp_path / "config.yaml")
+    document = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert document["module"] == "llama3"
+    assert document["model"]["dim"] == 256
+    assert "model_spec" not in document

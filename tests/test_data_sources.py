@@ -1,0 +1,282 @@
+"""Dataset strings and file formats: what is read, and the message for each thing that can be wrong."""
+
+import csv
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from torchtitan.components.data.hub import HubDataset, StreamSource, register_dataset
+from torchtitan.components.data.readers import CHUNK_SIZE
+from torchtitan.components.data.sources import Source, available_splits, resolve_source
+from torchtitan.components.data.stories import Stories
+from torchtitan.tools.errors import UserError
+
+TEXTS = ["First, a comma.", "Ünïcode — 文字 🙂", "", 'Two\nlines and "quotes"', "Last."]
+
+
+def documents_of(source: Source) -> list[str]:
+    return ["".join(document) for part in source.parts for document in part.documents(lambda _: None)]
+
+
+def documents_at(path: Path | str, text_column: str | None = None) -> list[str]:
+    return documents_of(resolve_source(str(path), text_column))
+
+
+def write_table(path: Path, column: str = "text", texts: list[str] = TEXTS) -> Path:
+    rows = [{"id": i, column: text} for i, text in enumerate(texts)]
+    kind = path.name.split(".")[1]
+    if kind == "jsonl":
+        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    elif kind == "json":
+        content = json.dumps(rows, indent=1).encode()
+    elif kind == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["id", column])
+            writer.writeheader()
+            writer.writerows(rows)
+        content = path.read_bytes()
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        content = path.read_bytes()
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    elif path.suffix == ".zst":
+        content = zstandard.ZstdCompressor().compress(content)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_tables(tmp_path, kind, compression):
+    assert documents_at(write_table(tmp_path / f"data.{kind}{compression}")) == TEXTS
+    assert documents_at(write_table(tmp_path / f"other.{kind}{compression}", "body"), "body") == TEXTS
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["txt", "md"])
+def test_text_file_is_one_document_unchanged(tmp_path, kind, compression):
+    text = "\n".join(TEXTS) + "\r\nend\r" + "x文" * CHUNK_SIZE
+    content = text.encode()
+    if compression == ".gz":
+        content = gzip.compress(content[:1000]) + gzip.compress(content[1000:])
+    if compression == ".zst":
+        compress = zstandard.ZstdCompressor().compress
+        content = compress(content[:1000]) + compress(content[1000:])
+    path = tmp_path / f"data.{kind}{compression}"
+    path.write_bytes(content)
+    assert documents_at(path) == [text]
+
+
+def test_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
+    (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbftext,n\nhello,1\n")
+    assert documents_at(tmp_path / "a.txt") == documents_at(tmp_path / "b.csv") == ["hello"]
+
+
+def test_json_file_with_a_row_per_line(tmp_path):
+    path = write_table(tmp_path / "data.jsonl").rename(tmp_path / "data.json")
+    assert documents_at(path) == TEXTS
+
+
+def test_blank_lines_and_nulls_keep_their_number(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a"}\n\n{"text": null}\n{"text": "d"}')
+    assert documents_at(path) == ["a", "", "", "d"]
+
+
+def test_very_long_csv_cell(tmp_path):
+    assert documents_at(write_table(tmp_path / "data.csv", texts=["x" * 500_000])) == ["x" * 500_000]
+
+
+def test_folder_is_searched_in_sorted_order(tmp_path):
+    for name in ("b.txt", "a/z.md", "a/b/c.txt.gz", "a.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "a/z.md").write_text("z")
+    (tmp_path / "a/b/c.txt.gz").write_bytes(gzip.compress(b"c"))
+    write_table(tmp_path / "a.jsonl", texts=["j"])
+    (tmp_path / "ignored.pdf").write_bytes(b"\xff")
+    source = resolve_source(str(tmp_path))
+    assert [part.name for part in source.parts] == ["a.jsonl", "a/b/c.txt.gz", "a/z.md", "b.txt"]
+    assert documents_of(source) == ["j", "c", "z", "b"]
+    assert documents_at(tmp_path / "**" / "*.txt*") == ["c", "b"]
+    assert documents_at(tmp_path / "[ab].txt") == ["b"]
+
+
+def test_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("home")
+    assert documents_at("~/a.txt") == documents_at("~/*.txt") == ["home"]
+
+
+def test_saved_datasets_folder(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    train = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(5))})
+    train.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": train, "validation": train.select([1, 0])}).save_to_disk(tmp_path / "several")
+    assert documents_at(tmp_path / "one") == documents_at(tmp_path / "several") == TEXTS
+    validation = resolve_source(str(tmp_path / "several"), None, "validation")
+    assert documents_of(validation) == [TEXTS[1], TEXTS[0]]
+    assert available_splits(str(tmp_path / "several")) == ("train", "validation")
+    with pytest.raises(UserError, match=r"no column 'body'; set text_column to one of: text, n"):
+        documents_at(tmp_path / "one", "body")
+    with pytest.raises(UserError, match="has no split 'test'; it has: train, validation"):
+        resolve_source(str(tmp_path / "several"), None, "test")
+
+
+def test_stories():
+    train, validation = resolve_source("stories"), resolve_source("stories", None, "validation")
+    assert documents_of(validation) == list(Stories("validation"))
+    assert next(iter(train.parts[0].documents(lambda _: None))) == (Stories("train")[0],)
+    assert train.identity(str) != validation.identity(str)
+
+
+def test_registered_names(tmp_path):
+    assert resolve_source("c4") == StreamSource(
+        name="c4",
+        dataset=HubDataset(path="allenai/c4", name="en", splits=("train", "validation")),
+        split="train",
+        text_column="text",
+    )
+    register_dataset("sources-test", HubDataset(path="someone/something", text_column="body"))
+    assert resolve_source("sources-test").text_column == "body"
+    assert resolve_source("sources-test", "other").text_column == "other"
+    with pytest.raises(UserError, match="dataset called 'c4' already"):
+        register_dataset("c4", HubDataset(path="someone/something"))
+
+
+def test_progress_adds_up_to_the_size(tmp_path):
+    for kind in ("txt", "jsonl", "json", "csv", "parquet", "jsonl.gz"):
+        path = tmp_path / f"data.{kind}"
+        path.write_text("text " * 1000) if kind == "txt" else write_table(path)
+        [part] = resolve_source(str(path)).parts
+        seen = []
+        for document in part.documents(seen.append):
+            "".join(document)
+        assert sum(seen) == part.size(), kind
+
+
+def raises(message: str):
+    """Expect a `UserError` that contains `message`."""
+    return pytest.raises(UserError, match=re.escape(message))
+
+
+def test_missing_path_names_the_nearest(tmp_path):
+    (tmp_path / "corpus.txt").write_text("a")
+    with raises(f"{tmp_path / 'corpsu.txt'} does not exist; did you mean {tmp_path / 'corpus.txt'}?"):
+        documents_at(tmp_path / "corpsu.txt")
+    (tmp_path / "data").mkdir()
+    with raises(f"{tmp_path / 'dta'} does not exist; did you mean {tmp_path / 'data'}?"):
+        documents_at(tmp_path / "dta" / "x.txt")
+
+
+def test_unknown_name_lists_the_registered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with raises("dataset 'storeis' is neither a registered name (stories, c4"):
+        documents_at("storeis")
+    with raises("did you mean 'stories'?"):
+        documents_at("storeis")
+    with raises("dataset '' is neither"):
+        documents_at("")
+
+
+def test_other_paths_that_cannot_be_data(tmp_path):
+    (tmp_path / "a.docx").write_text("a")
+    with raises("files of this kind cannot be read as data (txt, md, jsonl, json, csv, parquet, each also as .gz"):
+        documents_at(tmp_path / "a.docx")
+    with raises("has no file that can be read"):
+        documents_at(tmp_path)
+    with raises("no file matches the pattern"):
+        documents_at(tmp_path / "*.txt")
+    with raises("has no split 'validation'; it has: train"):
+        resolve_source(str(tmp_path / "a.docx"), None, "validation")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_wrong_column_lists_the_columns(tmp_path, kind):
+    path = write_table(tmp_path / f"data.{kind}", "body")
+    with raises("no column 'text'; set text_column to one of: id, body"):
+        documents_at(path)
+    with raises(str(path)):
+        documents_at(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_column_without_text(tmp_path, kind):
+    with raises("column 'id' holds a int, not text"):
+        documents_at(write_table(tmp_path / f"data.{kind}"), "id")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".txt.gz", ".jsonl.zst"])
+@pytest.mark.parametrize("distance", [10, 3 * CHUNK_SIZE - 1])
+def test_undecodable_byte_is_located(tmp_path, suffix, distance):
+    line = {".txt": "文字\n", ".jsonl": '{"text": "文字"}\n', ".csv": "文字\n"}["." + suffix.split(".")[1]].encode()
+    good = line * (distance // len(line) + 1)
+    good = (b"text\n" if ".csv" in suffix else b"") + good
+    content = good + line[:-4] + b"\xe6\xff"
+    path = tmp_path / f"data{suffix}"
+    if suffix.endswith(".gz"):
+        path.write_bytes(gzip.compress(content))
+    elif suffix.endswith(".zst"):
+        path.write_bytes(zstandard.ZstdCompressor().compress(content))
+    else:
+        path.write_bytes(content)
+    with pytest.raises(UnicodeDecodeError) as reference:
+        content.decode()
+    offset = reference.value.start
+    line_number = content[:offset].count(b"\n") + 1
+    with raises(f"{path} is not UTF-8: byte 0x{content[offset]:02x} at offset {offset} (line {line_number})"):
+        documents_at(path)
+
+
+def test_character_cut_off_at_the_end(tmp_path):
+    path = tmp_path / "data.txt"
+    path.write_bytes(b"abc\xe6\x96")
+    with raises("byte 0xe6 at offset 3 (line 1)"):
+        documents_at(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_broken_json_names_file_and_line(tmp_path, kind):
+    path = tmp_path / f"data.{kind}"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c\n{"text": "d"}\n')
+    with raises(f"{path}:3: broken JSON"):
+        documents_at(path)
+    path.write_text('\n[{"text": "a"},\n{"text": "b"}\n{"text": "c"}]')
+    with raises(f"{path}:{4 if kind == 'json' else 2}: broken JSON"):
+        documents_at(path)
+    path.write_text('{"text": "a"}\n[1, 2]\n')
+    with raises(f"{path}:2: expected an object with the key 'text', found a list"):
+        documents_at(path)
+
+
+def test_broken_csv_parquet_and_compressed_files(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text('text\na\n"b\n')
+    with raises(f"{path}:3: broken CSV"):
+        documents_at(path)
+    path = tmp_path / "data.parquet"
+    path.write_text("no parquet")
+    with raises(f"{path} is not a readable parquet file"):
+        documents_at(path)
+    for suffix in (".gz", ".zst"):
+        path = write_table(tmp_path / f"data.jsonl{suffix}")
+        path.write_bytes(path.read_bytes()[:-20])
+        with raises(f"{path} cannot be read: "):
+            documents_at(path)
+
+
+def test_real_files(assets):
+    text = assets / "text" / "tinyshakespeare.txt"
+    assert documents_at(text) == [text.read_text()]
+    rows = [json.loads(line) for line in (assets / "text" / "c4_demo.jsonl").open()]
+    assert documents_at(assets / "text" / "c4_demo.jsonl") == [row["text"] for row in rows]
+    table = parquet.read_table(assets / "text" / "c4-train-00000-of-01637.parquet")
+    assert documents_at(assets / "text" / "c4-train-*.parquet") == table.column("text").to_pylist()

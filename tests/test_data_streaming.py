@@ -1,0 +1,343 @@
+"""Registered data sets: what a stream hands out, its position, its end."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan.components.data import HubDataset, PretrainDataLoader, register_dataset
+from torchtitan.components.data.packing import IGNORE_INDEX
+from torchtitan.components.data.stories import Stories
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.tools.errors import UserError
+
+datasets = pytest.importorskip("datasets")
+
+SEQ_LEN = 64
+# Short, empty and long (many windows) ones; together about 250 windows.
+TEXTS = [" ".join(story.split()[: 5 + 9 * i]) for i, story in enumerate(Stories("validation", 75))]
+TEXTS[7], TEXTS[20] = "", " ".join(TEXTS[60:75])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return PretrainedTokenizer.Config().build()
+
+
+def write_folder(folder: Path, kind: str, n_files: int) -> Path:
+    """The texts, spread over files of unequal length."""
+    folder.mkdir()
+    bounds = [0, *(len(TEXTS) * (i + 1) ** 2 // n_files**2 for i in range(n_files))]
+    for i in range(n_files):
+        rows = datasets.Dataset.from_dict({"text": TEXTS[bounds[i] : bounds[i + 1]], "n": range(*bounds[i : i + 2])})
+        path = folder / f"train-{i:05d}-of-{n_files:05d}.{kind}"
+        rows.to_parquet(path) if kind == "parquet" else rows.to_json(path)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["jsonl-1", "jsonl-4", "parquet-3"])
+def dataset(request, tmp_path_factory):
+    """The name of a registered data set."""
+    kind, n_files = request.param.split("-")
+    name = f"streaming-test-{request.param}"
+    folder = write_folder(tmp_path_factory.mktemp("stream") / "data", kind, int(n_files))
+    register_dataset(name, HubDataset(path=str(folder)))
+    return name
+
+
+@pytest.fixture(scope="module")
+def one_file(tmp_path_factory):
+    """The name of a registered data set of one file."""
+    folder = write_folder(tmp_path_factory.mktemp("stream") / "data", "jsonl", 1)
+    register_dataset("streaming-test-one-file", HubDataset(path=str(folder)))
+    return "streaming-test-one-file"
+
+
+def build(name, tokenizer, *, batch=3, workers=0, shuffle=True, block=16, document_mask=True, **runtime):
+    config = PretrainDataLoader.Config(
+        dataset=name, shuffle=shuffle, shuffle_buffer=block, num_workers=workers, document_mask=document_mask
+    )
+    return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
+
+
+def take(loader, n=10**9):
+    """Up to n batches."""
+    return [batch for _, batch in zip(range(n), loader, strict=False)]
+
+
+def as_lists(batches):
+    return [{name: value.tolist() for name, value in batch.items()} for batch in batches]
+
+
+def token_stream(batches, node=0, n_nodes=1):
+    """The tokens that one node has handed out, rebuilt from its samples; the labels follow the last input."""
+    tokens = []
+    for batch in batches:
+        for inputs, labels, (first, _) in zip(
+            batch["input"], batch["labels"], batch["documents"].tolist(), strict=True
+        ):
+            if first >= 0 and first % n_nodes == node:
+                n_inputs = max((labels != IGNORE_INDEX).nonzero().flatten().tolist()) + 1
+                tokens += inputs[:n_inputs].tolist()
+                last = labels[n_inputs - 1].item()
+    return [*tokens, last] if tokens else []
+
+
+def documents_in(stream, tokenizer):
+    """The documents of a token stream, in order."""
+    begins = [i for i, token in enumerate(stream) if token == tokenizer.bos_id]
+    assert not begins or begins[0] == 0
+    return [tuple(stream[i:j]) for i, j in zip(begins, [*begins[1:], len(stream)], strict=True)]
+
+
+def expected_documents(tokenizer, epochs=1):
+    return sorted(epochs * [tuple(ids) for ids in tokenizer.encode_documents([text for text in TEXTS if text])])
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_in_order_a_stream_equals_local_data(dataset, tokenizer, tmp_path, document_mask):
+    with (tmp_path / "local.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    config = PretrainDataLoader.Config(
+        dataset=str(tmp_path / "local.jsonl"), shuffle=False, document_mask=document_mask, cache_dir=str(tmp_path / "c")
+    )
+    local = config.build(tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=3, epochs=1)
+    stream = build(dataset, tokenizer, shuffle=False, document_mask=document_mask, epochs=1)
+    assert as_lists(take(stream)) == as_lists(take(local))
+    assert stream.samples_per_epoch is None
+
+
+@pytest.mark.parametrize("ranks, workers", [(1, 0), (1, 2), (2, 0), (2, 2), (5, 0)])
+def test_every_document_comes_once_per_epoch(dataset, tokenizer, ranks, workers):
+    documents, n_nodes = [], ranks * max(1, workers)
+    for rank in range(ranks):
+        loader = build(
+            dataset, tokenizer, workers=workers, dp_rank=rank, dp_world_size=ranks, epochs=1, document_mask=False
+        )
+        batches = []
+        while not loader.exhausted:
+            batch = next(loader, None)
+            batches += [] if batch is None else [batch]
+        for node in range(rank * max(1, workers), (rank + 1) * max(1, workers)):
+            documents += documents_in(token_stream(batches, node, n_nodes), tokenizer)
+        loader.close()
+    assert sorted(documents) == expected_documents(tokenizer)
+
+
+def test_epochs_are_shuffled_anew(dataset, tokenizer):
+    loader = build(dataset, tokenizer, batch=1, document_mask=False)
+    epochs, batches = [], []
+    while len(epochs) < 3:
+        batches.append(next(loader))
+        if (batches[-1]["labels"] == IGNORE_INDEX).any():  # an epoch's last window
+            epochs.append(documents_in(token_stream(batches), tokenizer))
+            batches = []
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert [sorted(epoch) for epoch in epochs] == [expected_documents(tokenizer)] * 3
+
+
+def test_seeds_shuffle_differently(one_file, tokenizer):
+    orders = [as_lists(take(build(one_file, tokenizer, seed=seed), 5)) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def run_through(loader):
+    """All batches, as lists."""
+    batches = []
+    while not loader.exhausted and (batch := next(loader, None)) is not None:
+        batches.append(batch)
+    loader.close()
+    return as_lists(batches)
+
+
+@pytest.mark.parametrize("ranks, workers, hop", [(1, 0, 1), (1, 2, 9), (2, 0, 2), (2, 2, 7)])
+def test_resumed_again_and_again_is_the_same_stream(dataset, tokenizer, ranks, workers, hop):
+    # Two epochs, so that places in a block, between blocks, in a long document and between epochs are among the stops.
+    runtime = {"workers": workers, "dp_rank": ranks - 1, "dp_world_size": ranks, "epochs": 2}
+    straight = run_through(build(dataset, tokenizer, **runtime))
+    state, pieces = None, []
+    while sum(map(len, pieces)) < len(straight):
+        loader = build(dataset, tokenizer, seed=len(pieces), **runtime)  # the first seed decides
+        if state is not None:
+            loader.load_state_dict(json.loads(state))
+        pieces.append(as_lists(take(loader, hop)))
+        state = json.dumps(loader.state_dict())
+        assert len(state) < 5000
+        loader.close()
+    n_fillers = sum(map(len, pieces)) - len(straight)
+    assert [batch for piece in pieces for batch in piece][: len(straight)] == straight
+    assert n_fillers < hop
+
+
+def test_state_before_the_first_batch_starts_no_worker(one_file, tokenizer):
+    loader = build(one_file, tokenizer, workers=2)
+    state = loader.state_dict()
+    assert state["position"]["workers"] is None
+    first = take(loader, 2)
+    loader.load_state_dict(state)  # back to the beginning
+    assert as_lists(take(loader, 2)) == as_lists(first)
+    loader.close()
+
+
+@pytest.mark.parametrize("changed", [{"workers": 2}, {"dp_world_size": 2}])
+def test_another_layout_starts_anew_and_says_so(one_file, tokenizer, caplog, changed):
+    loader = build(one_file, tokenizer)
+    take(loader, 4)
+    fresh, other = build(one_file, tokenizer, **changed), build(one_file, tokenizer, **changed)
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        other.load_state_dict(loader.state_dict())
+    assert "saved with 1 ranks of 0 workers" in caplog.text and "starts from its beginning" in caplog.text
+    anew = as_lists(take(other, 4))
+    assert anew != as_lists(take(fresh, 4))
+    again = build(one_file, tokenizer, **changed)
+    again.load_state_dict(loader.state_dict())
+    take(again, 2)
+    resumed = build(one_file, tokenizer, **changed)
+    caplog.clear()
+    resumed.load_state_dict(again.state_dict())
+    assert as_lists(take(resumed, 2)) == anew[2:] and not caplog.text
+    for each in (fresh, other, again, resumed):
+        each.close()
+
+
+@pytest.mark.parametrize("changed", [{"block": 8}, {"seq_len": 32}, {"shuffle": False}])
+def test_position_in_another_order_is_refused(one_file, tokenizer, caplog, changed):
+    loader = build(one_file, tokenizer)
+    take(loader, 4)
+    other = build(one_file, tokenizer, **changed)
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        other.load_state_dict(loader.state_dict())
+    assert "reading starts at the beginning" in caplog.text
+    assert as_lists(take(other, 2)) == as_lists(take(build(one_file, tokenizer, **changed), 2))
+
+
+def test_end_with_one_rank(one_file, tokenizer):
+    for workers in (0, 2):
+        loader = build(one_file, tokenizer, workers=workers, epochs=1)
+        assert not loader.exhausted
+        take(loader)
+        assert loader.exhausted and next(loader, None) is None
+        loader.close()
+
+
+def test_end_of_unequal_shares_hangs_no_rank(tmp_path, tokenizer):
+    (tmp_path / "data").mkdir()
+    for i, n_texts in enumerate((2, 40)):
+        datasets.Dataset.from_dict({"text": TEXTS[30 : 30 + n_texts]}).to_json(tmp_path / f"data/train-{i}.jsonl")
+    register_dataset("streaming-test-unequal", HubDataset(path=str(tmp_path / "data")))
+    loaders = [build("streaming-test-unequal", tokenizer, dp_rank=r, dp_world_size=2, epochs=1) for r in range(2)]
+    steps, n_exhausted = 0, []
+    while True:
+        batches = [next(loader) for loader in loaders]  # never StopIteration
+        if all(loader.exhausted for loader in loaders):
+            break
+        for loader, batch in zip(loaders, batches, strict=True):
+            assert bool((batch["labels"] == IGNORE_INDEX).all()) == loader.exhausted
+            assert batch["input"].shape == (3, SEQ_LEN)
+        n_exhausted.append(sum(loader.exhausted for loader in loaders))
+        steps += 1
+    assert set(n_exhausted) == {0, 1}
+
+
+def test_ended_stream_stays_ended_and_goes_on_with_more_epochs(one_file, tokenizer):
+    ended = build(one_file, tokenizer, epochs=1)
+    n_batches = len(take(ended))
+    state = json.loads(json.dumps(ended.state_dict()))
+    same = build(one_file, tokenizer, epochs=1)
+    same.load_state_dict(state)
+    assert same.exhausted and take(same) == []
+    state = same.state_dict()
+    more = build(one_file, tokenizer, epochs=2)
+    more.load_state_dict(state)
+    second = take(more)
+    assert len(second) == n_batches
+    documents = documents_in(token_stream(take(build(one_file, tokenizer, epochs=1, document_mask=False))), tokenizer)
+    assert sorted(documents) == expected_documents(tokenizer)
+    straight = build(one_file, tokenizer, batch=1, epochs=2)
+    windows = [window for batch in as_lists(take(straight)) for window in batch["input"]]
+    resumed = [window for batch in as_lists(second) for window in batch["input"]]
+    assert [w for w in resumed if any(w)] == windows[-len([w for w in resumed if any(w)]) :]
+
+
+def test_workers_without_documents(tmp_path, tokenizer):
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_dict({"text": ["one short text"]}).to_json(tmp_path / "data/train.jsonl")
+    register_dataset("streaming-test-tiny", HubDataset(path=str(tmp_path / "data")))
+    loader = build("streaming-test-tiny", tokenizer, workers=2, batch=2)
+    [ids] = tokenizer.encode_documents(["one short text"])
+    for batch in take(loader, 5):
+        assert batch["labels"][:, : len(ids) - 1].tolist() == [ids[1:]] * 2
+    loader.close()
+
+
+def test_global_random_numbers_are_left_alone(one_file, tokenizer):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    take(build(one_file, tokenizer), 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_documents_in_words(one_file, tokenizer):
+    loader = build(one_file, tokenizer, shuffle=False, workers=2, dp_rank=1, dp_world_size=2)
+    first, second = take(loader, 2)
+    assert loader.describe(first["documents"][0]).startswith(f"{one_file} (train), documents 1-")
+    assert loader.describe(first["documents"][0]).endswith(" as read by worker 0 of rank 1")
+    assert loader.describe(second["documents"][0]).endswith(" as read by worker 1 of rank 1")
+    assert loader.describe(torch.tensor([-1, -1])) == "no document (padding)"
+    loader.close()
+
+
+def test_validation_split(tmp_path, tokenizer):
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_dict({"body": ["training text"]}).to_json(tmp_path / "data/train.jsonl")
+    datasets.Dataset.from_dict({"body": ["validation text"]}).to_json(tmp_path / "data/validation.jsonl")
+    register_dataset(
+        "streaming-test-splits",
+        HubDataset(path=str(tmp_path / "data"), splits=("train", "validation"), text_column="body"),
+    )
+    config = PretrainDataLoader.Config(dataset="streaming-test-splits").for_validation("")
+    [batch] = config.build(tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1, epochs=1)
+    assert tokenizer.decode(batch["input"][0].tolist(), skip_special_tokens=True).startswith("validation text")
+
+
+def test_prepare_finds_what_is_wrong(tmp_path, one_file, tokenizer):
+    def prepare(name, **fields):
+        PretrainDataLoader.Config(dataset=name, **fields).prepare(tokenizer=tokenizer)
+
+    prepare(one_file)
+    with pytest.raises(UserError, match=f"dataset '{one_file}': no column 'body'; set text_column to one of: text, n"):
+        prepare(one_file, text_column="body")
+    with pytest.raises(UserError, match="column 'n' holds a int, not text"):
+        prepare(one_file, text_column="n")
+    register_dataset("streaming-test-missing", HubDataset(path=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match=r"'streaming-test-missing' \(.*nowhere, split 'train'\) cannot be read: "):
+        prepare("streaming-test-missing")
+    with pytest.raises(UserError, match="has no split 'test'; it has: train"):
+        prepare(one_file, split="test")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "train.jsonl").write_text("")
+    register_dataset("streaming-test-empty", HubDataset(path=str(tmp_path / "empty")))
+    with pytest.raises(UserError, match="'streaming-test-empty'"):
+        prepare("streaming-test-empty")
+
+
+OFFLINE = """
+from torchtitan.components.data import PretrainDataLoader
+from torchtitan.components.tokenizer import PretrainedTokenizer
+try:
+    PretrainDataLoader.Config(dataset="c4").prepare(tokenizer=PretrainedTokenizer.Config().build())
+except ValueError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_without_network_the_message_names_the_dataset(tmp_path):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, env=environment)
+    assert result.stdout.startswith("UserError dataset 'c4' (allenai/c4, en, split 'train') cannot be read: ")
+    assert "check the network, or give a local path" in result.stdout

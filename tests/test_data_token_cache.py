@@ -1,0 +1,312 @@
+"""The token cache: what is in it, when it is found again, and what a failed build leaves behind."""
+
+import logging
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filelock import FileLock
+
+from torchtitan.components.data import encoding
+from torchtitan.components.data.encoding import encode_documents, split_document
+from torchtitan.components.data.progress import progress
+from torchtitan.components.data.sources import resolve_source
+from torchtitan.components.data.token_cache import TokenCache, cache_root, open_token_cache
+from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
+from torchtitan.tools.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return PretrainedTokenizer.Config().build()
+
+
+class NeverAsked(PretrainedTokenizer):
+    """The embedded tokenizer, which fails when it has to encode more than a probe."""
+
+    def tokenize(self, texts, *, allow_special):
+        assert max(len(text) for text in texts) < 5, "the cache was not used"
+        return super().tokenize(texts, allow_special=allow_special)
+
+
+class OtherTokenizer(PretrainedTokenizer):
+    """The embedded tokenizer under another fingerprint, as any other class has."""
+
+
+def same_fingerprint(kind: type[Tokenizer], tokenizer: Tokenizer) -> Tokenizer:
+    twin = kind.Config().build()
+    twin.fingerprint = tokenizer.fingerprint
+    return twin
+
+
+def open_cache(path: Path, tokenizer: Tokenizer, root: Path, text_column: str | None = None) -> TokenCache:
+    return open_token_cache(resolve_source(str(path), text_column), tokenizer, str(root))
+
+
+def kept(root: Path) -> list[str]:
+    """The finished and unfinished token folders."""
+    return sorted(path.name for path in (root / "tokens").iterdir() if path.suffix != ".lock")
+
+
+def make_old(path: Path) -> None:
+    """Date a file back, so that its digest may be remembered."""
+    os.utime(path, ns=(time.time_ns(), time.time_ns() - 10**10))
+
+
+def test_content_is_the_encoded_documents(tmp_path, tokenizer):
+    texts = ["The first.", "", " \n", "A third <|end_of_text|> one, longer.\n" * 30, "x"]
+    (tmp_path / "a.jsonl").write_text("\n".join(f'{{"text": "{text}"}}'.replace("\n", "\\n") for text in texts))
+    (tmp_path / "b.txt").write_text("The last.")
+    cache = open_cache(tmp_path, tokenizer, tmp_path / "cache")
+    visible = [texts[0], texts[3], texts[4], "The last."]
+    reference = tokenizer.encode_documents(visible)
+    assert all(ids[0] == tokenizer.bos_id and ids[-1] == tokenizer.eos_id for ids in reference)
+    assert cache.tokens(0, 10**9).tolist() == [i for ids in reference for i in ids]
+    assert (cache.n_tokens, cache.n_documents) == (sum(map(len, reference)), 6)
+    begins = np.cumsum([0] + [len(ids) for ids in reference])
+    assert sorted(set(cache.starts(0, cache.n_tokens + 9).tolist())) == begins[:-1].tolist()
+    assert cache.starts(begins[1] - 2, begins[1]).tolist() == []
+    assert set(cache.starts(begins[1] - 2, begins[1] + 1).tolist()) == {2}
+    assert [cache.document_at(i) for i in (0, begins[1] - 1, begins[1], begins[3], cache.n_tokens - 1)] == [
+        0,
+        0,
+        3,
+        5,
+        5,
+    ]
+    assert cache.describe(0, 3) == "a.jsonl, documents 1-4"
+    assert cache.describe(5, 5) == "b.txt, document 1"
+    assert cache.describe(4, 5) == "a.jsonl, document 5 to b.txt, document 1"
+
+
+def test_pickled_cache_holds_no_tokens(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("word " * 10_000)
+    cache = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+    pickled = pickle.dumps(cache)
+    assert len(pickled) < 1000
+    assert (pickle.loads(pickled).tokens(0, 10**9) == cache.tokens(0, 10**9)).all()
+
+
+@pytest.mark.parametrize("folder, dtype", [("gpt2-tokenizer", "uint16"), ("llama3-tokenizer", "uint32")])
+def test_large_vocabularies(tmp_path, assets, folder, dtype):
+    tokenizer = PretrainedTokenizer.Config().build(path=assets / folder)
+    text = "The quick brown fox. 文字 🙂 Ünïcode\n" * 20
+    (tmp_path / "a.txt").write_text(text)
+    cache = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+    [reference] = tokenizer.encode_documents([text])
+    assert cache.tokens(0, 10**9).tolist() == reference
+    assert (cache.folder / "tokens.bin").stat().st_size == len(reference) * np.dtype(dtype).itemsize
+
+
+TRICKY = "It's 1234567\n\n\n  indented\n\tdon't  \n x\n\ny.\n(z)\n12\n34 ...\n\n'quoted'\n's\n文。\n\n字\n"
+
+
+@pytest.mark.parametrize("folder", ["", "gpt2-tokenizer", "llama3-tokenizer", "mistral-v0.3-tokenizer"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_document_in_pieces_equals_document_at_once(assets, monkeypatch, folder, newline):
+    tokenizer = PretrainedTokenizer.Config().build(path=assets / folder if folder else "")
+    text = (assets / "text" / "tinyshakespeare.txt").read_text()[:200_000] + TRICKY * 50
+    text = text.replace("\n", newline)
+    monkeypatch.setattr(encoding, "PIECE_SIZE", 97)
+    chunks = [text[i : i + 1013] for i in range(0, len(text), 1013)]
+    pieces = list(encode_documents([chunks, ["short"]], tokenizer))
+    documents, ids = [], []
+    for piece in pieces:
+        ids = ids + piece.ids
+        if piece.ends_document:
+            documents.append(ids)
+            ids = []
+    assert documents == tokenizer.encode_documents([text, "short"])
+    # Mistral's tokenizer marks the start of a text, and so must see the document at once.
+    assert (len(pieces) > 500) == (folder != "mistral-v0.3-tokenizer")
+
+
+def test_pieces_are_bounded_and_read_as_needed():
+    def chunks():
+        for _ in range(100):
+            n_read.append(1)
+            yield "some words in a line\n" * 50
+
+    n_read: list[int] = []
+    longest = 0
+    for number, piece in enumerate(split_document(chunks(), 500), 1):
+        assert len(n_read) <= number
+        longest = max(longest, len(piece))
+    assert longest <= 1000
+
+
+def test_found_again_by_content(tmp_path, tokenizer):
+    root, original = tmp_path / "cache", tmp_path / "a.txt"
+    original.write_text("The same content.")
+    key = open_cache(original, tokenizer, root).key
+    shutil.copy(original, tmp_path / "copy.txt")
+    never = same_fingerprint(NeverAsked, tokenizer)
+    cache = open_cache(tmp_path / "copy.txt", never, root)
+    assert cache.key == key and cache.describe(0, 0) == "copy.txt, document 1"
+    assert kept(root) == [key]
+
+
+def test_other_content_tokenizer_column_or_format_is_other_data(tmp_path, tokenizer):
+    root, path = tmp_path / "cache", tmp_path / "a.jsonl"
+    path.write_text('{"text": "one", "body": "two"}\n')
+    keys = [open_cache(path, tokenizer, root).key, open_cache(path, tokenizer, root, "body").key]
+    keys.append(open_cache(path, OtherTokenizer.Config().build(), root).key)
+    keys.append(open_cache(shutil.copy(path, tmp_path / "a.txt"), tokenizer, root).key)
+    path.write_text('{"text": "eno", "body": "two"}\n')  # the same size, within the same instant
+    keys.append(open_cache(path, tokenizer, root).key)
+    assert len(set(keys)) == 5 and kept(root) == sorted(keys)
+
+
+def test_digest_is_remembered_until_the_file_changes(tmp_path, tokenizer, monkeypatch):
+    root, path = tmp_path / "cache", tmp_path / "a.txt"
+    path.write_text("one text")
+    make_old(path)
+    key = open_cache(path, tokenizer, root).key
+    with monkeypatch.context() as patch:
+        patch.setattr("torchtitan.components.data.token_cache._hash", lambda *_: pytest.fail("hashed again"))
+        assert open_cache(path, tokenizer, root).key == key
+    path.write_text("two text")
+    make_old(path)
+    assert open_cache(path, tokenizer, root).key != key
+
+
+def test_place_of_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHTITAN_CACHE", raising=False)
+    assert cache_root("") == tmp_path / ".cache" / "torchtitan"
+    monkeypatch.setenv("TORCHTITAN_CACHE", "~/elsewhere")
+    assert cache_root("") == tmp_path / "elsewhere"
+    assert cache_root("/given") == Path("/given")
+
+
+def test_unwritable_place(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("some text")
+    with pytest.raises(UserError, match=r"cannot write to the token cache .*/a.txt/x: Not a directory; choose another"):
+        open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "a.txt" / "x")
+
+
+@pytest.mark.parametrize("content", ["", " \n\t\n"])
+def test_empty_data(tmp_path, tokenizer, content):
+    (tmp_path / "a.txt").write_text(content)
+    with pytest.raises(UserError, match="a.txt holds no text to train on"):
+        open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+    assert kept(tmp_path / "cache") == []
+
+
+def test_empty_file_among_others_is_named(tmp_path, tokenizer, caplog):
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.txt").write_text("some text")
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        open_cache(tmp_path, tokenizer, tmp_path / "cache")
+    assert [record.message for record in caplog.records] == [f"a.txt of {tmp_path} holds no text"]
+
+
+def test_bad_data_leaves_nothing(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good"}\n' * 1000 + '{"text": "bad\n')
+    with pytest.raises(UserError, match="a.jsonl:1001: broken JSON"):
+        open_cache(path, tokenizer, tmp_path / "cache")
+    assert kept(tmp_path / "cache") == []
+
+
+def test_file_that_changes_while_it_is_read(tmp_path, tokenizer):
+    path = tmp_path / "a.txt"
+    path.write_text("some text")
+    source = resolve_source(str(path))
+    read = source.parts[0].documents
+
+    def documents(on_read):
+        path.write_text("other text")
+        return read(on_read)
+
+    source.parts[0].documents = documents
+    with pytest.raises(UserError, match="a.txt changed while it was read"):
+        open_token_cache(source, tokenizer, str(tmp_path / "cache"))
+    assert kept(tmp_path / "cache") == []
+
+
+def test_damaged_cache_is_named(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("some text")
+    folder = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache").folder
+    with (folder / "tokens.bin").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(UserError, match=f"the token cache {folder} is damaged .*; delete it"):
+        open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+
+
+KILLED_BUILD = """
+import sys, time
+from torchtitan.components.data.sources import resolve_source
+from torchtitan.components.data.token_cache import open_token_cache
+from torchtitan.components.tokenizer import PretrainedTokenizer
+
+class Slow(PretrainedTokenizer):
+    def tokenize(self, texts, *, allow_special):
+        if max(len(text) for text in texts) > 5:
+            print("encoding", flush=True)
+            time.sleep(60)
+        return super().tokenize(texts, allow_special=allow_special)
+
+tokenizer = Slow.Config().build()
+tokenizer.fingerprint = sys.argv[3]
+open_token_cache(resolve_source(sys.argv[1]), tokenizer, sys.argv[2])
+"""
+
+
+def test_killed_build_is_made_again(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("some text")
+    arguments = [str(tmp_path / "a.txt"), str(tmp_path / "cache"), tokenizer.fingerprint]
+    with subprocess.Popen([sys.executable, "-c", KILLED_BUILD, *arguments], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"encoding\n"
+        process.send_signal(signal.SIGKILL)
+    [left] = kept(tmp_path / "cache")
+    assert left.endswith(".partial")
+    cache = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+    assert cache.tokens(0, 99).tolist() == tokenizer.encode_documents(["some text"])[0]
+    assert kept(tmp_path / "cache") == [cache.key]
+
+
+def test_second_process_waits_and_says_so(tmp_path, tokenizer, caplog):
+    path, root = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_text("some text")
+    key = open_cache(path, tokenizer, root).key
+    shutil.move(root / "tokens" / key, tmp_path / "finished")
+    never = same_fingerprint(NeverAsked, tokenizer)
+    found = []
+    with caplog.at_level(logging.INFO, "torchtitan"), FileLock(root / "tokens" / f"{key}.lock"):
+        thread = threading.Thread(target=lambda: found.append(open_cache(path, never, root)))
+        thread.start()
+        deadline = time.monotonic() + 20
+        while "waiting for another process that tokenizes" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not found
+        shutil.move(tmp_path / "finished", root / "tokens" / key)
+    thread.join(20)
+    assert found[0].key == key
+
+
+def test_progress_without_a_terminal(monkeypatch, caplog):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with caplog.at_level(logging.INFO, "torchtitan"), progress("reading x", 200) as advance:
+        advance(50)
+        now[0] = 11.0
+        advance(50)
+        advance(50)
+    assert [record.message for record in caplog.records] == ["reading x: 50%"]
+
+
+def test_progress_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with progress("reading x", 200) as advance:
+        advance(200)
+    assert "reading x" in capsys.readouterr().err

@@ -1,0 +1,47 @@
+"""Runs the code in the documentation: what does not run is wrong."""
+
+import re
+
+import pytest
+
+from tests.conftest import PROJECT
+
+PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page, language):
+    return [code for kind, code in BLOCK.findall(page.read_text()) if kind == language]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    """All blocks of a page, in order, in one namespace, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for index, code in enumerate(blocks(page, "python")):
+        exec(compile(code, f"{page.name}, block {index + 1}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_options_in_commands_exist():
+    """Every --section.key in a shell block is an option of the debug model."""
+    from torchtitan.config.manager import _leaf_keys
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    known = set(_leaf_keys(llama3_debugmodel().to_dict()))
+    known |= {f"{key.rpartition('.')[0]}.no_{key.rpartition('.')[2]}" for key in known}
+    unknown, checked = [], 0
+    for page in PAGES:
+        for option in re.findall(r"--([a-z_]+\.[a-z_.]+[a-z_])", "\n".join(blocks(page, "bash"))):
+            checked += 1
+            if option not in known:
+                unknown.append(f"{page.name}: --{option}")
+    assert checked > 10
+    assert unknown == []

@@ -1,0 +1,98 @@
+"""The chunked loss against torch's cross entropy on whole logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.tools.errors import UserError
+
+
+def value_and_gradients(loss, hidden, weight, labels, scale=0.37):
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    value = loss(hidden, weight, labels)
+    # A factor behind the loss, as the division by the number of tokens is.
+    (value * scale).backward()
+    return value, hidden.grad, weight.grad
+
+
+def plain(hidden, weight, labels):
+    logits = F.linear(hidden, weight).flatten(0, 1).float()
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+@pytest.fixture
+def tensors():
+    torch.manual_seed(0)
+    labels = torch.randint(50, (3, 7))
+    labels[0, :4] = labels[2] = -100
+    return torch.randn(3, 7, 16), torch.randn(50, 16), labels
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 1, 4, 7, 21, 1000])
+def test_value_and_gradients_equal_the_plain_loss(tensors, chunk_tokens):
+    ours = CrossEntropyLoss.Config(chunk_tokens=chunk_tokens).build()
+    results = zip(value_and_gradients(ours, *tensors), value_and_gradients(plain, *tensors), strict=True)
+    for result, expected in results:
+        # Float32 sums over 21 tokens in another order.
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_no_further_from_float64_than_the_plain_loss(tensors):
+    hidden, weight, labels = tensors
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    exact = value_and_gradients(
+        lambda h, w, y: F.cross_entropy((h @ w.T).flatten(0, 1), y.flatten(), reduction="sum"),
+        hidden.double(), weight.double(), labels,
+    )  # fmt: skip
+    ours = value_and_gradients(CrossEntropyLoss.Config(chunk_tokens=4).build(), hidden, weight, labels)
+    theirs = value_and_gradients(plain, hidden, weight, labels)
+    for result, reference, truth in zip(ours, theirs, exact, strict=True):
+        error, allowed = ((x.double() - truth).norm().item() for x in (result, reference))
+        # The gradients are rounded to bfloat16 at the same places; 1.5 leaves room for luck.
+        assert error <= 1.5 * allowed + 1e-6
+        assert result.dtype == reference.dtype
+
+
+def test_autocast_computes_logits_in_the_lower_precision(tensors):
+    hidden, weight, labels = tensors
+    ours = CrossEntropyLoss.Config(chunk_tokens=4).build()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value, grad_hidden, grad_weight = value_and_gradients(ours, hidden, weight, labels)
+        expected, expected_hidden, expected_weight = value_and_gradients(plain, hidden, weight, labels)
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=0)
+    # bfloat16 has 8 bits: 2**-8 of the largest element.
+    torch.testing.assert_close(grad_hidden, expected_hidden, rtol=0, atol=2**-7 * expected_hidden.abs().max().item())
+    torch.testing.assert_close(grad_weight, expected_weight, rtol=0, atol=2**-7 * expected_weight.abs().max().item())
+    assert grad_weight.dtype == torch.float32
+
+
+def test_only_one_chunk_of_logits_is_ever_held(tensors):
+    sizes = []
+
+    class Spy(CrossEntropyLoss):
+        def from_logits(self, logits_NV, labels_N):
+            sizes.append(logits_NV.shape[0])
+            return super().from_logits(logits_NV, labels_N)
+
+    value_and_gradients(Spy.Config(chunk_tokens=4).build(), *tensors)
+    assert sizes == [4, 4, 4, 4, 4, 1]
+
+
+def test_a_frozen_output_weight_gets_no_gradient(tensors):
+    hidden, weight, labels = tensors
+    hidden.requires_grad_()
+    CrossEntropyLoss.Config(chunk_tokens=4).build()(hidden, weight, labels).backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+
+
+def test_without_gradients_the_value_is_the_same(tensors):
+    with torch.no_grad():
+        value = CrossEntropyLoss.Config(chunk_tokens=4).build()(*tensors)
+    torch.testing.assert_close(value, plain(*tensors), rtol=1e-5, atol=0)
+
+
+def test_negative_chunk_is_refused():
+    with pytest.raises(UserError, match="chunk_tokens"):
+        CrossEntropyLoss.Config(chunk_tokens=-1).validate()

@@ -1,0 +1,133 @@
+"""Traces and memory snapshots: which files appear, what they hold, and what is refused."""
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan.components.profiling import Profiler
+from torchtitan.tools.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The package's log lines, also where an earlier test has called `init_logger`."""
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="torchtitan")
+    return caplog
+
+
+def train(profiler: Profiler, first: int, last: int) -> None:
+    model = torch.nn.Linear(8, 8)
+    with profiler:
+        for step in range(first, last + 1):
+            model(torch.ones(2, 8)).sum().backward()
+            profiler.step(step)
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    events = json.loads(path.read_text())["traceEvents"]
+    assert isinstance(events, list)
+    return events
+
+
+@pytest.mark.parametrize("active", [1, 2, 3])  # 3: no step between a trace and the next one's warm-up
+def test_traces_hold_the_operators_of_their_steps(tmp_path: Path, active: int) -> None:
+    config = Profiler.Config(enable_profiling=True, profile_freq=4, profiler_active=active)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(config.build(dump_folder=str(tmp_path), device=CPU, rank=3), first=11, last=19)  # a resumed run
+    assert files_of(tmp_path) == ["profile_traces/step-14/rank3.json", "profile_traces/step-18/rank3.json"]
+    for name in files_of(tmp_path):
+        events = events_of(tmp_path / name)
+        forward = [event for event in events if event.get("name") == "aten::addmm"]
+        assert len(forward) == active
+        assert forward[0]["args"]["Input Dims"][1:3] == [[2, 8], [8, 8]]
+        assert any("AddmmBackward" in event.get("name", "") for event in events)
+        assert any(event.get("name") == "[memory]" for event in events)
+
+
+def test_disabled_it_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.profiler, "profile", lambda *_, **__: pytest.fail("the profiler was started"))
+    train(Profiler.Config().build(dump_folder=str(tmp_path), device=CPU), first=1, last=25)
+    assert files_of(tmp_path) == []
+
+
+def test_a_run_that_is_too_short_says_so(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    config = Profiler.Config(enable_profiling=True, profile_freq=4)
+    train(config.build(dump_folder=str(tmp_path), device=CPU), first=1, last=3)
+    assert files_of(tmp_path) == []
+    assert "no trace was written: 3 steps were run, and --profiling.profile_freq is 4" in log.text
+
+
+def test_an_error_in_the_loop_stops_the_profiler_and_passes(tmp_path: Path) -> None:
+    config = Profiler.Config(enable_profiling=True, profile_freq=2)
+    for _ in range(2):  # torch refuses a second profiler while one runs
+        profiler = config.build(dump_folder=str(tmp_path), device=CPU)
+        with pytest.raises(KeyError), profiler:
+            profiler.step(1)
+            raise KeyError
+    assert files_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Profiler.Config(profile_freq=0), r"profile_freq is 0"),
+        (Profiler.Config(profiler_active=0), r"profiler_active is 0"),
+        (Profiler.Config(profiler_warmup=-1), r"profiler_warmup is -1"),
+        (Profiler.Config(profile_freq=3, profiler_warmup=2, profiler_active=2), r"profile_freq is 3.* = 2 \+ 2"),
+        (Profiler.Config(enable_memory_snapshot=True), r"needs CUDA.*this is cpu.*enable_profiling"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(tmp_path: Path, config: Profiler.Config, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config.build(dump_folder=str(tmp_path), device=CPU)
+
+
+class TestMemorySnapshot:
+    """With the allocator's history replaced, so that the order of calls is tested without a GPU."""
+
+    CONFIG = Profiler.Config(enable_memory_snapshot=True, profile_freq=2)
+
+    @pytest.fixture(autouse=True)
+    def history(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+        history: list[bool] = []
+        monkeypatch.setattr("torchtitan.components.profiling.device_type", lambda: "cuda")
+        monkeypatch.setattr(
+            torch.cuda.memory, "_record_memory_history", lambda enabled="all", **_: history.append(enabled is not None)
+        )
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
+        return history
+
+    def test_one_every_profile_freq_steps(self, tmp_path: Path, history: list[bool]) -> None:
+        train(self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda"), rank=1), first=1, last=5)
+        assert files_of(tmp_path) == ["memory_snapshot/step-2/rank1.pickle", "memory_snapshot/step-4/rank1.pickle"]
+        assert history == [True, False]
+
+    def test_one_when_memory_runs_out(self, tmp_path: Path, history: list[bool]) -> None:
+        profiler = self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda"))
+        with pytest.raises(torch.OutOfMemoryError), profiler:
+            profiler.step(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        assert files_of(tmp_path) == ["memory_snapshot/step-2-out-of-memory/rank0.pickle"]
+        assert history == [True, False]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the allocator's history needs CUDA")
+def test_a_real_snapshot(tmp_path: Path) -> None:
+    config = Profiler.Config(enable_memory_snapshot=True, profile_freq=1)
+    with config.build(dump_folder=str(tmp_path), device=torch.device("cuda")) as profiler:
+        torch.ones(1000, device="cuda")
+        profiler.step(1)
+    assert files_of(tmp_path) == ["memory_snapshot/step-1/rank0.pickle"]

@@ -1,0 +1,420 @@
+"""`PretrainedTokenizer` against transformers and a second Llama 3, on real text; BOS, EOS; bad files; subclasses."""
+
+import importlib.util
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer, Tokenizer
+from torchtitan.tools.errors import UserError
+
+HUGGING_FACE = ["gpt2-tokenizer", "mistral-v0.3-tokenizer", "stories260K/hf-converted", "embedded"]
+
+SCRIPTS = [
+    "This is a test sentence.",
+    "Größere Übungen über naïve Fälle, señor: l'été à Łódź.",
+    "Ξεσκεπάζω την ψυχοφθόρα βδελυγμία.",
+    "Съешь же ещё этих мягких французских булок, да выпей чаю.",
+    "نص حكيم له سر قاطع وذو شأن عظيم مكتوب على ثوب أخضر.",
+    "सभी मनुष्यों को गौरव और अधिकारों के मामले में जन्मजात स्वतन्त्रता प्राप्त है।",
+    "我能吞下玻璃而不伤身体。四五六、七八九!",
+    "私はガラスを食べられます。それは私を傷つけません。",
+    "👩‍👩‍👧‍👦 🎉🏳️‍🌈 é versus é \u200b zero width",
+    "def f(x: int) -> int:\n    return x**2  # ok\n\n\nprint(f(3), 'it''s')\n",
+    "1 12 123 1234 12345678 3.14159 1,000,000 0xFF",
+    "a  b   c\t\td \n \n\n\r\n  e    ",
+    "IT'S we'LL they've\n\n   \n\tx",
+]
+EXTREMES = ["", "   leading and trailing   ", "\n", "a" * 5000, " " * 5000]
+LOOKS_SPECIAL = [
+    "<s>hi</s>",
+    "stop</s> now",
+    "x<|endoftext|>y",
+    "<|begin_of_text|>x<|end_of_text|>",
+    "<|eot_id|><|python_tag|> [INST] [/INST]",
+]
+
+
+def build(path: str | Path = "") -> PretrainedTokenizer:
+    tokenizer: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=path)
+    return tokenizer
+
+
+def folder_of(name: str, assets: Path) -> Path:
+    return EMBEDDED_TOKENIZER if name == "embedded" else assets / name
+
+
+def real_texts(assets: Path) -> list[str]:
+    lines = (assets / "text" / "c4_demo.jsonl").read_text(encoding="utf-8").splitlines()[:40]
+    shakespeare = (assets / "text" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:20_000]
+    return [*(json.loads(line)["text"] for line in lines), shakespeare]
+
+
+# tokenizer.json against transformers.
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face_agrees_with_transformers(name: str, assets: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = folder_of(name, assets)
+    ours = build(folder)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = SCRIPTS + EXTREMES + real_texts(assets)
+    assert ours.encode_batch(texts) == reference(texts)["input_ids"]
+    plain = reference(texts + LOOKS_SPECIAL, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert ours.encode_batch(texts + LOOKS_SPECIAL, add_bos=False) == plain
+    special = reference(LOOKS_SPECIAL, add_special_tokens=False)["input_ids"]
+    assert ours.encode_batch(LOOKS_SPECIAL, add_bos=False, allow_special=True) == special
+    assert plain[-len(special) :] != special  # the flag makes a difference for these texts
+    for ids in ours.encode_batch(texts) + special:
+        for skip in (False, True):
+            assert ours.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpt2-tokenizer", (50257, None, 50256, False, False)),
+        ("mistral-v0.3-tokenizer", (32768, 1, 2, True, False)),
+        ("stories260K/hf-converted", (512, 1, 2, True, False)),
+        ("llama3-tokenizer", (128256, 128000, 128001, True, False)),
+        ("embedded", (2048, 0, 1, True, False)),
+    ],
+)
+def test_facts(name: str, expected: tuple[Any, ...], assets: Path) -> None:
+    ours = build(folder_of(name, assets))
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id, ours.adds_bos, ours.adds_eos) == expected
+
+
+@pytest.mark.parametrize("name", [*HUGGING_FACE, "llama3-tokenizer"])
+def test_decode_inverts_encode(name: str, assets: Path) -> None:
+    ours = build(folder_of(name, assets))
+    texts = SCRIPTS + EXTREMES + LOOKS_SPECIAL + real_texts(assets)
+    if name == "mistral-v0.3-tokenizer":
+        # Its own file puts a blank before a text that has none, and takes the first one off again: one blank is lost.
+        texts = [text.lstrip(" ") for text in texts]
+    for text in texts:
+        assert ours.decode(ours.encode(text), skip_special_tokens=True) == text
+        assert ours.decode(ours.encode(text, add_bos=False)) == text
+
+
+# tokenizer.model in tiktoken format against transformers' conversion of it: another BPE and another regex engine.
+
+
+@pytest.fixture(scope="module")
+def llama3(assets: Path) -> PretrainedTokenizer:
+    return build(assets / "llama3-tokenizer")
+
+
+def test_tiktoken_agrees_with_its_conversion(
+    llama3: PretrainedTokenizer, assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert = pytest.importorskip("transformers.convert_slow_tokenizer")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # the reference reads the file itself, not a copy in a cache
+    special = [llama3.decode([i]) for i in range(128_000, 128_256)]
+    path = str(assets / "llama3-tokenizer" / "tokenizer.model")
+    reference = convert.TikTokenConverter(path, extra_special_tokens=special).converted()
+    texts = SCRIPTS + EXTREMES + LOOKS_SPECIAL + real_texts(assets)
+    parsed = [encoding.ids for encoding in reference.encode_batch(texts)]
+    assert llama3.encode_batch(texts, add_bos=False, allow_special=True) == parsed
+    reference.encode_special_tokens = True
+    literal = [encoding.ids for encoding in reference.encode_batch(texts)]
+    assert llama3.encode_batch(texts, add_bos=False) == literal
+    assert [llama3.decode(ids) for ids in parsed] == [
+        reference.decode(ids, skip_special_tokens=False) for ids in parsed
+    ]
+
+
+def test_llama3_sentence(llama3: PretrainedTokenizer) -> None:
+    """The ids that are published with the model."""
+    assert llama3.encode("This is a test sentence.") == [128000, 2028, 374, 264, 1296, 11914, 13]
+
+
+@pytest.mark.parametrize(
+    ("token", "token_id"),
+    [
+        ("<|begin_of_text|>", 128000),
+        ("<|end_of_text|>", 128001),
+        ("<|reserved_special_token_0|>", 128002),
+        ("<|reserved_special_token_1|>", 128003),
+        ("<|finetune_right_pad_id|>", 128004),
+        ("<|reserved_special_token_2|>", 128005),
+        ("<|start_header_id|>", 128006),
+        ("<|end_header_id|>", 128007),
+        ("<|eom_id|>", 128008),
+        ("<|eot_id|>", 128009),
+        ("<|python_tag|>", 128010),
+        ("<|reserved_special_token_3|>", 128011),
+        ("<|reserved_special_token_247|>", 128255),
+    ],
+)
+def test_llama3_special_tokens(llama3: PretrainedTokenizer, token: str, token_id: int) -> None:
+    """Names and ids as in Llama 3.1's published tokenizer_config.json."""
+    assert llama3.encode(token, add_bos=False, allow_special=True) == [token_id]
+    assert llama3.decode([token_id]) == token
+    assert token_id not in llama3.encode(token, add_bos=False)
+
+
+@pytest.mark.parametrize("name", ["embedded", "llama3-tokenizer"])
+def test_odd_text(name: str, assets: Path) -> None:
+    """Lone surrogates (JSON can hold them), a pair of them, a byte order mark, two million blanks."""
+    ours = build(folder_of(name, assets))
+    assert ours.decode(ours.encode("a\ud800b \ud83d\ude00", add_bos=False)) == "a\ufffdb 😀"
+    blanks = "\ufeffx" + " " * 2_000_000 + "y"
+    assert ours.decode(ours.encode(blanks, add_bos=False)) == blanks
+
+
+# BOS and EOS.
+
+
+def test_bos_and_eos_are_added_once() -> None:
+    ours = build()
+    bos, eos = ours.bos_id, ours.eos_id
+    assert bos is not None and eos is not None
+    hi = ours.encode("Hi", add_bos=False)
+    assert ours.encode("Hi") == [bos, *hi]
+    assert ours.encode("Hi", add_eos=True) == [bos, *hi, eos]
+    text = "<|begin_of_text|>Hi<|end_of_text|>"
+    assert ours.encode(text, add_eos=True, allow_special=True) == [bos, *hi, eos]
+    assert ours.encode(text, add_bos=False, allow_special=True) == [bos, *hi, eos]
+    ids = ours.encode(text, add_eos=True)
+    assert ids.count(bos) == ids.count(eos) == 1 and ours.decode(ids[1:-1]) == text
+    assert ours.encode("", add_eos=True) == [bos, eos]
+    assert ours.encode_batch(["Hi", ""], add_eos=True) == [[bos, *hi, eos], [bos, eos]]
+    assert ours.encode_batch([]) == []
+
+
+def test_documents_end_with_eos_and_begin_with_bos_if_the_model_does(assets: Path) -> None:
+    texts = ["Hi there", *LOOKS_SPECIAL]
+    for name in [*HUGGING_FACE, "llama3-tokenizer"]:
+        ours = build(folder_of(name, assets))
+        prefix = [ours.bos_id] if ours.adds_bos else []
+        plain = ours.encode_batch(texts, add_bos=False)
+        assert ours.encode_documents(texts) == [[*prefix, *ids, ours.eos_id] for ids in plain]
+        assert all(ours.eos_id not in ids and ours.bos_id not in ids for ids in plain)
+
+
+def test_gpt2_has_no_bos_to_add(assets: Path) -> None:
+    with pytest.raises(UserError, match="cannot add BOS: the tokenizer has none"):
+        build(assets / "gpt2-tokenizer").encode("Hi", add_bos=True)
+
+
+def copy_embedded(folder: Path, *, post_processor: bool = True, **settings: Any) -> Path:
+    """A folder with the embedded tokenizer.json and, where there are settings, a tokenizer_config.json of those."""
+    content = json.loads((EMBEDDED_TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))
+    if not post_processor:
+        content["post_processor"] = None
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+ADDED_EOS = {"__type": "AddedToken", "content": "<|end_of_text|>", "lstrip": False, "special": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (0, 1, True, False)),
+        ({"bos_token": "<|pad|>", "eos_token": ADDED_EOS, "add_bos_token": True}, (2, 1, True, False)),
+        ({"bos_token": None, "eos_token": "<|end_of_text|>"}, (None, 1, False, False)),
+        ({"bos_token": None, "add_bos_token": True}, (None, 1, False, False)),
+        ({"add_bos_token": False, "add_eos_token": True}, (0, 1, False, True)),
+        ({"add_bos_token": None, "add_eos_token": None}, (0, 1, True, False)),
+    ],
+)
+def test_tokenizer_config_decides(tmp_path: Path, settings: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    ours = build(copy_embedded(tmp_path, **settings))
+    assert (ours.bos_id, ours.eos_id, ours.adds_bos, ours.adds_eos) == expected
+
+
+def test_without_settings_the_post_processor_decides(tmp_path: Path) -> None:
+    assert not build(copy_embedded(tmp_path, post_processor=False)).adds_bos
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("special_tokens_map.json", {"bos_token": {"content": "<|pad|>"}}, (2, 1)),
+        ("config.json", {"bos_token_id": 2, "eos_token_id": [0, 1]}, (2, 0)),
+        ("generation_config.json", {"bos_token_id": None, "eos_token_id": 0}, (0, 0)),
+    ],
+)
+def test_other_files_name_bos_and_eos(
+    tmp_path: Path, file: str, content: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    copy_embedded(tmp_path)
+    (tmp_path / file).write_text(json.dumps(content))
+    ours = build(tmp_path)
+    assert (ours.bos_id, ours.eos_id) == expected
+
+
+def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(EMBEDDED_TOKENIZER / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = ["Hi", "Once upon a time, there was a brave girl named Nina."]
+    assert build(tmp_path).encode_batch(texts) == build().encode_batch(texts)
+
+
+# Which file, and files that cannot be used.
+
+
+def test_tokenizer_json_wins(tmp_path: Path, assets: Path) -> None:
+    copy_embedded(tmp_path)
+    shutil.copy(assets / "llama3-tokenizer" / "tokenizer.model", tmp_path)
+    assert build(tmp_path).vocab_size == 2048
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no tokenizer in '.*': it has neither tokenizer.json .* nor tokenizer.model"),
+        ({"tokenizer.json": b"not json"}, "tokenizer.json' is not a tokenizer that `tokenizers` can read"),
+        ({"tokenizer.json": b""}, "tokenizer.json' is not a tokenizer that `tokenizers` can read"),
+        ({"tokenizer.json": b"\xff\xfe{}"}, "tokenizer.json' is not a tokenizer that `tokenizers` can read"),
+        ({"tokenizer.json": b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'}, "empty vocabulary"),
+        ({"tokenizer.model": b""}, "tokenizer.model' is incomplete: its 0 ranks"),
+        ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "tokenizer.model' is incomplete: its 2 ranks"),
+        ({"tokenizer.model": b"IQ== 0\n!!! 1\n"}, "tokenizer.model' line 2 is not `<base64> <rank>`"),
+        ({"tokenizer.model": b"version https://git-lfs.example/spec/v1\n"}, "line 1 is not `<base64> <rank>`"),
+        ({"tokenizer_config.json": b"{"}, "tokenizer_config.json' is not valid JSON"),
+        ({"tokenizer_config.json": b"[]"}, "tokenizer_config.json' must hold a JSON object, not list"),
+        ({"tokenizer_config.json": b'{"bos_token": "<nope>"}'}, "has bos_token '<nope>', which is no token"),
+        ({"tokenizer_config.json": b'{"eos_token": 7}'}, "has eos_token 7, which is no token"),
+        ({"config.json": b'{"eos_token_id": 9999}'}, "has eos_token_id 9999, not an id of the tokenizer"),
+    ],
+)
+def test_unusable_files(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    if not any(name.startswith("tokenizer.") for name in files) and files:
+        copy_embedded(tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        build(tmp_path)
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere' is not a folder"):
+        build(tmp_path / "nowhere")
+
+
+def test_sentencepiece_is_refused(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    sentences = iter((EMBEDDED_TOKENIZER / "train_tokenizer.py").read_text(encoding="utf-8").splitlines())
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=sentences, model_writer=model, vocab_size=100, minloglevel=2
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    with pytest.raises(UserError, match=r"SentencePiece model.*convert.*save_pretrained"):
+        build(tmp_path)
+
+
+# Caches, workers, subclasses, the embedded files.
+
+
+def test_fingerprint_follows_what_influences_the_ids(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("same", "also", "eos", "processor")}
+    for folder in folders.values():
+        folder.mkdir()
+    same = build(copy_embedded(folders["same"])).fingerprint
+    assert build(copy_embedded(folders["also"])).fingerprint == same
+    others = {
+        build(copy_embedded(folders["eos"], add_eos_token=True)).fingerprint,
+        build(copy_embedded(folders["processor"], post_processor=False)).fingerprint,
+        Lowercase.Config().build(path=folders["same"]).fingerprint,
+    }
+    assert len(others | {same}) == 4
+
+
+@pytest.mark.parametrize("name", ["embedded", "llama3-tokenizer"])
+def test_a_pickled_copy_encodes_the_same(name: str, assets: Path) -> None:
+    ours = build(folder_of(name, assets))
+    copy = pickle.loads(pickle.dumps(ours))
+    assert copy.encode_documents(LOOKS_SPECIAL) == ours.encode_documents(LOOKS_SPECIAL)
+    assert copy.encode(LOOKS_SPECIAL[3], allow_special=True) == ours.encode(LOOKS_SPECIAL[3], allow_special=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_worker_encodes_without_warning_or_deadlock() -> None:
+    program = """
+import os
+from torchtitan.components.tokenizer import PretrainedTokenizer
+tokenizer = PretrainedTokenizer.Config().build()
+texts = ["Once upon a time there was a brave girl."] * 2000
+expected = tokenizer.encode_batch(texts)
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if tokenizer.encode_batch(texts) == expected else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_import_is_cheap() -> None:
+    program = "import sys, torchtitan.components.tokenizer; print({'tokenizers', 'tiktoken'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+class Lowercase(PretrainedTokenizer):
+    """A user's tokenizer: the one in the folder, for text in lower case."""
+
+    def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
+        return super().tokenize([text.lower() for text in texts], allow_special=allow_special)
+
+
+class Bytes(Tokenizer):
+    """A user's tokenizer from nothing: UTF-8 bytes, shifted, BOS and EOS."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Tokenizer.Config):
+        shift: int = 2
+
+    def __init__(self, config: Config, *, path: str = ""):
+        super().__init__(config)
+        self.shift = config.shift
+        self.vocab_size, self.bos_id, self.eos_id = 256 + self.shift, 0, 1
+        self.adds_bos, self.adds_eos = True, False
+        self.fingerprint = f"bytes-{self.shift}"
+
+    def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
+        return [[byte + self.shift for byte in text.encode()] for text in texts]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return bytes(i - self.shift for i in ids if i >= self.shift).decode()
+
+
+def test_a_users_subclass() -> None:
+    lowercase = Lowercase.Config().build()
+    assert lowercase.encode("HI") == build().encode("hi")
+    tokenizer = Bytes.Config(shift=3).build(path="")
+    assert tokenizer.encode("Hi") == [0, 75, 108]
+    assert tokenizer.encode_documents(["Hi"]) == [[0, 75, 108, 1]]
+    assert tokenizer.decode(tokenizer.encode("größer")) == "größer"
+
+
+def test_embedded_files_are_what_the_script_writes(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("train_tokenizer", EMBEDDED_TOKENIZER / "train_tokenizer.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_bytes() == (EMBEDDED_TOKENIZER / name).read_bytes(), f"run {spec.origin} again"

@@ -1,0 +1,52 @@
+"""Trains the embedded tokenizer on the training stories: `python torchtitan/assets/tokenizer/train_tokenizer.py`.
+
+Writes `tokenizer.json` and `tokenizer_config.json` into the folder named as the only argument, by default beside this
+script. Run it again when the stories change.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from torchtitan.components.data.stories import Stories
+
+VOCAB_SIZE = 2048
+BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
+
+
+def train() -> Tokenizer:
+    """A byte-level BPE: its alphabet has all 256 bytes, so that it encodes any text. Special tokens come first."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(Stories("train"), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+def main(folder: Path) -> None:
+    config = {
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "bos_token": BOS,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    train().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

@@ -1,0 +1,1 @@
+"""The command `torchtitan`: one module per sub-command."""

@@ -1,0 +1,21 @@
+"""`torchtitan ls`: what can be trained, read from the sources without importing them."""
+
+import argparse
+from collections.abc import Sequence
+
+from torchtitan.config.registry import built_in_modules, list_module
+
+
+def ls(args: Sequence[str]) -> int:
+    """Print modules with their configurations and flavours; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="torchtitan ls", description="List modules, their configurations (--config) and their model flavors."
+    )
+    parser.parse_args(args)
+    for name, folder in built_in_modules().items():
+        listing = list_module(name, folder)
+        print(name)
+        print(f"  configs: {', '.join(listing.configs)}")
+        if listing.flavors:
+            print(f"  flavors: {', '.join(listing.flavors)}")
+    return 0

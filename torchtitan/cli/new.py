@@ -1,0 +1,63 @@
+"""`torchtitan new`: copies an experiment, or a plain training loop, out of the library to be edited."""
+
+import argparse
+import keyword
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_EXPERIMENT = _PACKAGE / "experiments" / "template"
+_PLAIN_LOOP = Path(__file__).resolve().parent / "templates" / "plain_loop.py"
+
+
+def new(args: Sequence[str]) -> int:
+    """Copy what the command line asks for; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="torchtitan new",
+        description="Start an experiment of your own: a folder with the training step written out, ready to run.",
+    )
+    parser.add_argument("path", type=Path, help="folder of the experiment, or the script's file with --plain-loop")
+    parser.add_argument(
+        "--plain-loop",
+        action="store_true",
+        help="one script instead: the same training with torchtitan's parts in a loop of your own, without the Trainer",
+    )
+    options = parser.parse_args(args)
+    path: Path = options.path
+    if path.exists():
+        return _refuse(f"'{path}' exists already, and is left as it is")
+    if options.plain_loop:
+        return _copy_plain_loop(path)
+    if not path.name.isidentifier() or keyword.iskeyword(path.name):
+        return _refuse(f"'{path.name}' cannot be the name of a Python package; use letters, digits and underscores")
+    return _copy_experiment(path)
+
+
+def _copy_plain_loop(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_PLAIN_LOOP.read_text())
+    except OSError as error:
+        return _refuse(f"'{path}' cannot be written: {error.strerror}")
+    print(f"wrote {path}; run it: python {path}")
+    return 0
+
+
+def _copy_experiment(path: Path) -> int:
+    name = path.name
+    class_prefix = "".join(word.capitalize() for word in name.split("_"))
+    try:
+        path.mkdir(parents=True)
+        for source in sorted(_EXPERIMENT.glob("*.py")):
+            text = source.read_text().replace("Template", class_prefix).replace("template_", f"{name}_")
+            (path / source.name).write_text(text)
+    except OSError as error:
+        return _refuse(f"'{path}' cannot be written: {error.strerror}")
+    print(f"wrote {path}/; run it: torchtitan train --module {path} --config debugmodel")
+    return 0
+
+
+def _refuse(message: str) -> int:
+    print(f"torchtitan new: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,14 @@
+"""Checkpoints: save a run's state, complete or not at all, and resume from it on any number of processes."""
+
+from torchtitan.components.checkpoint.folders import CheckpointInfo, list_checkpoints
+from torchtitan.components.checkpoint.manager import CheckpointManager, CheckpointSaveError
+from torchtitan.components.checkpoint.states import ModelState, RandomState
+
+__all__ = [
+    "CheckpointInfo",
+    "CheckpointManager",
+    "CheckpointSaveError",
+    "ModelState",
+    "RandomState",
+    "list_checkpoints",
+]

@@ -1,0 +1,82 @@
+"""The states that torch has no `state_dict` for in the form a checkpoint needs: a wrapped model, random numbers."""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan.tools.errors import UserError
+
+
+class ModelState:
+    """The weights of a model, or of the parts of one that this process holds, under their canonical names.
+
+    The prefixes of DDP, `torch.compile` and activation checkpointing do not show in the names, and sharded
+    parameters are DTensors, so a checkpoint fits the model whatever it is wrapped in and however it is laid out.
+
+    Args:
+        model_parts: one model, or the pipeline stages of this process.
+    """
+
+    def __init__(self, model_parts: Sequence[nn.Module]):
+        self.model_parts = model_parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Canonical name → parameter or persistent buffer, not copied."""
+        return {name: value for part in self._part_state_dicts() for name, value in part.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy `state_dict`, of the form that `state_dict()` gives, into the model.
+
+        Raises:
+            UserError: where a name is missing or not one of the model's.
+        """
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+        part_names = [part.keys() for part in self._part_state_dicts()]
+        differing = set(state_dict) ^ set().union(*part_names)
+        if differing:
+            raise UserError(f"the names of the model and of the weights to load differ: {', '.join(sorted(differing))}")
+        for part, names in zip(self.model_parts, part_names, strict=True):
+            set_model_state_dict(part, {name: state_dict[name] for name in names})
+
+    def _part_state_dicts(self) -> list[dict[str, Any]]:
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        return [get_model_state_dict(part) for part in self.model_parts]
+
+
+class RandomState:
+    """The random number generators of this process: torch's on the CPU and on its accelerator, numpy's, Python's.
+
+    One per process: hand it to the checkpointer among the `rank_states`.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Generator → state: torch's as byte tensors (the accelerator's under its type, as "cuda"), others as lists."""
+        import numpy
+
+        state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+        if accelerator := torch.accelerator.current_accelerator(check_available=True):
+            state[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
+        numpy_state: Any = numpy.random.get_state()
+        algorithm, keys, *position = numpy_state
+        state["numpy"] = [algorithm, keys.tolist(), *position]
+        version, internal, gauss_next = random.getstate()
+        state["python"] = [version, list(internal), gauss_next]
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; an accelerator of another type than the one it was saved on keeps its state."""
+        import numpy
+
+        torch.set_rng_state(state_dict["cpu"])
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator and accelerator.type in state_dict:
+            torch.get_device_module(accelerator).set_rng_state(state_dict[accelerator.type])
+        algorithm, keys, *position = state_dict["numpy"]
+        numpy.random.set_state((algorithm, numpy.array(keys, dtype=numpy.uint32), *position))
+        version, internal, gauss_next = state_dict["python"]
+        random.setstate((version, tuple(internal), gauss_next))

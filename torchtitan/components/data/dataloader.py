@@ -1,0 +1,222 @@
+"""Data loaders: what the trainer relies on, and the one for pre-training."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from torchtitan.components.data.feeds import CachedFeed, Feed, Layout
+from torchtitan.components.data.hub import StreamSource
+from torchtitan.components.data.packing import NO_DOCUMENT, Batch
+from torchtitan.components.data.sources import available_splits, resolve_source
+from torchtitan.components.data.streaming import StreamFeed, StreamOrder, check_block_size
+from torchtitan.components.data.token_cache import open_token_cache
+from torchtitan.components.data.workers import check_num_workers
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.config import Configurable
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+
+class BaseDataLoader(Configurable):
+    """The batches of one data-parallel rank: what the trainer relies on.
+
+    A loader is its own iterator: `iter(loader)` is the loader, and `next(loader)` the next `Batch` (see
+    `torchtitan.components.data.packing`), wherever it stands. There is one position, that behind the last batch handed
+    out, whatever workers have prepared ahead; `state_dict` returns it and `load_state_dict` sets it, so
+    `loader.load_state_dict(state)` with a state taken at the start is also how one begins again.
+
+    `next` raises `StopIteration` only where every rank does so after the same number of batches. A stream split over
+    several ranks cannot know that. There, `exhausted` becomes True once a rank's own share has ended, and `next` goes
+    on handing out batches whose labels are all ignored; a loop over several ranks must ask in each step whether all
+    ranks are `exhausted`, and then end.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        def prepare(self, *, tokenizer: Tokenizer) -> None:
+            """Do what is to be done once per host, before any training process starts. Bad data is found here.
+
+            Raises:
+                UserError: the data cannot be used.
+            """
+
+        def for_validation(self, dataset: str) -> "BaseDataLoader.Config | None":
+            """The configuration of a loader of validation data, in a fixed order.
+
+            Args:
+                dataset: a dataset string; empty: this loader's own dataset, if that has a validation split.
+
+            Returns:
+                None where there is no validation data.
+            """
+            return None
+
+    samples_per_epoch: int | None = None
+    """Samples in one epoch over all ranks; None: not known, as of a stream."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether this rank's data has ended; see the class."""
+        return False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch, `StopIteration` behind the last."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, JSON-ready."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position."""
+        raise NotImplementedError
+
+    def describe(self, documents: torch.Tensor) -> str:
+        """Which documents a sample touches, in words.
+
+        Args:
+            documents: a row (2,) of a batch's `documents`.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what the loader has started, such as worker processes. It can be called twice."""
+
+
+class PretrainDataLoader(BaseDataLoader):
+    """Documents packed into windows of `seq_len` + 1 tokens that overlap by one.
+
+    Local data comes from a token cache, and the n-th batch is a function of the seed and n alone: rank r of R takes
+    samples n * R * B + r * B and the B - 1 behind, of one order for any number of ranks, workers and samples per batch
+    B. A registered data set is a stream; see `torchtitan.components.data.streaming` for what it promises.
+
+    Args:
+        config: what to read.
+        tokenizer: encodes the documents.
+        seq_len: tokens per sample, T.
+        local_batch_size: samples per batch and rank, B.
+        dp_rank: this process's place among the data-parallel ranks.
+        dp_world_size: number of data-parallel ranks.
+        seed: decides the order.
+        epochs: how often the data is read; the last batch is filled up with samples that predict nothing. None:
+            without end. Each epoch is shuffled anew.
+
+    Raises:
+        UserError: the data cannot be used, or a number is out of range.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        dataset: str = "stories"
+        """What to read: `stories` (embedded), a registered name (c4), or a local path: a file (txt, md, jsonl, json,
+        csv, parquet; .gz or .zst of these), a folder, a glob pattern, or a folder saved by the library datasets."""
+        text_column: str | None = None
+        """Column of a table that holds the text; None: a registered data set's own, `text` elsewhere."""
+        split: str = "train"
+        """Split to read, where the data set has several."""
+        document_mask: bool = True
+        """Keep packed documents apart: attention and positions stay within each. False: one running text."""
+        shuffle: bool = True
+        """Visit the samples in another order in each epoch."""
+        shuffle_buffer: int = 4096
+        """Documents of a stream that are shuffled together; local data is shuffled as a whole."""
+        num_workers: int = 0
+        """Processes per rank that prepare batches; 0: none, which suffices for local data."""
+        cache_dir: str = ""
+        """Folder for tokenized local data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
+
+        def prepare(self, *, tokenizer: Tokenizer) -> None:
+            """Tokenize local data into the cache, or read a first document of a stream."""
+            source = resolve_source(self.dataset, self.text_column, self.split)
+            if isinstance(source, StreamSource):
+                source.check()
+            else:
+                open_token_cache(source, tokenizer, self.cache_dir)
+
+        def for_validation(self, dataset: str) -> "PretrainDataLoader.Config | None":
+            """The validation split of `dataset` or of the own one; all of a given one that has no splits."""
+            splits = available_splits(dataset or self.dataset)
+            if "validation" in splits:
+                split = "validation"
+            elif dataset:
+                split = splits[0]
+            else:
+                return None
+            chosen = dataset or self.dataset
+            return dataclasses.replace(self, dataset=chosen, split=split, shuffle=False, num_workers=0)
+
+    config: Config
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        seed: int = 0,
+        epochs: int | None = None,
+    ):
+        super().__init__(config)
+        for name, number in (("seq_len", seq_len), ("local_batch_size", local_batch_size), ("epochs", epochs)):
+            if number is not None and number < 1:
+                raise UserError(f"{name} must be at least 1, not {number}")
+        assert 0 <= dp_rank < dp_world_size
+        check_num_workers(config.num_workers)
+        check_block_size(config.shuffle_buffer)
+        layout = Layout(
+            seq_len=seq_len,
+            local_batch_size=local_batch_size,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            num_workers=config.num_workers,
+            document_mask=config.document_mask,
+        )
+        self._feed = _make_feed(config, tokenizer, layout, seed, epochs)
+        self.samples_per_epoch = self._feed.samples_per_epoch
+
+    @property
+    def exhausted(self) -> bool:
+        return self._feed.exhausted
+
+    def __next__(self) -> Batch:
+        return next(self._feed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dataset": self.config.dataset, "data": self._feed.fingerprint, "position": self._feed.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position; one of other data, tokenizer, seq_len or shuffling is refused with a warning."""
+        if state["data"] == self._feed.fingerprint:
+            self._feed.load_state_dict(state["position"])
+        else:
+            logger.warning(
+                f"the saved position is one in other data than this run's {self.config.dataset!r} (it was "
+                f"{state['dataset']!r}, or another content, tokenizer, seq_len or shuffling): "
+                "reading starts at the beginning"
+            )
+
+    def describe(self, documents: torch.Tensor) -> str:
+        first, last = documents.tolist()
+        return "no document (padding)" if first == NO_DOCUMENT else self._feed.describe(first, last)
+
+    def close(self) -> None:
+        self._feed.close()
+
+
+def _make_feed(
+    config: PretrainDataLoader.Config, tokenizer: Tokenizer, layout: Layout, seed: int, epochs: int | None
+) -> Feed:
+    source = resolve_source(config.dataset, config.text_column, config.split)
+    if isinstance(source, StreamSource):
+        order = StreamOrder(shuffle=config.shuffle, block_size=config.shuffle_buffer, seed=seed, epochs=epochs)
+        return StreamFeed(source, tokenizer, layout, order)
+    cache = open_token_cache(source, tokenizer, config.cache_dir)
+    return CachedFeed(cache, layout, shuffle=config.shuffle, seed=seed, epochs=epochs)

@@ -1,0 +1,41 @@
+"""A progress bar on a terminal, a line now and then elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torchtitan.tools.logging import logger
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show how much of `total` is done while the block runs; yields the function to call with each further amount."""
+    if not sys.stderr.isatty():
+        yield _Lines(title, total).advance
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda amount: bar.advance(task, amount)
+
+
+class _Lines:
+    """A log line every few seconds."""
+
+    def __init__(self, title: str, total: int):
+        self.title = title
+        self.total = total
+        self.done = 0
+        self.last = time.monotonic()
+
+    def advance(self, amount: int) -> None:
+        self.done += amount
+        if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
+            self.last = time.monotonic()
+            logger.info(f"{self.title}: {100 * self.done / max(1, self.total):.0f}%")

@@ -1,0 +1,340 @@
+"""Batches from a stream: registered data sets, read and tokenized while training goes.
+
+The stream is split over the data-parallel ranks and their workers, the "nodes" here. Each packs its own documents into
+windows and can be continued at any window. `datasets`' shuffle buffer is not used, since what it holds is lost when a
+stream is resumed. Instead, a node reads a block of documents, permutes it, and passes it on; the state of the stream in
+front of a block and the place inside are all there is to save, and to resume is to read the block again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from torchtitan.components.data.encoding import document_wrapping, encode_documents
+from torchtitan.components.data.feeds import Feed, Layout, fingerprint
+from torchtitan.components.data.hub import StreamSource
+from torchtitan.components.data.packing import NO_DOCUMENT, Array, Batch, collate, filler, pack, permute
+from torchtitan.components.data.readers import check_text
+from torchtitan.components.data.workers import Workers
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+DOCUMENTS_PER_ENCODING = 64
+"""Documents of a block that are tokenized at a time."""
+
+
+class Place(NamedTuple):
+    """A token in a node's stream, JSON-ready as a dictionary."""
+
+    epoch: int = 0
+    block: int = 0
+    source: dict[str, Any] | None = None
+    """The state of the `datasets` stream in front of the block; None: its beginning."""
+    document: int = 0
+    """Number of the document in the permuted block."""
+    token: int = 0
+    """Number of the token in the document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOrder:
+    """In which order, and how often, a stream is read."""
+
+    shuffle: bool
+    block_size: int
+    """Documents that are permuted together."""
+    seed: int
+    restarts: int = 0
+    """How often the stream had to start anew; each time it is shuffled in another way."""
+    first_epoch: int = 0
+    epochs: int | None = None
+
+
+class PackedStream(IterableDataset[Batch]):
+    """The batches of one rank, packed by each of its workers from its own share of the stream."""
+
+    def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
+        self.source = source
+        self.tokenizer = tokenizer
+        self.layout = layout
+        self.order = order
+
+    def __iter__(self) -> "PackedStreamIterator":
+        worker = get_worker_info()
+        workers_per_rank = max(1, self.layout.num_workers)
+        node = self.layout.dp_rank * workers_per_rank + (worker.id if worker else 0)
+        return PackedStreamIterator(self, node, self.layout.dp_world_size * workers_per_rank)
+
+
+class PackedStreamIterator(Iterator[Batch]):
+    """The batches of one node. Its state is the place at which the next window begins."""
+
+    def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
+        self.dataset = dataset
+        self.node = node
+        self.n_nodes = n_nodes
+        self._place = Place(epoch=dataset.order.first_epoch)
+        self._windows = self._all_windows(self._place)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place behind the last batch, JSON-ready."""
+        return self._place._asdict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved place."""
+        self._place = Place(**state)
+        self._windows = self._all_windows(self._place)
+
+    def __next__(self) -> Batch:
+        layout = self.dataset.layout
+        samples = []
+        for sample, documents, place in self._windows:
+            samples.append((sample, documents))
+            self._place = place
+            if len(samples) == layout.local_batch_size:
+                break
+        if not samples:
+            raise StopIteration
+        padding = (filler(layout.seq_len, document_mask=layout.document_mask), (NO_DOCUMENT, NO_DOCUMENT))
+        return collate(samples + [padding] * (layout.local_batch_size - len(samples)))
+
+    def _all_windows(self, place: Place) -> Iterator[tuple[dict[str, Array], tuple[int, int], Place]]:
+        """Samples, the documents they touch and the place behind each, from a place to the end of the last epoch."""
+        epochs = self.dataset.order.epochs
+        while epochs is None or place.epoch < epochs:
+            at_beginning, empty = place == Place(epoch=place.epoch), True
+            for window in self._epoch_windows(place):
+                yield window
+                empty = False
+            if at_beginning and empty:
+                return  # this node has no documents, and would look for some forever
+            place = Place(epoch=place.epoch + 1)
+
+    def _epoch_windows(self, place: Place) -> Iterator[tuple[dict[str, Array], tuple[int, int], Place]]:
+        seq_len, document_mask = self.dataset.layout.seq_len, self.dataset.layout.document_mask
+        buffer = _TokenBuffer()
+
+        def window() -> tuple[dict[str, Array], tuple[int, int], Place]:
+            tokens, starts, first, last = buffer.pop(seq_len)
+            documents = self._number(first), self._number(last)
+            return pack(tokens, starts, seq_len, document_mask=document_mask), documents, buffer.place()
+
+        skip = place.token
+        for begin, ids in self._documents(place):
+            buffer.append(begin._replace(token=skip), ids[skip:])
+            skip = 0
+            while len(buffer) > seq_len:
+                yield window()
+        if len(buffer) > 1:
+            sample, documents, _ = window()
+            yield sample, documents, Place(epoch=place.epoch + 1)
+
+    def _documents(self, place: Place) -> Iterator[tuple[Place, Array]]:
+        """The documents that have tokens, each with its beginning, from the document of `place` to the epoch's end."""
+        for block, source, texts in self._blocks(place):
+            texts = self._permuted(texts, place.epoch, block)
+            first = place.document if block == place.block else 0
+            for start in range(first, len(texts), DOCUMENTS_PER_ENCODING):
+                numbers = range(start, min(start + DOCUMENTS_PER_ENCODING, len(texts)))
+                for number, ids in zip(numbers, self._encode(texts[start : numbers.stop]), strict=True):
+                    if len(ids):
+                        yield Place(place.epoch, block, source, number), ids
+
+    def _permuted(self, texts: list[str], epoch: int, block: int) -> list[str]:
+        order = self.dataset.order
+        if not order.shuffle:
+            return texts
+        key = (order.seed, order.restarts, epoch, block, self.node)
+        return [texts[permute(i, len(texts), *key)] for i in range(len(texts))]
+
+    def _blocks(self, place: Place) -> Iterator[tuple[int, dict[str, Any] | None, list[str]]]:
+        """Each block's number, the stream's state in front of it, and its texts, from the block of `place` on."""
+        source, column = self.dataset.source, self.dataset.source.text_column
+        stream = open_share(source, self.node, self.n_nodes)
+        if self.dataset.order.shuffle:
+            stream.set_epoch(place.epoch)  # from the second epoch on, another order of the files
+        if place.source is not None:
+            stream.load_state_dict(place.source)
+        block, state = place.block, place.source
+        blocks = stream.iter(batch_size=self.dataset.order.block_size)
+        while (rows := _next_rows(blocks, source)) is not None:
+            yield block, state, [check_text(text, column, f"dataset {source.name!r}") for text in rows[column]]
+            block, state = block + 1, stream.state_dict()
+
+    def _encode(self, texts: list[str]) -> list[Array]:
+        documents: list[list[int]] = [[]]
+        for ids, ends_document in encode_documents(((text,) for text in texts), self.dataset.tokenizer):
+            documents[-1].extend(ids)
+            if ends_document:
+                documents.append([])
+        return [np.array(ids, np.int64) for ids in documents[:-1]]
+
+    def _number(self, place: Place) -> int:
+        """A number for a document from which the node and its place in the node's order can be told."""
+        return (place.block * self.dataset.order.block_size + place.document) * self.n_nodes + self.node
+
+
+class _TokenBuffer:
+    """Tokens that wait for their window, and where each came from."""
+
+    def __init__(self) -> None:
+        self._tokens = np.zeros(0, np.int64)
+        self._spans: list[tuple[int, Place]] = []  # (where a document's tokens begin in `_tokens`, place of the first)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def append(self, place: Place, ids: Array) -> None:
+        self._spans.append((len(self._tokens), place))
+        self._tokens = np.concatenate([self._tokens, ids])
+
+    def pop(self, seq_len: int) -> tuple[Array, Array, Place, Place]:
+        """The next window: its tokens, the document starts in it, its first and last document.
+
+        The last token stays, being the first of the next window.
+        """
+        tokens = self._tokens[: seq_len + 1]
+        inside = [(begin, place) for begin, place in self._spans if begin < len(tokens)]
+        starts = np.array([begin for begin, place in inside if begin > 0 and place.token == 0], np.int64)
+        self._tokens = self._tokens[seq_len:]
+        self._drop(seq_len)
+        return tokens, starts, inside[0][1], inside[-1][1]
+
+    def place(self) -> Place:
+        """The place of the token that the next window begins with."""
+        return self._spans[0][1]
+
+    def _drop(self, n_tokens: int) -> None:
+        """Forget the first `n_tokens`: the span that holds the next token begins there now."""
+        index = max((i for i, (begin, _) in enumerate(self._spans) if begin <= n_tokens), default=0)
+        begin, place = self._spans[index]
+        rest = [(b - n_tokens, p) for b, p in self._spans[index + 1 :]]
+        self._spans = [(0, place._replace(token=place.token + n_tokens - begin)), *rest]
+
+
+def _next_rows(blocks: Iterator[dict[str, list[Any]]], source: StreamSource) -> dict[str, list[Any]] | None:
+    try:
+        return next(blocks, None)
+    except Exception as error:  # whatever `datasets`, the hub's client, or the network raises
+        raise source.unreachable(error) from error
+
+
+def open_share(source: StreamSource, node: int, n_nodes: int) -> Any:
+    """The part of a stream that falls to one of `n_nodes`: whole files where there are enough, else every n-th row."""
+    from datasets.distributed import split_dataset_by_node
+
+    stream = source.open()
+    if stream.num_shards >= n_nodes:
+        return stream.shard(n_nodes, node, contiguous=False)
+    return split_dataset_by_node(stream, node, n_nodes)
+
+
+class StreamFeed(Feed):
+    """Batches from a stream.
+
+    It can be continued exactly by the same number of ranks and workers. With others, the shares of the stream are
+    others too: it starts anew, shuffled in another way, and says so.
+    """
+
+    def __init__(
+        self,
+        source: StreamSource,
+        tokenizer: Tokenizer,
+        layout: Layout,
+        order: StreamOrder,
+    ):
+        self._source = source
+        self._tokenizer = tokenizer
+        self._layout = layout
+        self._order = order
+        self._workers: Workers | None = None
+        self._workers_state: dict[str, Any] | None = None
+        self._exhausted = False
+        data = [source.dataset.path, source.dataset.name, source.split, source.text_column]
+        cutting = [layout.seq_len, order.shuffle, order.block_size]
+        encoding = [tokenizer.fingerprint, document_wrapping(tokenizer)]
+        self.fingerprint = fingerprint("stream", data, encoding, cutting)
+
+    @property
+    def exhausted(self) -> bool:
+        return self._exhausted
+
+    def __next__(self) -> Batch:
+        if not self._exhausted:
+            if self._workers is None:
+                dataset = PackedStream(self._source, self._tokenizer, self._layout, self._order)
+                num_workers = self._layout.num_workers
+                self._workers = Workers(dataset, num_workers=num_workers, state=self._workers_state)
+            try:
+                batch: Batch = next(self._workers)
+                return batch
+            except StopIteration:
+                self._exhausted = True
+        if self._layout.dp_world_size == 1:
+            raise StopIteration
+        return self._filler()
+
+    def _filler(self) -> Batch:
+        sample = filler(self._layout.seq_len, document_mask=self._layout.document_mask)
+        return collate([(sample, (NO_DOCUMENT, NO_DOCUMENT))] * self._layout.local_batch_size)
+
+    def _shape(self) -> dict[str, int]:
+        layout = self._layout
+        return {"ranks": layout.dp_world_size, "rank": layout.dp_rank, "workers": layout.num_workers}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "layout": self._shape(),
+            "seed": self._order.seed,
+            "restarts": self._order.restarts,
+            "first_epoch": self._order.first_epoch,
+            "ended_after_epochs": self._order.epochs if self._exhausted else None,
+            "workers": self._workers.state_dict() if self._workers else self._workers_state,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.close()
+        self._exhausted = False
+        self._workers_state = None
+        order = replace(self._order, seed=state["seed"], restarts=state["restarts"], first_epoch=state["first_epoch"])
+        ended = state["ended_after_epochs"]
+        if ended is not None:  # by any layout: all of it is behind us
+            self._order = replace(order, first_epoch=ended)
+            self._exhausted = order.epochs is not None and ended >= order.epochs
+        elif state["layout"] == self._shape():
+            self._order = order
+            self._workers_state = state["workers"]
+        else:
+            self._order = replace(order, restarts=order.restarts + 1)
+            logger.warning(
+                f"the position in {self._source.name!r} was saved with {_in_words(state['layout'])}, and this run has "
+                f"{_in_words(self._shape())}: a stream cannot be split anew in the middle, so it starts from its "
+                "beginning, shuffled in another way. For an exact resume, use the same numbers"
+            )
+
+    def describe(self, first: int, last: int) -> str:
+        workers_per_rank = max(1, self._layout.num_workers)
+        begin, node = divmod(first, self._layout.dp_world_size * workers_per_rank)
+        end = last // (self._layout.dp_world_size * workers_per_rank)
+        rank, worker = divmod(node, workers_per_rank)
+        documents = f"document {begin + 1}" if begin == end else f"documents {begin + 1}-{end + 1}"
+        return f"{self._source.name} ({self._source.split}), {documents} as read by worker {worker} of rank {rank}"
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+
+def _in_words(layout: dict[str, int]) -> str:
+    return f"{layout['ranks']} ranks of {layout['workers']} workers"
+
+
+def check_block_size(block_size: int) -> None:
+    """Raise `UserError` for a block that cannot be."""
+    if block_size < 1:
+        raise UserError(f"shuffle_buffer must be at least 1 document, not {block_size}")

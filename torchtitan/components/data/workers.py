@@ -1,0 +1,81 @@
+"""Worker processes that prepare batches ahead of the training loop."""
+
+import signal
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchtitan.tools.errors import UserError
+
+
+class Workers:
+    """An iterator over what a dataset makes, through torchdata's `StatefulDataLoader`, prepared as training needs it.
+
+    Args:
+        dataset: map-style with `sampler`, or iterable; each item is a whole batch.
+        sampler: the keys of a map-style dataset's items.
+        num_workers: processes; with 0, items are made when they are asked for.
+        state: what `state_dict` returned, to continue from there.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        num_workers: int,
+        sampler: Iterable[int] | None = None,
+        state: dict[str, Any] | None = None,
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+            self._loader = StatefulDataLoader(
+                dataset,
+                batch_size=None,
+                sampler=sampler,
+                num_workers=num_workers,
+                pin_memory=torch.cuda.is_available(),
+                worker_init_fn=_ignore_signals,
+                generator=torch.Generator(),  # its own: the workers' seeds must not advance the model's random numbers
+                persistent_workers=num_workers > 0,
+            )
+        if state is not None:
+            self._loader.load_state_dict(state)
+        self._items = iter(self._loader)
+        # Also at exit, since an iterator that an exception's traceback still holds would never be finalized, and the
+        # interpreter would wait for workers that nobody has told to end.
+        self._finalizer = weakref.finalize(self, _shut_down, self._items) if num_workers else None
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of an iterable dataset's iterators as of the last item handed out, not of those prepared ahead."""
+        return self._loader.state_dict()
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+def _ignore_signals(worker_id: int) -> None:
+    """Leave Ctrl-C and SIGTERM, which reach a whole process group, to the training process; it ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _shut_down(items: Any) -> None:
+    items._shutdown_workers()
+    for process in items._workers:
+        process.kill()  # one that is stuck, in a download, say; the others have ended
+
+
+def check_num_workers(num_workers: int) -> None:
+    """Raise `UserError` for a number of processes that cannot be."""
+    if num_workers < 0:
+        raise UserError(f"num_workers must be at least 0, not {num_workers}")

@@ -1,0 +1,113 @@
+"""The training loss: cross entropy summed over valid tokens, without ever holding all logits.
+
+A loss is a function of the last hidden states and the output weights rather than of logits, and is given to the model
+as its `head`: a large vocabulary's logits are the largest tensor of a training step, and need not exist.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan.config import Configurable
+from torchtitan.tools.errors import UserError
+
+IGNORE_INDEX = -100
+"""The label of a token that is not predicted."""
+
+LogitsLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+class CrossEntropyLoss(Configurable):
+    """Sum over valid tokens (label != -100) of the negative log likelihood.
+
+    The caller divides by the number of valid tokens of the *global* batch, so that neither micro-batches nor ranks
+    with few valid tokens weigh more than they should. A subclass that is a sum over tokens too overrides
+    `from_logits` alone, and is chunked like this one.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Cross entropy."""
+
+        chunk_tokens: int = 1024
+        """Tokens whose logits are held at a time; 0: all at once (the plain loss)."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for a negative chunk."""
+            if self.chunk_tokens < 0:
+                raise UserError(f"--loss.chunk_tokens is {self.chunk_tokens}, and must be at least 0")
+
+    config: Config
+
+    def __call__(self, hidden_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor) -> Tensor:
+        """The summed loss, a float32 scalar.
+
+        Args:
+            hidden_BLD: last hidden states, normalised.
+            weight_VD: output weights.
+            labels_BL: the token that follows each position, or -100.
+        """
+        hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
+        if self.config.chunk_tokens == 0:
+            return self.from_logits(F.linear(hidden, weight_VD), labels)
+        device_type = hidden.device.type
+        if torch.is_autocast_enabled(device_type):
+            # Once here rather than once per chunk.
+            dtype = torch.get_autocast_dtype(device_type)
+            hidden, weight_VD = hidden.to(dtype), weight_VD.to(dtype)
+        return _ChunkedLinearLoss.apply(hidden, weight_VD, labels, self.from_logits, self.config.chunk_tokens)
+
+    def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        """The summed loss of some tokens, in float32 whatever the type of the logits."""
+        return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+class _ChunkedLinearLoss(torch.autograd.Function):
+    """Linear layer and summed loss over chunks of tokens; gradients are taken chunk by chunk in the forward pass.
+
+    The loss being a sum, the gradient of each chunk needs nothing from the others, so that only one chunk's logits
+    exist at a time and nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, from_logits: LogitsLoss, chunk_tokens: int
+    ) -> Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
+        # float32 whatever the weights' type: a sum over chunks in bfloat16 would lose the small ones.
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
+        total = hidden_ND.new_zeros((), dtype=torch.float32)
+        for start in range(0, hidden_ND.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            logits = F.linear(hidden_ND[rows], weight_VD)
+            with torch.enable_grad():
+                logits.requires_grad_(wants_hidden or wants_weight)
+                loss = from_logits(logits, labels_N[rows])
+            total += loss.detach()
+            if not logits.requires_grad:
+                continue
+            (grad_logits,) = torch.autograd.grad(loss, logits)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight_VD, out=grad_hidden[rows])
+            if grad_weight is not None and grad_logits.dtype == torch.float32:
+                grad_weight.addmm_(grad_logits.T, hidden_ND[rows])
+            elif grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden_ND[rows]
+        ctx.weight_dtype = weight_VD.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = grad_outputs
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * scale.to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None

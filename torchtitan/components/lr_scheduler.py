@@ -1,0 +1,108 @@
+"""The learning-rate schedule: warm-up, stable, decay (WSD, arXiv:2404.06395), as a function of the step alone."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchtitan.components.optimizer import Optimizer
+from torchtitan.config import Configurable
+from torchtitan.config.job_config import require_at_least
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+
+class LRScheduler(Configurable):
+    """Sets the rate of every parameter group to its peak rate times `factor(steps taken so far)`.
+
+    A subclass with another curve overrides `factor`.
+
+    Args:
+        config: the curve.
+        optimizer: whose rates are set.
+        training_steps: length of the schedule, unless `total_steps` says otherwise.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Learning-rate schedule."""
+
+        warmup_steps: int = 200
+        """Steps over which the rate rises linearly to its peak."""
+
+        total_steps: int | None = None
+        """Length of the schedule in steps. None: training.steps. Set it to stop a run early on the same curve."""
+
+        decay_ratio: float | None = None
+        """Share of the schedule, at its end, over which the rate decays. None: all that follows the warm-up."""
+
+        decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+        """Curve of the decay: 1 - p, 1 - sqrt(p) or (1 + cos(pi p)) / 2, with p from 0 to 1."""
+
+        min_lr_factor: float = 0.0
+        """The rate at the schedule's end, as a share of the peak."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for values that give no curve."""
+            require_at_least(0, lr_scheduler__warmup_steps=self.warmup_steps)
+            if self.total_steps is not None:
+                require_at_least(1, lr_scheduler__total_steps=self.total_steps)
+            for name in ("decay_ratio", "min_lr_factor"):
+                value = getattr(self, name)
+                if value is not None and not 0 <= value <= 1:
+                    raise UserError(f"--lr_scheduler.{name} is {value}, and must be in [0, 1]")
+
+    config: Config
+
+    def __init__(self, config: Config, *, optimizer: Optimizer, training_steps: int):
+        super().__init__(config)
+        self.optimizer = optimizer
+        self.total_steps = config.total_steps or training_steps
+        self.warmup_steps = min(config.warmup_steps, self.total_steps)
+        if self.warmup_steps < config.warmup_steps:
+            logger.warning(
+                "the warm-up of %d steps is longer than the schedule; it takes all %d steps of it",
+                config.warmup_steps,
+                self.total_steps,
+            )
+        after_warmup = self.total_steps - self.warmup_steps
+        wanted = after_warmup if config.decay_ratio is None else round(self.total_steps * config.decay_ratio)
+        self.decay_steps = min(wanted, after_warmup)
+        self._set_steps_taken(0)
+
+    def factor(self, steps_taken: int) -> float:
+        """Share of the peak rate for the step that follows `steps_taken` steps."""
+        if steps_taken < self.warmup_steps:
+            return (steps_taken + 1) / (self.warmup_steps + 1)
+        decay_start = self.total_steps - self.decay_steps
+        if steps_taken < decay_start or self.decay_steps == 0:
+            return 1.0
+        progress = min((steps_taken - decay_start) / self.decay_steps, 1.0)
+        curve = {
+            "linear": 1 - progress,
+            "sqrt": 1 - math.sqrt(progress),
+            "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        }[self.config.decay_type]
+        return self.config.min_lr_factor + (1 - self.config.min_lr_factor) * curve
+
+    @property
+    def lr(self) -> float:
+        """The rate of the coming step, of the parameters that are in no group of their own."""
+        return self.optimizer.config.lr * self.factor(self.steps_taken)
+
+    def step(self) -> None:
+        """Count a step and set the rates of the next."""
+        self._set_steps_taken(self.steps_taken + 1)
+
+    def _set_steps_taken(self, steps_taken: int) -> None:
+        self.steps_taken = steps_taken
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self.factor(steps_taken)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps taken; the curve comes from the configuration."""
+        return {"steps_taken": self.steps_taken}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue the schedule where it was."""
+        self._set_steps_taken(state_dict["steps_taken"])

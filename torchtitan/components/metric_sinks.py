@@ -1,0 +1,154 @@
+"""Where the numbers of a run go: `metrics.jsonl`, TensorBoard, Weights & Biases."""
+
+import errno
+import importlib.util
+import json
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+
+class Sink(ABC):
+    """A place that takes the numbers of a step.
+
+    A sink is opened with the step that the run starts after: 0 for a fresh run, whose predecessor's data in the same
+    place it sets aside; N for a run that resumes after step N, whose data from later steps it drops.
+    """
+
+    @abstractmethod
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the numbers of `step` by name, in order of steps; several calls may carry the same step.
+
+        Raises:
+            OSError: when they cannot be written. It is reported once, and training goes on; nothing else is caught.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is left. Raises `OSError` as `write` does."""
+
+
+class JsonLines(Sink):
+    """One JSON object per line: `step`, then the numbers in full precision; NaN and infinity, unknown to JSON, as null.
+
+    Each line is in the file when `write` returns. A line that could not be written whole is taken back.
+    """
+
+    def __init__(self, path: Path, step: int):
+        if path.exists():
+            if step == 0:
+                _set_aside(path)
+            else:
+                _drop_lines_after(path, step)
+        self._file = open(path, "ab", buffering=0)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = (json.dumps({"step": step, **finite}) + "\n").encode()
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+        except OSError:
+            self._file.truncate(end)
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard(Sink):
+    """Scalars under the names they have in `metrics.jsonl`, in single precision (TensorBoard's own)."""
+
+    def __init__(self, folder: Path, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        if step == 0 and folder.exists():
+            _set_aside(folder)
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # to be seen now, and so that an error is raised by the step it belongs to
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB(Sink):
+    """Weights & Biases, set by its own environment variables (`WANDB_PROJECT`, `WANDB_NAME`, `WANDB_MODE`, ...).
+
+    A resumed run continues the W&B run whose id the folder `wandb` holds. Points that W&B already has are kept.
+    """
+
+    def __init__(self, dump_folder: Path, step: int, run_config: Mapping[str, Any]):
+        import wandb
+
+        self._error = wandb.Error
+        id_file = dump_folder / "wandb" / "run_id"
+        id_file.parent.mkdir(exist_ok=True)
+        run_id = id_file.read_text() if step > 0 and id_file.exists() else None
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "torchtitan"),
+                dir=dump_folder,
+                config=dict(run_config),
+                id=run_id,
+                resume="allow" if run_id else None,
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"Weights & Biases does not start: {error}; run `wandb login`, set WANDB_MODE=offline, "
+                "or leave out --metrics.enable_wandb"
+            ) from error
+        id_file.write_text(self._run.id)
+
+    @staticmethod
+    def check_installed() -> None:
+        """Raise `UserError` where the package `wandb` is not installed."""
+        spec = importlib.util.find_spec("wandb")
+        if spec is None or spec.origin is None:  # no origin: merely a folder of that name, such as W&B's own output
+            raise UserError("--metrics.enable_wandb needs the package wandb: pip install torchtitan[wandb]")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        try:
+            self._run.log(dict(values), step=step)
+        except self._error as error:
+            raise OSError(f"Weights & Biases: {error}") from error
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _set_aside(path: Path) -> None:
+    """Rename `path`, which an earlier run wrote, to the next free of `name-1`, `name-2`, ..."""
+    number = 1
+    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(aside)
+    logger.info(f"{path} is from an earlier run: renamed to {aside.name}")
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Keep the lines up to `step`, and of those only whole ones: a killed run may leave its last one torn."""
+    partial = path.with_name(path.name + ".partial")
+    with open(path, "rb") as lines, open(partial, "wb") as kept:
+        for line in lines:
+            line_step = _step_of(line)
+            if line_step is not None and line_step <= step:
+                kept.write(line.rstrip(b"\n") + b"\n")
+    os.replace(partial, path)
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return None

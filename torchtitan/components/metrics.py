@@ -1,0 +1,285 @@
+"""`MetricsProcessor`: measures a training run and reports its numbers to the console, a file and trackers."""
+
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.components.metric_sinks import JsonLines, Sink, TensorBoard, WandB
+from torchtitan.config.configurable import Configurable
+from torchtitan.config.job_config import require_at_least
+from torchtitan.tools.device import PeakFlops, device_description, memory_gib, peak_flops, synchronize
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+_RESET, _DIM, _GREEN, _BLUE, _MAGENTA, _CYAN = (f"\033[{code}m" for code in (0, 2, 32, 34, 35, 36))
+
+
+@dataclass(slots=True)
+class _Interval:
+    """What was measured since the last logged step; times in seconds."""
+
+    step: int  # the step it begins after
+    start: float
+    excluded: float = 0.0
+    data: float = 0.0
+    n_tokens: int = 0
+
+
+class MetricsProcessor(Configurable):
+    """Measures the steps of a run and reports them.
+
+        metrics.start(step)                     # after a checkpoint was loaded, or not
+        for step in range(step + 1, total_steps + 1):
+            with metrics.timing_data():
+                batch = next(batches)
+            metrics.count_tokens(...)           # of the global batch
+            ...
+            metrics.log_step(step, loss=..., grad_norm=..., lr=..., n_tokens_seen=...)
+            with metrics.exclude():             # validation, a checkpoint
+                ...
+        metrics.close()
+
+    Every rank makes these calls; rank 0 writes to the sinks, and the ranks whose logger speaks print a line.
+    `docs/metrics.md` defines each number.
+
+    Args of `Config.build`:
+        dump_folder: the run's folder; `metrics.jsonl` is written there.
+        device: what this rank computes on.
+        compute_dtype: the type that matrix products compute in; MFU is measured against its peak.
+        flops_per_token: floating-point operations of a training step (forward and backward) per token.
+        total_steps: the last step: logged in any case, and what the ETA counts down to.
+        world_size: number of devices that share the work.
+        rank: this process's.
+        run_config: the run's configuration, for W&B.
+        clock: a monotonic clock in seconds.
+
+    Raises:
+        UserError: see `Config.validate`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """What is reported, how often, and where to."""
+
+        log_freq: int = 10
+        """Steps from one logged step to the next; the first and the last step are logged in any case."""
+
+        enable_tensorboard: bool = False
+        """Write the numbers for TensorBoard too (metrics.jsonl is always written)."""
+
+        save_tb_folder: str = "tb"
+        """Folder of the TensorBoard files inside the dump folder."""
+
+        enable_wandb: bool = False
+        """Send the numbers to Weights & Biases too; WANDB_PROJECT and its other environment variables set the rest."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for `log_freq` < 1, and for W&B where its package is not installed."""
+            require_at_least(1, metrics__log_freq=self.log_freq)
+            if self.enable_wandb:
+                WandB.check_installed()
+
+    config: Config
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dump_folder: str,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        flops_per_token: float,
+        total_steps: int,
+        world_size: int = 1,
+        rank: int = 0,
+        run_config: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        super().__init__(config)
+        config.validate()
+        self.dump_folder = Path(dump_folder)
+        self.device = device
+        self.compute_dtype = compute_dtype
+        self.flops_per_token = flops_per_token
+        self.total_steps = total_steps
+        self.world_size = world_size
+        self.rank = rank
+        self.run_config = run_config or {}
+        self._clock = clock
+        self._interval = _Interval(0, clock())
+        self._first_line: tuple[int, float] | None = None  # step and time; before it lies the warm-up
+        self._peak: PeakFlops | None = None  # known once started
+        self._sinks: list[Sink] = []
+        self._failed_sinks: list[Sink] = []
+        self._reports = rank == 0 or logger.isEnabledFor(logging.INFO)
+
+    def start(self, step: int) -> None:
+        """Open the sinks and start the clock; `step` is the last finished one, 0 for a fresh run.
+
+        A fresh run sets aside what an earlier run left in the same folder; a resumed one drops what was logged after
+        `step`, since those steps are about to be done again. States the peak that MFU is measured against.
+
+        Raises:
+            UserError: when the dump folder cannot be written, or W&B does not start.
+        """
+        if self.rank == 0:
+            try:
+                self.dump_folder.mkdir(parents=True, exist_ok=True)
+                self._sinks = self.make_sinks(step)
+            except OSError as error:
+                raise UserError(f"cannot write metrics: {error}; give a writable --dump_folder") from error
+        if self._reports:
+            self._peak = peak_flops(self.device, self.compute_dtype)
+            logger.info(
+                f"{device_description(self.device)}: MFU is relative to {self._peak.value / 1e12:,.2f} TFLOP/s "
+                f"({self._peak.source})"
+            )
+        self._interval = _Interval(step, self._clock())
+
+    def make_sinks(self, step: int) -> list[Sink]:
+        """The sinks of rank 0, opened for a run that starts after `step`. Override to add one."""
+        sinks: list[Sink] = [JsonLines(self.dump_folder / "metrics.jsonl", step)]
+        if self.config.enable_tensorboard:
+            sinks.append(TensorBoard(self.dump_folder / self.config.save_tb_folder, step))
+        if self.config.enable_wandb:
+            sinks.append(WandB(self.dump_folder, step, self.run_config))
+        return sinks
+
+    @contextmanager
+    def timing_data(self) -> Iterator[None]:
+        """Around the fetch of a batch: the time that the step waits for data."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._interval.data += self._clock() - start
+
+    @contextmanager
+    def exclude(self) -> Iterator[None]:
+        """Around what is not training (validation, saving a checkpoint): neither its time nor its tokens count."""
+        synchronize(self.device)  # training that is still queued on the device belongs to training
+        before = dataclasses.replace(self._interval)
+        start = self._clock()
+        try:
+            yield
+        finally:
+            before.excluded += self._clock() - start
+            self._interval = before
+
+    def count_tokens(self, n_tokens: int) -> None:
+        """Add to the tokens of this step: those of all ranks together, padding included, since they are computed."""
+        self._interval.n_tokens += n_tokens
+
+    def should_log(self, step: int) -> bool:
+        """Whether `log_step` reports this step. The same steps whether the run was resumed or not."""
+        return step == 1 or step % self.config.log_freq == 0 or step == self.total_steps
+
+    def log_step(
+        self, step: int, *, loss: float, grad_norm: float, lr: float, n_tokens_seen: int, **extra: float
+    ) -> None:
+        """Report a finished step, if `should_log`; call it once the loss has been read from the device.
+
+        Args:
+            step: counted from 1.
+            loss: mean over the valid tokens of the global batch.
+            grad_norm: norm of the gradient before clipping.
+            lr: learning rate of this step.
+            n_tokens_seen: tokens trained on since step 1, all ranks together.
+            extra: more numbers of your own, reported under their names.
+        """
+        if not (self._reports and self.should_log(step)):
+            return
+        now = self._clock()
+        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "n_tokens_seen": n_tokens_seen}
+        values |= self._measure(step, now)
+        self._write(step, values | extra)
+        logger.info(self.console_line(step, values, extra, self._eta_seconds(step, now)))
+        self._interval = _Interval(step, now)
+        self._first_line = self._first_line or (step, now)
+
+    def log_validation(self, step: int, validation_loss: float, **extra: float) -> None:
+        """Report a validation after `step` on a line of its own; leaves the timers of training alone."""
+        if not self._reports:
+            return
+        self._write(step, {"validation_loss": validation_loss, **extra})
+        logger.info(f"{self._step_label(step)}  validation loss {validation_loss:.4f}{_listed(extra)}")
+
+    def close(self) -> None:
+        """Close the sinks."""
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except OSError as error:
+                self._warn(sink, error)
+        self._sinks = []
+
+    def console_line(
+        self, step: int, values: Mapping[str, float], extra: Mapping[str, float], eta_seconds: float | None
+    ) -> str:
+        """The line of a logged step: aligned, in color where standard error is a terminal."""
+        eta = "-" if eta_seconds is None else str(timedelta(seconds=round(eta_seconds)))
+        parts = [
+            (_CYAN, self._step_label(step)),
+            (_GREEN, f"loss {values['loss']:7.4f}"),
+            ("", f"grad norm {values['grad_norm']:7.4f}"),
+            ("", f"lr {values['lr']:.2e}"),
+            (_BLUE, f"{values['tokens_per_second']:7,.0f} tokens/s"),
+            (_MAGENTA, f"{values['tflops']:6.2f} TFLOP/s {values['mfu']:5.1f}% MFU"),
+            ("", f"{values['memory_gib']:5.2f} GiB"),
+            (_DIM, f"ETA {eta}{_listed(extra)}"),
+        ]
+        if not sys.stderr.isatty():
+            return "  ".join(text for _, text in parts)
+        return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in parts)
+
+    def _measure(self, step: int, now: float) -> dict[str, float]:
+        """The numbers of the interval that ends with `step`: training only, what was excluded left out."""
+        if self._peak is None:
+            raise RuntimeError("MetricsProcessor.start(step) must be called before log_step")
+        interval = self._interval
+        seconds = now - interval.start - interval.excluded
+        tokens_per_second = interval.n_tokens / seconds
+        flops_per_device = self.flops_per_token * tokens_per_second / self.world_size
+        return {
+            "tokens_per_second": tokens_per_second,
+            "tflops": flops_per_device / 1e12,
+            "mfu": 100 * flops_per_device / self._peak.value,
+            "memory_gib": memory_gib(self.device),
+            "data_loading_fraction": interval.data / seconds,
+            "step_time": seconds / (step - interval.step),
+        }
+
+    def _eta_seconds(self, step: int, now: float) -> float | None:
+        """Seconds to the last step at the pace since the first logged line, validation and checkpoints included."""
+        if self._first_line is None:
+            return None
+        first_step, first_time = self._first_line
+        return (now - first_time) / (step - first_step) * (self.total_steps - step)
+
+    def _step_label(self, step: int) -> str:
+        return f"step {step:{len(str(self.total_steps))}}/{self.total_steps}"
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            try:
+                sink.write(step, values)
+            except OSError as error:
+                self._warn(sink, error)
+
+    def _warn(self, sink: Sink, error: OSError) -> None:
+        if sink not in self._failed_sinks:
+            self._failed_sinks.append(sink)
+            logger.warning(f"{type(sink).__name__} cannot write metrics: {error}; training goes on")
+
+
+def _listed(extra: Mapping[str, float]) -> str:
+    return "".join(f"  {name} {value:.4g}" for name, value in extra.items())

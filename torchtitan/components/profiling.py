@@ -1,0 +1,164 @@
+"""`Profiler`: traces of single steps and snapshots of the GPU's memory, by configuration."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from torchtitan.config.configurable import Configurable
+from torchtitan.config.job_config import require_at_least
+from torchtitan.tools.device import device_type
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+_SNAPSHOT_EVENTS = 100_000  # allocations and frees that a memory snapshot reaches back
+
+
+class Profiler(Configurable):
+    """Records traces and memory snapshots of a training loop; does nothing unless enabled.
+
+        with profiler:
+            for step in range(1, total_steps + 1):
+                ...
+                profiler.step(step)
+
+    Traces go to `{dump_folder}/{save_traces_folder}/step-N/rank{r}.json` (Chrome trace format, for
+    https://ui.perfetto.dev), memory snapshots to `{dump_folder}/{save_memory_snapshot_folder}/step-N/rank{r}.pickle`
+    (for https://pytorch.org/memory_viz); N is the last step recorded. Every rank writes its own.
+
+    Args of `Config.build`:
+        dump_folder: the run's folder.
+        device: what this rank computes on.
+        rank: this process's.
+
+    Raises:
+        UserError: see `Config.validate`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """What is recorded, and when."""
+
+        enable_profiling: bool = False
+        """Record traces of steps with torch.profiler: operators, kernels, shapes, memory."""
+
+        save_traces_folder: str = "profile_traces"
+        """Folder of the traces inside the dump folder."""
+
+        profile_freq: int = 10
+        """Steps from one trace, or one memory snapshot, to the next."""
+
+        profiler_warmup: int = 1
+        """Steps before each trace in which the profiler runs but keeps nothing, so that its start is not recorded."""
+
+        profiler_active: int = 1
+        """Steps that each trace holds."""
+
+        enable_memory_snapshot: bool = False
+        """Save the history of the CUDA allocator every profile_freq steps, and when memory runs out."""
+
+        save_memory_snapshot_folder: str = "memory_snapshot"
+        """Folder of the memory snapshots inside the dump folder."""
+
+        def validate(self) -> None:
+            """Check the numbers, and what the device can do.
+
+            Raises:
+                UserError: for a cycle shorter than its parts, or a memory snapshot on anything but CUDA.
+            """
+            require_at_least(1, profiling__profile_freq=self.profile_freq)
+            require_at_least(1, profiling__profiler_active=self.profiler_active)
+            require_at_least(0, profiling__profiler_warmup=self.profiler_warmup)
+            if self.profiler_warmup + self.profiler_active > self.profile_freq:
+                raise UserError(
+                    f"--profiling.profile_freq is {self.profile_freq}, and must be at least profiler_warmup + "
+                    f"profiler_active = {self.profiler_warmup} + {self.profiler_active}"
+                )
+            if self.enable_memory_snapshot and device_type() != "cuda":
+                raise UserError(
+                    f"--profiling.enable_memory_snapshot needs CUDA, whose allocator keeps a history, and this is "
+                    f"{device_type()}; use --profiling.enable_profiling: its traces record the memory of each operator"
+                )
+
+    config: Config
+
+    def __init__(self, config: Config, *, dump_folder: str, device: torch.device, rank: int = 0):
+        super().__init__(config)
+        config.validate()
+        self.dump_folder = Path(dump_folder)
+        self.device = device
+        self.rank = rank
+        self._step = 0
+        self._n_steps = 0
+        self._trace: torch.profiler.profile | None = None
+
+    def __enter__(self) -> "Profiler":
+        self._n_steps = 0
+        if self.config.enable_profiling:
+            self._trace = self._start_trace()
+        if self.config.enable_memory_snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+        return self
+
+    def step(self, step: int) -> None:
+        """Tell that `step` has ended: every `profile_freq` steps a trace and a snapshot are written."""
+        self._step = step
+        self._n_steps += 1
+        if self._trace is not None:
+            self._trace.step()
+        if self._n_steps % self.config.profile_freq != 0:
+            return
+        if self._trace is not None:
+            self._save_trace(self._trace)
+            self._trace = self._start_trace()
+        if self.config.enable_memory_snapshot:
+            self._save_snapshot(f"step-{step}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.config.enable_memory_snapshot:
+            if isinstance(error, torch.OutOfMemoryError):
+                self._save_snapshot(f"step-{self._step + 1}-out-of-memory")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if self._trace is not None:
+            self._trace.stop()
+            self._trace = None
+            if error is None and self._n_steps < self.config.profile_freq:
+                logger.warning(
+                    f"no trace was written: {self._n_steps} steps were run, and --profiling.profile_freq is "
+                    f"{self.config.profile_freq}"
+                )
+
+    def _start_trace(self) -> torch.profiler.profile:
+        """Begin one cycle: wait, warm up, record. A new object each time, since torch's own next cycle warns."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        warmup, active = self.config.profiler_warmup, self.config.profiler_active
+        wait = self.config.profile_freq - warmup - active
+        trace = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1),
+            record_shapes=True,
+            profile_memory=True,
+        )
+        trace.start()
+        return trace
+
+    def _save_trace(self, trace: torch.profiler.profile) -> None:
+        path = self._path(self.config.save_traces_folder, f"step-{self._step}", "json")
+        trace.export_chrome_trace(str(path))
+        trace.stop()
+        logger.info(f"wrote the trace of step {self._step} to {path}")
+
+    def _save_snapshot(self, name: str) -> None:
+        path = self._path(self.config.save_memory_snapshot_folder, name, "pickle")
+        torch.cuda.memory._dump_snapshot(str(path))
+        logger.info(f"wrote a memory snapshot to {path}")
+
+    def _path(self, folder: str, name: str, suffix: str) -> Path:
+        path = self.dump_folder / folder / name / f"rank{self.rank}.{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path

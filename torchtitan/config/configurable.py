@@ -1,0 +1,96 @@
+"""`Configurable`: a class and, beside it, the dataclass that configures and builds it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+class Configurable:
+    """A component that is built from a nested `Config` dataclass.
+
+    A subclass defines `class Config(Parent.Config)` as a `@dataclass(kw_only=True, slots=True)`; a subclass that
+    needs no field of its own leaves it out and gets a fresh one derived from its parent's, so that
+    `Child.Config().build()` always makes a `Child`. A string literal under each field documents it and becomes
+    its help text on the command line.
+
+    Raises:
+        TypeError: when a class is defined whose `Config` is not such a dataclass.
+    """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config:
+        """Configuration of a component."""
+
+        _owner: ClassVar[type["Configurable"]]
+
+        def build(self, **runtime: Any) -> Any:
+            """Construct the component this configuration belongs to, as `Owner(config, **runtime)`."""
+            return self._owner(self, **runtime)
+
+        def validate(self) -> None:
+            """Find mistakes in the values, before anything is built.
+
+            Raises:
+                torchtitan.tools.errors.UserError: for a value that cannot be used.
+            """
+
+        def to_dict(self) -> dict[str, Any]:
+            """The configuration as JSON-ready values: nested dictionaries, lists, strings, numbers, booleans, None."""
+            return {field.name: to_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    def __init__(self, config: "Configurable.Config", **runtime: Any):
+        self.config = config
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "Config" not in cls.__dict__:
+            cls.Config = _derive_config(cls)  # type: ignore[misc,assignment]
+        _check_config(cls)
+        cls.Config._owner = cls
+
+
+Configurable.Config._owner = Configurable
+
+
+def to_plain(value: Any) -> Any:
+    """`value` as JSON-ready values; raises `TypeError` for what has no such form."""
+    if callable(to_dict := getattr(value, "to_dict", None)):
+        return to_dict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    raise TypeError(f"{value!r} of type {type(value).__name__} has no JSON form and cannot be a configuration value")
+
+
+def _derive_config(cls: type[Configurable]) -> type:
+    parent = cls.Config
+    derived = type(
+        "Config",
+        (parent,),
+        {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config", "__doc__": parent.__doc__},
+    )
+    return dataclasses.dataclass(kw_only=True, slots=True)(derived)
+
+
+def _check_config(cls: type[Configurable]) -> None:
+    config = cls.__dict__["Config"]
+    name = f"{cls.__qualname__}.Config"
+    inherited = [
+        base.Config for base in cls.__mro__[1:] if "Config" in base.__dict__ and issubclass(base, Configurable)
+    ]
+    if not (isinstance(config, type) and issubclass(config, inherited[0])):
+        raise TypeError(f"{name} must inherit from {inherited[0].__qualname__}")
+    if "__dataclass_fields__" not in config.__dict__:
+        raise TypeError(f"{name} must be decorated with @dataclass(kw_only=True, slots=True)")
+    positional = [field.name for field in dataclasses.fields(config) if not field.kw_only]
+    if positional:
+        raise TypeError(f"{name} must be decorated with kw_only=True (positional: {', '.join(positional)})")
+    if "__slots__" not in config.__dict__:
+        raise TypeError(f"{name} must be decorated with slots=True")

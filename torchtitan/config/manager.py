@@ -1,0 +1,160 @@
+"""`ConfigManager`: from the command line to one resolved configuration."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import tyro
+import yaml
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+
+from torchtitan.config.configurable import Configurable
+from torchtitan.config.registry import load_config_function, suggest
+from torchtitan.tools.errors import UserError
+
+DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
+"""What is trained when nothing is named."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A configuration and the names it was found under."""
+
+    module: str
+    config_name: str
+    config: Any  # a Trainer.Config; this layer does not know the Trainer
+
+    def save(self, path: Path) -> None:
+        """Write the resolved configuration as YAML that `--config_file` takes back.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        document = {"module": self.module, "config": self.config_name, **self.config.to_dict()}
+        path.write_text(yaml.safe_dump(document, sort_keys=False))
+
+
+class ConfigManager:
+    """Resolves a configuration: the configuration function, then `--config_file`, then the command line."""
+
+    def __init__(self, prog: str = "torchtitan train"):
+        self.prog = prog
+
+    def parse_args(self, args: Sequence[str]) -> Job:
+        """Resolve `args`, the words of the command line after the command's own name.
+
+        Raises:
+            UserError: for an unknown module or configuration, or a configuration file that cannot be used.
+            SystemExit: code 2 for an unknown option or a value of the wrong type (printed by tyro), 0 after `--help`.
+        """
+        selectors = argparse.ArgumentParser(prog=self.prog, add_help=False, allow_abbrev=False)
+        for name in (*DEFAULT_SELECTION, "config_file"):
+            selectors.add_argument(f"--{name}")
+        selected, overrides = selectors.parse_known_args(args)
+        document = _read_config_file(Path(selected.config_file)) if selected.config_file else {}
+        in_file = {name: document.pop(name, None) for name in DEFAULT_SELECTION}
+        module, config_name = (
+            getattr(selected, name) or in_file[name] or default for name, default in DEFAULT_SELECTION.items()
+        )
+        default = load_config_function(module, config_name)()
+        if not isinstance(default, Configurable.Config):
+            raise UserError(
+                f"configuration '{config_name}' of module '{module}' returned {default!r}, not a Trainer.Config"
+            )
+        _check_keys(document, default.to_dict(), selected.config_file)
+        return Job(module, config_name, self._parse(default, [*_to_flags(document), *overrides]))
+
+    def _parse(self, default: Configurable.Config, args: list[str]) -> Any:
+        registry = ConstructorRegistry()
+        registry.struct_rule(_named_configs_rule)
+        with registry:
+            return tyro.cli(
+                type(default),
+                default=default,
+                args=args,
+                prog=self.prog,
+                description=_DESCRIPTION,
+                use_underscores=True,
+                config=(tyro.conf.SuppressFixed,),
+            )
+
+
+_DESCRIPTION = """Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
+Later sources win: the configuration function, then the file, then the command line. `torchtitan ls` lists modules and
+configurations; the values shown are those of the selected one."""
+
+
+def config_key(config: Configurable.Config) -> str:
+    """The name under which one of a list of configurations appears on the command line."""
+    return config._owner.__name__.lower()
+
+
+def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Lets a list of component configurations be set by the components' names: `--model_converters.lora.rank 16`."""
+    arguments = get_args(info.type)
+    is_config_list = get_origin(info.type) is list and arguments and isinstance(arguments[0], type)
+    if not (is_config_list and issubclass(arguments[0], Configurable.Config)):
+        return None
+    configs = list(info.default) if isinstance(info.default, (list, tuple)) else []
+    names = [config_key(config) for config in configs]
+    if len(set(names)) < len(names):
+        raise UserError(f"the same component is listed twice: {', '.join(names)}")
+
+    return StructConstructorSpec(
+        instantiate=lambda **values: [values[name] for name in names],
+        fields=tuple(
+            StructFieldSpec(name=name, type=type(config), default=config)
+            for name, config in zip(names, configs, strict=True)
+        ),
+    )
+
+
+def _read_config_file(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"--config_file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--config_file {path} is not a text file") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"--config_file {path} is not valid YAML: {error}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise UserError(f"--config_file {path} must hold sections and keys, not {type(document).__name__}")
+    return document
+
+
+def _check_keys(document: dict[str, Any], known: dict[str, Any], path: str) -> None:
+    known_keys = _leaf_keys(known)
+    sections = {".".join(key.split(".")[:depth]) for key in known_keys for depth in range(1, key.count(".") + 1)}
+    for key in _leaf_keys(document):
+        if key in sections:
+            raise UserError(f"'{key}' in {path} is a section, and needs keys below it")
+        if key not in known_keys:
+            raise UserError(f"unknown key '{key}' in {path}{suggest(key, known_keys)}")
+
+
+def _leaf_keys(document: dict[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for name, value in document.items():
+        keys += _leaf_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+    return keys
+
+
+def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:
+    """The command line that says what the file says, so that both are typed and checked by the same code."""
+    flags: list[str] = []
+    for name, value in document.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            flags += _to_flags(value, f"{key}.")
+        elif isinstance(value, bool):
+            flags.append(f"--{key}" if value else f"--{prefix}no_{name}")
+        elif isinstance(value, list):
+            flags += [f"--{key}", *map(str, value)]
+        else:
+            flags.append(f"--{key}={value}")
+    return flags

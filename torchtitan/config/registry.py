@@ -1,0 +1,152 @@
+"""Finds modules (packages with a `config_registry.py`) and the configurations and flavours in them.
+
+Discovery reads the file system; listing reads the source, so that it needs no import and no torch.
+"""
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from torchtitan.tools.errors import UserError
+
+REGISTRY_FILE = "config_registry.py"
+_BUILT_IN_FOLDERS = ("models", "experiments")
+
+
+@dataclass(frozen=True)
+class ModuleListing:
+    """What `torchtitan ls` shows of one module."""
+
+    name: str
+    configs: list[str]
+    flavors: list[str]
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the known name nearest to `name`, or nothing."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean '{nearest[0]}'?" if nearest else ""
+
+
+def built_in_modules() -> dict[str, Path]:
+    """Short name → folder of every package under `torchtitan.models` and `torchtitan.experiments` with a registry."""
+    package = Path(__file__).resolve().parent.parent
+    found = [path.parent for kind in _BUILT_IN_FOLDERS for path in sorted((package / kind).glob(f"*/{REGISTRY_FILE}"))]
+    return {folder.name: folder for folder in found}
+
+
+def list_module(name: str, folder: Path) -> ModuleListing:
+    """Configurations and flavours of the module in `folder`, read from its source without importing it.
+
+    Configurations are the public functions without parameters of `config_registry.py`; flavours are the keys of
+    the dictionary `FLAVORS` in `__init__.py`, where there is one.
+    """
+    registry = ast.parse((folder / REGISTRY_FILE).read_text())
+    functions = [node for node in registry.body if isinstance(node, ast.FunctionDef)]
+    configs = [f.name for f in functions if not f.name.startswith("_") and not f.args.args]
+    flavors: list[str] = []
+    init = folder / "__init__.py"
+    for node in ast.parse(init.read_text()).body if init.exists() else []:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        named = any(isinstance(target, ast.Name) and target.id == "FLAVORS" for target in targets)
+        if named and isinstance(value := getattr(node, "value", None), ast.Dict):
+            flavors = [key.value for key in value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+    return ModuleListing(name, configs, flavors)
+
+
+def load_config_function(module: str, config: str) -> Callable[[], object]:
+    """The function that `--module module --config config` names.
+
+    Args:
+        module: a short name, a dotted import path, or a folder on disk that holds a `config_registry.py`.
+        config: a function there, with or without the module's name in front (`debugmodel`, `llama3_debugmodel`).
+
+    Raises:
+        UserError: if there is no such module or configuration, or importing it fails.
+    """
+    registry = _import_registry(module)
+    functions = {
+        name: function
+        for name, function in inspect.getmembers(registry, inspect.isfunction)
+        if function.__module__ == registry.__name__
+        and not name.startswith("_")
+        and not inspect.signature(function).parameters
+    }
+    short = registry.__name__.split(".")[-2]
+    for name in (config, f"{short}_{config}"):
+        if name in functions:
+            return functions[name]
+    known = sorted(functions)
+    short_names = [name.removeprefix(f"{short}_") for name in known]
+    raise UserError(
+        f"unknown configuration '{config}' in module '{module}'{suggest(config, known + short_names)} "
+        f"(there are: {', '.join(known) or 'none'})"
+    )
+
+
+def _import_registry(module: str) -> ModuleType:
+    built_in = built_in_modules()
+    if module in built_in:
+        folder = built_in[module]
+        return _import(f"torchtitan.{folder.parent.name}.{module}.config_registry", module)
+    if Path(module).is_dir():
+        return _import_folder(Path(module).resolve(), module)
+    if "/" in module or "\\" in module:
+        raise UserError(f"unknown module '{module}': there is no such folder")
+    if "." in module or _is_importable(module):
+        if not _is_importable(f"{module}.config_registry"):
+            raise UserError(f"unknown module '{module}': there is no module '{module}.config_registry' to import")
+        return _import(f"{module}.config_registry", module)
+    raise UserError(
+        f"unknown module '{module}'{suggest(module, built_in)} (there are: {', '.join(sorted(built_in))}; "
+        "a dotted import path or a folder with a config_registry.py may be given too)"
+    )
+
+
+def _import_folder(folder: Path, module: str) -> ModuleType:
+    if not (folder / REGISTRY_FILE).is_file():
+        raise UserError(f"module '{module}' is a folder without a {REGISTRY_FILE}")
+    if not folder.name.isidentifier():
+        raise UserError(f"module '{module}': the folder's name '{folder.name}' is not a valid Python package name")
+    if str(folder.parent) not in sys.path:
+        sys.path.insert(0, str(folder.parent))
+    registry = _import(f"{folder.name}.config_registry", module)
+    if Path(inspect.getfile(registry)).resolve().parent != folder:
+        raise UserError(f"module '{module}': the name '{folder.name}' is taken by another package; rename the folder")
+    return registry
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        # A missing parent means that nothing has this name; a module that a parent itself lacks is the user's to see.
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return False
+        raise _import_failure(name, error) from error
+    except (ImportError, SyntaxError) as error:
+        raise _import_failure(name, error) from error
+
+
+def _import(name: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, SyntaxError) as error:
+        raise _import_failure(module, error) from error
+
+
+def _import_failure(module: str, error: ImportError | SyntaxError) -> UserError:
+    """The user's own error, with the place in his code where it arose."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
+    return UserError(f"importing module '{module}' failed: {type(error).__name__}: {error}{place}")

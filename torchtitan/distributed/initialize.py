@@ -1,0 +1,70 @@
+"""Initial weights that depend on the seed and the parameter's name alone, whatever the layout.
+
+Torch's own random operations on a sharded tensor give other values on other layouts. Here every parameter is drawn in
+chunks of whole rows, each from a generator seeded by (seed, name, chunk); a rank draws the chunks that its shard
+touches and keeps its part. No communication, and no more memory than one chunk.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torchtitan.protocols.initializer import Initializer, initializer_of
+
+_CHUNK_ELEMENTS = 2**22
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's or module's name without what compilation and activation checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@torch.no_grad()
+def initialize_weights(model: nn.Module, seed: int) -> None:
+    """Fill all parameters of `model`, sharded or not, with their initial values.
+
+    Args:
+        model: materialised; its modules carry their initializers (`torchtitan.protocols.initializer`).
+        seed: the run's seed.
+
+    Raises:
+        LookupError: if a module has a parameter without an initializer.
+    """
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = canonical_name(f"{module_name}.{name}" if module_name else name)
+            _fill(parameter, initializer_of(module, name), f"{seed}/{full_name}")
+
+
+def _fill(parameter: Tensor, initializer: Initializer, key: str) -> None:
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+    else:
+        local, shape, offset = parameter, tuple(parameter.shape), (0,) * parameter.ndim
+    if local.numel() == 0:
+        return
+    rows_per_chunk = max(1, _CHUNK_ELEMENTS // max(1, math.prod(parameter.shape[1:])))
+    first, last = offset[0], offset[0] + shape[0]
+    inner = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
+    for chunk in range(first // rows_per_chunk, math.ceil(last / rows_per_chunk)):
+        start = chunk * rows_per_chunk
+        end = min(start + rows_per_chunk, parameter.shape[0])
+        values = torch.empty(end - start, *parameter.shape[1:], dtype=torch.float32)
+        initializer(values, torch.Generator().manual_seed(_stable_seed(f"{key}/{chunk}")))
+        kept = slice(max(first, start), min(last, end))
+        local[kept.start - first : kept.stop - first] = values[(slice(kept.start - start, kept.stop - start), *inner)]
+
+
+def _stable_seed(key: str) -> int:
+    """Python's own `hash` of a string differs from process to process."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,52 @@
+"""The trainer with its step written out: forward, backward, clipping, optimizer. Edit it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from torchtitan.components.data.dataloader import Batch
+from torchtitan.distributed.gradients import clip_grad_norm
+from torchtitan.trainer import StepOutcome, Trainer
+
+
+class TemplateTrainer(Trainer):
+    """Does what `Trainer` does. Everything that is not overridden here stays the library's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """Fields added here are options of the command line: `coefficient: float = 0.1` becomes `--coefficient`."""
+
+    def train_step(self, batches: Iterator[Batch]) -> StepOutcome:
+        """One optimizer step over the next global batch."""
+        self.optimizer.zero_grad()
+        with self.metrics.timing_data():
+            micro_batches = [next(batches) for _ in range(self.gradient_accumulation_steps)]
+        # Over all micro-batches and ranks: every valid token of the global batch has the same weight.
+        n_tokens = self.count_valid_tokens(micro_batches)
+
+        loss = torch.zeros((), device=self.device)
+        (model,) = self.model_parts
+        for micro_batch in micro_batches:
+            batch = self.post_dataloading_process(micro_batch)
+            # The loss takes hidden states and output weights, so that no tensor ever holds all logits. For a loss of
+            # your own on whole logits: `logits = model(batch["input"], batch.get("positions"))`.
+            with self.autocast():
+                head = partial(self.loss, labels_BL=batch["labels"])
+                summed_loss = model(batch["input"], batch.get("positions"), head=head)
+            mean_loss = summed_loss / n_tokens.clamp(min=1).float()
+            # Data-parallel ranks average their gradients, but the loss is a sum over ranks.
+            (mean_loss * self.parallel_dims.dp_degree).backward()
+            loss += mean_loss.detach()
+
+        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
+        grad_norm = clip_grad_norm(parameters, self.config.training.max_norm)
+
+        # The one moment at which the host waits for the device: is the step sound, is somebody asking to stop?
+        outcome = self.read_outcome(loss, grad_norm, n_tokens)
+        if not outcome.is_finite:
+            self.handle_nonfinite(outcome, micro_batches)
+        elif not outcome.data_exhausted:
+            self.optimizer.step()
+        return outcome

@@ -1,0 +1,114 @@
+"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), causal within packed documents."""
+
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.models.common.rope import apply_rope
+from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
+
+AttentionMask: TypeAlias = Any
+"""None (causal over the whole sample), the documents' lengths (a list, on CPU and MPS), or a FlexAttention `BlockMask`
+(on CUDA)."""
+
+
+def document_mask(positions_BL: Tensor | None) -> AttentionMask:
+    """What each token may attend to, given its position within its document: the earlier tokens of that document.
+
+    Args:
+        positions_BL: positions that start at 0 with every document; None: each sample is one document.
+    """
+    if positions_BL is None:
+        return None
+    starts_BL = positions_BL == 0
+    starts_BL[:, 0] = True
+    if positions_BL.device.type == "cuda":
+        return _block_mask(starts_BL)
+    starts = starts_BL.flatten().nonzero().flatten()
+    ends = torch.cat((starts[1:], starts.new_tensor([starts_BL.numel()])))
+    lengths: list[int] = (ends - starts).tolist()
+    return None if len(lengths) == positions_BL.shape[0] else lengths
+
+
+def _block_mask(starts_BL: Tensor) -> AttentionMask:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    document_BL = starts_BL.cumsum(dim=1)
+    samples, length = document_BL.shape
+
+    def same_document_and_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (document_BL[b, q] == document_BL[b, k])
+
+    return create_block_mask(same_document_and_causal, samples, None, length, length, device=str(starts_BL.device))
+
+
+def attend(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: AttentionMask) -> Tensor:
+    """Scaled dot-product attention of H query heads over K key/value heads (K divides H), shape (B, L, H, D).
+
+    Args:
+        mask: what `document_mask` gave for these samples.
+    """
+    if isinstance(mask, list):
+        return _attend_each_document(q_BLHD, k_BLKD, v_BLKD, mask)
+    q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
+    if mask is None:
+        out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:
+        out_BHLD = _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
+    return out_BHLD.transpose(1, 2)
+
+
+def _attend_each_document(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, lengths: list[int]) -> Tensor:
+    """One causal attention per document: on a CPU faster than any mask, since it computes nothing that is masked."""
+
+    def split_documents(x_BLHD: Tensor) -> tuple[Tensor, ...]:
+        flat_1HTD = x_BLHD.reshape(1, -1, *x_BLHD.shape[2:]).transpose(1, 2)
+        return flat_1HTD.split(lengths, dim=2)
+
+    documents = zip(*map(split_documents, (q_BLHD, k_BLKD, v_BLKD)), strict=True)
+    outs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in documents]
+    return torch.cat(outs, dim=2).transpose(1, 2).reshape(q_BLHD.shape)
+
+
+_flex_attention: Any = None
+
+
+def _compiled_flex_attention() -> Any:
+    """FlexAttention, compiled on first use: uncompiled it would materialise every score."""
+    global _flex_attention
+    if _flex_attention is None:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        _flex_attention = torch.compile(flex_attention)
+    return _flex_attention
+
+
+class GroupedQueryAttention(nn.Module):
+    """Causal self-attention with fewer key/value heads than query heads.
+
+    Args:
+        init_std: standard deviation of the initial query, key and value projections.
+        out_init_std: standard deviation of the initial output projection.
+    """
+
+    def __init__(self, *, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, init_std: float, out_init_std: float):
+        super().__init__()
+        self.head_dim = head_dim
+        init = TruncatedNormal(init_std)
+        self.wq = with_initializers(nn.Linear(dim, n_heads * head_dim, bias=False), weight=init)
+        self.wk = with_initializers(nn.Linear(dim, n_kv_heads * head_dim, bias=False), weight=init)
+        self.wv = with_initializers(nn.Linear(dim, n_kv_heads * head_dim, bias=False), weight=init)
+        self.wo = with_initializers(
+            nn.Linear(n_heads * head_dim, dim, bias=False), weight=TruncatedNormal(out_init_std)
+        )
+
+    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
+        """(B, L, dim) → (B, L, dim)."""
+        # -1: under tensor parallelism a rank holds only some of the heads.
+        q_BLHD, k_BLKD, v_BLKD = (
+            projection(x_BLD).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
+        )
+        out_BLHD = attend(apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope), v_BLKD, mask)
+        return self.wo(out_BLHD.flatten(-2))

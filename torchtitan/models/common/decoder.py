@@ -1,0 +1,142 @@
+"""The decoder-only language model that families specialise: embedding, blocks, final norm, output head."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.models.common.attention import AttentionMask, document_mask
+from torchtitan.models.common.norm import rms_norm
+from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
+from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
+from torchtitan.protocols.model import BaseModel
+from torchtitan.tools.errors import UserError
+
+Head = Callable[[Tensor, Tensor], Tensor]
+"""What is computed from the last hidden states (B, L, D) and the output weights (V, D): logits, or the loss itself."""
+
+
+class Decoder(BaseModel):
+    """Token embedding → blocks → norm → head. A family says in `make_block` what a block is.
+
+    With tied embeddings there is no separate output weight: `output` is None and the head uses the embedding's.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):
+        """Sizes that all decoders share."""
+
+        dim: int
+        """Width of the residual stream."""
+
+        n_layers: int
+        """Transformer blocks."""
+
+        n_heads: int
+        """Query heads."""
+
+        n_kv_heads: int
+        """Key/value heads; divides n_heads."""
+
+        ffn_dim: int
+        """Width of the feed-forward network."""
+
+        norm_eps: float = 1e-5
+        """Added to the mean square in RMSNorm."""
+
+        tie_embeddings: bool = False
+        """Use the embedding matrix as output weights too."""
+
+        rope: RoPEConfig
+        """Rotary position embedding."""
+
+        @property
+        def head_dim(self) -> int:
+            """Width of one head."""
+            return self.dim // self.n_heads
+
+        def validate(self) -> None:
+            """Raise `UserError` for sizes that do not fit together."""
+            for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"):
+                if getattr(self, name) < 1:
+                    raise UserError(f"--model.{name} is {getattr(self, name)}, and must be at least 1")
+            if self.vocab_size is not None and self.vocab_size < 1:
+                raise UserError(f"--model.vocab_size is {self.vocab_size}, and must be at least 1")
+            if self.dim % self.n_heads or self.head_dim % 2:
+                raise UserError(
+                    f"--model.dim {self.dim} must give each of --model.n_heads {self.n_heads} an even width"
+                )
+            if self.n_heads % self.n_kv_heads:
+                raise UserError(f"--model.n_kv_heads {self.n_kv_heads} must divide --model.n_heads {self.n_heads}")
+            self.rope.validate()
+
+    config: Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        assert config.vocab_size is not None, "the vocabulary size is resolved before the model is built"
+        init = with_initializers
+        self.tok_embeddings = init(nn.Embedding(config.vocab_size, config.dim), weight=self.embedding_init())
+        # A dictionary, not a list: a pipeline stage drops layers, and those that stay keep their names.
+        self.layers = nn.ModuleDict({str(index): self.make_block(index) for index in range(config.n_layers)})
+        self.norm = rms_norm(config.dim, config.norm_eps)
+        self.output: nn.Linear | None = None
+        if not config.tie_embeddings:
+            self.output = init(nn.Linear(config.dim, config.vocab_size, bias=False), weight=self.output_init())
+
+    @abstractmethod
+    def make_block(self, index: int) -> nn.Module:
+        """The block of that layer: `block(hidden_BLD, rope, mask) -> hidden_BLD`."""
+
+    def output_init(self) -> TruncatedNormal:
+        """Initial distribution of separate output weights: logits of standard deviation 1/4 whatever the width, so
+        that the first loss is close to the logarithm of the vocabulary size."""
+        return TruncatedNormal(self.config.dim**-0.5 / 4)
+
+    def embedding_init(self) -> TruncatedNormal:
+        """Initial distribution of the embedding: unit variance; if it serves as output weights too, logits of unit
+        variance instead."""
+        return TruncatedNormal(self.config.dim**-0.5 if self.config.tie_embeddings else 1.0)
+
+    def forward(self, tokens_BL: Tensor, positions_BL: Tensor | None = None, *, head: Head = F.linear) -> Tensor:
+        """Logits (B, L, V), or whatever `head` computes from the last hidden states and the output weights.
+
+        A loss that is given as `head` need never hold all logits at once.
+
+        Args:
+            tokens_BL: token ids.
+            positions_BL: each token's position within its document, starting at 0 with every document; tokens attend
+                to the earlier ones of their document only. None: every sample is one document.
+        """
+        mask: AttentionMask = document_mask(positions_BL)
+        if positions_BL is None:
+            positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)[None]
+        rope = rope_cos_sin(self.config.rope, self.config.head_dim, positions_BL)
+        hidden_BLD = self.tok_embeddings(tokens_BL)
+        for block in self.layers.values():
+            hidden_BLD = block(hidden_BLD, rope, mask)
+        output_weight_VD = self.tok_embeddings.weight if self.output is None else self.output.weight
+        return head(self.norm(hidden_BLD), output_weight_VD)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward, after appendix B of PaLM (arXiv:2204.02311): `6 N + 12 L H Q T`.
+
+        N counts the parameters that multiply every token: all but an embedding that is only looked up; a tied one is
+        the output head's, and counted. The attention term (L layers, H heads of width Q, T = seq_len) is the two
+        products with scores, of 2 H Q T operations each forward and twice that backward; by that convention it is not
+        halved for the causal mask, nor reduced for packed documents.
+        """
+        config = self.config
+        multiplied = self.num_parameters()
+        if not config.tie_embeddings:
+            multiplied -= self.tok_embeddings.weight.numel()
+        return 6 * multiplied + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
+
+
+def depth_scaled_std(index: int, base: float = 0.02) -> float:
+    """Standard deviation of the initial projections that write to the residual stream in layer `index` (from 0):
+    `base / sqrt(2 (index + 1))`, so that the stream's variance grows slowly with depth (after GPT-2's 1 / sqrt(N))."""
+    return base / (2 * (index + 1)) ** 0.5

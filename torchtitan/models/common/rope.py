@@ -1,0 +1,76 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama 3.1's scaling for long contexts."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchtitan.tools.errors import UserError
+
+
+@dataclass(kw_only=True, slots=True)
+class RoPEConfig:
+    """Rotary position embedding."""
+
+    theta: float = 500_000.0
+    """Base of the geometric series of wavelengths."""
+
+    scaling_factor: float = 1.0
+    """How much longer the context is than the one trained at first: low frequencies are divided by it. 1: unscaled."""
+
+    low_freq_factor: float = 1.0
+    """Wavelengths above original_max_seq_len / this are scaled in full."""
+
+    high_freq_factor: float = 4.0
+    """Wavelengths below original_max_seq_len / this are left alone."""
+
+    original_max_seq_len: int = 8192
+    """Tokens of context that the model was trained with before scaling."""
+
+    def validate(self) -> None:
+        """Raise `UserError` for values that give no frequencies."""
+        if self.theta <= 0 or self.scaling_factor <= 0:
+            raise UserError(
+                f"--model.rope: theta {self.theta} and scaling_factor {self.scaling_factor} must be above 0"
+            )
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise UserError(
+                f"--model.rope.high_freq_factor {self.high_freq_factor} must be above "
+                f"low_freq_factor {self.low_freq_factor}"
+            )
+
+
+def rope_frequencies(config: RoPEConfig, head_dim: int, device: torch.device) -> Tensor:
+    """Angular frequency of each rotated pair, float32, shape (head_dim / 2,).
+
+    Scaling follows section 3.4 of "The Llama 3 Herd of Models" as released: frequencies with long wavelengths are
+    divided by the factor, those with short ones kept, those between interpolated linearly in 1 / wavelength.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequencies = config.theta**-exponents
+    if config.scaling_factor == 1.0:
+        return frequencies
+    # Turns that a pair makes within the original context: many for high frequencies, few for low ones.
+    turns = config.original_max_seq_len * frequencies / (2 * math.pi)
+    kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return (1 - kept) * frequencies / config.scaling_factor + kept * frequencies
+
+
+def rope_cos_sin(config: RoPEConfig, head_dim: int, positions_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, float32, each of shape (B, L, 1, head_dim / 2)."""
+    frequencies = rope_frequencies(config, head_dim, positions_BL.device)
+    angles = positions_BL[:, :, None, None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x_BLHD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate queries or keys; pair i of a head is its elements i and i + D/2, as in Hugging Face checkpoints.
+
+    Computed in float32 whatever the type of `x_BLHD`, and returned in that type.
+    """
+    cos, sin = cos_sin
+    first, second = x_BLHD.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.type_as(x_BLHD)

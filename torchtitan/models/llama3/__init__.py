@@ -1,0 +1,57 @@
+"""Llama 3, 3.1 and 3.2 in their published sizes, and a small one that trains on a laptop."""
+
+import dataclasses
+
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.distributed.parallelize import parallelize_decoder
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols import ModelSpec
+from torchtitan.tools.errors import UserError
+
+_LLAMA_VOCABULARY = 128_256
+_LLAMA_3_1_CONTEXT = 131_072
+
+
+def _published(*, rope_factor: float = 8.0, **sizes: int | bool) -> Llama3Model.Config:
+    """A published size: Llama 3's vocabulary, Llama 3.1's context and RoPE scaling."""
+    return Llama3Model.Config(
+        vocab_size=_LLAMA_VOCABULARY,
+        max_seq_len=_LLAMA_3_1_CONTEXT,
+        rope=RoPEConfig(scaling_factor=rope_factor),
+        **sizes,  # type: ignore[arg-type]
+    )
+
+
+FLAVORS = {
+    "debugmodel": Llama3Model.Config(
+        dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768, max_seq_len=2048, rope=RoPEConfig(theta=10_000.0)
+    ),
+    "1B": _published(
+        dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, tie_embeddings=True, rope_factor=32.0
+    ),
+    "3B": _published(
+        dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, ffn_dim=8192, tie_embeddings=True, rope_factor=32.0
+    ),
+    "8B": _published(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336),
+    "70B": _published(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672),
+    "405B": _published(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim=53248),
+}
+
+
+def model_registry(flavor: str) -> ModelSpec:
+    """The specification of a flavour, made anew, so that changing it changes nothing else.
+
+    Raises:
+        UserError: if there is no such flavour.
+    """
+    if flavor not in FLAVORS:
+        raise UserError(f"llama3 has no flavor '{flavor}' (there are: {', '.join(FLAVORS)})")
+    model = FLAVORS[flavor]
+    return ModelSpec(
+        name="llama3",
+        flavor=flavor,
+        model=dataclasses.replace(model, rope=dataclasses.replace(model.rope)),
+        loss=CrossEntropyLoss.Config(),
+        parallelize=parallelize_decoder,
+    )

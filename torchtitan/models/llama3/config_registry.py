@@ -1,0 +1,65 @@
+"""Training configurations of Llama 3: `--module llama3 --config debugmodel`."""
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.lr_scheduler import LRScheduler
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.validate import Validator
+from torchtitan.config import TrainingConfig
+from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
+
+
+def llama3_debugmodel() -> Trainer.Config:
+    """A small model on the built-in stories: two minutes on two CPU cores, no network."""
+    return Trainer.Config(
+        model_spec=model_registry("debugmodel"),
+        training=TrainingConfig(steps=100, seq_len=256, local_batch_size=8, mixed_precision_param="float32"),
+        optimizer=Optimizer.Config(lr=2e-3),
+        lr_scheduler=LRScheduler.Config(warmup_steps=10, decay_ratio=0.5, decay_type="cosine", min_lr_factor=0.1),
+        validator=Validator.Config(enable=True, freq=50, steps=10),
+        checkpoint=CheckpointManager.Config(interval=50),
+    )
+
+
+def llama3_1b() -> Trainer.Config:
+    """Llama 3.2 1B."""
+    return _published("1B", "Llama-3.2-1B", lr=4e-4, local_batch_size=4, steps=10_000)
+
+
+def llama3_3b() -> Trainer.Config:
+    """Llama 3.2 3B."""
+    return _published("3B", "Llama-3.2-3B", lr=4e-4, local_batch_size=2, steps=10_000)
+
+
+def llama3_8b() -> Trainer.Config:
+    """Llama 3.1 8B."""
+    return _published("8B", "Llama-3.1-8B", lr=3e-4, local_batch_size=1, steps=10_000)
+
+
+def llama3_70b() -> Trainer.Config:
+    """Llama 3.1 70B."""
+    return _published("70B", "Llama-3.1-70B", lr=1.5e-4, local_batch_size=1, steps=10_000)
+
+
+def llama3_405b() -> Trainer.Config:
+    """Llama 3.1 405B."""
+    return _published("405B", "Llama-3.1-405B", lr=8e-5, local_batch_size=1, steps=10_000)
+
+
+def _published(flavor: str, assets: str, *, lr: float, local_batch_size: int, steps: int) -> Trainer.Config:
+    """Pre-training on C4 with the tokenizer in ./assets/hf/<model>.
+
+    The learning rates of 8B and above are those of the Llama 3 report (arXiv:2407.21783, table 3).
+    """
+    return Trainer.Config(
+        model_spec=model_registry(flavor),
+        hf_assets_path=f"./assets/hf/{assets}",
+        dataloader=PretrainDataLoader.Config(dataset="c4", num_workers=2),
+        training=TrainingConfig(steps=steps, seq_len=8192, local_batch_size=local_batch_size),
+        optimizer=Optimizer.Config(lr=lr),
+        lr_scheduler=LRScheduler.Config(warmup_steps=600, decay_type="cosine", min_lr_factor=0.1),
+        metrics=MetricsProcessor.Config(enable_tensorboard=True),
+        checkpoint=CheckpointManager.Config(enable=True, interval=500),
+    )

@@ -1,0 +1,64 @@
+"""The initial distributions of parameters, as data that travels with the module that owns them.
+
+A module may be built on the meta device, sharded and wrapped before its weights exist; what was drawn at
+construction would be lost. So each module says *how* its parameters start, and
+`torchtitan.distributed.initialize` fills them in, the same values whatever the layout.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+_ATTRIBUTE = "parameter_initializers"
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class Initializer(Protocol):
+    """Fills a tensor in place with values drawn from `generator`."""
+
+    def __call__(self, tensor: Tensor, generator: torch.Generator) -> None: ...
+
+
+@dataclass(frozen=True)
+class TruncatedNormal:
+    """Normal with mean 0 and standard deviation `std`, cut off at `bound` standard deviations."""
+
+    std: float
+    bound: float = 3.0
+
+    def __call__(self, tensor: Tensor, generator: torch.Generator) -> None:
+        limit = self.bound * self.std
+        nn.init.trunc_normal_(tensor, mean=0.0, std=self.std, a=-limit, b=limit, generator=generator)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+    def __call__(self, tensor: Tensor, generator: torch.Generator) -> None:
+        nn.init.constant_(tensor, self.value)
+
+
+def with_initializers(module: ModuleT, **initializers: Initializer) -> ModuleT:
+    """`module`, made to carry the initial distribution of each of its own parameters by name (`weight=…`)."""
+    setattr(module, _ATTRIBUTE, initializers)
+    return module
+
+
+def initializer_of(module: nn.Module, parameter: str) -> Initializer:
+    """The initial distribution of `module`'s own parameter of that name.
+
+    Raises:
+        LookupError: if the module carries none.
+    """
+    initializers: dict[str, Initializer] = getattr(module, _ATTRIBUTE, {})
+    if parameter not in initializers:
+        raise LookupError(
+            f"{type(module).__name__} does not say how its parameter '{parameter}' starts; "
+            "give it to torchtitan.protocols.initializer.with_initializers"
+        )
+    return initializers[parameter]

@@ -1,0 +1,45 @@
+"""What the trainer asks of a model: a configurable module that knows its size and its cost."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchtitan.config import Configurable
+
+
+class BaseModel(nn.Module, Configurable):
+    """A model that the trainer can train.
+
+    `config.build()` constructs it; under `torch.device("meta")` that allocates nothing. Every module that owns
+    parameters carries their initial distributions (`torchtitan.protocols.initializer`), so that weights can be
+    filled in later, whatever has been sharded or wrapped in between.
+
+    The forward pass is `forward(tokens, positions=None, *, head=None)`, see
+    `torchtitan.models.common.decoder.Decoder`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Fields that the trainer reads whatever the family."""
+
+        vocab_size: int | None = None
+        """Rows of the embedding and of the output head. None: as many as the tokenizer has."""
+
+        max_seq_len: int = 8192
+        """Tokens that the published model was trained to attend over; a longer training.seq_len only warns."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for a combination of sizes that cannot be built."""
+
+    def __init__(self, config: "BaseModel.Config", **runtime: Any):
+        nn.Module.__init__(self)
+        Configurable.__init__(self, config, **runtime)
+
+    def num_parameters(self) -> int:
+        """Parameters of the model, each counted once, however often it is used."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Floating-point operations of forward and backward for one token of a sample of `seq_len` tokens."""
+        raise NotImplementedError

@@ -1,0 +1,40 @@
+"""`ModelSpec`: everything that a model family provides for one flavour, in one value."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from tyro.conf import Suppress
+
+from torchtitan.config import Configurable
+from torchtitan.protocols.model import BaseModel
+
+ParallelizeFunction = Callable[..., nn.Module]
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelSpec:
+    """What `model_registry(flavor)` returns; a fresh one per call, so that nothing global is ever changed.
+
+    `model` and `loss` can be set on the command line; the rest is the family's (`Suppress`ed there).
+    """
+
+    name: Suppress[str]
+    """The family: `llama3`."""
+
+    flavor: Suppress[str]
+    """The size within the family: `8B`."""
+
+    model: BaseModel.Config
+    """The model; `model.build()` constructs it. Its fields are `--model.<field>` on the command line."""
+
+    loss: Configurable.Config
+    """The training loss, see `torchtitan.components.loss`. Its fields are `--loss.<field>`."""
+
+    parallelize: Suppress[ParallelizeFunction]
+    """Applies the parallelisms to a meta-device model, in place: `parallelize(model, parallel_dims, …)`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The parts that can be set, as JSON-ready values."""
+        return {"model": self.model.to_dict(), "loss": self.loss.to_dict()}

@@ -1,0 +1,159 @@
+"""Facts about the device that a run computes on: its type, its name, its peak speed, the memory it has used."""
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+# Dense (not "with sparsity") bf16/fp16 matrix-product peaks in FLOP/s, from the vendors' data sheets. An entry
+# holds when the device's name contains all of its words; the first such entry counts.
+_PUBLISHED_PEAKS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("GH200", 989e12),
+    ("H200 NVL", 835e12),
+    ("H200", 989e12),
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("A30", 165e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("MI325X", 1307e12),
+    ("MI300X", 1307e12),
+    ("MI250X", 191.5e12),  # one of its two dies, which is what PyTorch sees as a device
+)
+
+_MEASURING_SECONDS = 0.35
+_CPU_SIZES, _GPU_SIZES = (512, 1024, 2048), (2048, 4096)  # rows of the matrices whose products are timed
+_GIB = 2**30
+
+
+class PeakFlops(NamedTuple):
+    """The most floating-point operations per second a device can do, and where the number comes from."""
+
+    value: float
+    source: str
+
+
+def device_type() -> Literal["cuda", "mps", "cpu"]:
+    """The type of device to train on, by what is present."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def device_description(device: torch.device) -> str:
+    """One line that names the device, for a log."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB"
+    if device.type == "mps":
+        return "Apple GPU (MPS)"
+    return f"CPU, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def memory_gib(device: torch.device) -> float:
+    """GiB of memory used, the yardstick of "does it fit".
+
+    CUDA: the peak that PyTorch's allocator has reserved. MPS: what the driver has allocated now (it keeps no peak).
+    CPU: the peak resident set of this process.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / _GIB
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory() / _GIB
+    return _peak_resident_bytes() / _GIB
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the work that was queued on the device's current stream, so that a clock read next is right."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
+    """Peak dense matrix-product FLOP/s of one device in `dtype`, the type that training computes in.
+
+    Published for the well-known GPUs in bf16 and fp16. Measured otherwise (CPU, another GPU or a slice of one, fp32),
+    with the threads of this process, in about half a second; a measured peak is what matrix products reach here,
+    so it lies below what a data sheet would say.
+    """
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        name = torch.cuda.get_device_name(device)
+        published = published_peak(name)
+        if published is not None:
+            return PeakFlops(published, f"published for {name}")
+    return _measured_peak(device, dtype)
+
+
+def published_peak(device_name: str) -> float | None:
+    """Published dense bf16/fp16 FLOP/s of the GPU that calls itself `device_name`; None if it is not in the table."""
+    words = _words(device_name)
+    if "MIG" in words:  # a slice of a GPU carries the whole one's name
+        return None
+    return next((peak for name, peak in _PUBLISHED_PEAKS if _words(name) <= words), None)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[A-Z0-9]+", name.upper()))
+
+
+def _measured_peak(device: torch.device, dtype: torch.dtype) -> PeakFlops:
+    """The best of the square matrix products that fit into the time for measuring.
+
+    The size doubles while the next product fits, then begins anew, so that a moment in which other processes hold the
+    cores spoils no size for good.
+    """
+    sizes = _CPU_SIZES if device.type == "cpu" else _GPU_SIZES
+    # A generator of its own: the global one belongs to training, whose numbers must not depend on a measurement.
+    generator = torch.Generator(device).manual_seed(0)
+    factors = {size: torch.rand(2, size, size, device=device, generator=generator).to(dtype) for size in sizes}
+    size = sizes[0]
+    _product_seconds(factors[size])  # the first product loads libraries
+    best = PeakFlops(0.0, "")
+    deadline = time.perf_counter() + _MEASURING_SECONDS
+    while (left := deadline - time.perf_counter()) > 0:
+        seconds = _product_seconds(factors[size])
+        speed = 2 * size**3 / seconds
+        if speed > best.value:
+            best = PeakFlops(speed, f"measured: {size}x{size} matrix product in {str(dtype).removeprefix('torch.')}")
+        next_fits = 2 * size in factors and seconds + 8 * seconds < left  # twice the size is eight times the work
+        size = 2 * size if next_fits else sizes[0]
+    return best
+
+
+def _product_seconds(factors: torch.Tensor) -> float:
+    """Seconds that the product of `factors`, two square matrices (2, n, n), takes."""
+    a, b = factors
+    repeats = 1 if factors.device.type == "cpu" else 10  # enough to hide the launch of a kernel and the wait for it
+    synchronize(factors.device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        torch.mm(a, b)
+    synchronize(factors.device)
+    return (time.perf_counter() - start) / repeats
+
+
+def _peak_resident_bytes() -> int:
+    """Peak resident set of this process.
+
+    Linux lets `ru_maxrss` of a started program begin at the peak of the program that started it, so a launcher
+    that prepared data would show in every worker; `VmHWM` is the process's own.
+    """
+    if sys.platform == "linux":
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,536 @@
+"""The training loop. Read from top to bottom: what is built in which order, then what one step does."""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+
+from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState
+from torchtitan.components.data.dataloader import BaseDataLoader, Batch, PretrainDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.lr_scheduler import LRScheduler
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.profiling import Profiler
+from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config import CommConfig, Configurable, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.manager import config_key
+from torchtitan.distributed import ParallelDims, initialize_weights
+from torchtitan.distributed.gradients import clip_grad_norm
+from torchtitan.distributed.process_group import (
+    destroy_process_group,
+    gather_objects,
+    init_process_group,
+    sum_over_ranks,
+    world_size,
+)
+from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
+from torchtitan.tools.device import device_type
+from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.logging import logger
+from torchtitan.tools.signals import COMMAND_VARIABLE, StopRequest
+
+Ending = Literal["completed", "data ended", "stopped"]
+"""Why a run's loop ended."""
+
+
+class NonFiniteError(RunFailure):
+    """The loss or the gradient norm of a step was NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What the host learns of a step, in the one read of device values that it makes per step.
+
+    `loss` is the mean over all valid tokens of the global batch, `grad_norm` the norm before clipping.
+    """
+
+    loss: float
+    grad_norm: float
+    stop_requested: bool
+    data_exhausted: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may be taken."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class Trainer(Configurable):
+    """Builds every part of a run from its configuration, then trains.
+
+    Each part is built by a short method, in the order of `__init__`; a subclass overrides what it changes, and nothing
+    else. `docs/extending.md` shows how.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """A whole run. Each field is a section of the command line and of `--config_file`."""
+
+        model_spec: Annotated[ModelSpec, tyro.conf.arg(name="")]
+        """The model and its loss."""
+
+        hf_assets_path: str = ""
+        """Folder with the tokenizer files of a model (tokenizer.json or tokenizer.model). Empty: the small tokenizer
+        that ships with torchtitan."""
+
+        dump_folder: str = "./outputs"
+        """Folder that the run writes to: metrics.jsonl, config.yaml, checkpoints, traces."""
+
+        tokenizer: Tokenizer.Config = field(default_factory=PretrainedTokenizer.Config)
+        """Tokenizer."""
+
+        dataloader: BaseDataLoader.Config = field(default_factory=PretrainDataLoader.Config)
+        """Training data."""
+
+        model_converters: list[ModelConverter.Config] = field(default_factory=list)
+        """Rewrites of the model, applied in order."""
+
+        optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)
+        """Optimizer."""
+
+        lr_scheduler: LRScheduler.Config = field(default_factory=LRScheduler.Config)
+        """Learning-rate schedule."""
+
+        training: TrainingConfig = field(default_factory=TrainingConfig)
+        """How much to train, and in which precision."""
+
+        parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+        """How the ranks share the work."""
+
+        checkpoint: CheckpointManager.Config = field(default_factory=CheckpointManager.Config)
+        """Checkpoints."""
+
+        metrics: MetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
+        """Metrics."""
+
+        validator: Validator.Config = field(default_factory=Validator.Config)
+        """Validation."""
+
+        profiling: Profiler.Config = field(default_factory=Profiler.Config)
+        """Profiling."""
+
+        comm: CommConfig = field(default_factory=CommConfig)
+        """Communication."""
+
+        debug: DebugConfig = field(default_factory=DebugConfig)
+        """Reproducibility."""
+
+        def to_dict(self) -> dict[str, Any]:
+            """The configuration in the shape of the command line: `model` and `loss` are sections of their own."""
+            document = Configurable.Config.to_dict(self)
+            document = {**document.pop("model_spec"), **document}
+            document["model_converters"] = {config_key(c): c.to_dict() for c in self.model_converters}
+            return document
+
+        def check(self, world_size: int) -> None:
+            """Find the user's mistakes before any process starts, and tokenise the data where that is still to do.
+
+            Raises:
+                UserError: for the first mistake found.
+            """
+            spec = self.model_spec
+            components: list[Configurable.Config] = [spec.model, spec.loss, self.tokenizer, self.dataloader]
+            components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.checkpoint]
+            components += [self.metrics, self.validator, self.profiling]
+            for component in components:
+                component.validate()
+            for section in (self.training, self.comm, self.debug):
+                section.validate()
+            dims = ParallelDims.from_config(self.parallelism, world_size)
+            self.training.resolve_global_batch_size(dims.dp_degree)
+            _check_writable(Path(self.dump_folder))
+            self.checkpoint.check_folder(self.dump_folder)
+            tokenizer = self.tokenizer.build(path=self.hf_assets_path)
+            self.resolve(tokenizer)
+            self.dataloader.prepare(tokenizer=tokenizer)
+            if validation := self.validation_dataloader():
+                validation.prepare(tokenizer=tokenizer)
+
+        def resolve(self, tokenizer: Tokenizer) -> "Trainer.Config":
+            """A copy with the values that come from the tokenizer filled in; explicit ones win.
+
+            Raises:
+                UserError: if the model's vocabulary cannot hold the tokenizer's.
+            """
+            model = self.model_spec.model
+            if model.vocab_size is None:
+                model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
+            elif model.vocab_size < tokenizer.vocab_size:
+                raise UserError(
+                    f"the tokenizer in '{self.hf_assets_path}' has {tokenizer.vocab_size} tokens, "
+                    f"and the model's vocabulary only {model.vocab_size} (--model.vocab_size)"
+                )
+            return dataclasses.replace(self, model_spec=dataclasses.replace(self.model_spec, model=model))
+
+        def validation_dataloader(self) -> BaseDataLoader.Config | None:
+            """Configuration of the loader of validation data; None where validation is off or there is no data."""
+            if not self.validator.enable:
+                return None
+            return self.dataloader.for_validation(self.validator.dataset)
+
+    config: Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        training = config.training
+        self.stop_request = StopRequest()
+        self.device = self.init_distributed()
+        # Counts and sums that the host reads; float32 cannot count beyond 2**24 tokens, and is all that MPS has.
+        self.statistics_dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        self.parallel_dims = ParallelDims.from_config(config.parallelism, world_size())
+        self.mesh = self.parallel_dims.build_mesh(self.device.type)
+        self.init_random_state()
+
+        self.tokenizer = self.build_tokenizer()
+        self.config = config = config.resolve(self.tokenizer)
+        self.dataloader = self.build_dataloader(config.dataloader, epochs=training.epochs)
+        self.global_batch_size = training.resolve_global_batch_size(self.parallel_dims.dp_degree)
+        samples_per_pass = training.local_batch_size * self.parallel_dims.dp_degree
+        self.gradient_accumulation_steps = self.global_batch_size // samples_per_pass
+        self.tokens_per_step = self.global_batch_size * training.seq_len
+        self.total_steps = self.count_total_steps()
+
+        model = self.build_model()
+        self.num_parameters = model.num_parameters()
+        self.flops_per_token = model.flops_per_token(training.seq_len)
+        self.converters = [converter.build() for converter in config.model_converters]
+        for converter in self.converters:
+            converter.convert(model)
+        self.model_parts = self.parallelize(model)
+        self.loss = config.model_spec.loss.build()
+        self.init_weights()
+        self.optimizer = config.optimizer.build(model_parts=self.model_parts)
+        self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.total_steps)
+
+        self.step = 0
+        self.n_tokens_seen = 0
+        self.checkpointer = self.build_checkpointer()
+        self.validator = self.build_validator()
+        self.metrics = self.build_metrics()
+        self.profiler = config.profiling.build(dump_folder=config.dump_folder, device=self.device, rank=self.rank)
+
+    # --- building ---------------------------------------------------------------------------------------------------
+
+    def init_distributed(self) -> torch.device:
+        """Join the process group; the device of this rank."""
+        return init_process_group(device_type(), self.config.comm)
+
+    def init_random_state(self) -> None:
+        """Seed every generator, each rank its own; make algorithms deterministic if asked to."""
+        debug = self.config.debug
+        torch.manual_seed(debug.seed + self.rank)
+        if debug.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+    def build_tokenizer(self) -> Tokenizer:
+        """The tokenizer in `hf_assets_path`."""
+        return self.config.tokenizer.build(path=self.config.hf_assets_path)
+
+    def build_dataloader(self, config: BaseDataLoader.Config, *, epochs: int | None) -> BaseDataLoader:
+        """A loader of this rank's share of the data."""
+        return config.build(
+            tokenizer=self.tokenizer,
+            seq_len=self.config.training.seq_len,
+            local_batch_size=self.config.training.local_batch_size,
+            dp_rank=self.parallel_dims.dp_rank,
+            dp_world_size=self.parallel_dims.dp_degree,
+            seed=self.config.debug.seed,
+            epochs=epochs,
+        )
+
+    def count_total_steps(self) -> int:
+        """The last step: `training.steps`, or what `training.epochs` comes to where the data's size is known."""
+        epochs, samples = self.config.training.epochs, self.dataloader.samples_per_epoch
+        if epochs is None or samples is None:
+            return self.config.training.steps
+        return math.ceil(epochs * samples / self.global_batch_size)
+
+    def build_model(self) -> BaseModel:
+        """The model on the meta device: no memory yet, in the type of the master weights."""
+        config, training = self.config.model_spec.model, self.config.training
+        if training.seq_len > config.max_seq_len:
+            logger.warning(
+                "training.seq_len %d is beyond the %d tokens that the model is made for",
+                training.seq_len,
+                config.max_seq_len,
+            )
+        with torch.device("meta"):
+            return config.build().to(getattr(torch, training.dtype))
+
+    def parallelize(self, model: BaseModel) -> list[nn.Module]:
+        """The model, sharded over the ranks; a list, since a pipeline rank may hold several stages."""
+        part = self.config.model_spec.parallelize(
+            model,
+            parallel_dims=self.parallel_dims,
+            mesh=self.mesh,
+            training=self.config.training,
+            parallelism=self.config.parallelism,
+        )
+        return [part]
+
+    def init_weights(self) -> None:
+        """Give the parameters memory and their initial values."""
+        for part in self.model_parts:
+            part.to_empty(device=self.device)
+            initialize_weights(part, self.config.debug.seed)
+            part.train()
+        for converter in self.converters:
+            converter.post_init_hook(self.model_parts)
+
+    def build_checkpointer(self) -> CheckpointManager:
+        """The checkpointer over everything that a resumed run needs."""
+        return self.config.checkpoint.build(
+            dump_folder=self.config.dump_folder,
+            states={
+                "model": ModelState(self.model_parts),
+                "optimizer": self.optimizer,
+                "lr_scheduler": self.lr_scheduler,
+                "trainer": self,
+            },
+            rank_states={"dataloader": self.dataloader, "random": RandomState()},
+        )
+
+    def build_validator(self) -> Validator | None:
+        """The validator, where validation is on and there is data for it."""
+        data = self.config.validation_dataloader()
+        if data is None:
+            if self.config.validator.enable:
+                logger.warning(
+                    "no validation: the training data has no validation split (--validator.dataset names other data)"
+                )
+            return None
+        return self.config.validator.build(
+            model_parts=self.model_parts,
+            make_dataloader=lambda: self.build_dataloader(data, epochs=1),
+            batches_per_step=self.gradient_accumulation_steps,
+            loss_of_batch=lambda batch: self.forward(self.post_dataloading_process(batch)),
+        )
+
+    def build_metrics(self) -> MetricsProcessor:
+        """What measures and reports the run."""
+        return self.config.metrics.build(
+            dump_folder=self.config.dump_folder,
+            device=self.device,
+            compute_dtype=getattr(torch, self.config.training.mixed_precision_param),
+            flops_per_token=self.flops_per_token,
+            total_steps=self.total_steps,
+            world_size=self.parallel_dims.world_size,
+            rank=self.rank,
+            run_config=self.config.to_dict(),
+        )
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Resume if there is something to resume from, then train to the end, or until asked to stop."""
+        self.step = self.checkpointer.load()
+        self.describe_run()
+        self.metrics.start(self.step)
+        gc.disable()
+        with self.profiler, contextlib.closing(self.metrics):
+            ending: Ending = "completed"
+            batches = iter(self.dataloader)
+            while self.should_continue_training():
+                outcome = self.train_step(batches)
+                if outcome.data_exhausted:
+                    ending = "data ended"
+                    break
+                self.complete_step(outcome)
+                if outcome.stop_requested and self.should_continue_training():
+                    ending = "stopped"
+                    break
+            self.finish(ending)
+        gc.enable()
+
+    def should_continue_training(self) -> bool:
+        """Whether another step is to be made."""
+        return self.step < self.total_steps
+
+    def train_step(self, batches: Iterator[Batch]) -> StepOutcome:
+        """One optimizer step over the next global batch."""
+        self.optimizer.zero_grad()
+        with self.metrics.timing_data():
+            micro_batches = [next(batches) for _ in range(self.gradient_accumulation_steps)]
+        n_tokens = self.count_valid_tokens(micro_batches)
+        loss = torch.zeros((), device=self.device)
+        for batch in micro_batches:
+            loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
+        grad_norm = self.clip_gradients()
+        outcome = self.read_outcome(loss, grad_norm, n_tokens)
+        if not outcome.is_finite:
+            self.handle_nonfinite(outcome, micro_batches)
+        elif not outcome.data_exhausted:
+            self.optimizer.step()
+        return outcome
+
+    def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
+        """Valid tokens of the global batch, on the device: what the summed loss of every rank is divided by."""
+        local = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in micro_batches)
+        return sum_over_ranks(torch.tensor(float(local), device=self.device, dtype=self.statistics_dtype))
+
+    def post_dataloading_process(self, batch: Batch) -> Batch:
+        """The batch as the model takes it: its tensors on the device."""
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The loss of a batch, summed over its valid tokens."""
+        (model,) = self.model_parts
+        head = functools.partial(self.loss, labels_BL=batch["labels"])
+        with self.autocast():
+            return model(batch["input"], batch.get("positions"), head=head)
+
+    def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
+        """Add a micro-batch's gradients; its part of the global batch's mean loss."""
+        # At least 1: in a batch without any valid token everything is 0, and stays so.
+        loss = self.forward(batch) / n_tokens.clamp(min=1).float()
+        # Gradients are averaged over the data-parallel ranks, the loss is a sum over them.
+        (loss * self.parallel_dims.dp_degree).backward()
+        return loss.detach()
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Mixed precision for a model that no wrapper computes in lower precision."""
+        dtype = getattr(torch, self.config.training.mixed_precision_param)
+        needed = self.mesh is None and dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=dtype) if needed else contextlib.nullcontext()
+
+    def clip_gradients(self) -> Tensor:
+        """Scale gradients down to `training.max_norm`; their total norm before that, over all ranks."""
+        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
+        return clip_grad_norm(parameters, self.config.training.max_norm)
+
+    def read_outcome(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepOutcome:
+        """Sum the loss over ranks, learn whether any of them was asked to stop, and read it all at once."""
+        dtype = self.statistics_dtype
+        flags = [self.stop_request.received, not self.dataloader.exhausted]
+        local = torch.cat([loss.to(dtype)[None], torch.tensor(flags, device=self.device, dtype=dtype)])
+        values = torch.cat([sum_over_ranks(local), grad_norm.to(dtype)[None], n_tokens[None]]).tolist()
+        total_loss, ranks_to_stop, ranks_with_data, norm, tokens = values
+        return StepOutcome(
+            loss=total_loss,
+            grad_norm=norm,
+            stop_requested=ranks_to_stop > 0,
+            data_exhausted=ranks_with_data == 0 and tokens == 0,
+        )
+
+    def handle_nonfinite(self, outcome: StepOutcome, micro_batches: list[Batch]) -> None:
+        """Stop the run, or go on without this step, as `training.on_nonfinite` says; weights are untouched so far.
+
+        Raises:
+            NonFiniteError: with the step and the documents that it was computed from, of all ranks.
+        """
+        local = [self.dataloader.describe(row) for batch in micro_batches for row in batch["documents"]]
+        documents = [document for of_rank in gather_objects(local) for document in of_rank]
+        message = f"step {self.step + 1}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; documents: "
+        message += "; ".join(documents)
+        if self.config.training.on_nonfinite == "stop":
+            raise NonFiniteError(message)
+        logger.warning("%s. The step is skipped.", message)
+
+    # --- around a step ----------------------------------------------------------------------------------------------
+
+    def complete_step(self, outcome: StepOutcome) -> None:
+        """Count the step, report it, and do what is due after it: garbage collection, validation, a checkpoint."""
+        self.step += 1
+        self.n_tokens_seen += self.tokens_per_step
+        for converter in self.converters:
+            converter.post_optimizer_hook(self.model_parts)
+        self.report(outcome)
+        self.lr_scheduler.step()
+        self.profiler.step(self.step)
+        if self.step % self.config.training.gc_freq == 0:
+            gc.collect(1)
+        last = not self.should_continue_training()
+        with self.metrics.exclude():
+            if self.validator and self.validator.is_due(self.step, last=last):
+                self.metrics.log_validation(self.step, self.validator.validate())
+            self.checkpointer.save(self.step, last=last)
+
+    def report(self, outcome: StepOutcome) -> None:
+        """Log the numbers of the step when they are due."""
+        self.metrics.count_tokens(self.tokens_per_step)
+        self.metrics.log_step(
+            self.step,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            lr=self.lr_scheduler.lr,
+            n_tokens_seen=self.n_tokens_seen,
+        )
+
+    def finish(self, ending: Ending) -> None:
+        """Save what is not saved yet, and say how the run ended."""
+        with self.metrics.exclude():
+            self.checkpointer.save(self.step, last=ending != "stopped", stopped=ending == "stopped")
+            self.checkpointer.wait()
+        if ending == "completed":
+            logger.info("training completed: %d steps", self.step)
+        elif ending == "data ended":
+            logger.info("the data ended after step %d, before step %d", self.step, self.total_steps)
+        elif self.checkpointer.config.saves:
+            command = os.environ.get(COMMAND_VARIABLE, "run it again")
+            logger.info("stopped after step %d; to resume: %s", self.step, command)
+        else:
+            logger.warning("stopped after step %d; nothing is saved (--checkpoint.enable would have)", self.step)
+
+    def describe_run(self) -> None:
+        """Log what is about to be trained."""
+        spec, training = self.config.model_spec, self.config.training
+        logger.info(
+            "%s %s: %s parameters, vocabulary %d; %d x %d tokens per step, steps %d to %d on %d process(es), %s",
+            spec.name,
+            spec.flavor,
+            f"{self.num_parameters:,}",
+            spec.model.vocab_size,
+            self.global_batch_size,
+            training.seq_len,
+            self.step + 1,
+            self.total_steps,
+            self.parallel_dims.world_size,
+            self.device,
+        )
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loop's own state; a subclass adds what it needs to resume."""
+        return {"step": self.step, "n_tokens_seen": self.n_tokens_seen}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.step = state_dict["step"]
+        self.n_tokens_seen = state_dict["n_tokens_seen"]
+
+    def close(self) -> None:
+        """Release what the run holds, after `train` or instead of it."""
+        self.dataloader.close()
+        self.checkpointer.close()
+        destroy_process_group()
+        self.stop_request.close()
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"--dump_folder '{folder}' cannot be written: {error.strerror}") from error
