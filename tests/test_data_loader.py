@@ -217,13 +217,15 @@ def test_end_after_epochs_with_the_last_batch_filled_up(config, tokenizer, worke
 
 
 def test_more_epochs_go_on_where_the_run_ended(config, tokenizer):
-    ended = build(config, tokenizer, batch=7, epochs=1)
+    n_samples = build(config, tokenizer).samples_per_epoch
+    batch = next(size for size in (5, 6, 7, 11) if n_samples % size)  # so that the last one is filled up
+    ended = build(config, tokenizer, batch=batch, epochs=1)
     take(ended)
-    same, more = build(config, tokenizer, batch=7, epochs=1), build(config, tokenizer, batch=1, epochs=2)
+    same, more = build(config, tokenizer, batch=batch, epochs=1), build(config, tokenizer, batch=1, epochs=2)
     same.load_state_dict(ended.state_dict())
     more.load_state_dict(ended.state_dict())
     assert take(same) == []
-    assert rows(take(more)) == rows(take(build(config, tokenizer, batch=1, epochs=2)))[more.samples_per_epoch :]
+    assert rows(take(more)) == rows(take(build(config, tokenizer, batch=1, epochs=2)))[n_samples:]
 
 
 def test_data_smaller_than_a_window_and_a_batch(tmp_path, tokenizer):

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 import torch
 
 from torchtitan.components.data import HubDataset, PretrainDataLoader, register_dataset
+from torchtitan.components.data.feeds import Layout
 from torchtitan.components.data.packing import IGNORE_INDEX
+from torchtitan.components.data.sources import resolve_source
 from torchtitan.components.data.stories import Stories
+from torchtitan.components.data.streaming import PackedStream, StreamOrder
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
 
@@ -139,6 +143,40 @@ def test_epochs_are_shuffled_anew(dataset, tokenizer):
             batches = []
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert [sorted(epoch) for epoch in epochs] == [expected_documents(tokenizer)] * 3
+
+
+def test_files_are_shuffled_too_from_the_second_epoch_on(tmp_path, tokenizer):
+    folder = write_folder(tmp_path / "data", "jsonl", 6)
+    register_dataset("streaming-test-files", HubDataset(path=str(folder)))
+    loader = build("streaming-test-files", tokenizer, batch=1, block=1, epochs=2, document_mask=False)
+    batches = take(loader)
+    end = next(i for i, batch in enumerate(batches, 1) if (batch["labels"] == IGNORE_INDEX).any())
+    epochs = [documents_in(token_stream(part), tokenizer) for part in (batches[:end], batches[end:])]
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
+
+
+def test_closing_keeps_the_position(one_file, tokenizer):
+    straight = as_lists(take(build(one_file, tokenizer), 6))
+    for workers in (0, 2):
+        loader = build(one_file, tokenizer, workers=workers)
+        first = as_lists(take(loader, 3))
+        loader.close()
+        state = loader.state_dict()
+        again = as_lists(take(loader, 3))
+        loader.close()
+        resumed = build(one_file, tokenizer, workers=workers)
+        resumed.load_state_dict(state)
+        assert as_lists(take(resumed, 3)) == again
+        resumed.close()
+        assert workers or first + again == straight
+
+
+def test_stream_can_be_sent_to_a_worker_that_is_not_forked(one_file, tokenizer):
+    source = resolve_source(one_file)
+    layout = Layout(seq_len=SEQ_LEN, local_batch_size=2, dp_rank=0, dp_world_size=1, num_workers=0, document_mask=True)
+    stream = PackedStream(source, tokenizer, layout, StreamOrder(shuffle=True, block_size=16, seed=0))
+    copy = pickle.loads(pickle.dumps(stream))
+    assert as_lists(take(iter(copy), 3)) == as_lists(take(iter(stream), 3))
 
 
 def test_seeds_shuffle_differently(one_file, tokenizer):

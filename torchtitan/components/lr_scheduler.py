@@ -21,6 +21,9 @@ class LRScheduler(Configurable):
         config: the curve.
         optimizer: whose rates are set.
         training_steps: length of the schedule, unless `total_steps` says otherwise.
+
+    Raises:
+        UserError: see `Config.validate`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -56,6 +59,7 @@ class LRScheduler(Configurable):
 
     def __init__(self, config: Config, *, optimizer: Optimizer, training_steps: int):
         super().__init__(config)
+        config.validate()
         self.optimizer = optimizer
         self.total_steps = config.total_steps or training_steps
         self.warmup_steps = min(config.warmup_steps, self.total_steps)

@@ -1,5 +1,6 @@
 """The optimizer: torch's own, over parameter groups that are chosen by name."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.config import Configurable
-from torchtitan.config.job_config import require_at_least
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
-_VOCABULARY_MATRICES = re.compile(r"tok_embeddings|output")
+_VOCABULARY_MATRICES = re.compile(r"(^|\.)(tok_embeddings|output)\.")
 """Two-dimensional, but tables of vectors rather than maps between spaces: Muon is not for them."""
 
 
@@ -44,7 +44,11 @@ class Optimizer(Configurable):
 
     Args:
         config: which optimizer, and its hyper-parameters.
-        model_parts: the model, or the pipeline stages of it that this rank holds.
+        model_parts: the model, or the pipeline stages of it that this rank holds, with their weights: the moments lie
+            where they lie. Parameters that require no gradient are left out.
+
+    Raises:
+        UserError: see `Config.validate`; also where no parameter requires a gradient.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -80,26 +84,38 @@ class Optimizer(Configurable):
         """Settings for some parameters by name; the first group whose pattern matches takes a parameter."""
 
         def validate(self) -> None:
-            """Raise `UserError` for values that the optimizers refuse."""
-            require_at_least(
-                0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay, optimizer__eps=self.eps
-            )
-            for name in ("beta1", "beta2"):
-                if not 0 <= getattr(self, name) < 1:
-                    raise UserError(f"--optimizer.{name} is {getattr(self, name)}, and must be in [0, 1)")
-            for group_name, group in self.param_groups.items():
-                try:
-                    re.compile(group.pattern)
-                except re.error as error:
-                    option = f"--optimizer.param_groups.{group_name}.pattern"
-                    raise UserError(f"{option} '{group.pattern}' is no regular expression: {error}") from error
+            """Raise `UserError` for values that the optimizers refuse or ignore."""
+            rates = {"lr": self.lr, "weight_decay": self.weight_decay}
+            for key, group in self.param_groups.items():
+                option = f"param_groups.{key}"
+                rates |= {f"{option}.lr": group.lr or 0.0, f"{option}.weight_decay": group.weight_decay or 0.0}
+                _check_pattern(f"--optimizer.{option}.pattern", group.pattern)
+            for name, value in rates.items():
+                if not 0 <= value < math.inf:
+                    raise UserError(f"--optimizer.{name} is {value}, and must be a number of at least 0")
+            for name, decay in {"beta1": self.beta1, "beta2": self.beta2, "momentum": self.momentum or 0.0}.items():
+                if not 0 <= decay < 1:
+                    raise UserError(f"--optimizer.{name} is {decay}, and must be in [0, 1)")
+            if not 0 < self.eps < math.inf:
+                # 0 divided by 0 would be the update of an embedding that no token of the batch has used.
+                raise UserError(f"--optimizer.eps is {self.eps}, and must be above 0")
+            if self.momentum is not None and self.name in ("AdamW", "Adam"):
+                raise UserError(
+                    f"--optimizer.momentum {self.momentum} is for SGD and Muon; {self.name} has --optimizer.beta1"
+                )
 
     config: Config
 
     def __init__(self, config: Config, *, model_parts: Sequence[nn.Module]):
         super().__init__(config)
+        config.validate()
         self.model_parts = list(model_parts)
+        if not any(parameter.requires_grad for part in self.model_parts for parameter in part.parameters()):
+            raise UserError("there is nothing to train: no parameter of the model requires a gradient")
+        self._warn_of_idle_groups()
         self.optimizers_of_part = [self.make_optimizers(self._grouped_parameters(part)) for part in self.model_parts]
+        for optimizer in self.optimizers:
+            _allocate_moments(optimizer)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -152,19 +168,31 @@ class Optimizer(Configurable):
         switches = {"fused": chosen == "fused", "foreach": chosen == "foreach"}
         return kind(groups, lr=self.config.lr, betas=betas, eps=self.config.eps, **switches)
 
+    def _group_of(self, name: str) -> str:
+        """Key of the first group whose pattern matches a parameter's name; "" where none does."""
+        groups = self.config.param_groups.items()
+        return next((key for key, group in groups if re.search(group.pattern, name)), "")
+
     def _grouped_parameters(self, part: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]:
         groups: dict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
         for raw_name, parameter in part.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            name = canonical_name(raw_name)
-            patterns = self.config.param_groups.items()
-            group = next((key for key, settings in patterns if re.search(settings.pattern, name)), "")
-            groups[group].append((name, parameter))
-        for key, settings in self.config.param_groups.items():
-            if key not in groups:
-                logger.warning("optimizer.param_groups.%s: '%s' matches no parameter", key, settings.pattern)
+            if parameter.requires_grad:
+                name = canonical_name(raw_name)
+                groups[self._group_of(name)].append((name, parameter))
         return groups
+
+    def _warn_of_idle_groups(self) -> None:
+        """A pattern that was meant for some parameters and takes none is a typo, or stands behind a wider one."""
+        names = [canonical_name(name) for part in self.model_parts for name, _ in part.named_parameters()]
+        taken = {self._group_of(name) for name in names}
+        for key, group in self.config.param_groups.items():
+            if key not in taken:
+                logger.warning(
+                    "optimizer.param_groups.%s takes no parameter: none, or none that an earlier group has not taken, "
+                    "matches '%s'",
+                    key,
+                    group.pattern,
+                )
 
     def _group_settings(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[dict[str, Any]]:
         settings = []
@@ -208,3 +236,31 @@ class Optimizer(Configurable):
         for part, optimizers in zip(self.model_parts, self.optimizers_of_part, strict=True):
             state.update(get_optimizer_state_dict(part, optimizers, options=options))
         return state
+
+
+def _check_pattern(option: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"{option} '{pattern}' is no regular expression: {error}") from error
+
+
+def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter its moments now, all zero, and not in the first step.
+
+    A checkpoint then holds the same tensors whenever it is saved, also for a parameter that has had no gradient yet.
+    Torch would make up for those itself when it is asked for a `state_dict`, but with moments that are not zero where
+    weight decay is part of the gradient, and counted as a step.
+    """
+    settings = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group |= {"lr": 0.0, "weight_decay": 0.0}
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group |= setting
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] *= 0

@@ -79,7 +79,7 @@ class Validator(Configurable):
         # float64: a mean over many batches should not depend on their order or on the number of ranks.
         totals = torch.zeros(2, dtype=torch.float64)
         for batch in itertools.islice(loader, self.max_batches):
-            totals[0] += self.loss_of_batch(batch).double().cpu()
+            totals[0] += self.loss_of_batch(batch).cpu().double()
             totals[1] += (batch["labels"] != IGNORE_INDEX).sum()
         loader.close()
         for part in self.model_parts:

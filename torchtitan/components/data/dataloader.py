@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 from torchtitan.components.data.feeds import CachedFeed, Feed, Layout
-from torchtitan.components.data.hub import StreamSource
+from torchtitan.components.data.hub import StreamSource, registered_datasets
 from torchtitan.components.data.packing import NO_DOCUMENT, Batch
 from torchtitan.components.data.sources import available_splits, resolve_source
 from torchtitan.components.data.streaming import StreamFeed, StreamOrder, check_block_size
@@ -35,6 +35,8 @@ class BaseDataLoader(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
+        """Training data."""
+
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Do what is to be done once per host, before any training process starts. Bad data is found here.
 
@@ -58,7 +60,7 @@ class BaseDataLoader(Configurable):
 
     @property
     def exhausted(self) -> bool:
-        """Whether this rank's data has ended; see the class."""
+        """Whether `next` has found this rank's data to be at its end; see the class."""
         return False
 
     def __iter__(self) -> Self:
@@ -112,6 +114,8 @@ class PretrainDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
+        """Training data."""
+
         dataset: str = "stories"
         """What to read: `stories` (embedded), a registered name (c4), or a local path: a file (txt, md, jsonl, json,
         csv, parquet; .gz or .zst of these), a folder, a glob pattern, or a folder saved by the library datasets."""
@@ -148,7 +152,11 @@ class PretrainDataLoader(BaseDataLoader):
             else:
                 return None
             chosen = dataset or self.dataset
-            return dataclasses.replace(self, dataset=chosen, split=split, shuffle=False, num_workers=0)
+            # The column of local files is likely the same; a registered data set knows its own.
+            column = self.text_column if chosen == self.dataset or chosen not in registered_datasets() else None
+            return dataclasses.replace(
+                self, dataset=chosen, text_column=column, split=split, shuffle=False, num_workers=0
+            )
 
     config: Config
 

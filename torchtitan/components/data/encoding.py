@@ -9,7 +9,9 @@ from torchtitan.components.tokenizer import Tokenizer
 PIECE_SIZE = 1 << 18
 """Characters after which a long document is cut, where that does not change its tokens."""
 BATCH_SIZE = 1 << 23
-"""Characters encoded at a time."""
+"""Characters encoded at a time, at most about."""
+BATCH_TEXTS = 1 << 15
+"""Texts encoded at a time."""
 
 
 class Piece(NamedTuple):
@@ -24,21 +26,22 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
 
     A document without any visible character has no ids, not even the wrapping: one empty piece.
     """
-    cuts = _may_be_cut(tokenizer)
+    cuts, wrapping = _may_be_cut(tokenizer), document_wrapping(tokenizer)
     batch: list[tuple[str, bool, bool]] = []
     n_characters = 0
     for document in documents:
         for piece in _with_ends(split_document(document, PIECE_SIZE) if cuts else iter(["".join(document)])):
             batch.append(piece)
             n_characters += len(piece[0])
-            if n_characters >= BATCH_SIZE or len(batch) >= BATCH_SIZE // 256:
-                yield from _encode(batch, tokenizer)
+            if n_characters >= BATCH_SIZE or len(batch) >= BATCH_TEXTS:
+                yield from _encode(batch, tokenizer, *wrapping)
                 batch, n_characters = [], 0
-    yield from _encode(batch, tokenizer)
+    yield from _encode(batch, tokenizer, *wrapping)
 
 
-def _encode(batch: list[tuple[str, bool, bool]], tokenizer: Tokenizer) -> Iterator[Piece]:
-    prefix, suffix = document_wrapping(tokenizer)
+def _encode(
+    batch: list[tuple[str, bool, bool]], tokenizer: Tokenizer, prefix: list[int], suffix: list[int]
+) -> Iterator[Piece]:
     encoded = tokenizer.encode_batch([text for text, _, _ in batch], add_bos=False, add_eos=False)
     for (text, begins, ends), ids in zip(batch, encoded, strict=True):
         if begins and ends and (not text or text.isspace()):

@@ -53,7 +53,7 @@ class Feed(ABC):
     @property
     @abstractmethod
     def exhausted(self) -> bool:
-        """Whether all of this rank's samples have been handed out."""
+        """Whether `next` has found no more samples of this rank."""
 
     @abstractmethod
     def __next__(self) -> Batch:
@@ -124,6 +124,7 @@ class CachedFeed(Feed):
         self._shuffle = shuffle
         self._seed = seed
         self._position = 0
+        self._exhausted = False
         self._workers: Workers | None = None
         self.samples_per_epoch = n_windows = count_windows(cache.n_tokens, layout.seq_len)
         self._n_samples = None if epochs is None else epochs * n_windows
@@ -131,10 +132,11 @@ class CachedFeed(Feed):
 
     @property
     def exhausted(self) -> bool:
-        return self._n_samples is not None and self._position >= self._n_samples
+        return self._exhausted
 
     def __next__(self) -> Batch:
-        if self.exhausted:
+        if self._n_samples is not None and self._position >= self._n_samples:
+            self._exhausted = True
             raise StopIteration
         if self._workers is None:
             dataset = PackedDataset(
@@ -161,6 +163,7 @@ class CachedFeed(Feed):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
+        self._exhausted = False
         # The seed of the saved order: with another, some samples of this epoch would come twice and some never.
         self._position, self._seed = state["position"], state["seed"]
 

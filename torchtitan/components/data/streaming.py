@@ -199,7 +199,7 @@ class _TokenBuffer:
         """
         tokens = self._tokens[: seq_len + 1]
         inside = [(begin, place) for begin, place in self._spans if begin < len(tokens)]
-        starts = np.array([begin for begin, place in inside if begin > 0 and place.token == 0], np.int64)
+        starts = np.array([begin for begin, _ in inside if begin > 0], np.int64)
         self._tokens = self._tokens[seq_len:]
         self._drop(seq_len)
         return tokens, starts, inside[0][1], inside[-1][1]
@@ -302,12 +302,10 @@ class StreamFeed(Feed):
         self._workers_state = None
         order = replace(self._order, seed=state["seed"], restarts=state["restarts"], first_epoch=state["first_epoch"])
         ended = state["ended_after_epochs"]
-        if ended is not None:  # by any layout: all of it is behind us
-            self._order = replace(order, first_epoch=ended)
-            self._exhausted = order.epochs is not None and ended >= order.epochs
-        elif state["layout"] == self._shape():
-            self._order = order
-            self._workers_state = state["workers"]
+        if state["layout"] == self._shape():
+            self._order = order if ended is None else replace(order, first_epoch=ended)
+            self._exhausted = ended is not None and order.epochs is not None and ended >= order.epochs
+            self._workers_state = state["workers"] if ended is None else None
         else:
             self._order = replace(order, restarts=order.restarts + 1)
             logger.warning(
@@ -326,6 +324,7 @@ class StreamFeed(Feed):
 
     def close(self) -> None:
         if self._workers is not None:
+            self._workers_state = self._workers.state_dict()
             self._workers.close()
             self._workers = None
 

@@ -23,6 +23,7 @@ import numpy as np
 from torchtitan.components.data.encoding import document_wrapping, encode_documents
 from torchtitan.components.data.packing import Array
 from torchtitan.components.data.progress import progress
+from torchtitan.components.data.readers import Document
 from torchtitan.components.data.sources import Source
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
@@ -31,7 +32,7 @@ from torchtitan.tools.logging import logger
 FORMAT_VERSION = 1
 ENVIRONMENT_VARIABLE = "TORCHTITAN_CACHE"
 
-_HASH_CHUNK = 1 << 24
+_LARGE = 4 << 30
 _RECENT_NS = 2_000_000_000
 
 
@@ -173,6 +174,7 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         meta = _write(source, tokenizer, partial_folder)
         if meta["n_tokens"] < 2:
             raise UserError(f"{source.name} holds no text to train on")
+        _warn_of_empty_parts(source, meta["documents_per_part"], partial_folder / "offsets.bin")
         (partial_folder / "meta.json").write_text(json.dumps(meta))
         partial_folder.rename(folder)
     except BaseException:
@@ -188,26 +190,36 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]
     """Write the tokens and offsets; returns the content of `meta.json`."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     n_tokens = 0
-    documents_per_part = []
+    documents_per_part = [0] * len(source.parts)
     total = sum(part.size() for part in source.parts)
+
+    def documents() -> Iterator[Document]:
+        for index, part in enumerate(source.parts):
+            for document in part.documents(advance):
+                documents_per_part[index] += 1
+                yield document
+
     with (
         progress(f"tokenizing {source.name}", total) as advance,
         (folder / "tokens.bin").open("wb") as tokens_file,
         (folder / "offsets.bin").open("wb") as offsets_file,
     ):
         offsets_file.write(np.int64(0).tobytes())
-        for part in source.parts:
-            n_documents, n_tokens_before = 0, n_tokens
-            for piece in encode_documents(part.documents(advance), tokenizer):
-                tokens_file.write(np.array(piece.ids, dtype).tobytes())
-                n_tokens += len(piece.ids)
-                if piece.ends_document:
-                    offsets_file.write(np.int64(n_tokens).tobytes())
-                    n_documents += 1
-            documents_per_part.append(n_documents)
-            if n_tokens == n_tokens_before and len(source.parts) > 1:
-                logger.warning(f"{part.name} of {source.name} holds no text")
+        for piece in encode_documents(documents(), tokenizer):
+            tokens_file.write(np.array(piece.ids, dtype).tobytes())
+            n_tokens += len(piece.ids)
+            if piece.ends_document:
+                offsets_file.write(np.int64(n_tokens).tobytes())
     return {"dtype": dtype.name, "n_tokens": n_tokens, "documents_per_part": documents_per_part}
+
+
+def _warn_of_empty_parts(source: Source, documents_per_part: list[int], offsets_file: Path) -> None:
+    offsets = np.memmap(offsets_file, dtype=np.int64, mode="r")
+    at_bounds = offsets[[0, *itertools.accumulate(documents_per_part)]]
+    empty = [part.name for part, n_tokens in zip(source.parts, np.diff(at_bounds), strict=True) if n_tokens == 0]
+    if empty:
+        shown = ", ".join(empty[:3]) + (", ..." if len(empty) > 3 else "")
+        logger.warning(f"{len(empty)} of {len(source.parts)} files of {source.name} hold no text: {shown}")
 
 
 def _file_digest(root: Path, path: Path) -> str:
@@ -232,12 +244,10 @@ def _file_digest(root: Path, path: Path) -> str:
 
 
 def _hash(path: Path, size: int) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    if size > _LARGE:
+        logger.info(f"reading {path} ({size / 2**30:.0f} GiB) to see whether its tokens are in the cache")
     try:
-        with progress(f"looking whether {path.name} is known", size) as advance, path.open("rb") as file:
-            while chunk := file.read(_HASH_CHUNK):
-                digest.update(chunk)
-                advance(len(chunk))
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    return digest.hexdigest()

@@ -1,1 +1,1 @@
-"""A training step written out, to be copied and edited: `torchtitan new my_experiment`."""
+"""An experiment: Llama 3 with a training step of its own."""

@@ -12,7 +12,7 @@ from torchtitan.trainer import StepOutcome, Trainer
 
 
 class TemplateTrainer(Trainer):
-    """Does what `Trainer` does. Everything that is not overridden here stays the library's."""
+    """Does what `Trainer` does. What is not overridden here stays the library's; validation goes through `forward`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):

@@ -1,0 +1,174 @@
+"""The learning-rate schedule against formulas and torch's own schedulers."""
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.components.lr_scheduler import LRScheduler
+from torchtitan.components.optimizer import Optimizer, ParamGroup
+from torchtitan.tools.errors import UserError
+
+PEAK = 0.5
+
+
+@pytest.fixture(autouse=True)
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The package's log lines, also where an earlier test has called `init_logger`."""
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="torchtitan")
+    return caplog
+
+
+def make_optimizer(**groups: ParamGroup) -> Optimizer:
+    return Optimizer.Config(name="SGD", lr=PEAK, param_groups=groups).build(model_parts=[nn.Linear(2, 3)])
+
+
+def make_scheduler(training_steps: int, **settings) -> LRScheduler:
+    return LRScheduler.Config(**settings).build(optimizer=make_optimizer(), training_steps=training_steps)
+
+
+def curve(scheduler: LRScheduler, n_steps: int) -> list[float]:
+    """The rates that the optimizer has in each of the first `n_steps` steps, as shares of the peak."""
+    rates = []
+    for _ in range(n_steps):
+        (group,) = scheduler.optimizer.param_groups
+        assert group["lr"] == scheduler.lr
+        rates.append(group["lr"] / PEAK)
+        scheduler.step()
+    return rates
+
+
+def through(knots: list[tuple[float, float]], x: float) -> float:
+    """The polyline through `knots`, constant outside of them."""
+    for (x0, y0), (x1, y1) in zip(knots, knots[1:], strict=False):
+        if x0 <= x < x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return knots[0][1] if x < knots[0][0] else knots[-1][1]
+
+
+def expected_curve(n_steps, warmup, total, decay, shape, floor):
+    """Step n = 1, 2, ...: from 0 at n = 0 linearly to the peak at warmup + 1; the decay's progress goes from 0 at its
+    first step to 1 at the step behind the schedule's last."""
+    rates = []
+    for n in range(1, n_steps + 1):
+        progress = through([(total - decay + 1, 0.0), (total + 1, 1.0)], n)
+        shapes = {"linear": 1 - progress, "sqrt": 1 - progress**0.5, "cosine": math.cos(progress * math.pi / 2) ** 2}
+        rates.append(through([(0, 0.0), (warmup + 1, 1.0)], n) * (floor + (1 - floor) * shapes[shape]))
+    return rates
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
+@pytest.mark.parametrize("min_lr_factor", [0.0, 0.1])
+@pytest.mark.parametrize(("decay_ratio", "decay"), [(None, 15), (0.25, 5), (1.0, 15), (0.0, 0)])
+def test_warm_up_stable_decay(decay_type, min_lr_factor, decay_ratio, decay):
+    """No ratio: all that follows the warm-up decays; no decay can begin before the warm-up has ended."""
+    settings = {"warmup_steps": 5, "decay_ratio": decay_ratio, "decay_type": decay_type, "min_lr_factor": min_lr_factor}
+    rates = curve(make_scheduler(20, **settings), 24)
+    if decay == 0:
+        expected = expected_curve(24, 5, 24, 0, decay_type, 1.0)
+    else:
+        expected = expected_curve(24, 5, 20, decay, decay_type, min_lr_factor)
+    assert rates == pytest.approx(expected, abs=1e-12)  # float64 rounding of other formulas
+    assert rates[5] == 1.0
+
+
+def test_no_warm_up_starts_at_the_peak():
+    assert curve(make_scheduler(4, warmup_steps=0), 4) == [1.0, 0.75, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "cosine"])
+def test_decay_equals_torch_s_schedulers(decay_type):
+    parameter = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    if decay_type == "linear":
+        theirs = torch.optim.lr_scheduler.LinearLR(parameter, start_factor=1.0, end_factor=0.1, total_iters=30)
+    else:
+        theirs = torch.optim.lr_scheduler.CosineAnnealingLR(parameter, T_max=30, eta_min=0.1 * PEAK)
+    expected = []
+    for _ in range(30):
+        expected.append(parameter.param_groups[0]["lr"] / PEAK)
+        parameter.step()
+        theirs.step()
+    ours = make_scheduler(30, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1)
+    # theirs multiply from step to step, and round 30 times.
+    assert curve(ours, 30) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_longer_schedule_is_left_early_on_the_same_curve():
+    settings = {"warmup_steps": 4, "decay_ratio": 0.5}
+    stopped_early = curve(make_scheduler(12, total_steps=20, **settings), 12)
+    assert stopped_early == curve(make_scheduler(20, **settings), 20)[:12]
+
+
+def test_beyond_a_shorter_schedule_the_rate_stays_at_its_end():
+    rates = curve(make_scheduler(10, total_steps=4, warmup_steps=0, min_lr_factor=0.25), 10)
+    assert rates[4:] == [0.25] * 6
+
+
+def test_a_warm_up_longer_than_the_schedule_warns_and_takes_all_of_it(log):
+    rates = curve(make_scheduler(4, warmup_steps=9), 4)
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8], abs=1e-15)
+    (message,) = log.messages
+    assert "warm-up of 9 steps" in message and "4 steps" in message
+
+
+def test_a_warm_up_as_long_as_the_schedule_does_not_warn(log):
+    make_scheduler(9, warmup_steps=9)
+    assert log.messages == []
+
+
+def test_groups_with_a_rate_of_their_own_keep_their_ratio():
+    optimizer = make_optimizer(bias=ParamGroup(pattern="bias", lr=PEAK / 8))
+    scheduler = LRScheduler.Config(warmup_steps=3, min_lr_factor=0.1).build(optimizer=optimizer, training_steps=10)
+    factors = []
+    for _ in range(10):
+        rates = {len(group["params"][0].shape): group["lr"] for group in optimizer.param_groups}
+        assert rates[1] == rates[2] / 8
+        assert rates[2] == scheduler.lr
+        factors.append(scheduler.factor(scheduler.steps_taken))
+        scheduler.step()
+    assert len(set(factors)) == 10
+
+
+def test_all_optimizers_of_a_split_follow():
+    model = nn.ModuleDict({"layer": nn.Linear(3, 2), "output": nn.Linear(2, 3, bias=False)})
+    optimizer = Optimizer.Config(name="Muon", lr=PEAK, param_groups={}).build(model_parts=[model])
+    assert len(optimizer.optimizers) == 2
+    LRScheduler.Config(warmup_steps=4).build(optimizer=optimizer, training_steps=10)
+    assert [group["lr"] for group in optimizer.param_groups] == [PEAK / 5] * 2
+
+
+def test_resuming_continues_the_curve():
+    settings = {"warmup_steps": 3, "decay_ratio": 0.5, "decay_type": "cosine"}
+    straight = curve(make_scheduler(12, **settings), 12)
+    stopped = make_scheduler(12, **settings)
+    before = curve(stopped, 7)
+    resumed = make_scheduler(12, **settings)
+    resumed.load_state_dict(stopped.state_dict())
+    assert before + curve(resumed, 5) == straight
+
+
+def test_the_curve_of_a_resumed_run_is_the_configured_one():
+    """A checkpoint holds how far the schedule has come, and nothing of its shape."""
+    stopped = make_scheduler(10, warmup_steps=2)
+    curve(stopped, 6)
+    longer = make_scheduler(30, warmup_steps=2, decay_type="sqrt")
+    longer.load_state_dict(stopped.state_dict())
+    assert curve(longer, 24) == curve(make_scheduler(30, warmup_steps=2, decay_type="sqrt"), 30)[6:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup_steps": -1}, r"--lr_scheduler\.warmup_steps is -1"),
+        ({"total_steps": 0}, r"--lr_scheduler\.total_steps is 0"),
+        ({"decay_ratio": 1.5}, r"--lr_scheduler\.decay_ratio is 1\.5, and must be in \[0, 1\]"),
+        ({"min_lr_factor": -0.1}, r"--lr_scheduler\.min_lr_factor is -0\.1"),
+        ({"min_lr_factor": float("nan")}, r"--lr_scheduler\.min_lr_factor is nan"),
+    ],
+)
+def test_wrong_values_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        LRScheduler.Config(**settings).validate()

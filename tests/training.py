@@ -1,0 +1,78 @@
+"""Small training runs for tests: in this process, or in several through the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.manager import ConfigManager
+from torchtitan.trainer import Trainer
+
+TINY = {
+    "model.dim": 64,
+    "model.ffn_dim": 128,
+    "model.n_layers": 2,
+    "training.seq_len": 32,
+    "training.local_batch_size": 2,
+    "training.steps": 4,
+    "metrics.log_freq": 1,
+    "optimizer.lr": 3e-4,
+    "lr_scheduler.warmup_steps": 2,
+    "validator.enable": False,
+}
+"""A run of well under a second: half a million parameters on 64 tokens per step."""
+
+
+def flags(options: dict[str, Any]) -> list[str]:
+    """Options as words of the command line; a boolean becomes its switch."""
+    words = []
+    for key, value in options.items():
+        section, _, name = key.rpartition(".")
+        if isinstance(value, bool):
+            words.append(f"--{key}" if value else f"--{section}.no_{name}")
+        else:
+            words.append(f"--{key}={value}")
+    return words
+
+
+def tiny_config(folder: Path, **options: Any) -> Any:
+    """Configuration of a tiny run in `folder`; options with `__` for `.`."""
+    overrides = {key.replace("__", "."): value for key, value in options.items()}
+    return ConfigManager().parse_args(flags({**TINY, "dump_folder": folder, **overrides})).config
+
+
+def train(folder: Path, trainer_class: type[Trainer] = Trainer, **options: Any) -> Trainer:
+    """Train in this process to the end; the trainer as it was left."""
+    config = tiny_config(folder, **options)
+    config.check(world_size=1)
+    trainer = trainer_class(config)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    return trainer
+
+
+def launch(folder: Path, processes: int, **options: Any) -> str:
+    """Train through the command line in some processes; what it printed."""
+    overrides = {key.replace("__", "."): value for key, value in options.items()}
+    words = flags({**TINY, "dump_folder": folder, **overrides})
+    environment = {**os.environ, "NGPU": str(processes), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torchtitan.cli.main", "train", *words]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+def read_metrics(folder: Path, *keys: str) -> list[tuple[Any, ...]]:
+    """The training lines of a run's metrics.jsonl, reduced to `step` and `keys`."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], *(line[key] for key in keys)) for line in lines if "loss" in line]
+
+
+def read_validation(folder: Path) -> list[tuple[int, float]]:
+    """The validation lines of a run's metrics.jsonl."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
