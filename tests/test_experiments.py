@@ -41,6 +41,9 @@ def one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(n_threads)
+    for name, module in list(sys.modules.items()):
+        if str(tmp_path) in (getattr(module, "__file__", None) or ""):
+            del sys.modules[name]
 
 
 def train(folder: str, *arguments: str, **options) -> Path:

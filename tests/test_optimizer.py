@@ -1,7 +1,7 @@
 """The optimizer against torch.optim used directly, and clipping against float64; on whole and on sharded parameters."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,15 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     caplog.set_level(logging.WARNING, logger="torchtitan")
     return caplog
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Everything here is small: a second thread costs more than it does."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
 
 
 def make_model(*, tie_embeddings: bool = False) -> Llama3Model:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.training import launch, read_metrics, read_validation, tiny_config, train
+from torchtitan.components.data import HubDataset, register_dataset
 from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.tools.errors import UserError
@@ -146,7 +147,7 @@ def test_bfloat16_computes_close_to_float32(tmp_path, processes):
     launch(tmp_path, processes, training__mixed_precision_param="bfloat16", training__global_batch_size=8)
     train(tmp_path / "fp32", training__mixed_precision_param="float32", training__global_batch_size=8)
     low, full = (read_metrics(folder, "loss") for folder in (tmp_path, tmp_path / "fp32"))
-    # bfloat16 has 8 bits of precision, and the loss is a mean over many roundings; identical would mean it was not used.
+    # bfloat16 has 8 bits, and the loss is a mean over many roundings; identical would mean that it was not used.
     assert low == [pytest.approx(line, rel=2e-3) for line in full]
     assert low != full
 
@@ -281,7 +282,11 @@ class TestEndOfData:
 
     def test_epochs_set_steps_and_schedule(self, tmp_path, small_text):
         trainer = train(
-            tmp_path, dataloader__dataset=small_text, training__epochs=3, training__steps=1, lr_scheduler__warmup_steps=0
+            tmp_path,
+            dataloader__dataset=small_text,
+            training__epochs=3,
+            training__steps=1,
+            lr_scheduler__warmup_steps=0,
         )
         samples = trainer.dataloader.samples_per_epoch
         steps = math.ceil(3 * samples / 2)
@@ -293,30 +298,41 @@ class TestEndOfData:
         assert trainer.step == 40
         assert trainer.dataloader.samples_per_epoch < 40
 
-    def test_data_that_ends_early_is_saved(self, tmp_path, caplog):
-        """A stream knows its end only when it is there; the run then saves and says so."""
+    @pytest.fixture
+    def finite_stream(self, tmp_path) -> str:
+        """A registered data set of 40 documents, streamed from a local file."""
+        rows = [json.dumps({"text": f"document {i} " + "has some words " * (1 + i % 5)}) for i in range(40)]
+        folder = tmp_path / "data"
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text("\n".join(rows))
+        register_dataset(tmp_path.name, HubDataset(path=str(folder)))
+        return tmp_path.name
 
-        class Ending(PretrainDataLoader):
-            count = 0
-
-            def __next__(self):
-                batch = super().__next__()
-                self.count += 1
-                if self.exhausted:
-                    batch["labels"].fill_(-100)
-                return batch
-
-            @property
-            def exhausted(self):
-                return self.count > 3
-
-        config = tiny_config(tmp_path, checkpoint__enable=True, training__steps=10)
-        config.dataloader = Ending.Config()
+    @pytest.mark.parametrize("accumulation", [1, 3])
+    def test_a_stream_that_ends_is_saved(self, tmp_path, caplog, finite_stream, accumulation):
+        """A stream knows its end only when it is there; the run then saves and says so, and used every sample."""
+        options = {"dataloader__dataset": finite_stream, "training__epochs": 1, "training__steps": 1000}
+        options |= {"training__global_batch_size": 2 * accumulation, "checkpoint__enable": True}
+        config = tiny_config(tmp_path / "run", **options)
         with caplog.at_level("INFO", logger="torchtitan"):
             trainer = run(config)
-        assert trainer.step == 3
-        assert (tmp_path / "checkpoint" / "step-3" / "complete.json").exists()
-        assert "the data ended after step 3" in caplog.text
+        loader = config.dataloader.build(tokenizer=trainer.tokenizer, seq_len=32, local_batch_size=2, epochs=1)
+        assert trainer.step == math.ceil(len(list(loader)) / accumulation) > 2
+        assert (tmp_path / "run" / "checkpoint" / f"step-{trainer.step}" / "complete.json").exists()
+        assert f"the data ended after step {trainer.step}" in caplog.text
+
+    def test_accumulation_that_does_not_divide_an_epoch_uses_the_rest(self, tmp_path, small_text):
+        trainer = train(
+            tmp_path,
+            dataloader__dataset=small_text,
+            training__epochs=1,
+            training__global_batch_size=6,
+            training__steps=1,
+        )
+        samples = trainer.dataloader.samples_per_epoch
+        assert samples % 6 != 0
+        assert trainer.step == math.ceil(samples / 6)
+        assert all(loss > 0 for _, loss in read_metrics(tmp_path, "loss"))
 
 
 class TestCheck:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import math
 import os
 import tempfile
@@ -365,7 +366,8 @@ class Trainer(Configurable):
         """One optimizer step over the next global batch."""
         self.optimizer.zero_grad()
         with self.metrics.timing_data():
-            micro_batches = [next(batches) for _ in range(self.gradient_accumulation_steps)]
+            # Fewer than that where the data ends.
+            micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
         n_tokens = self.count_valid_tokens(micro_batches)
         loss = torch.zeros((), device=self.device)
         for batch in micro_batches:
@@ -418,7 +420,7 @@ class Trainer(Configurable):
         dtype = self.statistics_dtype
         flags = [self.stop_request.received, not self.dataloader.exhausted]
         local = torch.cat([loss.to(dtype)[None], torch.tensor(flags, device=self.device, dtype=dtype)])
-        values = torch.cat([sum_over_ranks(local), grad_norm.to(dtype)[None], n_tokens[None]]).tolist()
+        values = torch.cat([sum_over_ranks(local), grad_norm.to(self.device, dtype)[None], n_tokens[None]]).tolist()
         total_loss, ranks_to_stop, ranks_with_data, norm, tokens = values
         return StepOutcome(
             loss=total_loss,

@@ -114,6 +114,8 @@ class Optimizer(Configurable):
             raise UserError("there is nothing to train: no parameter of the model requires a gradient")
         self._warn_of_idle_groups()
         self.optimizers_of_part = [self.make_optimizers(self._grouped_parameters(part)) for part in self.model_parts]
+        for group in self.param_groups:
+            group["initial_lr"] = group["lr"]
         for optimizer in self.optimizers:
             _allocate_moments(optimizer)
 
@@ -138,10 +140,13 @@ class Optimizer(Configurable):
             optimizer.zero_grad(set_to_none=True)
 
     def make_optimizers(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[torch.optim.Optimizer]:
-        """The torch optimizers for one model part.
+        """The torch optimizers for one model part. A subclass with another optimizer overrides this.
 
         Args:
             groups: group name ("" for parameters that no pattern matches) → (canonical name, parameter) pairs.
+
+        Returns:
+            Optimizers that share out the parameters; the rate of each of their groups is its peak rate.
         """
         config = self.config
         if config.name == "Muon":
@@ -187,12 +192,8 @@ class Optimizer(Configurable):
         taken = {self._group_of(name) for name in names}
         for key, group in self.config.param_groups.items():
             if key not in taken:
-                logger.warning(
-                    "optimizer.param_groups.%s takes no parameter: none, or none that an earlier group has not taken, "
-                    "matches '%s'",
-                    key,
-                    group.pattern,
-                )
+                message = "optimizer.param_groups.%s takes no parameter: none is left that matches '%s'"
+                logger.warning(message, key, group.pattern)
 
     def _group_settings(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[dict[str, Any]]:
         settings = []
@@ -201,7 +202,7 @@ class Optimizer(Configurable):
             lr = self.config.lr if group is None or group.lr is None else group.lr
             decay = self.config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
             parameters = [parameter for _, parameter in members]
-            settings.append({"params": parameters, "lr": lr, "initial_lr": lr, "weight_decay": decay})
+            settings.append({"params": parameters, "lr": lr, "weight_decay": decay})
         return settings
 
     def _split_for_muon(

@@ -11,7 +11,7 @@ from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import Configurable
 from torchtitan.config.job_config import require_at_least
-from torchtitan.distributed.process_group import sum_over_ranks
+from torchtitan.distributed.process_group import on_all_ranks, sum_over_ranks
 from torchtitan.tools.errors import UserError
 
 
@@ -79,6 +79,9 @@ class Validator(Configurable):
         # float64: a mean over many batches should not depend on their order or on the number of ranks.
         totals = torch.zeros(2, dtype=torch.float64)
         for batch in itertools.islice(loader, self.max_batches):
+            # Of a stream, no rank knows when the others' shares end; until then it gets batches that count nothing.
+            if loader.samples_per_epoch is None and on_all_ranks(loader.exhausted):
+                break
             totals[0] += self.loss_of_batch(batch).cpu().double()
             totals[1] += (batch["labels"] != IGNORE_INDEX).sum()
         loader.close()

@@ -42,6 +42,11 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def on_all_ranks(condition: bool) -> bool:
+    """Whether `condition` holds in every process."""
+    return all(gather_objects(condition))
+
+
 def gather_objects(value: Any) -> list[Any]:
     """`value` of every process, in the order of their ranks."""
     if not dist.is_initialized():

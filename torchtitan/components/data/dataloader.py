@@ -29,8 +29,8 @@ class BaseDataLoader(Configurable):
 
     `next` raises `StopIteration` only where every rank does so after the same number of batches. A stream split over
     several ranks cannot know that. There, `exhausted` becomes True once a rank's own share has ended, and `next` goes
-    on handing out batches whose labels are all ignored; a loop over several ranks must ask in each step whether all
-    ranks are `exhausted`, and then end.
+    on handing out batches whose labels are all ignored; a loop over several ranks must ask after each `next` whether
+    all ranks are `exhausted`, and then end.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -120,15 +120,13 @@ def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "") 
     root = cache_root(cache_dir)
     with _writable(root):
         (root / "tokens").mkdir(parents=True, exist_ok=True)
-        identity = source.identity(partial(_file_digest, root))
+        digest = partial(_file_digest, root)
+        identity = source.identity(digest)
         folder = root / "tokens" / _key(identity, tokenizer)
         if not folder.exists():
             with _locked(folder.with_suffix(".lock"), source.name):
                 if not folder.exists():
-                    _build(source, tokenizer, folder)
-                    if source.identity(partial(_file_digest, root)) != identity:
-                        shutil.rmtree(folder)
-                        raise UserError(f"{source.name} changed while it was read; start again when it is complete")
+                    _build(source, tokenizer, folder, unchanged=lambda: source.identity(digest) == identity)
     return TokenCache(folder, [part.name for part in source.parts])
 
 
@@ -164,7 +162,7 @@ def _locked(path: Path, name: str) -> Iterator[None]:
         lock.release()
 
 
-def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+def _build(source: Source, tokenizer: Tokenizer, folder: Path, *, unchanged: Callable[[], bool]) -> None:
     """Encode a source into `folder`, which appears when it is complete."""
     started = time.monotonic()
     partial_folder = folder.with_suffix(".partial")
@@ -174,6 +172,8 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         meta = _write(source, tokenizer, partial_folder)
         if meta["n_tokens"] < 2:
             raise UserError(f"{source.name} holds no text to train on")
+        if not unchanged():
+            raise UserError(f"{source.name} changed while it was read; start again when it is complete")
         _warn_of_empty_parts(source, meta["documents_per_part"], partial_folder / "offsets.bin")
         (partial_folder / "meta.json").write_text(json.dumps(meta))
         partial_folder.rename(folder)

@@ -1,5 +1,6 @@
 """The trainer with its step written out: forward, backward, clipping, optimizer. Edit it."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,8 @@ class TemplateTrainer(Trainer):
         """One optimizer step over the next global batch."""
         self.optimizer.zero_grad()
         with self.metrics.timing_data():
-            micro_batches = [next(batches) for _ in range(self.gradient_accumulation_steps)]
+            # Fewer than that where the data ends.
+            micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
         # Over all micro-batches and ranks: every valid token of the global batch has the same weight.
         n_tokens = self.count_valid_tokens(micro_batches)
 
