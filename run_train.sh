@@ -5,10 +5,11 @@
 # CONFIG    a configuration of that module                                                   (default: debugmodel)
 # NGPU      processes on this host                                    (default: one per GPU, or 1 without any)
 # LOG_RANK  ranks that print, comma-separated                                                (default: 0)
-# NNODES, MASTER_ADDR, MASTER_PORT: hosts of the run, and where they meet
+# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: hosts of the run, which of them this is (from 0), where they meet
 # ./run_train.sh --help lists every option.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 use_environment
+export TORCHTITAN_PROGRAM=$0
 exec torchtitan train ${MODULE:+--module "$MODULE"} ${CONFIG:+--config "$CONFIG"} "$@"

@@ -1,25 +1,24 @@
 #!/usr/bin/env bash
 # Sourced by run_train.sh and run_tests.sh: puts a Python environment with torchtitan in front of PATH.
 #   use_environment [EXTRA]    EXTRA: an optional dependency group of pyproject.toml, such as dev
-# An active environment that has the package (and EXTRA's marker command) is used as it is. Otherwise .venv in the
-# checkout is created and filled on first use, and again when pyproject.toml or constraints.txt have changed.
+# An active environment that has the package (and what EXTRA brings) is used as it is. Otherwise .venv in the checkout
+# is created and filled on first use, and again when pyproject.toml or constraints.txt have changed.
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 active_environment_suffices() {
-    [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || return 1
     local packages=(torchtitan)
     [ "$1" != dev ] || packages+=(pytest ruff mypy transformers)
-    # -P: the checkout itself, which is the current folder, does not count as installed.
+    # -P: the checkout itself, where it is the current folder, does not count as installed.
     python -P -c 'import sys, importlib.metadata as m; [m.version(name) for name in sys.argv[1:]]' "${packages[@]}" 2>/dev/null
 }
 
 use_environment() {
-    local extra=${1:-} venv=$root/.venv python=${PYTHON:-python3} stamp target
+    local extra=${1:-} venv=$root/.venv python=${PYTHON:-python3} state
     if active_environment_suffices "$extra"; then return; fi
-    target=$root${extra:+[$extra]}
-    stamp=$venv/.installed-${extra:-base}-$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum | cut -d' ' -f1)
-    if [ ! -e "$stamp" ]; then
+    state=$(cat "$root/pyproject.toml" "$root/constraints.txt" <(echo "$root") | cksum | cut -d' ' -f1)
+    # Written when a set-up is complete, so that one that was interrupted is repeated.
+    if [ ! -e "$venv/.installed-$state$extra" ]; then
         if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
             echo "torchtitan needs Python 3.11 or newer; set PYTHON to one ($python is $("$python" --version 2>&1))" >&2
             exit 1
@@ -27,9 +26,9 @@ use_environment() {
         echo "Setting up $venv (first use; takes some minutes)" >&2
         "$python" -m venv "$venv"
         # torch first and pinned, so that no other package's looser request chooses the build.
-        "$venv/bin/pip" install --quiet "$(grep '^torch==' "$root/constraints.txt")" >&2
-        "$venv/bin/pip" install --quiet --constraint "$root/constraints.txt" --editable "$target" >&2
-        touch "$stamp"
+        "$venv/bin/python" -m pip install --quiet "$(grep '^torch==' "$root/constraints.txt")" >&2
+        "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" --editable "$root${extra:+[$extra]}" >&2
+        touch "$venv/.installed-$state" "$venv/.installed-$state$extra"
     fi
     export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH
 }

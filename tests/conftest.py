@@ -4,6 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+
+# Tiny models gain nothing from threads, and lose much to waiting for each other where the machine is busy.
+torch.set_num_threads(1)
 
 PROJECT = Path(__file__).resolve().parent.parent
 

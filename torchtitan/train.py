@@ -1,68 +1,101 @@
 """Entry point of one training process: `python -m torchtitan.train --module M --config C …`, also under torchrun."""
 
+import dataclasses
+import json
 import os
+import shlex
+import signal
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-from torchtitan.config.manager import ConfigManager, Job
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import init_logger, logger
-from torchtitan.tools.signals import COMMAND_VARIABLE
+from torchtitan.tools.signals import COMMAND_VARIABLE, LAUNCHER_VARIABLE
 
-TOLD_BY_MESSAGE = {2: UserError, 3: RunFailure}
-"""Exit code → the errors whose message says all; every other error exits with 1 and its traceback."""
+if TYPE_CHECKING:
+    from torchtitan.config.manager import Job
 
 
-def run(job: Job) -> None:
-    """Build the trainer of a configuration that has been validated, train, and leave together with the other ranks.
+def run(job: "Job") -> None:
+    """Build the trainer of a configuration that has been checked, train, and leave together with the other ranks.
 
     Whatever is raised is raised as it is: a process group that lost a rank cannot be left in an orderly way.
     """
     trainer = job.config.build()
+    trainer.load_checkpoint()
+    # Not before: a run that cannot start leaves the file of the one before it as it is.
     if trainer.rank == 0:
-        Job(job.module, job.config_name, trainer.config).save(Path(trainer.config.dump_folder) / "config.yaml")
+        _save_config(dataclasses.replace(job, config=trainer.config))
     trainer.train()
     trainer.close()
 
 
-def run_worker(args: list[str]) -> None:
-    """One process of several, started by our launcher, which has validated the configuration and reports errors."""
-    init_logger()
+def _save_config(job: "Job") -> None:
+    folder = job.config.dump_folder
     try:
-        run(ConfigManager().parse_args(args))
-    except Exception as error:
-        code = exit_code_of(error)
-        if code is None:
-            raise
-        get_error_handler().record_exception(error)
-        sys.exit(code)
+        job.save(Path(folder) / "config.yaml")
+    except OSError as error:
+        raise UserError(f"--dump_folder '{folder}' cannot be written: {error.strerror}") from error
 
 
-def exit_code_of(error: Exception) -> int | None:
-    """The exit code of an error that is told by its message alone; None for one that needs its traceback."""
-    codes = {code for code, kind in TOLD_BY_MESSAGE.items() if isinstance(error, kind)}
-    return codes.pop() if codes else None
+def exit_code_of(error: BaseException) -> int:
+    """2 for a user's mistake, 3 for a run that failed for a stated reason: their message says all. 1 for a crash."""
+    if isinstance(error, UserError):
+        return 2
+    return 3 if isinstance(error, RunFailure) else 1
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Parse, check, build, train, close; the process's exit code. For a single process, or one under torchrun."""
+    """Parse, check, build, train, close; the process's exit code."""
     init_logger()
     words = list(sys.argv[1:] if args is None else args)
-    os.environ.setdefault(COMMAND_VARIABLE, f"python -m torchtitan.train {' '.join(words)}")
+    report = os.environ.get(LAUNCHER_VARIABLE)
+    if report:
+        threading.Thread(target=_end_with_launcher, daemon=True).start()
+    elif "RANK" not in os.environ:
+        os.environ[COMMAND_VARIABLE] = f"python -m torchtitan.train {shlex.join(words)}"
     try:
-        job = ConfigManager("python -m torchtitan.train").parse_args(words)
-        job.config.check(int(os.environ.get("WORLD_SIZE", "1")))
-        run(job)
+        _parse_and_run(words, checked=bool(report))
     except Exception as error:
         code = exit_code_of(error)
-        if code is None:
+        if report:
+            _write_report(Path(report), error, code)
+        elif code == 1:
             raise
-        logger.error("%s", error)
+        else:
+            logger.error("%s", error)
         return code
     return 0
+
+
+def _parse_and_run(words: list[str], *, checked: bool) -> None:
+    # Imported here, so that a signal that arrives while torch is imported finds `main` begun.
+    from torchtitan.config.manager import ConfigManager
+
+    job = ConfigManager("python -m torchtitan.train").parse_args(words)
+    if not checked:
+        job.config.check(int(os.environ.get("WORLD_SIZE", "1")))
+    run(job)
+
+
+def _end_with_launcher() -> None:
+    """End this process when the launcher, which holds the other end of standard input, has gone."""
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _write_report(path: Path, error: Exception, code: int) -> None:
+    """Leave for the launcher what to say; it shows the report of the rank that failed first."""
+    text = "".join(traceback.format_exception(error)).rstrip() if code == 1 else str(error)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"time": time.time(), "code": code, "text": text}))
+    partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ class Trainer(Configurable):
                 model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
             elif model.vocab_size < tokenizer.vocab_size:
                 raise UserError(
-                    f"the tokenizer in '{self.hf_assets_path}' has {tokenizer.vocab_size} tokens, "
+                    f"the tokenizer (--hf_assets_path '{self.hf_assets_path}') has {tokenizer.vocab_size} tokens, "
                     f"and the model's vocabulary only {model.vocab_size} (--model.vocab_size)"
                 )
             return dataclasses.replace(self, model_spec=dataclasses.replace(self.model_spec, model=model))
@@ -220,6 +220,7 @@ class Trainer(Configurable):
         self.step = 0
         self.n_tokens_seen = 0
         self.checkpointer = self.build_checkpointer()
+        self.checkpoint_loaded = False
         self.validator = self.build_validator()
         self.metrics = self.build_metrics()
         self.profiler = config.profiling.build(dump_folder=config.dump_folder, device=self.device, rank=self.rank)
@@ -290,8 +291,6 @@ class Trainer(Configurable):
             part.to_empty(device=self.device)
             initialize_weights(part, self.config.debug.seed)
             part.train()
-        for converter in self.converters:
-            converter.post_init_hook(self.model_parts)
 
     def build_checkpointer(self) -> CheckpointManager:
         """The checkpointer over everything that a resumed run needs."""
@@ -337,9 +336,22 @@ class Trainer(Configurable):
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
+    def load_checkpoint(self) -> None:
+        """Go to where the checkpoint that the configuration says leaves off; `train` does it where it is not yet done.
+
+        Raises:
+            UserError: where a named checkpoint cannot be loaded, or one does not fit this run.
+        """
+        if self.checkpoint_loaded:
+            return
+        self.step = self.checkpointer.load()
+        for converter in self.converters:
+            converter.post_init_hook(self.model_parts)
+        self.checkpoint_loaded = True
+
     def train(self) -> None:
         """Resume if there is something to resume from, then train to the end, or until asked to stop."""
-        self.step = self.checkpointer.load()
+        self.load_checkpoint()
         self.describe_run()
         self.metrics.start(self.step)
         gc.disable()

@@ -1,71 +1,169 @@
-"""Starts the processes of a run on this host by torch's elastic agent, and turns their fate into one exit code."""
+"""Starts the processes of a run on this host, and turns their fate into one exit code and at most one message."""
 
-import logging
-import multiprocessing
+import json
 import os
 import signal
-from types import FrameType
-from typing import Any
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.tools.signals import LAUNCHER_VARIABLE
-from torchtitan.train import TOLD_BY_MESSAGE, run_worker
+from torchtitan.tools.signals import LAUNCHER_VARIABLE, StopSignals, announce_stop
+
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 5.0
+"""How long the other ranks may still take, to close their files, once one has failed."""
 
 
-def launch(args: list[str], *, nodes: int, processes: int) -> int:
-    """Run `torchtitan.train` with these arguments in `processes` processes on each of `nodes` hosts; the exit code.
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a run: how many, which of them this is, and where they meet."""
 
-    SIGTERM and Ctrl-C are passed on to the workers as one SIGTERM each, and the launcher then waits for as long as
-    their last save takes.
+    count: int
+    rank: int
+    address: str
+    port: int
+
+    @classmethod
+    def from_environment(cls) -> "Hosts":
+        """What `NNODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` say; one host where they say nothing.
+
+        Raises:
+            UserError: for a value that cannot be used, or one that several hosts need and that is not set.
+        """
+        count = environment_number("NNODES", default=1, minimum=1)
+        if count == 1:
+            return cls(count=1, rank=0, address="localhost", port=_free_port())
+        for name in ("NODE_RANK", "MASTER_ADDR"):
+            if name not in os.environ:
+                raise UserError(f"NNODES is {count}, which needs the environment variable {name} too")
+        rank = environment_number("NODE_RANK", default=0, minimum=0)
+        if rank >= count:
+            raise UserError(f"NODE_RANK is {rank}, and must be below NNODES, {count}")
+        port = environment_number("MASTER_PORT", default=29500, minimum=1)
+        return cls(count=count, rank=rank, address=os.environ["MASTER_ADDR"], port=port)
+
+
+def environment_number(name: str, *, default: int, minimum: int) -> int:
+    """The environment variable as a number.
+
+    Raises:
+        UserError: if it is none, or below `minimum`.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _pass_on)
-    os.environ[LAUNCHER_VARIABLE] = "1"
-    # Each process would otherwise start a thread per core of the host.
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    # Their own reports of a failure repeat every rank's traceback.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    address = os.environ.get("MASTER_ADDR", "localhost")
-    port = os.environ.get("MASTER_PORT", "0" if nodes == 1 else "29500")
-    config = LaunchConfig(
-        min_nodes=nodes,
-        max_nodes=nodes,
-        nproc_per_node=processes,
-        run_id="torchtitan",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{address}:{port}",
-        max_restarts=0,
-        # SIGTERM and SIGINT are ours: the agent would kill workers that are still saving.
-        signals_to_handle="SIGHUP,SIGQUIT",
-    )
-    try:
-        elastic_launch(config, run_worker)(args)
-    except ChildFailedError as error:
-        return _report(error)
-    return 0
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or int(text) < minimum:
+        raise UserError(f"the environment variable {name} is '{text}', and must be a number of at least {minimum}")
+    return int(text)
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
-    for worker in multiprocessing.active_children():
-        if worker.pid is not None:
-            os.kill(worker.pid, signal.SIGTERM)
+def launch(args: Sequence[str], *, hosts: Hosts, processes: int) -> int:
+    """Run `torchtitan.train` with these arguments in `processes` processes on this host; the exit code.
+
+    SIGTERM and Ctrl-C are passed on to the workers, and are waited for as long as their last save takes; a second one
+    ends them at once. They do not outlive this process, however it ends.
+    """
+    with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
+        # The workers inherit that they ignore Ctrl-C, which reaches the whole process group: they hear of it from here.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        workers = [_Worker(args, hosts, processes, local_rank, Path(folder)) for local_rank in range(processes)]
+        signals = StopSignals(
+            on_first=lambda number: _stop(workers, number),
+            on_second=lambda number: _kill(workers),
+        )
+        try:
+            _wait(workers)
+            failed = [worker for worker in workers if worker.failed]
+        finally:
+            _kill(workers)
+            signals.close()
+        return _outcome(failed, signals.first)
 
 
-def _report(error: ChildFailedError) -> int:
-    """Print the failure that came first, since the others follow from it; the exit code."""
-    rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-    message: Any = failure.message
-    if not isinstance(message, dict):
-        logger.error("rank %d: %s", rank, message)
-        return 1
-    summary, traceback = message["message"], message["extraInfo"]["py_callstack"]
-    if failure.exitcode in TOLD_BY_MESSAGE:
-        logger.error("%s", summary.partition(": ")[2])
-        return failure.exitcode
-    logger.error("rank %d failed:\n%s", rank, traceback)
-    return 1
+class _Worker:
+    """A training process, and the file in which it says what made it fail."""
+
+    def __init__(self, args: Sequence[str], hosts: Hosts, processes: int, local_rank: int, folder: Path) -> None:
+        self.rank = hosts.rank * processes + local_rank
+        self._report = folder / f"rank-{self.rank}.json"
+        environment = {
+            # Each process would otherwise start a thread per core of the host.
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+            **os.environ,
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(hosts.count * processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": hosts.address,
+            "MASTER_PORT": str(hosts.port),
+            LAUNCHER_VARIABLE: str(self._report),
+        }
+        # -P: the current folder stays off the import path, as in this process.
+        command = [sys.executable, "-P", "-m", "torchtitan.train", *args]
+        # The pipe carries nothing: that it is closed tells the worker that this process has ended.
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended, and not well."""
+        return self.process.returncode not in (None, 0)
+
+    def failure(self) -> tuple[float, int, str]:
+        """When it failed (seconds since the epoch), the exit code to give, and what to say.
+
+        One that failed without a report, as by a signal, counts as the first: nothing that befalls another rank makes
+        it end like that.
+        """
+        if self._report.exists():
+            report = json.loads(self._report.read_text())
+            text = f"rank {self.rank} failed:\n{report['text']}" if report["code"] == 1 else report["text"]
+            return report["time"], report["code"], text
+        code = self.process.returncode
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = " (the host may have run out of memory)" if code == -signal.SIGKILL else ""
+        return 0.0, 1, f"rank {self.rank}, process {self.process.pid}, {how}{hint}"
+
+
+def _stop(workers: Sequence[_Worker], number: int) -> None:
+    announce_stop(number)
+    for worker in workers:
+        worker.process.terminate()
+
+
+def _kill(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.wait()
+
+
+def _wait(workers: Sequence[_Worker]) -> None:
+    """Wait until all have ended or, once one has failed, for a while longer: without it the others may wait forever."""
+    deadline = float("inf")
+    while any([worker.process.poll() is None for worker in workers]) and time.monotonic() < deadline:
+        if any(worker.failed for worker in workers):
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        time.sleep(_POLL_SECONDS)
+
+
+def _outcome(failed: Sequence[_Worker], stop_signal: int | None) -> int:
+    """The exit code, after the failure that came first is told: the others follow from it."""
+    if not failed:
+        return 0
+    if stop_signal and any(worker.process.returncode in (-signal.SIGTERM, -signal.SIGKILL) for worker in failed):
+        logger.warning("ended before the run could stop in an orderly way")
+        return 128 + stop_signal  # what a shell reports for a command that a signal ended
+    _, code, text = min(worker.failure() for worker in failed)
+    logger.error("%s", text)
+    return code
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]

@@ -3,73 +3,70 @@
 import gc
 import os
 import shlex
-import sys
+import signal
 from collections.abc import Sequence
 
+from torchtitan.cli.launch import Hosts, environment_number, launch
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.signals import COMMAND_VARIABLE
+from torchtitan.train import exit_code_of, run
+
+PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"
+"""Holds what the user called, where that is a script around `torchtitan train`."""
 
 
 def train(args: Sequence[str]) -> int:
     """Train what the command line says; 0 when the run finished or was stopped, 2 for a user's mistake,
     3 for a run that failed for a stated reason, 1 for a crash.
 
-    The environment says on how many processes: `NGPU` on this host (default: one per GPU, or 1), `NNODES` hosts with
-    `MASTER_ADDR` and `MASTER_PORT`. `LOG_RANK` says which ranks print.
+    The environment says on how many processes: `NGPU` on this host (default: one per GPU, or 1), `NNODES` hosts, each
+    with its `NODE_RANK`, that meet at `MASTER_ADDR` and `MASTER_PORT`. `LOG_RANK` says which ranks print.
     """
+    init_logger()
+    os.environ[COMMAND_VARIABLE] = _command(args)
     # Collecting while torch is imported only scans its objects again and again.
     gc.disable()
-    from torchtitan.train import exit_code_of
-
-    init_logger()
-    os.environ.setdefault(COMMAND_VARIABLE, _command(args))
     try:
         return _train(list(args))
     except Exception as error:
         code = exit_code_of(error)
-        if code is None:
+        if code == 1:
             raise
         logger.error("%s", error)
         return code
-    except KeyboardInterrupt:
-        return 130  # what a shell reports for a command that was interrupted
     finally:
         gc.enable()
 
 
 def _train(args: list[str]) -> int:
     from torchtitan.config.manager import ConfigManager
-    from torchtitan.train import run
 
     job = ConfigManager().parse_args(args)
-    nodes, processes = _environment_number("NNODES", 1), _environment_number("NGPU", _default_processes())
-    job.config.check(nodes * processes)
-    if nodes * processes == 1:
-        run(job)
-        return 0
-    from torchtitan.cli.launch import launch
+    # No longer a filter that ends when nobody reads it: a connection that the other side closes is an error to handle.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    hosts, processes = Hosts.from_environment(), _processes()
+    job.config.check(hosts.count * processes)
+    if hosts.count * processes > 1:
+        return launch(args, hosts=hosts, processes=processes)
+    run(job)
+    return 0
 
-    return launch(args, nodes=nodes, processes=processes)
 
-
-def _default_processes() -> int:
+def _processes() -> int:
     import torch
 
-    return max(1, torch.cuda.device_count())
-
-
-def _environment_number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdigit() or int(text) < 1:
-        raise UserError(f"the environment variable {name} is '{text}', and must be a number of at least 1")
-    return int(text)
+    gpus = torch.cuda.device_count()
+    processes = environment_number("NGPU", default=max(1, gpus), minimum=1)
+    if 0 < gpus < processes:
+        raise UserError(f"the environment variable NGPU is {processes}, and this host has {gpus} GPU(s)")
+    return processes
 
 
 def _command(args: Sequence[str]) -> str:
-    variables = [f"{name}={os.environ[name]}" for name in ("NNODES", "NGPU") if name in os.environ]
-    return " ".join([*variables, "torchtitan", "train", *map(shlex.quote, args)])
+    """What to type to run this again."""
+    names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU")
+    variables = [f"{name}={shlex.quote(os.environ[name])}" for name in names if name in os.environ]
+    script = os.environ.get(PROGRAM_VARIABLE)
+    return " ".join([*variables, shlex.quote(script) if script else "torchtitan train", shlex.join(args)])
 
-
-if __name__ == "__main__":
-    sys.exit(train(sys.argv[1:]))

@@ -9,7 +9,7 @@ from torchtitan.tools.errors import UserError
 def require_at_least(minimum: float, **values: float) -> None:
     """Raise `UserError` for the first of `values` (option name with `__` for `.`) that is below `minimum`."""
     for name, value in values.items():
-        if value < minimum:
+        if not value >= minimum:  # so that NaN is refused too
             raise UserError(f"--{name.replace('__', '.')} is {value}, and must be at least {minimum}")
 
 

@@ -1,7 +1,7 @@
 """`ConfigManager`: from the command line to one resolved configuration."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -11,7 +11,7 @@ import yaml
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from torchtitan.config.configurable import Configurable
-from torchtitan.config.registry import load_config_function, suggest
+from torchtitan.config.registry import import_failure, load_config_function, suggest
 from torchtitan.tools.errors import UserError
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
@@ -33,7 +33,9 @@ class Job:
             OSError: if it cannot be written.
         """
         document = {"module": self.module, "config": self.config_name, **self.config.to_dict()}
-        path.write_text(yaml.safe_dump(document, sort_keys=False))
+        partial = path.with_suffix(".partial")
+        partial.write_text(yaml.safe_dump(document, sort_keys=False))
+        partial.replace(path)
 
 
 class ConfigManager:
@@ -58,7 +60,7 @@ class ConfigManager:
         module, config_name = (
             getattr(selected, name) or in_file[name] or default for name, default in DEFAULT_SELECTION.items()
         )
-        default = load_config_function(module, config_name)()
+        default = _call(load_config_function(module, config_name), module)
         if not isinstance(default, Configurable.Config):
             raise UserError(
                 f"configuration '{config_name}' of module '{module}' returned {default!r}, not a Trainer.Config"
@@ -109,6 +111,13 @@ def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
             for name, config in zip(names, configs, strict=True)
         ),
     )
+
+
+def _call(function: Callable[[], object], module: str) -> object:
+    try:
+        return function()
+    except ImportError as error:
+        raise import_failure(module, error) from error
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:

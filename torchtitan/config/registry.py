@@ -103,6 +103,8 @@ def _import_registry(module: str) -> ModuleType:
         return _import_folder(Path(module).resolve(), module)
     if "/" in module or "\\" in module:
         raise UserError(f"unknown module '{module}': there is no such folder")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
     if "." in module or _is_importable(module):
         if not _is_importable(f"{module}.config_registry"):
             raise UserError(f"unknown module '{module}': there is no module '{module}.config_registry' to import")
@@ -133,20 +135,20 @@ def _is_importable(name: str) -> bool:
         # A missing parent means that nothing has this name; a module that a parent itself lacks is the user's to see.
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             return False
-        raise _import_failure(name, error) from error
+        raise import_failure(name, error) from error
     except (ImportError, SyntaxError) as error:
-        raise _import_failure(name, error) from error
+        raise import_failure(name, error) from error
 
 
 def _import(name: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (ImportError, SyntaxError) as error:
-        raise _import_failure(module, error) from error
+        raise import_failure(module, error) from error
 
 
-def _import_failure(module: str, error: ImportError | SyntaxError) -> UserError:
-    """The user's own error, with the place in his code where it arose."""
+def import_failure(module: str, error: ImportError | SyntaxError) -> UserError:
+    """The user's own error, with the place in the module where it arose."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
     return UserError(f"importing module '{module}' failed: {type(error).__name__}: {error}{place}")

@@ -21,7 +21,7 @@ class ModelConverter(Configurable):
         """Called once after construction on the meta device, before any parallelisation."""
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
-        """Called once after weights have been initialised or loaded."""
+        """Called once before training, when weights have been initialised, and loaded where there was a checkpoint."""
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
         """Called after each optimizer step."""

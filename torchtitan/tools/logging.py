@@ -11,10 +11,11 @@ _RESET = "\033[0m"
 
 
 class _Formatter(logging.Formatter):
-    """Time, level and message; the level coloured when the stream is a terminal."""
+    """Time, level, rank where it is not 0, and message; coloured by level when the stream is a terminal."""
 
-    def __init__(self, *, coloured: bool):
-        super().__init__("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    def __init__(self, *, coloured: bool, rank: str):
+        whose = "" if rank == "0" else f"rank {rank}: "
+        super().__init__(f"%(asctime)s %(levelname)s {whose}%(message)s", datefmt="%H:%M:%S")
         self.coloured = coloured
 
     def format(self, record: logging.LogRecord) -> str:
@@ -26,13 +27,13 @@ class _Formatter(logging.Formatter):
 def init_logger() -> None:
     """Let the package's messages appear on standard error.
 
-    Only the ranks named in the environment variable `LOG_RANK` (comma-separated, default `0`) print information;
-    errors are printed by every rank, with its number, since a rank that fails alone would otherwise be silent.
+    Of several ranks only those named in the environment variable `LOG_RANK` (comma-separated, default `0`) print
+    information; errors are printed by every rank, since one that fails alone would otherwise be silent.
     """
     rank = os.environ.get("RANK", "0")
-    speaks = rank in os.environ.get("LOG_RANK", "0").split(",")
+    speaks = "RANK" not in os.environ or rank in os.environ.get("LOG_RANK", "0").split(",")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter(coloured=sys.stderr.isatty()))
+    handler.setFormatter(_Formatter(coloured=sys.stderr.isatty(), rank=rank))
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if speaks else logging.ERROR)
     logger.propagate = False

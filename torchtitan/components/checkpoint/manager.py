@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpoint import folders
 from torchtitan.components.checkpoint.folders import CheckpointInfo, Kind, Marker
 from torchtitan.config.configurable import Configurable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class CheckpointSaveError(RuntimeError):
+class CheckpointSaveError(RunFailure):
     """The last save of a run failed, so its end is not on disk. The message names the checkpoint and the cause."""
 
 

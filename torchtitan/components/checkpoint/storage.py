@@ -147,7 +147,7 @@ def load(
     try:
         dcp.load(request, storage_reader=dcp.FileSystemReader(path), process_group=group, no_dist=group is None)
     except dcp.CheckpointException as error:
-        raise UserError(f"{path} cannot be read ({failure_cause(error)}); load another checkpoint") from error
+        raise UserError(f"{path} cannot be read ({failure_cause(error)!r}); load another checkpoint") from error
     for name, state in {**states, **rank_states}.items():
         state.load_state_dict(decode(request[keys[name]], templates.get(name, {})))
 
@@ -162,7 +162,7 @@ def _saved_entries(path: Path) -> dict[str, SavedEntries]:
     try:
         metadata = dcp.FileSystemReader(path).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} cannot be read ({error}); load another checkpoint") from error
+        raise UserError(f"{path} cannot be read ({error!r}); load another checkpoint") from error
     saved: dict[str, SavedEntries] = {}
     for name, form in metadata.state_dict_metadata.items():
         state, entry = metadata.planner_data[name]

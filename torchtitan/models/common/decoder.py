@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import AttentionMask, document_mask
-from torchtitan.models.common.norm import rms_norm
+from torchtitan.models.common.norm import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel
@@ -82,7 +82,7 @@ class Decoder(BaseModel):
         self.tok_embeddings = init(nn.Embedding(config.vocab_size, config.dim), weight=self.embedding_init())
         # A dictionary, not a list: a pipeline stage drops layers, and those that stay keep their names.
         self.layers = nn.ModuleDict({str(index): self.make_block(index) for index in range(config.n_layers)})
-        self.norm = rms_norm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output: nn.Linear | None = None
         if not config.tie_embeddings:
             self.output = init(nn.Linear(config.dim, config.vocab_size, bias=False), weight=self.output_init())

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torchtitan.models.common.attention import AttentionMask, GroupedQueryAttention
 from torchtitan.models.common.decoder import Decoder, depth_scaled_std
 from torchtitan.models.common.feed_forward import SwiGLU
-from torchtitan.models.common.norm import rms_norm
+from torchtitan.models.common.norm import RMSNorm
 
 _INIT_STD = 0.02
 
@@ -16,7 +16,7 @@ class Llama3Block(nn.Module):
     def __init__(self, config: Decoder.Config, index: int):
         super().__init__()
         std = depth_scaled_std(index, _INIT_STD)
-        self.attention_norm = rms_norm(config.dim, config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = GroupedQueryAttention(
             dim=config.dim,
             n_heads=config.n_heads,
@@ -25,7 +25,7 @@ class Llama3Block(nn.Module):
             init_std=_INIT_STD,
             out_init_std=std,
         )
-        self.ffn_norm = rms_norm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = SwiGLU(dim=config.dim, hidden_dim=config.ffn_dim, init_std=_INIT_STD, out_init_std=std)
 
     def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
