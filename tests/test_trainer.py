@@ -321,6 +321,31 @@ class TestEndOfData:
         assert (tmp_path / "run" / "checkpoint" / f"step-{trainer.step}" / "complete.json").exists()
         assert f"the data ended after step {trainer.step}" in caplog.text
 
+    @pytest.mark.slow
+    def test_a_stream_that_ends_at_different_times_on_two_ranks(self, tmp_path):
+        """One rank's share is ten times as long; both go on until it ends, and validation on a stream ends too."""
+        data = tmp_path / "data"
+        data.mkdir()
+        for name, documents in (("a", 40), ("b", 4)):
+            rows = [json.dumps({"text": f"document {name} {i} has a few words"}) for i in range(documents)]
+            (data / f"{name}.jsonl").write_text("\n".join(rows))
+        module = tmp_path / "streamed"
+        module.mkdir()
+        (module / "config_registry.py").write_text(
+            "from torchtitan.components.data import HubDataset, register_dataset\n"
+            "from torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
+            f"register_dataset('uneven', HubDataset(path={str(data)!r}))\n"
+            "def streamed_debugmodel():\n    return llama3_debugmodel()\n"
+        )
+        options = {"module": module, "dataloader__dataset": "uneven", "training__epochs": 1, "training__steps": 1000}
+        options |= {"validator__enable": True, "validator__dataset": "uneven", "checkpoint__enable": True}
+        printed = launch(tmp_path / "run", 2, **options)
+        assert "the data ended after step" in printed
+        steps = [step for (step,) in read_metrics(tmp_path / "run")]
+        assert 5 < len(steps) < 20
+        assert (tmp_path / "run" / "checkpoint" / f"step-{steps[-1]}" / "complete.json").exists()
+        assert [step for step, _ in read_validation(tmp_path / "run")] == steps[-1:]
+
     def test_accumulation_that_does_not_divide_an_epoch_uses_the_rest(self, tmp_path, small_text):
         trainer = train(
             tmp_path,

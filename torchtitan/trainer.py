@@ -488,6 +488,8 @@ class Trainer(Configurable):
     def finish(self, ending: Ending) -> None:
         """Save what is not saved yet, and say how the run ended."""
         with self.metrics.exclude():
+            if self.validator and ending == "data ended" and not self.validator.is_due(self.step, last=False):
+                self.metrics.log_validation(self.step, self.validator.validate())
             self.checkpointer.save(self.step, last=ending != "stopped", stopped=ending == "stopped")
             self.checkpointer.wait()
         if ending == "completed":

@@ -69,4 +69,3 @@ def _command(args: Sequence[str]) -> str:
     variables = [f"{name}={shlex.quote(os.environ[name])}" for name in names if name in os.environ]
     script = os.environ.get(PROGRAM_VARIABLE)
     return " ".join([*variables, shlex.quote(script) if script else "torchtitan train", shlex.join(args)])
-

@@ -186,7 +186,9 @@ def _read_marker(path: Path) -> Marker | None:
     try:
         content = json.loads((path / _MARKER).read_text())
     except ValueError as error:
-        raise UserError(f"{path / _MARKER} is damaged ({error}); load another checkpoint, or remove this one") from error
+        raise UserError(
+            f"{path / _MARKER} is damaged ({error}); load another checkpoint, or remove this one"
+        ) from error
     if content["format_version"] != _FORMAT_VERSION:
         raise UserError(
             f"{path} is a checkpoint in layout {content['format_version']}, and this version reads "
