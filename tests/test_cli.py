@@ -266,7 +266,7 @@ def test_more_processes_than_gpus(
     check_mistake(in_workplace, capfd, "", ("NGPU is 3", "has 2 GPU"))
 
 
-def test_one_process_under_torchrun(
+def test_the_entry_point_of_one_process(
     in_workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from torchtitan.train import main as train_main

@@ -99,7 +99,7 @@ def start(workplace: Path) -> Iterator[Callable[..., Command]]:
 
 
 def assert_quiet(printed: str) -> None:
-    """No traceback, and nothing that is not a line of our logger: torch's own warnings begin with [W, W1120, [rank0]."""
+    """No traceback, and nothing but lines of our logger: those of torch's own begin with [W, W1120, [rank0]."""
     assert "Traceback" not in printed
     for line in printed.splitlines():
         assert re.match(r"\d\d:\d\d:\d\d (INFO|WARNING|ERROR) ", line), line
@@ -153,6 +153,7 @@ class TestFailures:
         assert traceback.startswith("Traceback") and traceback.count("Traceback") == 1
         assert traceback.endswith("KeyError: 'a bug of rank 1'\n")
 
+    @pytest.mark.slow
     def test_one_rank_is_killed(self, start: Callable[..., Command], workplace: Path) -> None:
         """The rank that a signal ended is named, and not those that lost it."""
         code = """
@@ -284,7 +285,11 @@ class TestStopping:
 
     @pytest.mark.parametrize(
         ("processes", "number", "code"),
-        [(1, signal.SIGINT, -signal.SIGINT), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143)],
+        [
+            (1, signal.SIGINT, -signal.SIGINT),
+            (2, signal.SIGINT, 130),
+            pytest.param(2, signal.SIGTERM, 143, marks=pytest.mark.slow),
+        ],
     )
     def test_a_stop_during_start_up(
         self, start: Callable[..., Command], workplace: Path, processes: int, number: signal.Signals, code: int
@@ -325,6 +330,7 @@ class TestRanks:
         assert "rank 0" not in command.printed and command.printed.count("step 1/1") == 1
         assert_quiet(command.printed)
 
+    @pytest.mark.slow
     def test_two_hosts(self, start: Callable[..., Command], workplace: Path) -> None:
         """Two launchers with one process each are the same run as one launcher with two; and each gets its threads."""
         code = """
@@ -369,7 +375,7 @@ case "$1 $2" in
     -c*) exit "$OLD" ;;
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/torchtitan" ;;
     "-m pip") case "$*" in *--editable*) exit "$PIP_FAILS" ;; esac ;;
-    train*) echo "in $(pwd)" >> "$CALLS" ;;
+    train*) echo "$TORCHTITAN_PROGRAM in $(pwd)" >> "$CALLS" ;;
 esac
 """
 
@@ -409,7 +415,10 @@ class TestScripts:
         return result.returncode, lines, result.stderr
 
     def test_first_use_sets_up_and_later_ones_do_not(self, checkout: Path) -> None:
-        train = ["train --module llama3 --training.steps 3", f"in {checkout.parent / 'elsewhere'}"]
+        train = [
+            "train --module llama3 --training.steps 3",
+            f"../check out/run_train.sh in {checkout.parent / 'elsewhere'}",
+        ]
         code, calls, printed = self.run(checkout, "run_train.sh", "--training.steps", "3", MODULE="llama3")
         assert code == 0 and "Setting up" in printed
         assert calls == [

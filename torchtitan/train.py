@@ -1,5 +1,6 @@
 """Entry point of one training process: `python -m torchtitan.train --module M --config C …`, also under torchrun."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +20,9 @@ from torchtitan.tools.signals import COMMAND_VARIABLE, LAUNCHER_VARIABLE
 
 if TYPE_CHECKING:
     from torchtitan.config.manager import Job
+
+_LAUNCHER = 0  # standard input: a socket whose other end is our launcher's
+_MAX_REPORT_LENGTH = 20_000  # characters; the connection's buffer holds them all, so that sending never waits
 
 
 def run(job: "Job") -> None:
@@ -54,17 +58,17 @@ def main(args: Sequence[str] | None = None) -> int:
     """Parse, check, build, train, close; the process's exit code."""
     init_logger()
     words = list(sys.argv[1:] if args is None else args)
-    report = os.environ.get(LAUNCHER_VARIABLE)
-    if report:
+    launched = LAUNCHER_VARIABLE in os.environ
+    if launched:
         threading.Thread(target=_end_with_launcher, daemon=True).start()
     elif "RANK" not in os.environ:
         os.environ[COMMAND_VARIABLE] = f"python -m torchtitan.train {shlex.join(words)}"
     try:
-        _parse_and_run(words, checked=bool(report))
+        _parse_and_run(words, checked=launched)
     except Exception as error:
         code = exit_code_of(error)
-        if report:
-            _write_report(Path(report), error, code)
+        if launched:
+            _report(error, code)
         elif code == 1:
             raise
         else:
@@ -74,7 +78,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _parse_and_run(words: list[str], *, checked: bool) -> None:
-    # Imported here, so that a signal that arrives while torch is imported finds `main` begun.
+    # Imported once the launcher is watched: torch takes seconds, and must not outlive it either.
     from torchtitan.config.manager import ConfigManager
 
     job = ConfigManager("python -m torchtitan.train").parse_args(words)
@@ -84,18 +88,17 @@ def _parse_and_run(words: list[str], *, checked: bool) -> None:
 
 
 def _end_with_launcher() -> None:
-    """End this process when the launcher, which holds the other end of standard input, has gone."""
-    while os.read(0, 1):
-        pass
+    """End this process when the launcher, at the other end of standard input, has gone: it never sends anything."""
+    with contextlib.suppress(OSError):
+        os.read(_LAUNCHER, 1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _write_report(path: Path, error: Exception, code: int) -> None:
-    """Leave for the launcher what to say; it shows the report of the rank that failed first."""
+def _report(error: Exception, code: int) -> None:
+    """Tell the launcher what to say; it says it for the rank that failed first."""
     text = "".join(traceback.format_exception(error)).rstrip() if code == 1 else str(error)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"time": time.time(), "code": code, "text": text}))
-    partial.replace(path)
+    report = {"time": time.time(), "code": code, "text": text[-_MAX_REPORT_LENGTH:]}
+    os.write(_LAUNCHER, json.dumps(report, ensure_ascii=False).encode(errors="replace"))
 
 
 if __name__ == "__main__":

@@ -6,17 +6,16 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.signals import LAUNCHER_VARIABLE, StopSignals, announce_stop
 
 _POLL_SECONDS = 0.1
+_MAX_REPORT_BYTES = 2**17
 _GRACE_SECONDS = 5.0
 """How long the other ranks may still take, to close their files, once one has failed."""
 
@@ -68,29 +67,27 @@ def launch(args: Sequence[str], *, hosts: Hosts, processes: int) -> int:
     SIGTERM and Ctrl-C are passed on to the workers, and are waited for as long as their last save takes; a second one
     ends them at once. They do not outlive this process, however it ends.
     """
-    with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
-        # The workers inherit that they ignore Ctrl-C, which reaches the whole process group: they hear of it from here.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        workers = [_Worker(args, hosts, processes, local_rank, Path(folder)) for local_rank in range(processes)]
-        signals = StopSignals(
-            on_first=lambda number: _stop(workers, number),
-            on_second=lambda number: _kill(workers),
-        )
-        try:
-            _wait(workers)
-            failed = [worker for worker in workers if worker.failed]
-        finally:
-            _kill(workers)
-            signals.close()
-        return _outcome(failed, signals.first)
+    # The workers inherit that they ignore Ctrl-C, which reaches the whole process group: they hear of it from here.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    workers = [_Worker(args, hosts, processes, local_rank) for local_rank in range(processes)]
+    signals = StopSignals(
+        on_first=lambda number: _stop(workers, number),
+        on_second=lambda number: _kill(workers),
+    )
+    try:
+        _wait(workers)
+        failed = [worker for worker in workers if worker.failed]
+    finally:
+        _kill(workers)
+        signals.close()
+    return _outcome(failed, signals.first)
 
 
 class _Worker:
-    """A training process, and the file in which it says what made it fail."""
+    """A training process, and a connection over which it says what made it fail."""
 
-    def __init__(self, args: Sequence[str], hosts: Hosts, processes: int, local_rank: int, folder: Path) -> None:
+    def __init__(self, args: Sequence[str], hosts: Hosts, processes: int, local_rank: int) -> None:
         self.rank = hosts.rank * processes + local_rank
-        self._report = folder / f"rank-{self.rank}.json"
         environment = {
             # Each process would otherwise start a thread per core of the host.
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
@@ -101,12 +98,14 @@ class _Worker:
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": hosts.address,
             "MASTER_PORT": str(hosts.port),
-            LAUNCHER_VARIABLE: str(self._report),
+            LAUNCHER_VARIABLE: "1",
         }
         # -P: the current folder stays off the import path, as in this process.
         command = [sys.executable, "-P", "-m", "torchtitan.train", *args]
-        # The pipe carries nothing: that it is closed tells the worker that this process has ended.
-        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+        # That it is closed also tells the worker that this process has ended.
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(command, env=environment, stdin=theirs.fileno())
 
     @property
     def failed(self) -> bool:
@@ -119,14 +118,20 @@ class _Worker:
         One that failed without a report, as by a signal, counts as the first: nothing that befalls another rank makes
         it end like that.
         """
-        if self._report.exists():
-            report = json.loads(self._report.read_text())
+        if content := self._receive():
+            report = json.loads(content)
             text = f"rank {self.rank} failed:\n{report['text']}" if report["code"] == 1 else report["text"]
             return report["time"], report["code"], text
         code = self.process.returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = " (the host may have run out of memory)" if code == -signal.SIGKILL else ""
         return 0.0, 1, f"rank {self.rank}, process {self.process.pid}, {how}{hint}"
+
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv(_MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:  # nothing, and a process that the worker started still holds the other end
+            return b""
 
 
 def _stop(workers: Sequence[_Worker], number: int) -> None:

@@ -1,10 +1,13 @@
 """`torchtitan new`: copies an experiment, or a plain training loop, out of the library to be edited."""
 
 import argparse
+import importlib.util
 import keyword
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from torchtitan.config.registry import built_in_modules
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _EXPERIMENT = _PACKAGE / "experiments" / "template"
@@ -29,8 +32,11 @@ def new(args: Sequence[str]) -> int:
         return _refuse(f"'{path}' exists already, and is left as it is")
     if options.plain_loop:
         return _copy_plain_loop(path)
-    if not path.name.isidentifier() or keyword.iskeyword(path.name):
-        return _refuse(f"'{path.name}' cannot be the name of a Python package; use letters, digits and underscores")
+    name = path.name
+    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+        return _refuse(f"'{name}' cannot be the name of a public Python package; use letters, digits and underscores")
+    if name in built_in_modules() or importlib.util.find_spec(name) is not None:
+        return _refuse(f"'{name}' is the name of a module that exists already; choose another")
     return _copy_experiment(path)
 
 

@@ -11,7 +11,7 @@ from types import FrameType
 from torchtitan.tools.logging import logger
 
 LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHED"
-"""Set in the processes that our launcher starts: it passes requests to stop on to them, and ends them if need be."""
+"""Set for the processes that our launcher starts: it passes requests to stop on, and ends them if need be."""
 
 COMMAND_VARIABLE = "TORCHTITAN_COMMAND"
 """Holds the command that started the run, to be shown when it stops."""

@@ -1,5 +1,6 @@
 """The decoder-only language model that families specialise: embedding, blocks, final norm, output head."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,11 +61,13 @@ class Decoder(BaseModel):
 
         def validate(self) -> None:
             """Raise `UserError` for sizes that do not fit together."""
-            for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"):
+            for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "max_seq_len"):
                 if getattr(self, name) < 1:
                     raise UserError(f"--model.{name} is {getattr(self, name)}, and must be at least 1")
             if self.vocab_size is not None and self.vocab_size < 1:
                 raise UserError(f"--model.vocab_size is {self.vocab_size}, and must be at least 1")
+            if not 0 < self.norm_eps < math.inf:
+                raise UserError(f"--model.norm_eps is {self.norm_eps}, and must be above 0")
             if self.dim % self.n_heads or self.head_dim % 2:
                 raise UserError(
                     f"--model.dim {self.dim} must give each of --model.n_heads {self.n_heads} an even width"

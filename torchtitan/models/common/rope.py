@@ -30,11 +30,11 @@ class RoPEConfig:
 
     def validate(self) -> None:
         """Raise `UserError` for values that give no frequencies."""
-        if self.theta <= 0 or self.scaling_factor <= 0:
+        if not (0 < self.theta < math.inf and 0 < self.scaling_factor < math.inf):
             raise UserError(
                 f"--model.rope: theta {self.theta} and scaling_factor {self.scaling_factor} must be above 0"
             )
-        if self.high_freq_factor <= self.low_freq_factor:
+        if not self.high_freq_factor > self.low_freq_factor:
             raise UserError(
                 f"--model.rope.high_freq_factor {self.high_freq_factor} must be above "
                 f"low_freq_factor {self.low_freq_factor}"
