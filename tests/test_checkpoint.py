@@ -35,6 +35,7 @@ from torchtitan.components.checkpoint import (
     CheckpointSaveError,
     ModelState,
     RandomState,
+    folders,
     list_checkpoints,
     storage,
 )
@@ -194,6 +195,24 @@ def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     assert_same(loaded.snapshot(), at_save)
 
 
+def test_background_saves_use_the_cuda_device_of_the_manager_s_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stand-in for CUDA: with two GPUs, rank 1 must not open a context on the first."""
+    devices: list[tuple[str, int]] = []
+    with monkeypatch.context() as while_built:
+        while_built.setattr(torch.cuda, "is_initialized", lambda: True)
+        while_built.setattr(torch.cuda, "current_device", lambda: 3)
+        while_built.setattr(torch.cuda, "set_device", lambda i: devices.append((threading.current_thread().name, i)))
+        manager = CheckpointManager.Config(enable=True, interval=1, async_mode="async").build(
+            dump_folder=str(tmp_path), states={"model": ModelState([nn.Linear(2, 2)])}
+        )
+    manager.save(1)
+    manager.close()
+    assert devices == [("checkpoint_0", 3)]
+    assert steps(tmp_path) == [1]
+
+
 def test_async_save_is_complete_before_the_next_one(tmp_path: Path) -> None:
     run = Run(tmp_path, async_mode="async")
     run.train(1)
@@ -220,12 +239,15 @@ def test_when_a_save_is_due(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2, 4]
     run.manager.save(5, last=True)
     assert steps(tmp_path) == [1, 2, 4, 5]
+    assert [step for step in range(1, 6) if run.manager.is_due(step)] == [1, 2, 4]
+    assert run.manager.is_due(5, last=True)
     idle_configs: list[dict[str, Any]] = [{"enable": False}, {"load_only": True}]
     for config in idle_configs:
         idle = Run(tmp_path / "idle", **config)
         idle.train(1)
         idle.manager.save(1, last=True)
         assert not (tmp_path / "idle").exists()
+        assert not idle.manager.is_due(1, last=True)
 
 
 def test_the_same_step_is_saved_once(tmp_path: Path) -> None:
@@ -339,12 +361,46 @@ def test_a_removal_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "checkpoint/step-1/.metadata").exists()
 
 
-def test_checkpoint_of_a_later_layout_is_refused(tmp_path: Path) -> None:
-    Run(tmp_path).train_and_save(1)
-    marker = tmp_path / "checkpoint/step-1/complete.json"
-    marker.write_text(json.dumps({**json.loads(marker.read_text()), "format_version": 99}))
-    with pytest.raises(UserError, match="layout 99"):
-        Run(tmp_path).manager.load()
+BAD_MARKERS: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
+    "empty file": (lambda good: "", "complete.json is damaged"),
+    "not JSON": (lambda good: json.dumps(good)[:-1], "complete.json is damaged"),
+    "empty": (lambda good: "{}", "complete.json is damaged"),
+    "list": (lambda good: "[]", "complete.json is damaged"),
+    "key missing": (
+        lambda good: json.dumps({k: v for k, v in good.items() if k != "kind"}),
+        "complete.json is damaged",
+    ),
+    "key too many": (lambda good: json.dumps({**good, "stepz": 1}), "complete.json is damaged"),
+    "unknown kind": (lambda good: json.dumps({**good, "kind": "half"}), "complete.json is damaged"),
+    "wrong type": (lambda good: json.dumps({**good, "world_size": None}), "complete.json is damaged"),
+    "later layout": (lambda good: json.dumps({**good, "format_version": 99}), "layout 99"),
+}
+
+
+@pytest.mark.parametrize("damage", BAD_MARKERS)
+def test_a_bad_marker_is_skipped_and_an_error_where_it_is_named(
+    tmp_path: Path, damage: str, log: pytest.LogCaptureFixture
+) -> None:
+    Run(tmp_path).train_and_save(3)
+    content, fault = BAD_MARKERS[damage]
+    for step in (1, 3):
+        marker = tmp_path / f"checkpoint/step-{step}/complete.json"
+        marker.write_text(content(json.loads(marker.read_text())))
+
+    assert steps(tmp_path) == [2]
+    run = Run(tmp_path)
+    assert run.manager.load() == 2
+    for step in (1, 3):
+        assert [m for m in log.messages if m.startswith("skipped ") and f"step-{step}: " in m and fault in m]
+    with pytest.raises(
+        UserError, match=rf"load_step: step 3 in .* cannot be loaded: .*step-3.*{fault[-9:]}.*complete: 2"
+    ):
+        CheckpointManager.Config(enable=True, load_step=3).check_folder(str(tmp_path))
+    with pytest.raises(UserError, match=f"initial_load_path: .*step-1.*{fault[-9:]}.*name another one"):
+        path = str(tmp_path / "checkpoint/step-1")
+        CheckpointManager.Config(initial_load_path=path).check_folder(str(tmp_path / "other"))
+    run.train_and_save(1)
+    assert steps(tmp_path) == [2, 3]
 
 
 # Saves that fail
@@ -545,8 +601,10 @@ def test_wrong_values(tmp_path: Path, config: dict[str, Any], message: str) -> N
     run = Run(tmp_path, keep_latest_k=2)
     run.train_and_save(10)
     (tmp_path / "checkpoint/step-8").mkdir()
+    checked = CheckpointManager.Config(**{"enable": True, **config})
     with pytest.raises(UserError, match=message):
-        CheckpointManager.Config(**{"enable": True, **config}).check_folder(str(tmp_path))
+        checked.validate()
+        checked.check_folder(str(tmp_path))
     with pytest.raises(UserError, match=message):
         Run(tmp_path, **config).manager.load()
 
@@ -554,7 +612,7 @@ def test_wrong_values(tmp_path: Path, config: dict[str, Any], message: str) -> N
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pinned memory is there")
 def test_pinned_memory_needs_cuda(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="async_with_pinned_mem needs CUDA"):
-        CheckpointManager.Config(async_mode="async_with_pinned_mem").check_folder(str(tmp_path))
+        Run(tmp_path, async_mode="async_with_pinned_mem")
 
 
 def test_another_model_shape_names_the_tensor_and_changes_nothing(tmp_path: Path) -> None:
@@ -804,6 +862,22 @@ def _errors_on_every_rank(rank: int, folder: Path) -> None:
     dist.barrier()
     with pytest.raises(CheckpointSaveError, match="Errno 27"):
         run.manager.save(3, last=True)
+    _unforeseen_errors_on_every_rank(folder)
+
+
+def _unforeseen_errors_on_every_rank(folder: Path) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyError("unforeseen")  # on rank 0, which alone starts a save
+
+    start_partial, folders.start_partial = folders.start_partial, fail
+    try:
+        for async_mode in ("disabled", "async"):
+            run = _sharded(folder, async_mode=async_mode)
+            with pytest.raises(KeyError, match="unforeseen"):
+                run.manager.save(4)
+                run.manager.wait()
+    finally:
+        folders.start_partial = start_partial
 
 
 def _train_and_fail(rank: int, folder: Path) -> None:

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from torchtitan.components.data import BaseDataLoader, PretrainDataLoader, feeds
-from torchtitan.components.data.packing import IGNORE_INDEX, pack
+from torchtitan.components.data.packing import pack
 from torchtitan.components.data.sources import resolve_source
 from torchtitan.components.data.stories import Stories
 from torchtitan.components.data.token_cache import open_token_cache
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
 
@@ -333,10 +334,20 @@ def test_numbers_out_of_range(config, tokenizer, runtime, message):
 
 
 def test_settings_out_of_range(config, tokenizer):
-    with pytest.raises(UserError, match="num_workers must be at least 0, not -1"):
-        build(replace(config, num_workers=-1), tokenizer)
-    with pytest.raises(UserError, match="shuffle_buffer must be at least 1 document, not 0"):
-        build(replace(config, shuffle_buffer=0), tokenizer)
+    for settings, message in (
+        ({"num_workers": -1}, "--dataloader.num_workers must be at least 0, not -1"),
+        ({"shuffle_buffer": 0}, "--dataloader.shuffle_buffer must be at least 1 document, not 0"),
+    ):
+        wrong = replace(config, **settings)
+        for use in (wrong.validate, lambda wrong=wrong: build(wrong, tokenizer)):
+            with pytest.raises(UserError, match=message):
+                use()
+
+
+def test_own_loader_need_not_describe_its_documents():
+    loader = BaseDataLoader.Config().build()
+    assert loader.describe(torch.tensor([7, 7])) == "document 7"
+    assert loader.describe(torch.tensor([7, 9])) == "documents 7-9"
 
 
 def test_own_subclass(config, tokenizer):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from torchtitan.components.data.packing import IGNORE_INDEX, count_windows, filler, pack, permute
+from torchtitan.components.data.packing import count_windows, filler, pack, permute
+from torchtitan.components.loss import IGNORE_INDEX
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097])

@@ -125,7 +125,7 @@ def test_saved_datasets_folder(tmp_path):
     validation = resolve_source(str(tmp_path / "several"), None, "validation")
     assert documents_of(validation) == [TEXTS[1], TEXTS[0]]
     assert available_splits(str(tmp_path / "several")) == ("train", "validation")
-    with pytest.raises(UserError, match=r"no column 'body'; set text_column to one of: text, n"):
+    with pytest.raises(UserError, match=r"no column 'body'; set --dataloader.text_column to one of: text, n"):
         documents_at(tmp_path / "one", "body")
     with pytest.raises(UserError, match="has no split 'test'; it has: train, validation"):
         resolve_source(str(tmp_path / "several"), None, "test")
@@ -202,7 +202,7 @@ def test_other_paths_that_cannot_be_data(tmp_path):
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
 def test_wrong_column_lists_the_columns(tmp_path, kind):
     path = write_table(tmp_path / f"data.{kind}", "body")
-    with raises("no column 'text'; set text_column to one of: id, body"):
+    with raises("no column 'text'; set --dataloader.text_column to one of: id, body"):
         documents_at(path)
     with raises(str(path)):
         documents_at(path)

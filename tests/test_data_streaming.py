@@ -13,12 +13,12 @@ import torch
 
 from torchtitan.components.data import HubDataset, PretrainDataLoader, register_dataset
 from torchtitan.components.data.feeds import Layout
-from torchtitan.components.data.packing import IGNORE_INDEX
 from torchtitan.components.data.sources import resolve_source
 from torchtitan.components.data.stories import Stories
 from torchtitan.components.data.streaming import PackedStream, StreamOrder
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import RunFailure, UserError
 
 datasets = pytest.importorskip("datasets")
 
@@ -62,9 +62,16 @@ def one_file(tmp_path_factory):
     return "streaming-test-one-file"
 
 
-def build(name, tokenizer, *, batch=3, workers=0, shuffle=True, block=16, document_mask=True, **runtime):
+def build(
+    name, tokenizer, *, batch=3, workers=0, shuffle=True, block=16, document_mask=True, text_column=None, **runtime
+):
     config = PretrainDataLoader.Config(
-        dataset=name, shuffle=shuffle, shuffle_buffer=block, num_workers=workers, document_mask=document_mask
+        dataset=name,
+        text_column=text_column,
+        shuffle=shuffle,
+        shuffle_buffer=block,
+        num_workers=workers,
+        document_mask=document_mask,
     )
     return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
 
@@ -348,7 +355,7 @@ def test_prepare_finds_what_is_wrong(tmp_path, one_file, tokenizer):
         PretrainDataLoader.Config(dataset=name, **fields).prepare(tokenizer=tokenizer)
 
     prepare(one_file)
-    with pytest.raises(UserError, match=f"dataset '{one_file}': no column 'body'; set text_column to one of: text, n"):
+    with pytest.raises(UserError, match=f"dataset '{one_file}': no column 'body'; set --dataloader.text_column to"):
         prepare(one_file, text_column="body")
     with pytest.raises(UserError, match="column 'n' holds a int, not text"):
         prepare(one_file, text_column="n")
@@ -362,6 +369,38 @@ def test_prepare_finds_what_is_wrong(tmp_path, one_file, tokenizer):
     register_dataset("streaming-test-empty", HubDataset(path=str(tmp_path / "empty")))
     with pytest.raises(UserError, match="'streaming-test-empty'"):
         prepare("streaming-test-empty")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_text_in_a_worker_is_one_line(one_file, tokenizer, workers):
+    loader = build(one_file, tokenizer, workers=workers, text_column="n")
+    with pytest.raises(UserError, match=f"^dataset '{one_file}': column 'n' holds a int, not text$"):
+        next(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_failure_while_rows_flow_is_no_mistake_of_the_user(tmp_path, tokenizer, workers):
+    folder = write_folder(tmp_path / "data", "jsonl", 4)
+    with (folder / "train-00003-of-00004.jsonl").open("a") as file:
+        file.write('{"text": "cut sho')
+    name = f"streaming-test-failing-{workers}"
+    register_dataset(name, HubDataset(path=str(folder)))
+    loader = build(name, tokenizer, workers=workers, shuffle=False, block=1, epochs=1)
+    loader.config.prepare(tokenizer=tokenizer)
+    next(loader)
+    with pytest.raises(RunFailure) as raised:
+        take(loader)
+    message = str(raised.value)
+    assert message.startswith(f"dataset '{name}' ({folder}, split 'train') cannot be read: ")
+    assert message.endswith("; check the network, and resume from the last checkpoint") and "\n" not in message
+    loader.close()
+
+
+def test_failure_to_open_during_a_run_is_no_mistake_of_the_user(tmp_path, tokenizer):
+    register_dataset("streaming-test-gone", HubDataset(path=str(tmp_path / "gone")))
+    with pytest.raises(RunFailure, match="'streaming-test-gone' .* cannot be read: "):
+        next(build("streaming-test-gone", tokenizer))
 
 
 OFFLINE = """

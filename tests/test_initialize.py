@@ -9,7 +9,7 @@ from torch import nn
 from tests.processes import run_processes
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.initialize import canonical_name
-from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
+from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 
 
 def make_model(dim: int = 64, n_layers: int = 2):
@@ -67,6 +67,22 @@ def test_a_parameter_without_initializer_is_an_error():
         initialize_weights(with_initializers(nn.Linear(2, 2), weight=TruncatedNormal(1.0)), 0)
 
 
+def test_buffers_are_initialised_too():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.empty(3))
+
+    with torch.device("meta"):
+        scaled, bare = with_initializers(Scaled(), scale=Constant(2.0)), Scaled()
+    for module in (scaled, bare):
+        module.to_empty(device="cpu")
+    initialize_weights(scaled, 0)
+    assert torch.equal(scaled.scale, torch.full((3,), 2.0))
+    with pytest.raises(LookupError, match="scale"):
+        initialize_weights(bare, 0)
+
+
 def test_canonical_name():
     assert canonical_name("layers.0._orig_mod._checkpoint_wrapped_module.wq.weight") == "layers.0.wq.weight"
 
@@ -88,6 +104,30 @@ def shard_and_compare(dp_replicate: int, dp_shard: int, uneven_dim: int) -> None
     initialize_weights(model, 7)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.full_tensor(), expected[name]), name
+
+
+def check_types_inside_a_block() -> None:
+    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.parallelize import free_gathered_weights, parallelize_decoder
+
+    model = make_model().build()
+    initialize_weights(model, 0)
+    dims = ParallelDims(world_size=2, dp_replicate=1, dp_shard=2)
+    options = {"training": TrainingConfig(mixed_precision_param="bfloat16"), "parallelism": ParallelismConfig()}
+    parallelize_decoder(model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), **options)
+    seen = []
+    model.layers["1"].register_forward_pre_hook(lambda _, args: seen.append((args[0].dtype, args[1][0].dtype)))
+    with torch.no_grad():
+        model(torch.zeros(1, 8, dtype=torch.long))
+    assert seen == [(torch.bfloat16, torch.float32)]
+    assert any(not hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    free_gathered_weights(model)
+    assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def test_angles_stay_in_float32_and_gathered_weights_can_be_freed():
+    run_processes(check_types_inside_a_block, 2)
 
 
 @pytest.mark.parametrize(("dp_replicate", "dp_shard"), [(1, 2), (2, 1), (1, 4), (2, 2)])

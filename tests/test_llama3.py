@@ -222,6 +222,37 @@ def test_document_attention_equals_a_dense_mask():
         torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-10)
 
 
+def test_the_block_mask_of_gpus_means_the_same(monkeypatch):
+    """FlexAttention's forward pass runs on a CPU too, uncompiled; its backward pass does not (torch 2.13)."""
+    import torch.nn.attention.flex_attention as flex_attention
+
+    from torchtitan.models.common import attention
+
+    monkeypatch.setattr(attention, "_compiled", lambda name: getattr(flex_attention, name))
+    torch.manual_seed(0)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ([100, 156], [30, 1, 225])])
+    q, k, v = (torch.randn(2, 256, heads, 16) for heads in (4, 2, 2))
+    out = attend(q, k, v, attention._block_mask(positions == 0))
+    # Float32 sums in another order.
+    torch.testing.assert_close(out, attend(q, k, v, document_mask(positions)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_packed_documents_on_cuda_equal_the_cpu():
+    model = small_model()
+    positions = torch.cat([torch.arange(n) for n in (100, 28)])[None]
+    tokens = torch.randint(97, (1, 128))
+    results = []
+    for device in ("cpu", "cuda"):
+        copy = small_model().to(device)
+        copy.load_state_dict(model.state_dict())
+        logits = copy(tokens.to(device), positions.to(device))
+        logits.square().mean().backward()
+        results.append((logits.cpu(), {name: p.grad.cpu() for name, p in copy.named_parameters()}))
+    # Float32 with another order of sums, and CUDA's own exponentials.
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "overrides", [{"dim": 66}, {"n_kv_heads": 3}, {"n_layers": 0}, {"rope": RoPEConfig(low_freq_factor=4.0)}]
 )

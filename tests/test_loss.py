@@ -88,9 +88,19 @@ def test_a_frozen_output_weight_gets_no_gradient(tensors):
 
 
 def test_without_gradients_the_value_is_the_same(tensors):
+    hidden, weight, labels = tensors
+    weight = torch.nn.Parameter(weight)
+    seen = []
+
+    class Spy(CrossEntropyLoss):
+        def from_logits(self, logits_NV, labels_N):
+            seen.append(logits_NV.requires_grad)
+            return super().from_logits(logits_NV, labels_N)
+
     with torch.no_grad():
-        value = CrossEntropyLoss.Config(chunk_tokens=4).build()(*tensors)
+        value = Spy.Config(chunk_tokens=4).build()(hidden, weight, labels)
     torch.testing.assert_close(value, plain(*tensors), rtol=1e-5, atol=0)
+    assert seen == [False] * 6  # no gradient is computed for nothing
 
 
 def test_negative_chunk_is_refused():

@@ -169,6 +169,32 @@ class TestNumbers:
         assert steps_of(tmp_path / "metrics.jsonl") == [1, 10, 20, 25]
         assert [step for step in range(1, 26) if metrics.should_log(step)] == [1, 10, 20, 25]
 
+    @pytest.mark.parametrize("flush", [True, False])  # False: an error has ended the loop
+    def test_the_last_step_has_a_line_wherever_the_run_ends(self, tmp_path: Path, flush: bool) -> None:
+        clock = Clock()
+        metrics = build(tmp_path, clock=clock)
+        metrics.start(0)
+        train(metrics, 1, 13, clock)
+        if flush:
+            metrics.flush()
+            assert steps_of(tmp_path / "metrics.jsonl") == [1, 10, 13]
+        with metrics.exclude():  # the last validation and checkpoint
+            clock.sleep(50)
+        metrics.count_tokens(12345)  # of a step that was not finished
+        metrics.close()
+        last = lines_of(tmp_path / "metrics.jsonl")[-1]
+        assert set(last) == KEYS
+        assert (last["step"], last["loss"], last["step_time"], last["tokens_per_second"]) == (13, 1 / 13, 1.0, 100.0)
+        assert steps_of(tmp_path / "metrics.jsonl") == [1, 10, 13]
+
+    def test_a_last_step_that_was_due_has_one_line(self, tmp_path: Path) -> None:
+        metrics = build(tmp_path)
+        metrics.start(0)
+        train(metrics, 1, 10)
+        metrics.flush()
+        metrics.close()
+        assert steps_of(tmp_path / "metrics.jsonl") == [1, 10]
+
     def test_validation_has_a_line_of_its_own(self, tmp_path: Path) -> None:
         metrics = build(tmp_path)
         metrics.start(0)
@@ -229,6 +255,17 @@ class TestResume:
             train(metrics, start + 1, 8 if start == 0 else 20)
             metrics.close()
         assert steps_of(tmp_path / "metrics.jsonl") == [1, 10, 20]
+
+    @pytest.mark.parametrize(("resumed_from", "steps"), [(7, [1, 7, 10, 20]), (5, [1, 10, 20])])
+    def test_the_last_line_of_a_stopped_run_is_kept_where_it_resumes_from_there(
+        self, tmp_path: Path, resumed_from: int, steps: list[int]
+    ) -> None:
+        for start, last in ((0, 7), (resumed_from, 20)):
+            metrics = build(tmp_path)
+            metrics.start(start)
+            train(metrics, start + 1, last)
+            metrics.close()
+        assert steps_of(tmp_path / "metrics.jsonl") == steps
 
     def test_resuming_from_elsewhere_needs_no_file(self, tmp_path: Path) -> None:
         metrics = build(tmp_path / "new" / "folder")
@@ -327,9 +364,27 @@ class TestWandB:
         assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
         assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
 
+    def test_refused_it_leaves_the_earlier_run_s_files_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        wandb = pytest.importorskip("wandb", reason="needs the package wandb")
+
+        def init(**settings: Any) -> None:
+            raise wandb.Error("not logged in")
+
+        monkeypatch.setattr("wandb.init", init)
+        for folder in (tmp_path, tmp_path / "tb"):
+            folder.mkdir(exist_ok=True)
+            (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+        config = MetricsProcessor.Config(enable_wandb=True, enable_tensorboard=True)
+        with pytest.raises(UserError, match=r"not logged in.*wandb login"):
+            build(tmp_path, config).start(0)
+        assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "tb", "wandb"}
+        assert steps_of(tmp_path / "metrics.jsonl") == [1]
+
     def test_absent_it_says_how_to_install_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "wandb", None)
-        with pytest.raises(UserError, match=r"pip install torchtitan\[wandb\]"):
+        with pytest.raises(UserError, match="pip install wandb$"):
             build(tmp_path, self.CONFIG)
 
     def test_a_folder_of_that_name_is_no_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -524,6 +524,28 @@ def test_norm_of_low_precision_gradients_is_in_float32():
     assert float64_norm(clipped) == pytest.approx(0.5, rel=2**-9)
 
 
+def test_other_devices_take_torch_s_kernel_over_all_tensors(monkeypatch):
+    """On the meta device, which has shapes and no numbers."""
+    calls = []
+    get_total_norm = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: calls.append(len(grads)) or get_total_norm(grads))
+    gradients = [gradient.to("meta") for gradient in gradients_for_clipping()]
+    assert clip_grad_norm(with_gradients(gradients), 0.5).shape == ()
+    assert calls == [len(SHAPES)]
+    # Of bfloat16, whose norms it would round, it is not asked.
+    norm = clip_grad_norm(with_gradients([gradient.bfloat16() for gradient in gradients]), 0.5)
+    assert norm.dtype == torch.float32
+    assert calls == [len(SHAPES)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_clipping_on_cuda_against_float64(max_norm):
+    parameters = with_gradients([gradient.cuda() for gradient in gradients_for_clipping()])
+    norm = clip_grad_norm(parameters, max_norm)
+    check_clipped([parameter.grad.cpu() for parameter in parameters], norm, max_norm)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_shows_in_the_norm(value):
     gradients = gradients_for_clipping()

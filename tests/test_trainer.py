@@ -1,12 +1,16 @@
 """The training loop: the loss's definition, equality over layouts, exact resume, what happens when things go wrong."""
 
+import gc
 import itertools
 import json
 import math
+import random
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,6 +114,7 @@ LAYOUTS = {
     "ddp-2": (2, {"parallelism__data_parallel_replicate_degree": 2}),
     "fsdp-4": (4, {}),
     "hsdp-2x2": (4, {"parallelism__data_parallel_replicate_degree": 2}),
+    "fsdp-2-always": (2, {"parallelism__fsdp_reshard_after_forward": "always"}),
     "fsdp-2-never": (2, {"parallelism__fsdp_reshard_after_forward": "never"}),
 }
 TWENTY_STEPS = {
@@ -140,6 +145,15 @@ def test_every_layout_gives_the_same_numbers(layout, single_process_run, tmp_pat
     assert lines == [pytest.approx(line, rel=1e-5) for line in expected]
     assert len(lines) == 20
     assert read_validation(tmp_path) == [pytest.approx(line, rel=1e-5) for line in read_validation(single_process_run)]
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tied_embeddings_give_the_same_numbers(replicas, tmp_path):
+    options = {**TWENTY_STEPS, "training__steps": 5, "model__tie_embeddings": True}
+    launch(tmp_path / "two", 2, **options, parallelism__data_parallel_replicate_degree=replicas)
+    train(tmp_path / "one", **options)
+    two, one = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("two", "one"))
+    assert two == [pytest.approx(line, rel=1e-5) for line in one]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -260,6 +274,17 @@ class TestNonFinite:
             run(config)
         assert len(read_metrics(tmp_path)) == 2
 
+    def test_is_told_whatever_the_loader_says_of_its_documents(self, tmp_path):
+        class Plain(PretrainDataLoader):
+            def __next__(self):
+                return {name: value for name, value in super().__next__().items() if name != "documents"}
+
+        config = tiny_config(tmp_path)
+        config.dataloader = Plain.Config()
+        config.model_spec.loss = InfiniteLoss.Config()
+        with pytest.raises(NonFiniteError, match="documents: not known"):
+            run(config)
+
     def test_skips_without_touching_weights_or_moments(self, tmp_path):
         config = tiny_config(tmp_path, training__on_nonfinite="skip")
         config.model_spec.loss = InfiniteLoss.Config()
@@ -297,6 +322,28 @@ class TestEndOfData:
         trainer = train(tmp_path, dataloader__dataset=small_text, training__steps=40)
         assert trainer.step == 40
         assert trainer.dataloader.samples_per_epoch < 40
+
+    def test_a_loader_that_just_ends(self, tmp_path, caplog):
+        """A user's own loader need only raise StopIteration."""
+
+        class Three(BaseDataLoader):
+            def __init__(self, config, *, seq_len, local_batch_size, **_):
+                super().__init__(config)
+                tokens = torch.arange(local_batch_size * seq_len).view(local_batch_size, seq_len)
+                self.batches = iter([{"input": tokens, "labels": tokens}] * 3)
+
+            def __next__(self):
+                return next(self.batches)
+
+            def state_dict(self):
+                return {}
+
+        config = tiny_config(tmp_path, training__steps=8)
+        config.dataloader = Three.Config()
+        with caplog.at_level("INFO", logger="torchtitan"):
+            assert run(config).step == 3
+        assert "the data ended after step 3" in caplog.text
+        assert len(read_metrics(tmp_path)) == 3
 
     @pytest.fixture
     def finite_stream(self, tmp_path) -> str:
@@ -409,11 +456,30 @@ def test_the_debug_model_learns(tmp_path):
     assert read_validation(tmp_path)[-1][1] < 0.45 * math.log(2048)
 
 
+def test_every_generator_is_seeded(tmp_path):
+    drawn = []
+    for _ in range(2):
+        trainer = Trainer(tiny_config(tmp_path, debug__seed=5))
+        drawn.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
+        trainer.close()
+    assert drawn[0] == drawn[1]
+
+
+def test_what_the_process_had_is_given_back(tmp_path):
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    config = tiny_config(tmp_path, debug__deterministic=True)
+    config.model_spec.loss = InfiniteLoss.Config()
+    with pytest.raises(NonFiniteError):
+        run(config)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert gc.isenabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_deterministic_mode_and_seed(tmp_path):
     first = train(tmp_path / "1", debug__deterministic=True)
     train(tmp_path / "2", debug__deterministic=True)
     train(tmp_path / "3", debug__seed=1)
-    torch.use_deterministic_algorithms(False)
     runs = [read_metrics(tmp_path / str(n), "loss") for n in (1, 2, 3)]
     assert runs[0] == runs[1] != runs[2]
     assert first.step == 4

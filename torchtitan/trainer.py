@@ -7,12 +7,14 @@ import gc
 import itertools
 import math
 import os
+import random
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy
 import torch
 import torch.distributed as dist
 import tyro
@@ -43,6 +45,9 @@ from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.signals import COMMAND_VARIABLE, StopRequest
+
+_DOCUMENTS_SHOWN = 8
+"""How many of a bad batch's documents are named."""
 
 Ending = Literal["completed", "data ended", "stopped"]
 """Why a run's loop ended."""
@@ -188,7 +193,6 @@ class Trainer(Configurable):
     def __init__(self, config: Config):
         super().__init__(config)
         training = config.training
-        self.stop_request = StopRequest()
         self.device = self.init_distributed()
         # Counts and sums that the host reads; float32 cannot count beyond 2**24 tokens, and is all that MPS has.
         self.statistics_dtype = torch.float32 if self.device.type == "mps" else torch.float64
@@ -222,6 +226,7 @@ class Trainer(Configurable):
         self.checkpointer = self.build_checkpointer()
         self.checkpoint_loaded = False
         self.validator = self.build_validator()
+        self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
         self.profiler = config.profiling.build(dump_folder=config.dump_folder, device=self.device, rank=self.rank)
 
@@ -234,7 +239,11 @@ class Trainer(Configurable):
     def init_random_state(self) -> None:
         """Seed every generator, each rank its own; make algorithms deterministic if asked to."""
         debug = self.config.debug
-        torch.manual_seed(debug.seed + self.rank)
+        seed = debug.seed + self.rank
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)  # all that it takes
+        torch.manual_seed(seed)
+        self.was_deterministic = torch.are_deterministic_algorithms_enabled()
         if debug.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -316,7 +325,7 @@ class Trainer(Configurable):
             return None
         return self.config.validator.build(
             model_parts=self.model_parts,
-            make_dataloader=lambda: self.build_dataloader(data, epochs=1),
+            dataloader=self.build_dataloader(data, epochs=1),
             batches_per_step=self.gradient_accumulation_steps,
             loss_of_batch=lambda batch: self.forward(self.post_dataloading_process(batch)),
         )
@@ -345,17 +354,21 @@ class Trainer(Configurable):
         if self.checkpoint_loaded:
             return
         self.step = self.checkpointer.load()
+        self.checkpoint_loaded = True
         for converter in self.converters:
             converter.post_init_hook(self.model_parts)
-        self.checkpoint_loaded = True
 
     def train(self) -> None:
         """Resume if there is something to resume from, then train to the end, or until asked to stop."""
         self.load_checkpoint()
         self.describe_run()
         self.metrics.start(self.step)
-        gc.disable()
-        with self.profiler, contextlib.closing(self.metrics):
+        with (
+            _automatic_garbage_collection_off(),
+            self.listening_to_signals(),
+            contextlib.closing(self.metrics),
+            self.profiler,
+        ):
             ending: Ending = "completed"
             batches = iter(self.dataloader)
             while self.should_continue_training():
@@ -368,7 +381,6 @@ class Trainer(Configurable):
                     ending = "stopped"
                     break
             self.finish(ending)
-        gc.enable()
 
     def should_continue_training(self) -> bool:
         """Whether another step is to be made."""
@@ -377,9 +389,7 @@ class Trainer(Configurable):
     def train_step(self, batches: Iterator[Batch]) -> StepOutcome:
         """One optimizer step over the next global batch."""
         self.optimizer.zero_grad()
-        with self.metrics.timing_data():
-            # Fewer than that where the data ends.
-            micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
+        micro_batches = self.next_micro_batches(batches)
         n_tokens = self.count_valid_tokens(micro_batches)
         loss = torch.zeros((), device=self.device)
         for batch in micro_batches:
@@ -390,12 +400,22 @@ class Trainer(Configurable):
             self.handle_nonfinite(outcome, micro_batches)
         elif not outcome.data_exhausted:
             self.optimizer.step()
+            for converter in self.converters:
+                converter.post_optimizer_hook(self.model_parts)
         return outcome
+
+    def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
+        """This rank's part of the next global batch; shorter where the data ends, and empty behind its end."""
+        with self.metrics.timing_data():
+            micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
+        self.has_data = bool(micro_batches) and not self.dataloader.exhausted
+        return micro_batches
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
         """Valid tokens of the global batch, on the device: what the summed loss of every rank is divided by."""
         local = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in micro_batches)
-        return sum_over_ranks(torch.tensor(float(local), device=self.device, dtype=self.statistics_dtype))
+        # `full` runs on the device; copying a host tensor there would wait for it.
+        return sum_over_ranks(torch.full((), local, device=self.device, dtype=self.statistics_dtype))
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
         """The batch as the model takes it: its tensors on the device."""
@@ -429,10 +449,11 @@ class Trainer(Configurable):
 
     def read_outcome(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepOutcome:
         """Sum the loss over ranks, learn whether any of them was asked to stop, and read it all at once."""
-        dtype = self.statistics_dtype
-        flags = [self.stop_request.received, not self.dataloader.exhausted]
-        local = torch.cat([loss.to(dtype)[None], torch.tensor(flags, device=self.device, dtype=dtype)])
-        values = torch.cat([sum_over_ranks(local), grad_norm.to(self.device, dtype)[None], n_tokens[None]]).tolist()
+        stop = self.stop_request is not None and self.stop_request.received
+        local = [loss, *(torch.full((), flag, device=self.device) for flag in (float(stop), float(self.has_data)))]
+        sums = sum_over_ranks(torch.stack([value.to(self.statistics_dtype) for value in local]))
+        norm_and_tokens = [value.to(self.device, self.statistics_dtype) for value in (grad_norm, n_tokens)]
+        values = torch.cat([sums, torch.stack(norm_and_tokens)]).tolist()
         total_loss, ranks_to_stop, ranks_with_data, norm, tokens = values
         return StepOutcome(
             loss=total_loss,
@@ -447,10 +468,12 @@ class Trainer(Configurable):
         Raises:
             NonFiniteError: with the step and the documents that it was computed from, of all ranks.
         """
-        local = [self.dataloader.describe(row) for batch in micro_batches for row in batch["documents"]]
+        local = [self.dataloader.describe(row) for batch in micro_batches for row in batch.get("documents", [])]
         documents = [document for of_rank in gather_objects(local) for document in of_rank]
-        message = f"step {self.step + 1}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; documents: "
-        message += "; ".join(documents)
+        shown = "; ".join(documents[:_DOCUMENTS_SHOWN]) or "not known"
+        more = f" and {len(documents) - _DOCUMENTS_SHOWN} more" if len(documents) > _DOCUMENTS_SHOWN else ""
+        numbers = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
+        message = f"step {self.step + 1}: {numbers}; documents: {shown}{more}"
         if self.config.training.on_nonfinite == "stop":
             raise NonFiniteError(message)
         logger.warning("%s. The step is skipped.", message)
@@ -461,18 +484,23 @@ class Trainer(Configurable):
         """Count the step, report it, and do what is due after it: garbage collection, validation, a checkpoint."""
         self.step += 1
         self.n_tokens_seen += self.tokens_per_step
-        for converter in self.converters:
-            converter.post_optimizer_hook(self.model_parts)
         self.report(outcome)
         self.lr_scheduler.step()
         self.profiler.step(self.step)
         if self.step % self.config.training.gc_freq == 0:
             gc.collect(1)
         last = not self.should_continue_training()
+        if self.validator and self.validator.is_due(self.step, last=last):
+            self.validate()
+        if self.checkpointer.is_due(self.step, last=last):
+            with self.metrics.exclude():
+                self.checkpointer.save(self.step, last=last)
+
+    def validate(self) -> None:
+        """Validate and log it, outside of the time that counts as training."""
+        assert self.validator is not None
         with self.metrics.exclude():
-            if self.validator and self.validator.is_due(self.step, last=last):
-                self.metrics.log_validation(self.step, self.validator.validate())
-            self.checkpointer.save(self.step, last=last)
+            self.metrics.log_validation(self.step, **self.validator.validate())
 
     def report(self, outcome: StepOutcome) -> None:
         """Log the numbers of the step when they are due."""
@@ -487,9 +515,9 @@ class Trainer(Configurable):
 
     def finish(self, ending: Ending) -> None:
         """Save what is not saved yet, and say how the run ended."""
+        if self.validator and ending == "data ended" and not self.validator.is_due(self.step, last=False):
+            self.validate()
         with self.metrics.exclude():
-            if self.validator and ending == "data ended" and not self.validator.is_due(self.step, last=False):
-                self.metrics.log_validation(self.step, self.validator.validate())
             self.checkpointer.save(self.step, last=ending != "stopped", stopped=ending == "stopped")
             self.checkpointer.wait()
         if ending == "completed":
@@ -500,7 +528,10 @@ class Trainer(Configurable):
             command = os.environ.get(COMMAND_VARIABLE, "run it again")
             logger.info("stopped after step %d; to resume: %s", self.step, command)
         else:
-            logger.warning("stopped after step %d; nothing is saved (--checkpoint.enable would have)", self.step)
+            missing = (
+                "--checkpoint.load_only forbids it" if self.config.checkpoint.enable else "--checkpoint.enable saves"
+            )
+            logger.warning("stopped after step %d; nothing is saved (%s)", self.step, missing)
 
     def describe_run(self) -> None:
         """Log what is about to be trained."""
@@ -537,10 +568,34 @@ class Trainer(Configurable):
 
     def close(self) -> None:
         """Release what the run holds, after `train` or instead of it."""
-        self.dataloader.close()
-        self.checkpointer.close()
-        destroy_process_group()
-        self.stop_request.close()
+        with contextlib.ExitStack() as stack:
+            # In reverse order, and each even if one before it fails.
+            stack.callback(torch.use_deterministic_algorithms, self.was_deterministic)
+            stack.callback(destroy_process_group)
+            stack.callback(self.checkpointer.close)
+            stack.callback(self.dataloader.close)
+            if self.validator:
+                stack.callback(self.validator.close)
+
+    @contextlib.contextmanager
+    def listening_to_signals(self) -> Iterator[None]:
+        """Within, SIGTERM and Ctrl-C end the run after the step in progress."""
+        self.stop_request = StopRequest()
+        try:
+            yield
+        finally:
+            self.stop_request.close()
+
+
+@contextlib.contextmanager
+def _automatic_garbage_collection_off() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _check_writable(folder: Path) -> None:

@@ -59,6 +59,8 @@ class CrossEntropyLoss(Configurable):
             # Once here rather than once per chunk.
             dtype = torch.get_autocast_dtype(device_type)
             hidden, weight_VD = hidden.to(dtype), weight_VD.to(dtype)
+        # `needs_input_grad` in there would be true of a parameter even where gradients are off.
+        hidden, weight_VD = (x if torch.is_grad_enabled() else x.detach() for x in (hidden, weight_VD))
         return _ChunkedLinearLoss.apply(hidden, weight_VD, labels, self.from_logits, self.config.chunk_tokens)
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
@@ -106,8 +108,9 @@ class _ChunkedLinearLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
         grad_hidden, grad_weight = ctx.saved_tensors
+        # In place: they are this function's own, and as large as the output weights.
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * scale.to(grad_hidden.dtype)
+            grad_hidden.mul_(scale)
         if grad_weight is not None:
-            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
+            grad_weight = grad_weight.mul_(scale).to(ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None, None

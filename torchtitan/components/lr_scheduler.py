@@ -59,7 +59,6 @@ class LRScheduler(Configurable):
 
     def __init__(self, config: Config, *, optimizer: Optimizer, training_steps: int):
         super().__init__(config)
-        config.validate()
         self.optimizer = optimizer
         self.total_steps = config.total_steps or training_steps
         self.warmup_steps = min(config.warmup_steps, self.total_steps)

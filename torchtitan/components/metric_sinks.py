@@ -115,7 +115,7 @@ class WandB(Sink):
         """Raise `UserError` where the package `wandb` is not installed."""
         spec = importlib.util.find_spec("wandb")
         if spec is None or spec.origin is None:  # no origin: merely a folder of that name, such as W&B's own output
-            raise UserError("--metrics.enable_wandb needs the package wandb: pip install torchtitan[wandb]")
+            raise UserError("--metrics.enable_wandb needs the package wandb: pip install wandb")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         try:

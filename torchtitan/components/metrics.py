@@ -34,6 +34,17 @@ class _Interval:
     n_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _FinishedStep:
+    """A step that is to be reported, and the interval that ended with it."""
+
+    step: int
+    end: float
+    interval: _Interval
+    values: dict[str, float]
+    extra: dict[str, float]
+
+
 class MetricsProcessor(Configurable):
     """Measures the steps of a run and reports them.
 
@@ -44,8 +55,10 @@ class MetricsProcessor(Configurable):
             metrics.count_tokens(...)           # of the global batch
             ...
             metrics.log_step(step, loss=..., grad_norm=..., lr=..., n_tokens_seen=...)
-            with metrics.exclude():             # validation, a checkpoint
-                ...
+            if ...:                             # validation or a checkpoint is due
+                with metrics.exclude():
+                    ...
+        metrics.flush()
         metrics.close()
 
     Every rank makes these calls; rank 0 writes to the sinks, and the ranks whose logger speaks print a line.
@@ -56,7 +69,7 @@ class MetricsProcessor(Configurable):
         device: what this rank computes on.
         compute_dtype: the type that matrix products compute in; MFU is measured against its peak.
         flops_per_token: floating-point operations of a training step (forward and backward) per token.
-        total_steps: the last step: logged in any case, and what the ETA counts down to.
+        total_steps: the last step, which the ETA counts down to.
         world_size: number of devices that share the work.
         rank: this process's.
         run_config: the run's configuration, for W&B.
@@ -105,7 +118,6 @@ class MetricsProcessor(Configurable):
         clock: Callable[[], float] = time.perf_counter,
     ):
         super().__init__(config)
-        config.validate()
         self.dump_folder = Path(dump_folder)
         self.device = device
         self.compute_dtype = compute_dtype
@@ -116,6 +128,7 @@ class MetricsProcessor(Configurable):
         self.run_config = run_config or {}
         self._clock = clock
         self._interval = _Interval(0, clock())
+        self._unreported: _FinishedStep | None = None  # the last step, where it was not due
         self._first_line: tuple[int, float] | None = None  # step and time; before it lies the warm-up
         self._peak: PeakFlops | None = None  # known once started
         self._sinks: list[Sink] = []
@@ -147,11 +160,12 @@ class MetricsProcessor(Configurable):
 
     def make_sinks(self, step: int) -> list[Sink]:
         """The sinks of rank 0, opened for a run that starts after `step`. Override to add one."""
-        sinks: list[Sink] = [JsonLines(self.dump_folder / "metrics.jsonl", step)]
+        sinks: list[Sink] = []
+        if self.config.enable_wandb:  # first: where it refuses, the files of the run before are left as they are
+            sinks.append(WandB(self.dump_folder, step, self.run_config))
+        sinks.append(JsonLines(self.dump_folder / "metrics.jsonl", step))
         if self.config.enable_tensorboard:
             sinks.append(TensorBoard(self.dump_folder / self.config.save_tb_folder, step))
-        if self.config.enable_wandb:
-            sinks.append(WandB(self.dump_folder, step, self.run_config))
         return sinks
 
     @contextmanager
@@ -165,7 +179,11 @@ class MetricsProcessor(Configurable):
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
-        """Around what is not training (validation, saving a checkpoint): neither its time nor its tokens count."""
+        """Around what is not training (validation, saving a checkpoint): neither its time nor its tokens count.
+
+        Enter it only when there is something to exclude: it waits for the device to finish what is queued, and the host
+        then cannot run ahead.
+        """
         synchronize(self.device)  # training that is still queued on the device belongs to training
         before = dataclasses.replace(self._interval)
         start = self._clock()
@@ -188,23 +206,38 @@ class MetricsProcessor(Configurable):
     ) -> None:
         """Report a finished step, if `should_log`; call it once the loss has been read from the device.
 
+        A step that is not due is kept until the next one: it may turn out to be the last, see `flush`.
+
         Args:
             step: counted from 1.
             loss: mean over the valid tokens of the global batch.
             grad_norm: norm of the gradient before clipping.
             lr: learning rate of this step.
-            n_tokens_seen: tokens trained on since step 1, all ranks together.
+            n_tokens_seen: tokens processed since step 1, padding included, all ranks together.
             extra: more numbers of your own, reported under their names.
         """
-        if not (self._reports and self.should_log(step)):
+        if not self._reports:
             return
-        now = self._clock()
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "n_tokens_seen": n_tokens_seen}
-        values |= self._measure(step, now)
-        self._write(step, values | extra)
-        logger.info(self.console_line(step, values, extra, self._eta_seconds(step, now)))
-        self._interval = _Interval(step, now)
-        self._first_line = self._first_line or (step, now)
+        interval = dataclasses.replace(self._interval)
+        self._unreported = _FinishedStep(step, self._clock(), interval, values, extra)
+        if self.should_log(step):
+            self.flush()
+
+    def flush(self) -> None:
+        """Report the step of the last `log_step` where that was not due; outside of `exclude`.
+
+        To be called when training ends: wherever it ends (the data, a request to stop), its last step has a line.
+        """
+        finished, self._unreported = self._unreported, None
+        if finished is None:
+            return
+        step, end = finished.step, finished.end
+        values = finished.values | self._measure(finished)
+        self._write(step, values | finished.extra)
+        logger.info(self.console_line(step, values, finished.extra, self._eta_seconds(step, end)))
+        self._interval = _Interval(step, end)
+        self._first_line = self._first_line or (step, end)
 
     def log_validation(self, step: int, validation_loss: float, **extra: float) -> None:
         """Report a validation after `step` on a line of its own; leaves the timers of training alone."""
@@ -214,7 +247,8 @@ class MetricsProcessor(Configurable):
         logger.info(f"{self._step_label(step)}  validation loss {validation_loss:.4f}{_listed(extra)}")
 
     def close(self) -> None:
-        """Close the sinks."""
+        """Report a last step that is not reported yet (an error may have ended the loop), and close the sinks."""
+        self.flush()
         for sink in self._sinks:
             try:
                 sink.close()
@@ -241,12 +275,12 @@ class MetricsProcessor(Configurable):
             return "  ".join(text for _, text in parts)
         return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in parts)
 
-    def _measure(self, step: int, now: float) -> dict[str, float]:
-        """The numbers of the interval that ends with `step`: training only, what was excluded left out."""
+    def _measure(self, finished: _FinishedStep) -> dict[str, float]:
+        """The numbers of the interval that ends with a step: training only, what was excluded left out."""
         if self._peak is None:
             raise RuntimeError("MetricsProcessor.start(step) must be called before log_step")
-        interval = self._interval
-        seconds = now - interval.start - interval.excluded
+        interval = finished.interval
+        seconds = finished.end - interval.start - interval.excluded
         tokens_per_second = interval.n_tokens / seconds
         flops_per_device = self.flops_per_token * tokens_per_second / self.world_size
         return {
@@ -255,7 +289,7 @@ class MetricsProcessor(Configurable):
             "mfu": 100 * flops_per_device / self._peak.value,
             "memory_gib": memory_gib(self.device),
             "data_loading_fraction": interval.data / seconds,
-            "step_time": seconds / (step - interval.step),
+            "step_time": seconds / (finished.step - interval.step),
         }
 
     def _eta_seconds(self, step: int, now: float) -> float | None:

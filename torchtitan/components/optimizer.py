@@ -108,7 +108,6 @@ class Optimizer(Configurable):
 
     def __init__(self, config: Config, *, model_parts: Sequence[nn.Module]):
         super().__init__(config)
-        config.validate()
         self.model_parts = list(model_parts)
         if not any(parameter.requires_grad for part in self.model_parts for parameter in part.parameters()):
             raise UserError("there is nothing to train: no parameter of the model requires a gradient")

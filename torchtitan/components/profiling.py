@@ -85,7 +85,6 @@ class Profiler(Configurable):
 
     def __init__(self, config: Config, *, dump_folder: str, device: torch.device, rank: int = 0):
         super().__init__(config)
-        config.validate()
         self.dump_folder = Path(dump_folder)
         self.device = device
         self.rank = rank

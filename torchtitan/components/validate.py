@@ -1,6 +1,7 @@
 """Validation: the loss on held-out data, by the same definition as the training loss."""
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import Configurable
 from torchtitan.config.job_config import require_at_least
+from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import on_all_ranks, sum_over_ranks
 from torchtitan.tools.errors import UserError
 
@@ -21,7 +23,7 @@ class Validator(Configurable):
     Args:
         config: when and how much.
         model_parts: put into evaluation mode meanwhile.
-        make_dataloader: gives a fresh loader over the same samples each time.
+        dataloader: over the validation data, once; each validation begins with it anew.
         batches_per_step: local batches of one rank that make up its share of a global batch.
         loss_of_batch: the summed loss of a batch as the loader gave it, a scalar on the device.
     """
@@ -56,13 +58,14 @@ class Validator(Configurable):
         config: Config,
         *,
         model_parts: Sequence[nn.Module],
-        make_dataloader: Callable[[], BaseDataLoader],
+        dataloader: BaseDataLoader,
         batches_per_step: int,
         loss_of_batch: Callable[[Batch], Tensor],
     ):
         super().__init__(config)
         self.model_parts = model_parts
-        self.make_dataloader = make_dataloader
+        self.dataloader = dataloader
+        self.beginning = dataloader.state_dict()
         self.max_batches = config.steps * batches_per_step if config.steps != -1 else None
         self.loss_of_batch = loss_of_batch
 
@@ -71,21 +74,36 @@ class Validator(Configurable):
         return last or step % self.config.freq == 0
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """The mean loss per valid token over the validation data; NaN where no token is valid."""
+    def validate(self) -> dict[str, float]:
+        """Measure the validation data.
+
+        Returns:
+            `validation_loss`, the mean per valid token (NaN where no token is valid), `validation_time` in seconds, and
+            `validation_tokens_per_second`, valid tokens of all ranks together.
+        """
+        begun = time.perf_counter()
         for part in self.model_parts:
             part.eval()
-        loader = self.make_dataloader()
+        self.dataloader.load_state_dict(self.beginning)
         # float64: a mean over many batches should not depend on their order or on the number of ranks.
         totals = torch.zeros(2, dtype=torch.float64)
-        for batch in itertools.islice(loader, self.max_batches):
+        for batch in itertools.islice(self.dataloader, self.max_batches):
             # Of a stream, no rank knows when the others' shares end; until then it gets batches that count nothing.
-            if loader.samples_per_epoch is None and on_all_ranks(loader.exhausted):
+            if self.dataloader.samples_per_epoch is None and on_all_ranks(self.dataloader.exhausted):
                 break
             totals[0] += self.loss_of_batch(batch).cpu().double()
             totals[1] += (batch["labels"] != IGNORE_INDEX).sum()
-        loader.close()
         for part in self.model_parts:
+            free_gathered_weights(part)
             part.train()
         loss_sum, n_tokens = sum_over_ranks(totals).tolist()
-        return loss_sum / n_tokens if n_tokens else float("nan")
+        seconds = time.perf_counter() - begun
+        return {
+            "validation_loss": loss_sum / n_tokens if n_tokens else float("nan"),
+            "validation_time": seconds,
+            "validation_tokens_per_second": n_tokens / seconds,
+        }
+
+    def close(self) -> None:
+        """End what the data loader has started."""
+        self.dataloader.close()

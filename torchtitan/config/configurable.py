@@ -24,11 +24,16 @@ class Configurable:
         _owner: ClassVar[type["Configurable"]]
 
         def build(self, **runtime: Any) -> Any:
-            """Construct the component this configuration belongs to, as `Owner(config, **runtime)`."""
+            """Construct the component this configuration belongs to, as `Owner(config, **runtime)`.
+
+            Raises:
+                torchtitan.tools.errors.UserError: for values that cannot be used, see `validate`.
+            """
+            self.validate()
             return self._owner(self, **runtime)
 
         def validate(self) -> None:
-            """Find mistakes in the values, before anything is built.
+            """Find mistakes in the values, before anything is built; `build` calls it.
 
             Raises:
                 torchtitan.tools.errors.UserError: for a value that cannot be used.
@@ -38,7 +43,7 @@ class Configurable:
             """The configuration as JSON-ready values: nested dictionaries, lists, strings, numbers, booleans, None."""
             return {field.name: to_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
-    def __init__(self, config: "Configurable.Config", **runtime: Any):
+    def __init__(self, config: "Configurable.Config"):
         self.config = config
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

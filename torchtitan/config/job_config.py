@@ -21,7 +21,8 @@ class TrainingConfig:
     """Optimizer steps to train for."""
 
     epochs: int | None = None
-    """Passes over the data to train for, instead of `steps`; needs data of a known size."""
+    """Passes over the data to train for. Where its size is known they count instead of `steps`; a stream, whose size is
+    not, ends after them, with `steps` as the limit and as the length of the schedule."""
 
     seq_len: int = 512
     """Tokens in one training sample."""

@@ -57,6 +57,7 @@ class ConfigManager:
         selected, overrides = selectors.parse_known_args(args)
         document = _read_config_file(Path(selected.config_file)) if selected.config_file else {}
         in_file = {name: document.pop(name, None) for name in DEFAULT_SELECTION}
+        _check_kinds(in_file, DEFAULT_SELECTION, selected.config_file)
         module, config_name = (
             getattr(selected, name) or in_file[name] or default for name, default in DEFAULT_SELECTION.items()
         )
@@ -65,7 +66,9 @@ class ConfigManager:
             raise UserError(
                 f"configuration '{config_name}' of module '{module}' returned {default!r}, not a Trainer.Config"
             )
-        _check_keys(document, default.to_dict(), selected.config_file)
+        known = default.to_dict()
+        _check_keys(document, known, selected.config_file)
+        _check_kinds(document, known, selected.config_file)
         return Job(module, config_name, self._parse(default, [*_to_flags(document), *overrides]))
 
     def _parse(self, default: Configurable.Config, args: list[str]) -> Any:
@@ -139,18 +142,39 @@ def _read_config_file(path: Path) -> dict[str, Any]:
 def _check_keys(document: dict[str, Any], known: dict[str, Any], path: str) -> None:
     known_keys = _leaf_keys(known)
     sections = {".".join(key.split(".")[:depth]) for key in known_keys for depth in range(1, key.count(".") + 1)}
-    for key in _leaf_keys(document):
+    for key in _leaves(document):
         if key in sections:
             raise UserError(f"'{key}' in {path} is a section, and needs keys below it")
         if key not in known_keys:
             raise UserError(f"unknown key '{key}' in {path}{suggest(key, known_keys)}")
 
 
-def _leaf_keys(document: dict[str, Any], prefix: str = "") -> list[str]:
-    keys = []
+def _check_kinds(document: dict[str, Any], known: dict[str, Any], path: str) -> None:
+    """Find what would be a different number of words on a command line; the types of words are found there."""
+    defaults = _leaves(known)
+    for key, value in _leaves(document).items():
+        expected = _kind(defaults[key])
+        # Nothing may stand for a single value, and the other way round: an option that takes None does.
+        if _kind(value) != expected:
+            raise UserError(f"'{key}' in {path} is {value!r}, and must be {expected}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true or false"
+    return "a list" if isinstance(value, list) else "a single value"
+
+
+def _leaf_keys(document: dict[str, Any]) -> list[str]:
+    return list(_leaves(document))
+
+
+def _leaves(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested dictionary by their dotted keys."""
+    leaves: dict[str, Any] = {}
     for name, value in document.items():
-        keys += _leaf_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
-    return keys
+        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return leaves
 
 
 def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:

@@ -28,19 +28,19 @@ def canonical_name(name: str) -> str:
 
 @torch.no_grad()
 def initialize_weights(model: nn.Module, seed: int) -> None:
-    """Fill all parameters of `model`, sharded or not, with their initial values.
+    """Fill all parameters and buffers of `model`, sharded or not, with their initial values.
 
     Args:
         model: materialised; its modules carry their initializers (`torchtitan.protocols.initializer`).
         seed: the run's seed.
 
     Raises:
-        LookupError: if a module has a parameter without an initializer.
+        LookupError: if a module has a parameter or a buffer without an initializer: its memory would stay as it was.
     """
     for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             full_name = canonical_name(f"{module_name}.{name}" if module_name else name)
-            _fill(parameter, initializer_of(module, name), f"{seed}/{full_name}")
+            _fill(tensor, initializer_of(module, name), f"{seed}/{full_name}")
 
 
 def _fill(parameter: Tensor, initializer: Initializer, key: str) -> None:

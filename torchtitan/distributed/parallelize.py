@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -32,12 +32,21 @@ def parallelize_decoder(
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        # Hidden states have the right type from the embedding on; RoPE's angles must keep theirs.
+        cast_forward_inputs=False,
     )
     if parallel_dims.dp_shard > 1:
         _apply_fsdp(model, mesh, precision, parallelism.fsdp_reshard_after_forward)
     else:
         _apply_ddp(model, mesh, precision)
     return model
+
+
+def free_gathered_weights(model: nn.Module) -> None:
+    """Free what a forward pass gathered and no backward pass will use: of units that keep it until then."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _units(model: nn.Module) -> list[nn.Module]:

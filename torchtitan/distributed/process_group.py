@@ -10,29 +10,42 @@ import torch.distributed as dist
 from torchtitan.config import CommConfig
 
 
+_made_here = False  # whether this module made the process group, and so is to destroy it
+
+
 def world_size() -> int:
-    """Processes in this run, as the launcher said; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Processes in this run: those of the process group, or what the launcher said; 1 without a launcher."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
-    """Join the other processes, if there are any, and return this process's device."""
+    """Join the other processes, if there are any, and return this process's device.
+
+    A process group that exists already, made by a notebook or by a script, is used as it is.
+    """
+    global _made_here
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if world_size() > 1:
+    if world_size() > 1 and not dist.is_initialized():
         # gloo beside nccl: object broadcasts and asynchronous checkpoints communicate from the host.
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=comm.timeout_seconds))
+        # With the device, NCCL connects here, where a failure belongs, and need not guess the device of a barrier.
+        device_id = device if device_type == "cuda" else None
+        dist.init_process_group(backend, timeout=timedelta(seconds=comm.timeout_seconds), device_id=device_id)
+        _made_here = True
     return device
 
 
 def destroy_process_group() -> None:
-    """Leave together: a rank that tears down early can abort another that is still in a collective."""
-    if dist.is_initialized():
+    """Leave the group that `init_process_group` made, all together: a rank that tears down early can abort another that
+    is still in a collective."""
+    global _made_here
+    if _made_here:
         dist.barrier()
         dist.destroy_process_group()
+        _made_here = False
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ def initializer_of(module: nn.Module, parameter: str) -> Initializer:
     initializers: dict[str, Initializer] = getattr(module, _ATTRIBUTE, {})
     if parameter not in initializers:
         raise LookupError(
-            f"{type(module).__name__} does not say how its parameter '{parameter}' starts; "
+            f"{type(module).__name__} does not say how its parameter or buffer '{parameter}' starts; "
             "give it to torchtitan.protocols.initializer.with_initializers"
         )
     return initializers[parameter]

@@ -1,7 +1,6 @@
 """What the trainer asks of a model: a configurable module that knows its size and its cost."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -32,9 +31,9 @@ class BaseModel(nn.Module, Configurable):
         def validate(self) -> None:
             """Raise `UserError` for a combination of sizes that cannot be built."""
 
-    def __init__(self, config: "BaseModel.Config", **runtime: Any):
+    def __init__(self, config: "BaseModel.Config"):
         nn.Module.__init__(self)
-        Configurable.__init__(self, config, **runtime)
+        Configurable.__init__(self, config)
 
     def num_parameters(self) -> int:
         """Parameters of the model, each counted once, however often it is used."""

@@ -1,1 +1,1 @@
-"""What every layer may use: logging, error types, facts about the device, profiling."""
+"""What every layer may use: logging, error types, facts about the device, requests to stop."""

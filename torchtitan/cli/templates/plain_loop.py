@@ -47,7 +47,6 @@ def main():
     sizes = {"tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": BATCH_SIZE, "seed": SEED}
     data = PretrainDataLoader.Config(dataset=options.dataset)
     loader = data.build(**sizes)
-    validation_data = data.for_validation("")  # None for a data set without a validation split
 
     # What is trained, and how.
     model_config = model_registry("debugmodel").model
@@ -74,12 +73,14 @@ def main():
         return loss.item(), grad_norm.item()
 
     # What is written down.
-    validator = Validator.Config(freq=50, steps=10).build(
-        model_parts=[model],
-        make_dataloader=lambda: validation_data.build(**sizes, epochs=1),
-        batches_per_step=1,
-        loss_of_batch=summed_loss,
-    )
+    validator = None
+    if validation_data := data.for_validation(""):  # None for a data set without a validation split
+        validator = Validator.Config(freq=50, steps=10).build(
+            model_parts=[model],
+            dataloader=validation_data.build(**sizes, epochs=1),
+            batches_per_step=1,
+            loss_of_batch=summed_loss,
+        )
     checkpoints = CheckpointManager.Config(enable=True, interval=50).build(
         dump_folder=options.folder,
         states={"model": ModelState([model]), "optimizer": optimizer, "lr_scheduler": scheduler},
@@ -107,8 +108,8 @@ def main():
             profiler.step(step)
             last = step == options.steps
             with metrics.exclude():  # neither belongs to the time of training
-                if validation_data and validator.is_due(step, last=last):
-                    metrics.log_validation(step, validator.validate())
+                if validator and validator.is_due(step, last=last):
+                    metrics.log_validation(step, **validator.validate())
                 checkpoints.save(step, last=last)
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -44,6 +44,9 @@ class Marker:
     """The version of the layout of folder and entries."""
 
 
+_MARKER_TYPES = {"step": int, "kind": str, "world_size": int, "torch_version": str, "format_version": int}
+
+
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
     """One folder of the form `step-N` or `step-N.partial`."""
@@ -55,6 +58,9 @@ class CheckpointInfo:
 
     marker: Marker | None
     """None: the checkpoint is not complete and cannot be loaded."""
+
+    fault: str = ""
+    """Why it is not complete although there is a marker; the message names the marker or the folder."""
 
     @property
     def complete(self) -> bool:
@@ -70,14 +76,13 @@ class CheckpointInfo:
 def list_checkpoints(folder: str | Path) -> list[CheckpointInfo]:
     """The checkpoints in `folder`, complete or not, in the order of their steps; none where there is no such folder.
 
-    Raises:
-        UserError: where one was written in a layout that this version does not know.
+    One whose marker is damaged, or is that of a layout that this version does not know, is not complete.
     """
     folder = Path(folder)
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [CheckpointInfo(step, path, _read_marker(path)) for step, path in sorted(found)]
+    return [_inspect(step, path) for step, path in sorted(found)]
 
 
 def find_step(folder: Path, step: int) -> CheckpointInfo:
@@ -96,6 +101,7 @@ def find_step(folder: Path, step: int) -> CheckpointInfo:
             f"to start a new run from its weights, name {folder / f'step-{step}'} as checkpoint.initial_load_path"
         )
     fault = "is not complete" if same_step else "is not there"
+    fault = next((f"cannot be loaded: {info.fault}" for info in same_step if info.fault), fault)
     steps = [str(info.step) for info in checkpoints if info.kind == "full"]
     raise UserError(f"checkpoint.load_step: step {step} in {folder} {fault}; complete: {', '.join(steps) or 'none'}")
 
@@ -110,11 +116,15 @@ def open_checkpoint(path: Path) -> CheckpointInfo:
     """The complete checkpoint that is the folder `path`, whatever the folder's name.
 
     Raises:
-        UserError: where `path` is no folder, no checkpoint or an incomplete one.
+        UserError: where `path` is no folder, no checkpoint, an incomplete one or one with a damaged marker.
     """
     if not path.is_dir():
         raise UserError(f"checkpoint.initial_load_path: {path} is not a folder; name the step-N folder of a checkpoint")
-    if marker := _read_marker(path):
+    try:
+        marker = _read_marker(path)
+    except _MarkerError as error:
+        raise UserError(f"checkpoint.initial_load_path: {error}; name another one") from error
+    if marker:
         return CheckpointInfo(marker.step, path, marker)
     for inside in (path, path / "checkpoint"):
         if complete := [info for info in list_checkpoints(inside) if info.complete]:
@@ -180,21 +190,43 @@ def remove_checkpoint(path: Path) -> None:
     shutil.rmtree(path)
 
 
+class _MarkerError(Exception):
+    """The marker of a checkpoint cannot be used; the message says which and why."""
+
+
+def _inspect(step: int, path: Path) -> CheckpointInfo:
+    try:
+        return CheckpointInfo(step, path, _read_marker(path))
+    except _MarkerError as error:
+        return CheckpointInfo(step, path, None, fault=str(error))
+
+
 def _read_marker(path: Path) -> Marker | None:
-    if not (path / _MARKER).is_file():
+    """The marker in the folder `path`, None where there is none; raises `_MarkerError` for one that cannot be used."""
+    file = path / _MARKER
+    if not file.is_file():
         return None
     try:
-        content = json.loads((path / _MARKER).read_text())
-    except ValueError as error:
-        raise UserError(
-            f"{path / _MARKER} is damaged ({error}); load another checkpoint, or remove this one"
-        ) from error
-    if content["format_version"] != _FORMAT_VERSION:
-        raise UserError(
-            f"{path} is a checkpoint in layout {content['format_version']}, and this version reads "
-            f"layout {_FORMAT_VERSION}; use the version of torchtitan that wrote it"
+        content: Any = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise _MarkerError(f"{file} is damaged ({error})") from error
+    version = content.get("format_version", _FORMAT_VERSION) if isinstance(content, dict) else _FORMAT_VERSION
+    if version != _FORMAT_VERSION:
+        raise _MarkerError(
+            f"{path} is in layout {version}, and this version of torchtitan reads layout {_FORMAT_VERSION}; "
+            "it can be loaded by the version that wrote it"
         )
+    if not _is_marker(content):
+        raise _MarkerError(f"{file} is damaged (its content is not that of a marker)")
     return Marker(**content)
+
+
+def _is_marker(content: Any) -> bool:
+    return (
+        isinstance(content, dict)
+        and {name: type(value) for name, value in content.items()} == _MARKER_TYPES
+        and content["kind"] in get_args(Kind)
+    )
 
 
 def _sync_folder(path: Path) -> None:

@@ -106,12 +106,11 @@ class CheckpointManager(Configurable):
             return self.enable and not self.load_only
 
         def check_folder(self, dump_folder: str) -> None:
-            """Find what can be seen without building anything: a wrong value, a checkpoint that is not there.
+            """Find out, without building anything, whether a checkpoint that is asked for is there.
 
             Raises:
-                UserError: naming the value and what to do.
+                UserError: naming the checkpoint and what to do.
             """
-            self.validate()
             self.find_start(dump_folder)
 
         def validate(self) -> None:
@@ -159,17 +158,26 @@ class CheckpointManager(Configurable):
         self.folder = Path(dump_folder) / config.folder
         self.states = dict(states)
         self.rank_states = dict(rank_states or {})
-        config.validate()
         self._check_names()
         # A group of its own, so that a save in the background never mixes with what training sends; on the CPU.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._rank = self._group.rank() if self._group else 0
         self._world_size = self._group.size() if self._group else 1
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._executor = _background_thread()
         self._in_flight: Future[None] | None = None
         self._stager: storage.Stager | None = None
         self._saved_step = 0
         self._failure = ""
+
+    def is_due(self, step: int, *, last: bool = False) -> bool:
+        """Whether `save(step, last=last)` saves, provided that the checkpoint of `step` is not there yet.
+
+        It touches no file, process or device, and is the same on every rank.
+        """
+        if not self.config.saves:
+            return False
+        first = step == 1 and self.config.enable_first_step_checkpoint
+        return last or first or step % self.config.interval == 0
 
     def save(self, step: int, *, last: bool = False, stopped: bool = False) -> None:
         """Save the checkpoint of `step` if one is due and not yet there.
@@ -185,7 +193,7 @@ class CheckpointManager(Configurable):
             CheckpointSaveError: where the save fails and is the last or stopped one.
         """
         ends = last or stopped
-        if not self.config.saves or not (ends or self._is_due(step)):
+        if not self.is_due(step, last=ends):
             return
         begun = time.perf_counter()
         self.wait()
@@ -253,9 +261,6 @@ class CheckpointManager(Configurable):
                 near = difflib.get_close_matches(name, names, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
                 raise UserError(f"checkpoint.exclude_from_loading: there is no state {name!r}; {hint}")
-
-    def _is_due(self, step: int) -> bool:
-        return step % self.config.interval == 0 or (step == 1 and self.config.enable_first_step_checkpoint)
 
     def _encode(self, kind: Kind) -> "dict[str, storage.Entries]":
         from torchtitan.components.checkpoint import storage
@@ -330,19 +335,19 @@ class CheckpointManager(Configurable):
                 if not self.config.load_only:
                     folders.remove_checkpoint(info.path)
             elif not info.complete:
-                logger.warning("skipped %s: it is not complete", info.path)
+                logger.warning("skipped %s: %s", info.path, info.fault or "it is not complete")
             elif start is None or not start.resumes or info.step > start.checkpoint.step:
                 reason = "it holds the model only" if info.kind == "model_only" else "an older step was asked for"
                 logger.warning("skipped %s: %s", info.path, reason)
         return start
 
     def _on_rank_zero(self, decide: Callable[[], T]) -> T:
-        """What `decide` returns on rank 0, on every rank; its `UserError` and `OSError` are raised on every rank."""
+        """What `decide` returns on rank 0, on every rank; what it raises there is raised on every rank."""
         outcome: list[Any] = [None, None]
         if self._rank == 0:
             try:
                 outcome[0] = decide()
-            except (UserError, OSError) as error:
+            except Exception as error:  # all of them: the other ranks wait for an answer
                 outcome[1] = error
         if self._group:
             dist.broadcast_object_list(outcome, src=0, group=self._group)
@@ -350,3 +355,13 @@ class CheckpointManager(Configurable):
         if raised:
             raise raised
         return result
+
+
+def _background_thread() -> ThreadPoolExecutor:
+    """An executor of one thread that has the CUDA device of the calling one.
+
+    A new thread begins with device 0, and DCP, which asks for that device's stream, would open a context on it.
+    """
+    device = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    initializer = torch.cuda.set_device if device else None
+    return ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=initializer, initargs=tuple(device))

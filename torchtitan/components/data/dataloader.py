@@ -10,9 +10,8 @@ from torchtitan.components.data.feeds import CachedFeed, Feed, Layout
 from torchtitan.components.data.hub import StreamSource, registered_datasets
 from torchtitan.components.data.packing import NO_DOCUMENT, Batch
 from torchtitan.components.data.sources import available_splits, resolve_source
-from torchtitan.components.data.streaming import StreamFeed, StreamOrder, check_block_size
+from torchtitan.components.data.streaming import StreamFeed, StreamOrder
 from torchtitan.components.data.token_cache import open_token_cache
-from torchtitan.components.data.workers import check_num_workers
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.tools.errors import UserError
@@ -27,7 +26,10 @@ class BaseDataLoader(Configurable):
     out, whatever workers have prepared ahead; `state_dict` returns it and `load_state_dict` sets it, so
     `loader.load_state_dict(state)` with a state taken at the start is also how one begins again.
 
-    `next` raises `StopIteration` only where every rank does so after the same number of batches. A stream split over
+    A loader of one's own may leave `documents` out of its batches, and may simply raise `StopIteration` where its data
+    ends: the trainer takes that for the end of the data on that rank.
+
+    The loaders here raise it only where every rank does so after the same number of batches. A stream split over
     several ranks cannot know that. There, `exhausted` becomes True once a rank's own share has ended, and `next` goes
     on handing out batches whose labels are all ignored; a loop over several ranks must ask after each `next` whether
     all ranks are `exhausted`, and then end.
@@ -84,7 +86,8 @@ class BaseDataLoader(Configurable):
         Args:
             documents: a row (2,) of a batch's `documents`.
         """
-        raise NotImplementedError
+        first, last = documents.tolist()
+        return f"document {first}" if first == last else f"documents {first}-{last}"
 
     def close(self) -> None:
         """End what the loader has started, such as worker processes. It can be called twice."""
@@ -134,6 +137,13 @@ class PretrainDataLoader(BaseDataLoader):
         cache_dir: str = ""
         """Folder for tokenized local data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
 
+        def validate(self) -> None:
+            """Raise `UserError` for a number out of range; looks at no data."""
+            if self.num_workers < 0:
+                raise UserError(f"--dataloader.num_workers must be at least 0, not {self.num_workers}")
+            if self.shuffle_buffer < 1:
+                raise UserError(f"--dataloader.shuffle_buffer must be at least 1 document, not {self.shuffle_buffer}")
+
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Tokenize local data into the cache, or read a first document of a stream."""
             source = resolve_source(self.dataset, self.text_column, self.split)
@@ -177,8 +187,6 @@ class PretrainDataLoader(BaseDataLoader):
             if number is not None and number < 1:
                 raise UserError(f"{name} must be at least 1, not {number}")
         assert 0 <= dp_rank < dp_world_size
-        check_num_workers(config.num_workers)
-        check_block_size(config.shuffle_buffer)
         layout = Layout(
             seq_len=seq_len,
             local_batch_size=local_batch_size,

@@ -55,15 +55,13 @@ class StreamSource:
         """A `datasets.IterableDataset` with the text column alone.
 
         Raises:
-            UserError: the data set cannot be reached, or it has no such column.
+            UserError: the data set has no such column.
+            Exception: whatever `datasets`, the hub's client, or the network raises; see `cannot_be_read`.
         """
         from datasets import load_dataset
 
-        try:
-            stream = load_dataset(self.dataset.path, self.dataset.name, split=self.split, streaming=True)
-            columns = stream.column_names or list(next(iter(stream), {}))
-        except Exception as error:  # whatever `datasets`, the hub's client, or the network raises
-            raise self.unreachable(error) from error
+        stream = load_dataset(self.dataset.path, self.dataset.name, split=self.split, streaming=True)
+        columns = stream.column_names or list(next(iter(stream), {}))
         check_column(columns, self.text_column, f"dataset {self.name!r}")
         return stream.select_columns([self.text_column])
 
@@ -73,17 +71,14 @@ class StreamSource:
             first = next(iter(self.open()), None)
         except UserError:
             raise
-        except Exception as error:  # as above
-            raise self.unreachable(error) from error
+        except Exception as error:  # of `open`
+            raise UserError(f"{self.cannot_be_read(error)}; check the network, or give a local path") from error
         if first is None:
             raise UserError(f"dataset {self.name!r} has no documents in its split {self.split!r}")
         check_text(first[self.text_column], self.text_column, f"dataset {self.name!r}")
 
-    def unreachable(self, error: Exception) -> UserError:
-        """The error as a message that names the data set and the cause."""
+    def cannot_be_read(self, error: Exception) -> str:
+        """A message of one line that names the data set and the cause, an error of `open` or of reading on."""
         cause = str(error).strip().split("\n")[0] or type(error).__name__
         place = f"{self.dataset.path}, {self.dataset.name}" if self.dataset.name else self.dataset.path
-        return UserError(
-            f"dataset {self.name!r} ({place}, split {self.split!r}) cannot be read: {cause}; "
-            "check the network, or give a local path"
-        )
+        return f"dataset {self.name!r} ({place}, split {self.split!r}) cannot be read: {cause}"

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-IGNORE_INDEX = -100
-"""The label of a position that has nothing to predict; `torch.nn.functional.cross_entropy`'s own default."""
+from torchtitan.components.loss import IGNORE_INDEX
 
 NO_DOCUMENT = -1
 """The document number of a sample that only fills up a batch."""
@@ -24,7 +23,7 @@ Batch = dict[str, torch.Tensor]
 - `labels` (B, T): the token that follows each input token, or `IGNORE_INDEX`.
 - `positions` (B, T), only with document masking: each token's position counted from the start of its document in this
   window. A 0 therefore begins a document, and attention must not reach back across it.
-- `documents` (B, 2): numbers of the first and last document that the sample touches, for `describe`.
+- `documents` (B, 2), optional: numbers of the first and last document that the sample touches, for `describe`.
 """
 
 Array = npt.NDArray[np.int64]

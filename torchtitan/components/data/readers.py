@@ -209,7 +209,9 @@ def _text_of(row: Any, text_column: str, where: str) -> str:
 def check_column(columns: list[str], text_column: str, where: str) -> None:
     """Raise `UserError` unless `text_column` is one of the columns."""
     if text_column not in columns:
-        raise UserError(f"{where}: no column {text_column!r}; set text_column to one of: {', '.join(columns)}")
+        raise UserError(
+            f"{where}: no column {text_column!r}; set --dataloader.text_column to one of: {', '.join(columns)}"
+        )
 
 
 def check_text(value: Any, text_column: str, where: str) -> str:

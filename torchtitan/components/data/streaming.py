@@ -7,6 +7,7 @@ front of a block and the place inside are all there is to save, and to resume is
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torchtitan.components.data.packing import NO_DOCUMENT, Array, Batch, collat
 from torchtitan.components.data.readers import check_text
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
 
 DOCUMENTS_PER_ENCODING = 64
@@ -54,7 +55,7 @@ class StreamOrder:
     epochs: int | None = None
 
 
-class PackedStream(IterableDataset[Batch]):
+class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
     """The batches of one rank, packed by each of its workers from its own share of the stream."""
 
     def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
@@ -70,8 +71,11 @@ class PackedStream(IterableDataset[Batch]):
         return PackedStreamIterator(self, node, self.layout.dp_world_size * workers_per_rank)
 
 
-class PackedStreamIterator(Iterator[Batch]):
-    """The batches of one node. Its state is the place at which the next window begins."""
+class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
+    """The batches of one node. Its state is the place at which the next window begins.
+
+    An error that a message explains comes as the last item: see `Workers`.
+    """
 
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
         self.dataset = dataset
@@ -89,7 +93,13 @@ class PackedStreamIterator(Iterator[Batch]):
         self._place = Place(**state)
         self._windows = self._all_windows(self._place)
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Batch | UserError | RunFailure:
+        try:
+            return self._next_batch()
+        except (UserError, RunFailure) as error:
+            return error
+
+    def _next_batch(self) -> Batch:
         layout = self.dataset.layout
         samples = []
         for sample, documents, place in self._windows:
@@ -154,14 +164,19 @@ class PackedStreamIterator(Iterator[Batch]):
     def _blocks(self, place: Place) -> Iterator[tuple[int, dict[str, Any] | None, list[str]]]:
         """Each block's number, the stream's state in front of it, and its texts, from the block of `place` on."""
         source, column = self.dataset.source, self.dataset.source.text_column
-        stream = open_share(source, self.node, self.n_nodes)
+        with _named_failures(source):
+            stream = open_share(source, self.node, self.n_nodes)
         if self.dataset.order.shuffle:
             stream.set_epoch(place.epoch)  # from the second epoch on, another order of the files
         if place.source is not None:
             stream.load_state_dict(place.source)
         block, state = place.block, place.source
         blocks = stream.iter(batch_size=self.dataset.order.block_size)
-        while (rows := _next_rows(blocks, source)) is not None:
+        while True:
+            with _named_failures(source):
+                rows = next(blocks, None)
+            if rows is None:
+                return
             yield block, state, [check_text(text, column, f"dataset {source.name!r}") for text in rows[column]]
             block, state = block + 1, stream.state_dict()
 
@@ -216,11 +231,16 @@ class _TokenBuffer:
         self._spans = [(0, place._replace(token=place.token + n_tokens - begin)), *rest]
 
 
-def _next_rows(blocks: Iterator[dict[str, list[Any]]], source: StreamSource) -> dict[str, list[Any]] | None:
+@contextmanager
+def _named_failures(source: StreamSource) -> Iterator[None]:
+    """Turn what `datasets`, the hub's client, or the network raises during a run into a `RunFailure`."""
     try:
-        return next(blocks, None)
-    except Exception as error:  # whatever `datasets`, the hub's client, or the network raises
-        raise source.unreachable(error) from error
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        message = f"{source.cannot_be_read(error)}; check the network, and resume from the last checkpoint"
+        raise RunFailure(message) from error
 
 
 def open_share(source: StreamSource, node: int, n_nodes: int) -> Any:
@@ -331,9 +351,3 @@ class StreamFeed(Feed):
 
 def _in_words(layout: dict[str, int]) -> str:
     return f"{layout['ranks']} ranks of {layout['workers']} workers"
-
-
-def check_block_size(block_size: int) -> None:
-    """Raise `UserError` for a block that cannot be."""
-    if block_size < 1:
-        raise UserError(f"shuffle_buffer must be at least 1 document, not {block_size}")

@@ -10,14 +10,15 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import RunFailure, UserError
 
 
 class Workers:
     """An iterator over what a dataset makes, through torchdata's `StatefulDataLoader`, prepared as training needs it.
 
     Args:
-        dataset: map-style with `sampler`, or iterable; each item is a whole batch.
+        dataset: map-style with `sampler`, or iterable; each item is a whole batch, or a `UserError` or `RunFailure`
+            that is raised in its place. One raised in a worker would arrive with the worker's traceback as message.
         sampler: the keys of a map-style dataset's items.
         num_workers: processes; with 0, items are made when they are asked for.
         state: what `state_dict` returned, to continue from there.
@@ -51,7 +52,10 @@ class Workers:
         self._finalizer = weakref.finalize(self, _shut_down, self._items) if num_workers else None
 
     def __next__(self) -> Any:
-        return next(self._items)
+        item = next(self._items)
+        if isinstance(item, (UserError, RunFailure)):
+            raise item
+        return item
 
     def state_dict(self) -> dict[str, Any]:
         """The state of an iterable dataset's iterators as of the last item handed out, not of those prepared ahead."""
@@ -73,9 +77,3 @@ def _shut_down(items: Any) -> None:
     items._shutdown_workers()
     for process in items._workers:
         process.kill()  # one that is stuck, in a download, say; the others have ended
-
-
-def check_num_workers(num_workers: int) -> None:
-    """Raise `UserError` for a number of processes that cannot be."""
-    if num_workers < 0:
-        raise UserError(f"num_workers must be at least 0, not {num_workers}")

@@ -1,6 +1,5 @@
 """The trainer with its step written out: forward, backward, clipping, optimizer. Edit it."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +21,7 @@ class TemplateTrainer(Trainer):
     def train_step(self, batches: Iterator[Batch]) -> StepOutcome:
         """One optimizer step over the next global batch."""
         self.optimizer.zero_grad()
-        with self.metrics.timing_data():
-            # Fewer than that where the data ends.
-            micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
+        micro_batches = self.next_micro_batches(batches)
         # Over all micro-batches and ranks: every valid token of the global batch has the same weight.
         n_tokens = self.count_valid_tokens(micro_batches)
 
@@ -51,4 +48,6 @@ class TemplateTrainer(Trainer):
             self.handle_nonfinite(outcome, micro_batches)
         elif not outcome.data_exhausted:
             self.optimizer.step()
+            for converter in self.converters:
+                converter.post_optimizer_hook(self.model_parts)
         return outcome

@@ -1,5 +1,6 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), causal within packed documents."""
 
+import functools
 from typing import Any, TypeAlias
 
 import torch
@@ -33,15 +34,15 @@ def document_mask(positions_BL: Tensor | None) -> AttentionMask:
 
 
 def _block_mask(starts_BL: Tensor) -> AttentionMask:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     document_BL = starts_BL.cumsum(dim=1)
     samples, length = document_BL.shape
 
     def same_document_and_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (document_BL[b, q] == document_BL[b, k])
 
-    return create_block_mask(same_document_and_causal, samples, None, length, length, device=str(starts_BL.device))
+    return _compiled("create_block_mask")(
+        same_document_and_causal, samples, None, length, length, device=str(starts_BL.device)
+    )
 
 
 def attend(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: AttentionMask) -> Tensor:
@@ -56,7 +57,7 @@ def attend(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: AttentionMask) 
     if mask is None:
         out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     else:
-        out_BHLD = _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
+        out_BHLD = _compiled("flex_attention")(q, k, v, block_mask=mask, enable_gqa=True)
     return out_BHLD.transpose(1, 2)
 
 
@@ -72,17 +73,12 @@ def _attend_each_document(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, length
     return torch.cat(outs, dim=2).transpose(1, 2).reshape(q_BLHD.shape)
 
 
-_flex_attention: Any = None
+@functools.cache
+def _compiled(name: str) -> Any:
+    """A function of FlexAttention, compiled on first use: uncompiled it would hold every pair of tokens in memory."""
+    import torch.nn.attention.flex_attention as flex_attention
 
-
-def _compiled_flex_attention() -> Any:
-    """FlexAttention, compiled on first use: uncompiled it would materialise every score."""
-    global _flex_attention
-    if _flex_attention is None:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        _flex_attention = torch.compile(flex_attention)
-    return _flex_attention
+    return torch.compile(getattr(flex_attention, name))
 
 
 class GroupedQueryAttention(nn.Module):

@@ -1,0 +1,59 @@
+"""Start and end of the process group: a group that is there already is used, and left to whoever made it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.processes import run_processes
+from torchtitan.config import CommConfig
+from torchtitan.distributed import process_group
+
+
+def use_and_leave(folder: Path) -> None:
+    os.environ["WORLD_SIZE"] = "7"  # the group counts, not what some launcher said
+    device = process_group.init_process_group("cpu", CommConfig())
+    assert device == torch.device("cpu")
+    assert process_group.world_size() == 2
+    assert process_group.sum_over_ranks(torch.ones(1)).item() == 2
+    process_group.destroy_process_group()
+    assert dist.is_initialized()
+    (folder / f"rank {dist.get_rank()} is done").touch()
+
+
+def test_a_group_that_exists_is_used_and_left_alone(tmp_path: Path) -> None:
+    run_processes(use_and_leave, 2, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def make_and_destroy(folder: Path) -> None:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    process_group.init_process_group("cpu", CommConfig(timeout_seconds=60))
+    assert process_group.gather_objects(rank) == [0, 1]
+    process_group.destroy_process_group()
+    assert not dist.is_initialized()
+    process_group.destroy_process_group()  # of nothing
+    (folder / f"rank {rank} is done").touch()
+    dist.init_process_group("gloo")  # for the caller, who leaves it
+
+
+def test_a_group_of_our_own_is_destroyed(tmp_path: Path) -> None:
+    run_processes(make_and_destroy, 2, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_cuda_is_told_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(process_group, "_made_here", False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: calls.append((backend, settings)))
+    for name, value in {"WORLD_SIZE": "8", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    device = process_group.init_process_group("cuda", CommConfig())
+    ((backend, settings),) = calls
+    assert backend == "cpu:gloo,cuda:nccl"
+    assert settings["device_id"] == device == torch.device("cuda", 3)
