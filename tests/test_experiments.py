@@ -220,10 +220,17 @@ def test_an_existing_script_is_left_alone(capsys):
     assert Path("my_loop.py").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["my-experiment", "2nd", "class", "a.b"])
+@pytest.mark.parametrize("name", ["my-experiment", "2nd", "class", "a.b", "_hidden"])
 def test_a_name_that_no_package_can_have(name, capsys):
     assert main(["new", name]) == 2
-    assert re.search(f"'{re.escape(name)}' cannot be the name of a Python package", capsys.readouterr().err)
+    assert re.search(f"'{re.escape(name)}' cannot be the name of a public Python package", capsys.readouterr().err)
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["llama3", "template", "json"])
+def test_a_name_that_another_module_has(name, capsys):
+    assert main(["new", name]) == 2
+    assert f"'{name}' is the name of a module that exists already" in capsys.readouterr().err
     assert list(Path().iterdir()) == []
 
 

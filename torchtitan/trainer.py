@@ -492,9 +492,10 @@ class Trainer(Configurable):
         last = not self.should_continue_training()
         if self.validator and self.validator.is_due(self.step, last=last):
             self.validate()
-        if self.checkpointer.is_due(self.step, last=last):
-            with self.metrics.exclude():
-                self.checkpointer.save(self.step, last=last)
+        saving = self.checkpointer.is_due(self.step, last=last)
+        # Leaving a save out of the training time waits for the device, which the other steps need not do.
+        with self.metrics.exclude() if saving else contextlib.nullcontext():
+            self.checkpointer.save(self.step, last=last)
 
     def validate(self) -> None:
         """Validate and log it, outside of the time that counts as training."""
