@@ -862,7 +862,6 @@ def _errors_on_every_rank(rank: int, folder: Path) -> None:
     dist.barrier()
     with pytest.raises(CheckpointSaveError, match="Errno 27"):
         run.manager.save(3, last=True)
-    _unforeseen_errors_on_every_rank(folder)
 
 
 def _unforeseen_errors_on_every_rank(folder: Path) -> None:
@@ -882,6 +881,7 @@ def _unforeseen_errors_on_every_rank(folder: Path) -> None:
 
 def _train_and_fail(rank: int, folder: Path) -> None:
     _train_sharded(rank, folder)
+    _unforeseen_errors_on_every_rank(folder)
     _errors_on_every_rank(rank, folder)
 
 

@@ -1,13 +1,11 @@
 """Configurable, the registry, and what the command line and configuration files resolve to."""
 
-import ast
-import inspect
 import json
 import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,11 +13,9 @@ import pytest
 import yaml
 
 from tests.conftest import PROJECT
-from torchtitan.components.optimizer import ParamGroup
-from torchtitan.config import Configurable, TrainingConfig
+from torchtitan.config import Configurable
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import built_in_modules, list_module, load_config_function
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.tools.errors import UserError
 
 
@@ -279,170 +275,3 @@ def test_config_file_is_yaml_of_sections(tmp_path):
     assert document["module"] == "llama3"
     assert document["model"]["dim"] == 256
     assert "model_spec" not in document
-
-
-class TestEveryOption:
-    """A field that nothing reads is a promise that is not kept, and one without a text cannot be understood."""
-
-    def test_is_documented_and_read(self):
-        places = places_in_configurations()
-        assert {ParamGroup, RoPEConfig, TrainingConfig} < places.keys()
-        sources = {module_of(path): path.read_text() for path in (PROJECT / "torchtitan").rglob("*.py")}
-        sources = {name: text for name, text in sources.items() if ".templates." not in name}
-        assert sum(len(own_fields(cls)) for cls in places) > 80
-        assert unread_fields(places, sources) == []
-        assert [name for cls in places for name in undocumented_fields(cls)] == []
-
-    def test_is_not_read_by_its_own_check_nor_as_a_field_of_another_class(self):
-        """What this test is to find: `steps` is read of other sections everywhere, and checked here, and without effect."""
-        places = {Careless.Config: {"careless"}}
-        assert unread_fields(places, {__name__: Path(__file__).read_text()}) == ["Careless.Config.steps"]
-        assert undocumented_fields(Careless.Config) == ["Careless.Config.rate"]
-
-
-class Careless(Configurable):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        steps: int = 1
-        """Never read."""
-
-        lr: float = 1.0
-        """Read under another name."""
-
-        rate: float = 1.0
-
-        def validate(self):
-            assert self.steps > 0
-
-    def __init__(self, config, *, training):
-        super().__init__(config)
-        self.steps = training.steps
-        settings = self.config
-        self.lr = settings.lr * config.rate
-
-
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(PROJECT).with_suffix("").parts)
-
-
-def places_in_configurations() -> dict[type, set[str]]:
-    """Every dataclass in the configurations that `torchtitan ls` lists → names of the fields it is found under."""
-    import importlib
-
-    places: dict[type, set[str]] = {}
-
-    def visit(value, name):
-        if isinstance(value, (list, tuple)):
-            for item in value:
-                visit(item, name)
-        elif isinstance(value, dict):
-            for item in value.values():
-                visit(item, name)
-        elif is_dataclass(value):
-            for cls in type(value).__mro__:
-                if is_dataclass(cls):
-                    places.setdefault(cls, set()).add(name)
-            for item in fields(value):
-                visit(getattr(value, item.name), item.name)
-
-    for module, folder in built_in_modules().items():
-        registry = importlib.import_module(f"torchtitan.{folder.parent.name}.{module}.config_registry")
-        for function in list_module(module, folder).configs:
-            visit(getattr(registry, function)(), "")
-    return places
-
-
-def own_fields(cls: type) -> list[str]:
-    own = cls.__dict__.get("__annotations__", {})
-    return [item.name for item in fields(cls) if item.name in own]
-
-
-def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list[str]:
-    """Fields that no code reads.
-
-    Reading is `self.<field>` in the class itself outside of `validate`; `config.<field>` or `self.config.<field>` in a
-    module that defines the class or a subclass, whose configuration that is; and `<place>.<field>` anywhere, where
-    the place is a field that holds such an object (`training.steps`, `group.lr` of `param_groups`) or a parameter that
-    is declared as one (`config: RoPEConfig`).
-    """
-    reads = {module: reads_in(ast.parse(text)) for module, text in sources.items()}
-    everywhere = set().union(*reads.values())
-    unread = []
-    for cls in places:
-        family = [sub for sub in places if issubclass(sub, cls)]
-        receivers = {name for place in places[cls] for name in (place, singular(place))} | {cls.__name__} - {"Config"}
-        for name in own_fields(cls):
-            by_place = any((receiver, name) in everywhere for receiver in receivers)
-            by_itself = any((f"self of {sub.__qualname__}", name) in reads.get(sub.__module__, ()) for sub in family)
-            by_owner = any(("config", name) in reads.get(sub.__module__, ()) for sub in family)
-            if not (by_place or by_itself or by_owner):
-                unread.append(f"{cls.__qualname__}.{name}")
-    return unread
-
-
-def singular(place: str) -> str:
-    """Name of one of the things that a field holds: `param_groups` → `group`."""
-    return place.removesuffix("s").rpartition("_")[2]
-
-
-def reads_in(tree: ast.AST) -> set[tuple[str, str]]:
-    """(receiver, attribute) of every attribute that is read: the receiver's last name, seen through local names."""
-    reads = set()
-
-    def visit(node, scope, aliases):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            if node.name == "validate" and scope[-1:] and scope[-1].endswith("Config"):
-                return
-            scope = [*scope, node.name]
-            aliases = aliases | local_names(node)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            owner = ".".join(scope[:-1])
-            reads.add((receiver_of(node.value, owner, aliases), node.attr))
-        for child in ast.iter_child_nodes(node):
-            visit(child, scope, aliases)
-
-    visit(tree, [], {})
-    return reads
-
-
-def receiver_of(value: ast.AST, owner: str, aliases: dict[str, str]) -> str:
-    if isinstance(value, ast.Name):
-        return f"self of {owner}" if value.id == "self" else aliases.get(value.id, value.id)
-    if not isinstance(value, ast.Attribute):
-        return ""
-    if value.attr == "config" and isinstance(value.value, (ast.Name, ast.Attribute)):  # optimizer.config.lr
-        whose = receiver_of(value.value, "", {})
-        return "config" if whose == "self of " else whose
-    return value.attr
-
-
-def local_names(function: ast.AST) -> dict[str, str]:
-    """Of `training = self.config.training`, `a, b = x.a, x.b` and `rope: RoPEConfig`: local name → what it stands for."""
-    parameters = function.args.args if isinstance(function, ast.FunctionDef) else []
-    declared = {p.arg: p.annotation.id for p in parameters if isinstance(p.annotation, ast.Name)}
-    names = {name: declaration for name, declaration in declared.items() if declaration != "Config"}
-    for node in ast.walk(function):
-        if not isinstance(node, ast.Assign):
-            continue
-        target, value = node.targets[0], node.value
-        targets, values = (
-            (target.elts, value.elts)
-            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-            else ([target], [value])
-        )
-        for name, origin in zip(targets, values, strict=True):
-            if isinstance(name, ast.Name) and isinstance(origin, ast.Attribute):
-                names[name.id] = receiver_of(origin, "", {})
-    return names
-
-
-def undocumented_fields(cls: type) -> list[str]:
-    """Fields without a string literal under them."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    body = tree.body[0].body
-    documented = {
-        item.target.id
-        for item, after in zip(body, body[1:], strict=False)
-        if isinstance(item, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-    }
-    return [f"{cls.__qualname__}.{name}" for name in own_fields(cls) if name not in documented]

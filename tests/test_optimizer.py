@@ -528,7 +528,9 @@ def test_other_devices_take_torch_s_kernel_over_all_tensors(monkeypatch):
     """On the meta device, which has shapes and no numbers."""
     calls = []
     get_total_norm = torch.nn.utils.get_total_norm
-    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: calls.append(len(grads)) or get_total_norm(grads))
+    monkeypatch.setattr(
+        torch.nn.utils, "get_total_norm", lambda grads: calls.append(len(grads)) or get_total_norm(grads)
+    )
     gradients = [gradient.to("meta") for gradient in gradients_for_clipping()]
     assert clip_grad_norm(with_gradients(gradients), 0.5).shape == ()
     assert calls == [len(SHAPES)]

@@ -1,6 +1,7 @@
 """Start and end of the process group: a group that is there already is used, and left to whoever made it."""
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,26 @@ def test_a_group_that_exists_is_used_and_left_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def make_and_destroy(folder: Path) -> None:
+def make_and_destroy(folder: Path, port: int) -> None:
     rank = dist.get_rank()
     dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)  # not that of the group that rank 0 may be about to leave
     process_group.init_process_group("cpu", CommConfig(timeout_seconds=60))
     assert process_group.gather_objects(rank) == [0, 1]
     process_group.destroy_process_group()
     assert not dist.is_initialized()
     process_group.destroy_process_group()  # of nothing
     (folder / f"rank {rank} is done").touch()
-    dist.init_process_group("gloo")  # for the caller, who leaves it
+    # For the caller, who leaves it.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 
 
 def test_a_group_of_our_own_is_destroyed(tmp_path: Path) -> None:
-    run_processes(make_and_destroy, 2, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    run_processes(make_and_destroy, 2, tmp_path, port)
+    assert len(list(tmp_path.glob("rank * is done"))) == 2
 
 
 def test_cuda_is_told_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -515,7 +515,8 @@ class Trainer(Configurable):
         )
 
     def finish(self, ending: Ending) -> None:
-        """Save what is not saved yet, and say how the run ended."""
+        """Report and save what is not yet, and say how the run ended."""
+        self.metrics.flush()
         if self.validator and ending == "data ended" and not self.validator.is_due(self.step, last=False):
             self.validate()
         with self.metrics.exclude():

@@ -84,7 +84,7 @@ class MetricsProcessor(Configurable):
         """What is reported, how often, and where to."""
 
         log_freq: int = 10
-        """Steps from one logged step to the next; the first and the last step are logged in any case."""
+        """Steps from one logged step to the next; the first step and the last one taken are logged in any case."""
 
         enable_tensorboard: bool = False
         """Write the numbers for TensorBoard too (metrics.jsonl is always written)."""

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from torchtitan.config import CommConfig
 
-
 _made_here = False  # whether this module made the process group, and so is to destroy it
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -362,6 +363,7 @@ def _background_thread() -> ThreadPoolExecutor:
 
     A new thread begins with device 0, and DCP, which asks for that device's stream, would open a context on it.
     """
-    device = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    initializer = torch.cuda.set_device if device else None
-    return ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=initializer, initargs=tuple(device))
+    in_thread: Callable[[], None] | None = None
+    if torch.cuda.is_initialized():
+        in_thread = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=in_thread)

@@ -81,7 +81,7 @@ class BaseDataLoader(Configurable):
         raise NotImplementedError
 
     def describe(self, documents: torch.Tensor) -> str:
-        """Which documents a sample touches, in words.
+        """Which documents a sample touches, in words; here by their numbers alone.
 
         Args:
             documents: a row (2,) of a batch's `documents`.

@@ -142,7 +142,7 @@ def _writable(root: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"cannot write to the token cache {root}: {error.strerror or error}; "
-            f"choose another place by cache_dir or ${ENVIRONMENT_VARIABLE}"
+            f"choose another place by --dataloader.cache_dir or ${ENVIRONMENT_VARIABLE}"
         ) from error
 
 
