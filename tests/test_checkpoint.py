@@ -395,10 +395,10 @@ def test_a_bad_marker_is_skipped_and_an_error_where_it_is_named(
     with pytest.raises(
         UserError, match=rf"load_step: step 3 in .* cannot be loaded: .*step-3.*{fault[-9:]}.*complete: 2"
     ):
-        CheckpointManager.Config(enable=True, load_step=3).check_folder(str(tmp_path))
+        CheckpointManager.Config(enable=True, load_step=3).find_start(str(tmp_path))
     with pytest.raises(UserError, match=f"initial_load_path: .*step-1.*{fault[-9:]}.*name another one"):
         path = str(tmp_path / "checkpoint/step-1")
-        CheckpointManager.Config(initial_load_path=path).check_folder(str(tmp_path / "other"))
+        CheckpointManager.Config(initial_load_path=path).find_start(str(tmp_path / "other"))
     run.train_and_save(1)
     assert steps(tmp_path) == [2, 3]
 
@@ -578,7 +578,7 @@ def test_initial_load_path_that_is_no_checkpoint(tmp_path: Path) -> None:
     ):
         config = CheckpointManager.Config(initial_load_path=str(path))
         with pytest.raises(UserError, match=message):
-            config.check_folder(str(tmp_path / "run"))
+            config.find_start(str(tmp_path / "run"))
         with pytest.raises(UserError, match=message):
             config.build(dump_folder=str(tmp_path / "run"), states={"model": ModelState([nn.Linear(1, 1)])}).load()
 
@@ -604,7 +604,7 @@ def test_wrong_values(tmp_path: Path, config: dict[str, Any], message: str) -> N
     checked = CheckpointManager.Config(**{"enable": True, **config})
     with pytest.raises(UserError, match=message):
         checked.validate()
-        checked.check_folder(str(tmp_path))
+        checked.find_start(str(tmp_path))
     with pytest.raises(UserError, match=message):
         Run(tmp_path, **config).manager.load()
 

@@ -159,7 +159,7 @@ class Trainer(Configurable):
             dims = ParallelDims.from_config(self.parallelism, world_size)
             self.training.resolve_global_batch_size(dims.dp_degree)
             _check_writable(Path(self.dump_folder))
-            self.checkpoint.check_folder(self.dump_folder)
+            self.checkpoint.find_start(self.dump_folder)
             tokenizer = self.tokenizer.build(path=self.hf_assets_path)
             self.resolve(tokenizer)
             self.dataloader.prepare(tokenizer=tokenizer)

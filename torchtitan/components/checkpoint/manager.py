@@ -106,14 +106,6 @@ class CheckpointManager(Configurable):
             """Whether a run with this configuration writes checkpoints."""
             return self.enable and not self.load_only
 
-        def check_folder(self, dump_folder: str) -> None:
-            """Find out, without building anything, whether a checkpoint that is asked for is there.
-
-            Raises:
-                UserError: naming the checkpoint and what to do.
-            """
-            self.find_start(dump_folder)
-
         def validate(self) -> None:
             """Raise `UserError` for a wrong value; looks at no file."""
             if self.interval < 1:
