@@ -11,9 +11,8 @@ active_environment_suffices() {
     [ "$1" != dev ] || packages+=(pytest ruff mypy transformers)
     # -P: the checkout itself, where it is the current folder, does not count as installed. Another distribution may have
     # the package's name, but not our command.
-    python -P -c 'import sys, importlib.metadata, importlib.util
-for name in sys.argv[1:]: importlib.metadata.version(name)
-sys.exit(importlib.util.find_spec("torchtitan.cli.main") is None)' "${packages[@]}" 2>/dev/null
+    local search='import sys, importlib.metadata as m, importlib.util as u; [m.version(name) for name in sys.argv[1:]]'
+    python -P -c "$search; sys.exit(u.find_spec('torchtitan.cli.main') is None)" "${packages[@]}" 2>/dev/null
 }
 
 use_environment() {

@@ -360,27 +360,25 @@ class Trainer(Configurable):
 
     def train(self) -> None:
         """Resume if there is something to resume from, then train to the end, or until asked to stop."""
-        self.load_checkpoint()
-        self.describe_run()
-        self.metrics.start(self.step)
-        with (
-            _automatic_garbage_collection_off(),
-            self.listening_to_signals(),
-            contextlib.closing(self.metrics),
-            self.profiler,
-        ):
-            ending: Ending = "completed"
-            batches = iter(self.dataloader)
-            while self.should_continue_training():
-                outcome = self.train_step(batches)
-                if outcome.data_exhausted:
-                    ending = "data ended"
-                    break
-                self.complete_step(outcome)
-                if outcome.stop_requested and self.should_continue_training():
-                    ending = "stopped"
-                    break
+        with _automatic_garbage_collection_off(), self.listening_to_signals(), contextlib.closing(self.metrics):
+            self.load_checkpoint()
+            self.describe_run()
+            self.metrics.start(self.step)
+            with self.profiler:
+                ending = self.train_until_it_ends()
             self.finish(ending)
+
+    def train_until_it_ends(self) -> Ending:
+        """Step after step; why there is no further one."""
+        batches = iter(self.dataloader)
+        while self.should_continue_training():
+            outcome = self.train_step(batches)
+            if outcome.data_exhausted:
+                return "data ended"
+            self.complete_step(outcome)
+            if outcome.stop_requested and self.should_continue_training():
+                return "stopped"
+        return "completed"
 
     def should_continue_training(self) -> bool:
         """Whether another step is to be made."""
