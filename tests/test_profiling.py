@@ -67,7 +67,7 @@ def test_a_run_that_is_too_short_says_so(tmp_path: Path, log: pytest.LogCaptureF
     config = Profiler.Config(enable_profiling=True, profile_freq=4)
     train(config.build(dump_folder=str(tmp_path), device=CPU), first=1, last=3)
     assert files_of(tmp_path) == []
-    assert "no trace was written: 3 steps were run, and --profiling.profile_freq is 4" in log.text
+    assert "no trace was written: 3 steps were run, and profile_freq is 4" in log.text
 
 
 def test_an_error_in_the_loop_stops_the_profiler_and_passes(tmp_path: Path) -> None:

@@ -34,15 +34,21 @@ def run(job: "Job") -> None:
     trainer.load_checkpoint()
     # Not before: a run that cannot start leaves the file of the one before it as it is.
     if trainer.rank == 0:
-        _save_config(dataclasses.replace(job, config=trainer.config))
+        _save_config(dataclasses.replace(job, config=trainer.config), fresh=trainer.step == 0)
     trainer.train()
     trainer.close()
 
 
-def _save_config(job: "Job") -> None:
+def _save_config(job: "Job", *, fresh: bool) -> None:
+    """Write the resolved configuration to the run's folder; a fresh run keeps that of the run before it."""
+    from torchtitan.components.metric_sinks import set_aside
+
     folder = job.config.dump_folder
+    path = Path(folder) / "config.yaml"
     try:
-        job.save(Path(folder) / "config.yaml")
+        if fresh and path.exists():
+            set_aside(path)
+        job.save(path)
     except OSError as error:
         raise UserError(f"--dump_folder '{folder}' cannot be written: {error.strerror}") from error
 

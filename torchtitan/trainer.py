@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
 
-from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState
+from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch, PretrainDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.lr_scheduler import LRScheduler
@@ -534,7 +534,14 @@ class Trainer(Configurable):
             logger.warning("stopped after step %d; nothing is saved (%s)", self.step, missing)
 
     def describe_run(self) -> None:
-        """Log what is about to be trained."""
+        """Log what is about to be trained, and what lies in the folder that this run will not use."""
+        if not self.config.checkpoint.enable and list_checkpoints(self.checkpointer.folder):
+            logger.warning(
+                "%s holds checkpoints, which a run without --checkpoint.enable leaves alone", self.checkpointer.folder
+            )
+        if not self.should_continue_training():
+            logger.info("the run is complete: %d of %d steps (--training.steps)", self.step, self.total_steps)
+            return
         spec, training = self.config.model_spec, self.config.training
         logger.info(
             "%s %s: %s parameters, vocabulary %d; %d x %d tokens per step, steps %d to %d on %d process(es), %s",

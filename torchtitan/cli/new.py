@@ -43,7 +43,7 @@ def new(args: Sequence[str]) -> int:
 def _copy_plain_loop(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_PLAIN_LOOP.read_text())
+        path.write_text(_PLAIN_LOOP.read_text().replace("THIS_FILE", path.name))
     except OSError as error:
         return _refuse(f"'{path}' cannot be written: {error.strerror}")
     print(f"wrote {path}; run it: python {path}")

@@ -43,7 +43,7 @@ class JsonLines(Sink):
     def __init__(self, path: Path, step: int):
         if path.exists():
             if step == 0:
-                _set_aside(path)
+                set_aside(path)
             else:
                 _drop_lines_after(path, step)
         self._file = open(path, "ab", buffering=0)
@@ -70,7 +70,7 @@ class TensorBoard(Sink):
         from torch.utils.tensorboard import SummaryWriter
 
         if step == 0 and folder.exists():
-            _set_aside(folder)
+            set_aside(folder)
         self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -127,7 +127,7 @@ class WandB(Sink):
         self._run.finish()
 
 
-def _set_aside(path: Path) -> None:
+def set_aside(path: Path) -> None:
     """Rename `path`, which an earlier run wrote, to the next free of `name-1`, `name-2`, ..."""
     number = 1
     while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():

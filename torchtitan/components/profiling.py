@@ -126,7 +126,7 @@ class Profiler(Configurable):
             self._trace = None
             if error is None and self._n_steps < self.config.profile_freq:
                 logger.warning(
-                    f"no trace was written: {self._n_steps} steps were run, and --profiling.profile_freq is "
+                    f"no trace was written: {self._n_steps} steps were run, and profile_freq is "
                     f"{self.config.profile_freq}"
                 )
 

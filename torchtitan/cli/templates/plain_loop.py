@@ -1,6 +1,6 @@
 """Trains a small Llama 3 on the built-in stories with torchtitan's parts in a loop of your own, without its Trainer.
 
-    python plain_loop.py [--steps 100] [--folder outputs/plain_loop] [--dataset my.txt] [--profile]
+    python THIS_FILE [--steps 100] [--folder outputs/plain_loop] [--dataset my.txt] [--profile]
 
 Run it again after it was interrupted, and it goes on where it saved last. For one process; edit everything.
 """
@@ -24,7 +24,7 @@ from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.gradients import clip_grad_norm
 from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.device import device_type
-from torchtitan.tools.logging import init_logger
+from torchtitan.tools.logging import init_logger, logger
 
 SEQ_LEN, BATCH_SIZE, MAX_NORM, SEED = 256, 8, 1.0, 0
 STEP_TOKENS = BATCH_SIZE * SEQ_LEN
@@ -97,6 +97,8 @@ def main():
 
     with closing(loader), closing(checkpoints), closing(metrics), profiler:
         last_step = checkpoints.load()  # 0 unless there is something to resume
+        if last_step >= options.steps:
+            logger.info("%s holds all %d steps already; --steps says how far to go", options.folder, last_step)
         metrics.start(last_step)
         for step in range(last_step + 1, options.steps + 1):
             with metrics.timing_data():

@@ -12,7 +12,7 @@ from torchtitan.trainer import Trainer
 
 
 def llama3_debugmodel() -> Trainer.Config:
-    """A small model on the built-in stories: two minutes on two CPU cores, no network."""
+    """A small model on the built-in stories: about a minute on two CPU cores, no network."""
     return Trainer.Config(
         model_spec=model_registry("debugmodel"),
         training=TrainingConfig(steps=100, seq_len=256, local_batch_size=8, mixed_precision_param="float32"),
