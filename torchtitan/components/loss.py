@@ -33,7 +33,7 @@ class CrossEntropyLoss(Configurable):
     class Config(Configurable.Config):
         """Cross entropy."""
 
-        chunk_tokens: int = 1024
+        chunk_tokens: int = 512
         """Tokens whose logits are held at a time; 0: all at once (the plain loss)."""
 
         def validate(self) -> None:
