@@ -75,6 +75,10 @@ def main(args: Sequence[str] | None = None) -> int:
         code = exit_code_of(error)
         if launched:
             _report(error, code)
+            # Not through the interpreter's own end: what is left of a process group that lost a rank may abort there.
+            sys.stderr.flush()
+            sys.stdout.flush()
+            os._exit(code)
         elif code == 1:
             raise
         else:

@@ -116,7 +116,8 @@ class _Worker:
         """When it failed (seconds since the epoch), the exit code to give, and what to say.
 
         One that failed without a report, as by a signal, counts as the first: nothing that befalls another rank makes
-        it end like that.
+        it end like that. But for an abort, which losing the connection to another rank can bring about: it counts as
+        the last.
         """
         if content := self._receive():
             report = json.loads(content)
@@ -125,7 +126,8 @@ class _Worker:
         code = self.process.returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = " (the host may have run out of memory)" if code == -signal.SIGKILL else ""
-        return 0.0, 1, f"rank {self.rank}, process {self.process.pid}, {how}{hint}"
+        when = float("inf") if code == -signal.SIGABRT else 0.0
+        return when, 1, f"rank {self.rank}, process {self.process.pid}, {how}{hint}"
 
     def _receive(self) -> bytes:
         try:
