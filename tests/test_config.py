@@ -54,7 +54,7 @@ class TestConfigurable:
 
         from torchtitan.protocols import BaseModel
 
-        for config in (Plain.Config(), BaseModel.Config()):
+        for config in (Plain.Config(), BaseModel.Config(dim=8)):
             assert config.build().config is config
             with pytest.raises(TypeError, match="nonsense"):
                 config.build(nonsense=1)

@@ -34,7 +34,7 @@ def make_and_destroy(folder: Path, port: int) -> None:
     rank = dist.get_rank()
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)  # not that of the group that rank 0 may be about to leave
-    process_group.init_process_group("cpu", CommConfig(timeout_seconds=60))
+    process_group.init_process_group("cpu", CommConfig(init_timeout_seconds=60))
     assert process_group.gather_objects(rank) == [0, 1]
     process_group.destroy_process_group()
     assert not dist.is_initialized()

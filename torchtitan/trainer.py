@@ -1,38 +1,32 @@
 """The training loop. Read from top to bottom: what is built in which order, then what one step does."""
 
 import contextlib
-import dataclasses
-import functools
 import gc
 import itertools
 import math
 import os
 import random
-import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
-from torchtitan.components.data.dataloader import BaseDataLoader, Batch, PretrainDataLoader
+from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import Optimizer
-from torchtitan.components.profiling import Profiler
-from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
+from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.validate import Validator
-from torchtitan.config import CommConfig, Configurable, DebugConfig, ParallelismConfig, TrainingConfig
-from torchtitan.config.manager import config_key
-from torchtitan.distributed import ParallelDims, initialize_weights
+from torchtitan.config import Configurable
+from torchtitan.distributed import initialize_weights
+from torchtitan.distributed.compile import compile_loss
+from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm
+from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
 from torchtitan.distributed.process_group import (
     destroy_process_group,
     gather_objects,
@@ -40,11 +34,12 @@ from torchtitan.distributed.process_group import (
     sum_over_ranks,
     world_size,
 )
-from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
+from torchtitan.protocols import BaseModel
 from torchtitan.tools.device import device_type
-from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.errors import RunFailure
 from torchtitan.tools.logging import logger
 from torchtitan.tools.signals import COMMAND_VARIABLE, StopRequest
+from torchtitan.trainer_config import TrainerConfig
 
 _DOCUMENTS_SHOWN = 8
 """How many of a bad batch's documents are named."""
@@ -83,110 +78,8 @@ class Trainer(Configurable):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
+    class Config(TrainerConfig):
         """A whole run. Each field is a section of the command line and of `--config_file`."""
-
-        model_spec: Annotated[ModelSpec, tyro.conf.arg(name="")]
-        """The model and its loss."""
-
-        hf_assets_path: str = ""
-        """Folder with the tokenizer files of a model (tokenizer.json or tokenizer.model). Empty: the small tokenizer
-        that ships with torchtitan."""
-
-        dump_folder: str = "./outputs"
-        """Folder that the run writes to: metrics.jsonl, config.yaml, checkpoints, traces."""
-
-        tokenizer: Tokenizer.Config = field(default_factory=PretrainedTokenizer.Config)
-        """Tokenizer."""
-
-        dataloader: BaseDataLoader.Config = field(default_factory=PretrainDataLoader.Config)
-        """Training data."""
-
-        model_converters: list[ModelConverter.Config] = field(default_factory=list)
-        """Rewrites of the model, applied in order."""
-
-        optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)
-        """Optimizer."""
-
-        lr_scheduler: LRScheduler.Config = field(default_factory=LRScheduler.Config)
-        """Learning-rate schedule."""
-
-        training: TrainingConfig = field(default_factory=TrainingConfig)
-        """How much to train, and in which precision."""
-
-        parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-        """How the ranks share the work."""
-
-        checkpoint: CheckpointManager.Config = field(default_factory=CheckpointManager.Config)
-        """Checkpoints."""
-
-        metrics: MetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
-        """Metrics."""
-
-        validator: Validator.Config = field(default_factory=Validator.Config)
-        """Validation."""
-
-        profiling: Profiler.Config = field(default_factory=Profiler.Config)
-        """Profiling."""
-
-        comm: CommConfig = field(default_factory=CommConfig)
-        """Communication."""
-
-        debug: DebugConfig = field(default_factory=DebugConfig)
-        """Reproducibility."""
-
-        def to_dict(self) -> dict[str, Any]:
-            """The configuration in the shape of the command line: `model` and `loss` are sections of their own."""
-            document = Configurable.Config.to_dict(self)
-            document = {**document.pop("model_spec"), **document}
-            document["model_converters"] = {config_key(c): c.to_dict() for c in self.model_converters}
-            return document
-
-        def check(self, world_size: int) -> None:
-            """Find the user's mistakes before any process starts, and tokenise the data where that is still to do.
-
-            Raises:
-                UserError: for the first mistake found.
-            """
-            spec = self.model_spec
-            components: list[Configurable.Config] = [spec.model, spec.loss, self.tokenizer, self.dataloader]
-            components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.checkpoint]
-            components += [self.metrics, self.validator, self.profiling]
-            for component in components:
-                component.validate()
-            for section in (self.training, self.comm, self.debug):
-                section.validate()
-            dims = ParallelDims.from_config(self.parallelism, world_size)
-            self.training.resolve_global_batch_size(dims.dp_degree)
-            _check_writable(Path(self.dump_folder))
-            self.checkpoint.find_start(self.dump_folder)
-            tokenizer = self.tokenizer.build(path=self.hf_assets_path)
-            self.resolve(tokenizer)
-            self.dataloader.prepare(tokenizer=tokenizer)
-            if validation := self.validation_dataloader():
-                validation.prepare(tokenizer=tokenizer)
-
-        def resolve(self, tokenizer: Tokenizer) -> "Trainer.Config":
-            """A copy with the values that come from the tokenizer filled in; explicit ones win.
-
-            Raises:
-                UserError: if the model's vocabulary cannot hold the tokenizer's.
-            """
-            model = self.model_spec.model
-            if model.vocab_size is None:
-                model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
-            elif model.vocab_size < tokenizer.vocab_size:
-                raise UserError(
-                    f"the tokenizer (--hf_assets_path '{self.hf_assets_path}') has {tokenizer.vocab_size} tokens, "
-                    f"and the model's vocabulary only {model.vocab_size} (--model.vocab_size)"
-                )
-            return dataclasses.replace(self, model_spec=dataclasses.replace(self.model_spec, model=model))
-
-        def validation_dataloader(self) -> BaseDataLoader.Config | None:
-            """Configuration of the loader of validation data; None where validation is off or there is no data."""
-            if not self.validator.enable:
-                return None
-            return self.dataloader.for_validation(self.validator.dataset)
 
     config: Config
 
@@ -196,7 +89,7 @@ class Trainer(Configurable):
         self.device = self.init_distributed()
         # Counts and sums that the host reads; float32 cannot count beyond 2**24 tokens, and is all that MPS has.
         self.statistics_dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        self.parallel_dims = ParallelDims.from_config(config.parallelism, world_size())
+        self.parallel_dims = config.check_layout(world_size())
         self.mesh = self.parallel_dims.build_mesh(self.device.type)
         self.init_random_state()
 
@@ -215,9 +108,11 @@ class Trainer(Configurable):
         self.converters = [converter.build() for converter in config.model_converters]
         for converter in self.converters:
             converter.convert(model)
+        self.loss = self.build_loss()
+        self.pipeline_plan = self.plan_pipeline()
         self.model_parts = self.parallelize(model)
-        self.loss = config.model_spec.loss.build()
         self.init_weights()
+        self.pipeline = self.build_pipeline()
         self.optimizer = config.optimizer.build(model_parts=self.model_parts)
         self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.total_steps)
 
@@ -283,23 +178,71 @@ class Trainer(Configurable):
         with torch.device("meta"):
             return config.build().to(getattr(torch, training.dtype))
 
-    def parallelize(self, model: BaseModel) -> list[nn.Module]:
-        """The model, sharded over the ranks; a list, since a pipeline rank may hold several stages."""
-        part = self.config.model_spec.parallelize(
-            model,
-            parallel_dims=self.parallel_dims,
-            mesh=self.mesh,
-            training=self.config.training,
-            parallelism=self.config.parallelism,
+    def build_loss(self) -> Any:
+        """The training loss: a function of hidden states, output weights and `labels_BL`."""
+        loss, config = self.config.model_spec.loss.build(), self.config.compile
+        if config.enable and "loss" in config.components:
+            compile_loss(loss, config)
+        return loss
+
+    def plan_pipeline(self) -> PipelinePlan | None:
+        """Which modules make up each pipeline stage; None without pipeline parallelism."""
+        if self.parallel_dims.pp == 1:
+            return None
+        training = self.config.training
+        return PipelinePlan.from_config(
+            self.config.parallelism, self.config.model_spec.model, training.local_batch_size
         )
-        return [part]
+
+    def parallelize(self, model: BaseModel) -> list[nn.Module]:
+        """The model, shared out over the ranks; a list, since a pipeline rank may hold several stages of it."""
+        parts: list[nn.Module] = [model]
+        if self.pipeline_plan:
+            stages = self.pipeline_plan.stages_of_rank(self.parallel_dims.coordinate("pp"))
+            parts = [take_stage(model, self.pipeline_plan.stages[stage]) for stage in stages]
+        return [
+            self.config.model_spec.parallelize(
+                part,
+                parallel_dims=self.parallel_dims,
+                mesh=self.mesh,
+                sharding=self.config.model_spec.sharding,
+                training=self.config.training,
+                parallelism=self.config.parallelism,
+                activation_checkpoint=self.config.activation_checkpoint,
+                compile=self.config.compile,
+            )
+            for part in parts
+        ]
 
     def init_weights(self) -> None:
         """Give the parameters memory and their initial values."""
         for part in self.model_parts:
-            part.to_empty(device=self.device)
+            part.to_empty(device="cpu" if self.config.training.enable_cpu_offload else self.device)
             initialize_weights(part, self.config.debug.seed)
             part.train()
+
+    def build_pipeline(self) -> Pipeline | None:
+        """What runs this rank's pipeline stages together with those of the other ranks."""
+        if self.pipeline_plan is None:
+            return None
+        assert self.mesh is not None
+        config, dims = self.config, self.parallel_dims
+        hidden = torch.empty(
+            config.parallelism.pipeline_parallel_microbatch_size,
+            config.training.seq_len // (dims.cp * dims.tp),
+            config.model_spec.model.dim,
+            dtype=getattr(torch, config.training.mixed_precision_param),
+            device="meta",
+            requires_grad=True,
+        )
+        return Pipeline(
+            self.pipeline_plan,
+            self.model_parts,
+            mesh=self.mesh["pp"],
+            device=self.device,
+            hidden=hidden,
+            head=self.loss,
+        )
 
     def build_checkpointer(self) -> CheckpointManager:
         """The checkpointer over everything that a resumed run needs."""
@@ -327,7 +270,7 @@ class Trainer(Configurable):
             model_parts=self.model_parts,
             dataloader=self.build_dataloader(data, epochs=1),
             batches_per_step=self.gradient_accumulation_steps,
-            loss_of_batch=lambda batch: self.forward(self.post_dataloading_process(batch)),
+            sums_of_batch=self.loss_and_tokens,
         )
 
     def build_metrics(self) -> MetricsProcessor:
@@ -411,44 +354,67 @@ class Trainer(Configurable):
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
         """Valid tokens of the global batch, on the device: what the summed loss of every rank is divided by."""
-        local = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in micro_batches)
+        local = sum(self.count_own_tokens(batch) for batch in micro_batches)
         # `full` runs on the device; copying a host tensor there would wait for it.
         return sum_over_ranks(torch.full((), local, device=self.device, dtype=self.statistics_dtype))
 
+    def count_own_tokens(self, batch: Batch) -> int:
+        """Valid tokens of a batch as the loader gave it; 0 on all but one of the ranks that have the same samples."""
+        return int((batch["labels"] != IGNORE_INDEX).sum()) if self.parallel_dims.is_batch_leader else 0
+
     def post_dataloading_process(self, batch: Batch) -> Batch:
-        """The batch as the model takes it: its tensors on the device."""
-        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+        """The batch as the model takes it: its tensors on the device; under context parallelism, this rank's tokens."""
+        on_device = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+        if self.parallel_dims.cp == 1:
+            return on_device
+        return shard_sequences(on_device, self.parallel_dims.sequence_shards, self.parallel_dims.coordinate("cp"))
 
     def forward(self, batch: Batch) -> Tensor:
-        """The loss of a batch, summed over its valid tokens."""
+        """The loss of a batch, summed over its valid tokens; tensor-parallel ranks all have the whole of it."""
+        if self.pipeline:
+            return self.pipeline.forward(batch)
         (model,) = self.model_parts
-        head = functools.partial(self.loss, labels_BL=batch["labels"])
         with self.autocast():
-            return model(batch["input"], batch.get("positions"), head=head)
+            return model(batch["input"], batch.get("positions"), head=self.loss, labels_BL=batch["labels"])
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
         """Add a micro-batch's gradients; its part of the global batch's mean loss."""
-        # At least 1: in a batch without any valid token everything is 0, and stays so.
-        loss = self.forward(batch) / n_tokens.clamp(min=1).float()
-        # Gradients are averaged over the data-parallel ranks, the loss is a sum over them.
-        (loss * self.parallel_dims.dp_degree).backward()
-        return loss.detach()
+        # Gradients are averaged over the ranks that see different tokens, but the loss is a sum over them. At least 1
+        # token: in a batch without any valid one everything is 0, and stays so.
+        scale = self.parallel_dims.gradient_degree / n_tokens.clamp(min=1).float()
+        if self.pipeline:
+            scaled_loss = self.pipeline.forward_backward(batch, scale)
+        else:
+            scaled_loss = self.forward(batch) * scale
+            scaled_loss.backward()
+        return scaled_loss.detach() / self.parallel_dims.gradient_degree
+
+    def loss_and_tokens(self, batch: Batch) -> tuple[Tensor, int]:
+        """For validation: this rank's part of a batch's summed loss, and of the number of its valid tokens."""
+        return self.own_part(self.forward(self.post_dataloading_process(batch))), self.count_own_tokens(batch)
+
+    def own_part(self, loss: Tensor) -> Tensor:
+        """What this rank adds to a sum over all ranks: nothing, where another one has the same loss."""
+        return loss if self.parallel_dims.is_tensor_leader else torch.zeros_like(loss)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """Mixed precision for a model that no wrapper computes in lower precision."""
         dtype = getattr(torch, self.config.training.mixed_precision_param)
+        # With more than one process, FSDP or DDP does it.
         needed = self.mesh is None and dtype != torch.float32
         return torch.autocast(self.device.type, dtype=dtype) if needed else contextlib.nullcontext()
 
     def clip_gradients(self) -> Tensor:
         """Scale gradients down to `training.max_norm`; their total norm before that, over all ranks."""
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
-        return clip_grad_norm(parameters, self.config.training.max_norm)
+        pipeline = self.mesh.get_group("pp") if self.mesh and self.pipeline else None
+        return clip_grad_norm(parameters, self.config.training.max_norm, pipeline)
 
     def read_outcome(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepOutcome:
         """Sum the loss over ranks, learn whether any of them was asked to stop, and read it all at once."""
         stop = self.stop_request is not None and self.stop_request.received
-        local = [loss, *(torch.full((), flag, device=self.device) for flag in (float(stop), float(self.has_data)))]
+        flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data)]
+        local = [self.own_part(loss), *flags]
         sums = sum_over_ranks(torch.stack([value.to(self.statistics_dtype) for value in local]))
         norm_and_tokens = [value.to(self.device, self.statistics_dtype) for value in (grad_norm, n_tokens)]
         values = torch.cat([sums, torch.stack(norm_and_tokens)]).tolist()
@@ -603,12 +569,3 @@ def _automatic_garbage_collection_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _check_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(f"--dump_folder '{folder}' cannot be written: {error.strerror}") from error

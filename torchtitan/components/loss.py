@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan.config import Configurable
+from torchtitan.distributed.loss_parallel import share_vocabulary
 from torchtitan.tools.errors import UserError
 
 IGNORE_INDEX = -100
@@ -50,10 +52,16 @@ class CrossEntropyLoss(Configurable):
             hidden_BLD: last hidden states, normalised.
             weight_VD: output weights.
             labels_BL: the token that follows each position, or -100.
+
+        Under tensor parallelism the first two are DTensors, the weights with their rows shared out; each rank then
+        computes its part of the vocabulary's logits, and `from_logits` gets them as a DTensor.
         """
+        from_logits: LogitsLoss = self.from_logits
+        if isinstance(weight_VD, DTensor):
+            hidden_BLD, weight_VD, from_logits = share_vocabulary(hidden_BLD, weight_VD, from_logits)
         hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
         if self.config.chunk_tokens == 0:
-            return self.from_logits(F.linear(hidden, weight_VD), labels)
+            return from_logits(F.linear(hidden, weight_VD), labels)
         device_type = hidden.device.type
         if torch.is_autocast_enabled(device_type):
             # Once here rather than once per chunk.
@@ -61,7 +69,7 @@ class CrossEntropyLoss(Configurable):
             hidden, weight_VD = hidden.to(dtype), weight_VD.to(dtype)
         # `needs_input_grad` in there would be true of a parameter even where gradients are off.
         hidden, weight_VD = (x if torch.is_grad_enabled() else x.detach() for x in (hidden, weight_VD))
-        return _ChunkedLinearLoss.apply(hidden, weight_VD, labels, self.from_logits, self.config.chunk_tokens)
+        return _ChunkedLinearLoss.apply(hidden, weight_VD, labels, from_logits, self.config.chunk_tokens)
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         """The summed loss of some tokens, in float32 whatever the type of the logits."""
@@ -108,9 +116,11 @@ class _ChunkedLinearLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
         grad_hidden, grad_weight = ctx.saved_tensors
-        # In place: they are this function's own, and as large as the output weights.
+        # Not in place: a pipeline schedule that computes the gradients of inputs and weights at different times comes
+        # here twice.
         if grad_hidden is not None:
-            grad_hidden.mul_(scale)
+            grad_hidden = grad_hidden * scale
         if grad_weight is not None:
-            grad_weight = grad_weight.mul_(scale).to(ctx.weight_dtype)
+            scaled = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+            grad_weight = torch.mul(grad_weight, scale, out=scaled)
         return grad_hidden, grad_weight, None, None, None

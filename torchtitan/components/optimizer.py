@@ -1,5 +1,6 @@
 """The optimizer: torch's own, over parameter groups that are chosen by name."""
 
+import functools
 import math
 import re
 from collections import defaultdict
@@ -9,8 +10,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from torchtitan.config import Configurable
+from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.gradients import total_norm
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -83,6 +86,10 @@ class Optimizer(Configurable):
         param_groups: dict[str, ParamGroup] = field(default_factory=_default_param_groups)
         """Settings for some parameters by name; the first group whose pattern matches takes a parameter."""
 
+        early_step_in_backward: bool = False
+        """Update each parameter, and free its gradient, as soon as the backward pass has it: all gradients never exist
+        at once. Without gradient accumulation, clipping and pipeline parallelism only."""
+
         def validate(self) -> None:
             """Raise `UserError` for values that the optimizers refuse or ignore."""
             rates = {"lr": self.lr, "weight_decay": self.weight_decay}
@@ -117,6 +124,9 @@ class Optimizer(Configurable):
             group["initial_lr"] = group["lr"]
         for optimizer in self.optimizers:
             _allocate_moments(optimizer)
+        self._row_norms: list[Tensor] = []
+        if config.early_step_in_backward:
+            self._step_in_backward()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -129,14 +139,42 @@ class Optimizer(Configurable):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """Update the parameters from their gradients."""
+        """Update the parameters from their gradients; those that were updated in the backward pass have none left."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
+        self._row_norms.clear()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def early_grad_norm(self) -> Tensor:
+        """With `early_step_in_backward`, what `clip_grad_norm` would have measured: the total norm over all ranks of
+        the gradients that were used since the last `zero_grad`. A collective; a scalar tensor."""
+        return total_norm(self._row_norms)
+
+    def _step_in_backward(self) -> None:
+        for optimizer in self.optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    hook = functools.partial(self._use_gradient, optimizer, index)
+                    parameter.register_post_accumulate_grad_hook(hook)
+
+    @torch.no_grad()
+    def _use_gradient(self, optimizer: torch.optim.Optimizer, group_index: int, parameter: nn.Parameter) -> None:
+        """Update one parameter from its complete gradient, and free that."""
+        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+            # Tensor parallelism leaves parts that are still to be summed.
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        assert parameter.grad is not None
+        self._row_norms.append(_row_norms(parameter.grad))
+        # Loading a state replaces the groups, and the schedule changes them, so that only their place is known before.
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**groups[group_index], "params": [parameter]}]
+        optimizer.step()
+        optimizer.param_groups = groups
+        parameter.grad = None
 
     def make_optimizers(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[torch.optim.Optimizer]:
         """The torch optimizers for one model part. A subclass with another optimizer overrides this.
@@ -236,6 +274,34 @@ class Optimizer(Configurable):
         for part, optimizers in zip(self.model_parts, self.optimizers_of_part, strict=True):
             state.update(get_optimizer_state_dict(part, optimizers, options=options))
         return state
+
+
+def check_early_step(
+    config: Optimizer.Config, training: TrainingConfig, parallelism: ParallelismConfig, data_parallel_degree: int
+) -> None:
+    """Raise `UserError` for what needs all gradients before the first update, where there is none such moment."""
+    if not config.early_step_in_backward:
+        return
+    one_pass = training.local_batch_size * data_parallel_degree
+    conflicts = {
+        f"gradient accumulation (--training.global_batch_size {training.global_batch_size} in passes of {one_pass})": (
+            training.resolve_global_batch_size(data_parallel_degree) > one_pass
+        ),
+        f"clipping (--training.max_norm {training.max_norm}; inf never clips)": training.max_norm < math.inf,
+        "--training.on_nonfinite skip: the weights are changed already": training.on_nonfinite == "skip",
+        f"--parallelism.pipeline_parallel_degree {parallelism.pipeline_parallel_degree}": (
+            parallelism.pipeline_parallel_degree > 1
+        ),
+    }
+    for conflict, is_there in conflicts.items():
+        if is_there:
+            raise UserError(f"--optimizer.early_step_in_backward does not go with {conflict}")
+
+
+def _row_norms(gradient: Tensor) -> Tensor:
+    """What is kept of a gradient for the total norm: the norm of each row, as exact as `total_norm`'s own."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype)
 
 
 def _check_pattern(option: str, pattern: str) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import Configurable
 from torchtitan.config.job_config import require_at_least
 from torchtitan.distributed.parallelize import free_gathered_weights
@@ -25,7 +24,8 @@ class Validator(Configurable):
         model_parts: put into evaluation mode meanwhile.
         dataloader: over the validation data, once; each validation begins with it anew.
         batches_per_step: local batches of one rank that make up its share of a global batch.
-        loss_of_batch: the summed loss of a batch as the loader gave it, a scalar on the device.
+        sums_of_batch: this rank's part of the summed loss of a batch as the loader gave it, a scalar on the device, and
+            of the number of its valid tokens.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -60,14 +60,14 @@ class Validator(Configurable):
         model_parts: Sequence[nn.Module],
         dataloader: BaseDataLoader,
         batches_per_step: int,
-        loss_of_batch: Callable[[Batch], Tensor],
+        sums_of_batch: Callable[[Batch], tuple[Tensor, int]],
     ):
         super().__init__(config)
         self.model_parts = model_parts
         self.dataloader = dataloader
         self.beginning = dataloader.state_dict()
         self.max_batches = config.steps * batches_per_step if config.steps != -1 else None
-        self.loss_of_batch = loss_of_batch
+        self.sums_of_batch = sums_of_batch
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether to validate after `step`."""
@@ -91,17 +91,17 @@ class Validator(Configurable):
             # Of a stream, no rank knows when the others' shares end; until then it gets batches that count nothing.
             if self.dataloader.samples_per_epoch is None and on_all_ranks(self.dataloader.exhausted):
                 break
-            totals[0] += self.loss_of_batch(batch).cpu().double()
-            totals[1] += (batch["labels"] != IGNORE_INDEX).sum()
+            loss, n_tokens = self.sums_of_batch(batch)
+            totals += torch.tensor([loss.item(), n_tokens], dtype=torch.float64)
         for part in self.model_parts:
             free_gathered_weights(part)
             part.train()
-        loss_sum, n_tokens = sum_over_ranks(totals).tolist()
+        loss_sum, n_valid = sum_over_ranks(totals).tolist()
         seconds = time.perf_counter() - begun
         return {
-            "validation_loss": loss_sum / n_tokens if n_tokens else float("nan"),
+            "validation_loss": loss_sum / n_valid if n_valid else float("nan"),
             "validation_time": seconds,
-            "validation_tokens_per_second": n_tokens / seconds,
+            "validation_tokens_per_second": n_valid / seconds,
         }
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The sections of a job that belong to no single component: training, parallelism, communication, debugging."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan.tools.errors import UserError
@@ -50,6 +50,10 @@ class TrainingConfig:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""
 
+    enable_cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in CPU memory, and copy each layer's weights to the device when it
+    computes. Needs data-parallel sharding (FSDP)."""
+
     gc_freq: int = 50
     """Steps between runs of Python's garbage collector, which is otherwise off so that all ranks pause together."""
 
@@ -79,6 +83,17 @@ class TrainingConfig:
         return self.global_batch_size
 
 
+PipelineSchedule = Literal[
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
+
+
 @dataclass(kw_only=True, slots=True)
 class ParallelismConfig:
     """How the ranks share the work. The degrees multiply to the number of processes."""
@@ -91,19 +106,132 @@ class ParallelismConfig:
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether a layer's gathered weights are freed after its forward pass: `always` saves memory, `never` saves
-    communication; `default` is always, but for the last layers, which the backward pass needs at once."""
+    communication; `default` is always, but for the last layers, which the backward pass needs at once, and never under
+    pipeline parallelism, where every micro-batch would gather them anew."""
+
+    tensor_parallel_degree: int = 1
+    """Ranks that share each layer's matrices, and the sequence between them. Divides heads, key/value heads and
+    training.seq_len."""
+
+    disable_loss_parallel: bool = False
+    """Under tensor parallelism, gather hidden states and output weights and compute the loss on every rank, rather than
+    each rank its part of the vocabulary: for a loss of one's own that needs whole logits."""
+
+    context_parallel_degree: int = 1
+    """Ranks that share each sequence: every rank computes its part of the tokens, and gathers keys and values."""
+
+    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
+    """Which tokens a context-parallel rank has: `headtail`, one piece from the front and one from the back of the
+    sequence, so that causal attention costs all ranks the same; `none`, one contiguous piece."""
+
+    pipeline_parallel_degree: int = 1
+    """Ranks that share the layers: each holds one or more stages of the model."""
+
+    pipeline_parallel_schedule: PipelineSchedule = "1F1B"
+    """Order in which stages work on micro-batches. GPipe and 1F1B have one stage per rank, all others two or more
+    (ZBVZeroBubble and DualPipeV: two)."""
+
+    pipeline_parallel_microbatch_size: int = 1
+    """Samples of training.local_batch_size that pass through the pipeline together."""
+
+    pipeline_parallel_layers_per_stage: int | None = None
+    """Layers in one stage, which decides how many stages there are. None: one stage per rank for GPipe and 1F1B,
+    two for the others."""
+
+    pipeline_parallel_first_stage_less_layers: int = 1
+    """Layers that the token embedding counts for when layers are shared out."""
+
+    pipeline_parallel_last_stage_less_layers: int = 1
+    """Layers that the final norm and the output head count for when layers are shared out."""
+
+    module_fqns_per_model_part: list[str] | None = None
+    """The modules of each stage by name, instead of sharing them out automatically; the names in one stage are
+    separated by commas: "tok_embeddings,layers.0,layers.1" "layers.2,layers.3,norm,output"."""
+
+    def validate(self) -> None:
+        """Raise `UserError` for degrees and sizes that no run could use; `ParallelDims` checks how they fit."""
+        sizes = {
+            name: getattr(self, name)
+            for name in (
+                "data_parallel_replicate_degree",
+                "tensor_parallel_degree",
+                "context_parallel_degree",
+                "pipeline_parallel_degree",
+                "pipeline_parallel_microbatch_size",
+            )
+        }
+        require_at_least(1, **{f"parallelism__{name}": value for name, value in sizes.items()})
+        if self.data_parallel_shard_degree != -1:
+            require_at_least(1, parallelism__data_parallel_shard_degree=self.data_parallel_shard_degree)
+        if self.pipeline_parallel_layers_per_stage is not None:
+            require_at_least(1, parallelism__pipeline_parallel_layers_per_stage=self.pipeline_parallel_layers_per_stage)
+        require_at_least(
+            0,
+            parallelism__pipeline_parallel_first_stage_less_layers=self.pipeline_parallel_first_stage_less_layers,
+            parallelism__pipeline_parallel_last_stage_less_layers=self.pipeline_parallel_last_stage_less_layers,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class ActivationCheckpointConfig:
+    """Activation checkpointing: what the backward pass needs of the forward pass is computed again, and not kept."""
+
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """`none` keeps everything; `full` keeps each layer's input alone; `selective` follows `selective_option`;
+    `memory_budget` lets the compiler choose (needs --compile.enable)."""
+
+    selective_option: str = "op"
+    """`op`: keep the results of attention, of communication and of every second matrix product. A number n: recompute
+    every n-th layer in full, and keep everything of the others."""
+
+    memory_budget: float = 0.5
+    """Part of the memory of `none` that the compiler may use, from 0 (recompute as much as possible) to 1."""
+
+    def validate(self) -> None:
+        """Raise `UserError` for an option that is neither `op` nor a number, and for a budget outside 0 to 1."""
+        option = self.selective_option
+        if option != "op" and not (option.isdecimal() and int(option) >= 1):
+            raise UserError(
+                f"--activation_checkpoint.selective_option is '{option}', and must be `op` or a number of layers from 1"
+            )
+        if not 0 <= self.memory_budget <= 1:
+            raise UserError(f"--activation_checkpoint.memory_budget is {self.memory_budget}, and must be from 0 to 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class CompileConfig:
+    """torch.compile."""
+
+    enable: bool = False
+    """Compile what `components` names. The first step takes longer, the later ones less time and memory."""
+
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
+    """What is compiled: `model`, each layer by itself; `loss`, the loss of a chunk of logits."""
+
+    backend: str = "inductor"
+    """The compiler: `inductor`, or another that `torch.compiler.list_backends()` names (`aot_eager`, to debug)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CommConfig:
-    """Communication between ranks."""
+    """Communication between ranks, and how long to wait for one that does not answer."""
 
-    timeout_seconds: int = 600
-    """Seconds that a collective may wait for the slowest rank before the run fails."""
+    init_timeout_seconds: int = 1800
+    """Seconds that a collective may wait for the slowest rank until the first step is done: loading and compiling take
+    their time, and not the same on all ranks."""
+
+    train_timeout_seconds: int = 900
+    """Seconds that a collective may wait for the slowest rank afterwards."""
+
+    step_timeout_seconds: int = 600
+    """Seconds after which a step that has not ended is taken for hanging: every rank prints where it stands, and the
+    run ends. It counts from the second step on; the first has `init_timeout_seconds`. 0: never."""
 
     def validate(self) -> None:
         """Raise `UserError` for a time limit that is not positive."""
-        require_at_least(1, comm__timeout_seconds=self.timeout_seconds)
+        require_at_least(1, comm__init_timeout_seconds=self.init_timeout_seconds)
+        require_at_least(1, comm__train_timeout_seconds=self.train_timeout_seconds)
+        require_at_least(0, comm__step_timeout_seconds=self.step_timeout_seconds)
 
 
 @dataclass(kw_only=True, slots=True)

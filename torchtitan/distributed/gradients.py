@@ -1,34 +1,72 @@
 """The total norm of gradients, and clipping by it, whatever they are sharded over."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float, pipeline: dist.ProcessGroup | None = None
+) -> Tensor:
     """Scale gradients down, in place, to a total Euclidean norm of `max_norm` where they exceed it.
 
-    Like `torch.nn.utils.clip_grad_norm_`, but for the norm's precision, see `_total_norm`.
+    Like `torch.nn.utils.clip_grad_norm_`, but for the norm's precision, see `_norm`, and for parameters that are
+    sharded over different meshes, or not at all.
+
+    Args:
+        parameters: of the model, or of the parts of it that this rank holds.
+        max_norm: `inf` to measure only.
+        pipeline: the ranks that hold the other parts.
 
     Returns:
         The norm before clipping over all ranks, a plain scalar tensor on the gradients' device.
     """
     with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in with_gradients:
+        parameter.grad = _laid_out_like(parameter.grad, parameter)
     gradients = [parameter.grad for parameter in with_gradients if parameter.grad is not None]
-    if not gradients:
-        return torch.zeros(())
-    total = _total_norm(gradients)
-    if isinstance(total, DTensor):
-        total = total.full_tensor()
-    torch.nn.utils.clip_grads_with_norm_(with_gradients, max_norm, total)
+    total = total_norm(gradients, pipeline)
+    for group in _by_mesh(with_gradients).values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
 
 
-def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of all gradients together, at least in float32; a DTensor where they are.
+def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None = None) -> Tensor:
+    """Euclidean norm of all gradients together over all ranks, a plain scalar tensor of at least float32."""
+    device = gradients[0].device if gradients else torch.device("cpu")
+    norms = [_norm(group) for group in _by_mesh(gradients).values()]
+    plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(plain)) if plain else torch.zeros((), device=device)
+    if pipeline is None:
+        return total
+    squares = total.double() ** 2
+    dist.all_reduce(squares, group=pipeline)
+    return squares.sqrt().to(total.dtype)
+
+
+def _laid_out_like(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
+    """Under tensor parallelism a gradient can come as parts that are still to be summed, or whole for a shard."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
+def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
+    """Torch computes with tensors of one mesh at a time."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device_mesh if isinstance(tensor, DTensor) else None].append(tensor)
+    return groups
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm of gradients on one mesh, at least in float32; a DTensor where they are.
 
     A CPU adds up a large tensor's squares in one float32 sum, whose rounding error reaches 1e-4, and another one in
     every layout; so there each row is summed for itself. Other devices add up in trees, and torch's norm in one kernel

@@ -1,11 +1,14 @@
-"""`ParallelDims`: the degrees of parallelism of a run, checked, and the device meshes made of them."""
+"""`ParallelDims`: the degrees of parallelism of a run, checked, and the device mesh made of them."""
 
 from dataclasses import dataclass
+from math import prod
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.config import ParallelismConfig
+from torchtitan.distributed.context_parallel import LoadBalancer, SequenceShards
+from torchtitan.protocols import BaseModel
 from torchtitan.tools.errors import UserError
 
 
@@ -13,12 +16,20 @@ from torchtitan.tools.errors import UserError
 class ParallelDims:
     """How many ranks each kind of parallelism spans; together they span all ranks.
 
-    Build it with `from_config`, which checks the degrees.
+    Build it with `from_config`, which checks the degrees. Ranks are numbered with tensor parallelism innermost, whose
+    ranks communicate most, then context, data (sharded, replicated) and pipeline parallelism.
     """
 
     world_size: int
-    dp_replicate: int
-    dp_shard: int
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp_load_balancer: LoadBalancer = "headtail"
+
+    def __post_init__(self) -> None:
+        assert prod(self.sizes.values()) == self.world_size
 
     @classmethod
     def from_config(cls, config: ParallelismConfig, world_size: int) -> "ParallelDims":
@@ -27,37 +38,109 @@ class ParallelDims:
         Raises:
             UserError: if they do not.
         """
-        replicate, shard = config.data_parallel_replicate_degree, config.data_parallel_shard_degree
-        if replicate < 1:
-            raise UserError(f"--parallelism.data_parallel_replicate_degree is {replicate}, and must be at least 1")
+        config.validate()
+        shard = config.data_parallel_shard_degree
+        others = {
+            "data_parallel_replicate_degree": config.data_parallel_replicate_degree,
+            "context_parallel_degree": config.context_parallel_degree,
+            "tensor_parallel_degree": config.tensor_parallel_degree,
+            "pipeline_parallel_degree": config.pipeline_parallel_degree,
+        }
         if shard == -1:
-            shard = max(1, world_size // replicate)
-        if shard < 1:
-            raise UserError(f"--parallelism.data_parallel_shard_degree is {shard}, and must be at least 1, or -1")
-        if replicate * shard != world_size:
-            raise UserError(
-                f"data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard} = "
-                f"{replicate * shard} is not the number of processes, {world_size}"
+            shard = max(1, world_size // prod(others.values()))
+        degrees = {"data_parallel_shard_degree": shard, **others}
+        if prod(degrees.values()) != world_size:
+            named = " x ".join(
+                f"{name} {degree}"
+                for name, degree in degrees.items()
+                if degree != 1 or name in ("data_parallel_shard_degree", "data_parallel_replicate_degree")
             )
-        return cls(world_size=world_size, dp_replicate=replicate, dp_shard=shard)
+            raise UserError(f"{named} = {prod(degrees.values())} is not the number of processes, {world_size}")
+        return cls(
+            world_size=world_size,
+            dp_replicate=config.data_parallel_replicate_degree,
+            dp_shard=shard,
+            cp=config.context_parallel_degree,
+            tp=config.tensor_parallel_degree,
+            pp=config.pipeline_parallel_degree,
+            cp_load_balancer=config.context_parallel_load_balancer,
+        )
+
+    def check_fits(self, model: BaseModel.Config, seq_len: int) -> None:
+        """Check that the model and the sequence can be shared out.
+
+        Raises:
+            UserError: for the first size that cannot, by name.
+        """
+        for name, size in model.tensor_parallel_sizes.items():
+            if size % self.tp:
+                raise UserError(f"--parallelism.tensor_parallel_degree {self.tp} does not divide --model.{name} {size}")
+        pieces = self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
+        if seq_len % pieces:
+            degrees = {"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp}
+            named = " x ".join(f"--parallelism.{name} {degree}" for name, degree in degrees.items() if degree > 1)
+            doubled = " x 2 (for the load balancer `headtail`)" if pieces > self.tp * self.cp else ""
+            raise UserError(f"{named}{doubled} = {pieces} does not divide --training.seq_len {seq_len}")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh dimension → ranks in it, outermost first."""
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+            "tp": self.tp,
+        }
+
+    def coordinate(self, dimension: str) -> int:
+        """This rank's place in a dimension of the mesh."""
+        rank = dist.get_rank() if self.world_size > 1 else 0
+        names = list(self.sizes)
+        inner = prod(self.sizes[name] for name in names[names.index(dimension) + 1 :])
+        return rank // inner % self.sizes[dimension]
 
     @property
     def dp_degree(self) -> int:
-        """Ranks that see different data."""
+        """Groups of ranks that see different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the data this rank sees, from 0 to `dp_degree` - 1."""
-        return dist.get_rank() if self.world_size > 1 else 0
+        """Which share of the samples this rank sees, from 0 to `dp_degree` - 1."""
+        return self.coordinate("dp_replicate") * self.dp_shard + self.coordinate("dp_shard")
+
+    @property
+    def gradient_degree(self) -> int:
+        """Ranks that gradients are averaged over: those that have the same weights and see different tokens."""
+        return self.dp_degree * self.cp
+
+    @property
+    def is_batch_leader(self) -> bool:
+        """Whether this rank stands for all that see the same samples: what each sample has is counted there, once."""
+        return all(self.coordinate(name) == 0 for name in ("pp", "cp", "tp"))
+
+    @property
+    def is_tensor_leader(self) -> bool:
+        """Whether this rank stands for those of its tensor-parallel group, which all compute the same loss."""
+        return self.coordinate("tp") == 0
+
+    @property
+    def sequence_shards(self) -> SequenceShards:
+        """How context parallelism shares out the tokens of a sample."""
+        return SequenceShards(self.cp, self.cp_load_balancer)
 
     def build_mesh(self, device_type: str) -> DeviceMesh | None:
-        """The mesh of the data-parallel dimensions that are larger than 1; None in a single process.
+        """The mesh ("pp", "dp_replicate", "fsdp", "tp") of all ranks; None in one process.
 
-        FSDP gives `("dp_shard",)`, DDP `("dp_replicate",)`, HSDP `("dp_replicate", "dp_shard")`.
+        Dimensions of size 1 are there too, so that code need not ask. "fsdp" is what weights are sharded over:
+        context-parallel ranks have the same weights and other tokens, as data-parallel ones have.
         """
-        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
-        used = {name: size for name, size in sizes.items() if size > 1}
-        if not used:
+        if self.world_size == 1:
             return None
-        return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.dp_shard * self.cp, "tp": self.tp}
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def context_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The one dimension of context parallelism, inside that of "fsdp"."""
+        return mesh["fsdp"]._unflatten(0, (self.dp_shard, self.cp), ("dp_shard", "cp"))["cp"]

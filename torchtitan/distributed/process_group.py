@@ -32,7 +32,7 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         # With the device, NCCL connects here, where a failure belongs, and need not guess the device of a barrier.
         device_id = device if device_type == "cuda" else None
-        dist.init_process_group(backend, timeout=timedelta(seconds=comm.timeout_seconds), device_id=device_id)
+        dist.init_process_group(backend, timeout=timedelta(seconds=comm.init_timeout_seconds), device_id=device_id)
         _made_here = True
     return device
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchtitan.config import Configurable
+from torchtitan.tools.errors import UserError
 
 
 class BaseModel(nn.Module, Configurable):
@@ -14,7 +15,7 @@ class BaseModel(nn.Module, Configurable):
     parameters carries their initial distributions (`torchtitan.protocols.initializer`), so that weights can be
     filled in later, whatever has been sharded or wrapped in between.
 
-    The forward pass is `forward(tokens, positions=None, *, head=None)`, see
+    The forward pass is `forward(tokens, positions=None, *, head=…, **head_inputs)`, see
     `torchtitan.models.common.decoder.Decoder`.
     """
 
@@ -22,11 +23,27 @@ class BaseModel(nn.Module, Configurable):
     class Config(Configurable.Config):
         """Fields that the trainer reads whatever the family."""
 
+        dim: int
+        """Width of the residual stream, the hidden states between layers."""
+
         vocab_size: int | None = None
         """Rows of the embedding and of the output head. None: as many as the tokenizer has."""
 
         max_seq_len: int = 8192
         """Tokens that the published model was trained to attend over; a longer training.seq_len only warns."""
+
+        @property
+        def tensor_parallel_sizes(self) -> dict[str, int]:
+            """The sizes that tensor parallelism splits, by field; its degree must divide each of them."""
+            return {}
+
+        def pipeline_modules(self) -> list[list[str]]:
+            """Names of the model's parts in the order of the forward pass; a pipeline is cut between the inner lists.
+
+            Raises:
+                UserError: if a model with this configuration cannot be cut.
+            """
+            raise UserError(f"{type(self).__qualname__} does not say where a pipeline can cut it")
 
         def validate(self) -> None:
             """Raise `UserError` for a combination of sizes that cannot be built."""

@@ -9,6 +9,7 @@ from tyro.conf import Suppress
 
 from torchtitan.config import Configurable
 from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.sharding import ShardingPlan
 
 ParallelizeFunction = Callable[..., nn.Module]
 
@@ -32,8 +33,12 @@ class ModelSpec:
     loss: Configurable.Config
     """The training loss, see `torchtitan.components.loss`. Its fields are `--loss.<field>`."""
 
+    sharding: Suppress[ShardingPlan]
+    """Which modules tensor and context parallelism split, and how."""
+
     parallelize: Suppress[ParallelizeFunction]
-    """Applies the parallelisms to a meta-device model, in place: `parallelize(model, parallel_dims, …)`."""
+    """Applies the parallelisms to a meta-device model, or to a pipeline stage of one, in place; see
+    `torchtitan.distributed.parallelize.parallelize_decoder`."""
 
     def to_dict(self) -> dict[str, Any]:
         """The parts that can be set, as JSON-ready values."""

@@ -7,7 +7,6 @@ Run it again after it was interrupted, and it goes on where it saved last. For o
 
 import argparse
 from contextlib import closing
-from functools import partial
 
 import torch
 
@@ -61,7 +60,7 @@ def main():
     def summed_loss(batch):
         """Over all tokens; the head of the model is the loss itself, so that no tensor ever holds all logits."""
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        return model(batch["input"], batch.get("positions"), head=partial(cross_entropy, labels_BL=batch["labels"]))
+        return model(batch["input"], batch.get("positions"), head=cross_entropy, labels_BL=batch["labels"])
 
     def train_step(batch):
         """Update the weights; the mean loss per token, and the norm of its gradient before clipping."""
@@ -79,7 +78,7 @@ def main():
             model_parts=[model],
             dataloader=validation_data.build(**sizes, epochs=1),
             batches_per_step=1,
-            loss_of_batch=summed_loss,
+            sums_of_batch=lambda batch: (summed_loss(batch), int((batch["labels"] != IGNORE_INDEX).sum())),
         )
     checkpoints = CheckpointManager.Config(enable=True, interval=50).build(
         dump_folder=options.folder,

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -26,18 +25,17 @@ class TemplateTrainer(Trainer):
         n_tokens = self.count_valid_tokens(micro_batches)
 
         loss = torch.zeros((), device=self.device)
-        (model,) = self.model_parts
+        # Gradients are averaged over the ranks that see different tokens, but the loss is a sum over them.
+        scale = self.parallel_dims.gradient_degree / n_tokens.clamp(min=1).float()
+        (model,) = self.model_parts  # for pipeline stages, see `Trainer.forward_backward_step`
         for micro_batch in micro_batches:
             batch = self.post_dataloading_process(micro_batch)
             # The loss takes hidden states and output weights, so that no tensor ever holds all logits. For a loss of
             # your own on whole logits: `logits = model(batch["input"], batch.get("positions"))`.
             with self.autocast():
-                head = partial(self.loss, labels_BL=batch["labels"])
-                summed_loss = model(batch["input"], batch.get("positions"), head=head)
-            mean_loss = summed_loss / n_tokens.clamp(min=1).float()
-            # Data-parallel ranks average their gradients, but the loss is a sum over ranks.
-            (mean_loss * self.parallel_dims.dp_degree).backward()
-            loss += mean_loss.detach()
+                summed_loss = model(batch["input"], batch.get("positions"), head=self.loss, labels_BL=batch["labels"])
+            (summed_loss * scale).backward()
+            loss += summed_loss.detach() * scale / self.parallel_dims.gradient_degree
 
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         grad_norm = clip_grad_norm(parameters, self.config.training.max_norm)

@@ -11,54 +11,85 @@ from torchtitan.models.common.rope import apply_rope
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 
 AttentionMask: TypeAlias = Any
-"""None (causal over the whole sample), the documents' lengths (a list, on CPU and MPS), or a FlexAttention `BlockMask`
-(on CUDA)."""
+"""None (causal over the whole sample), the documents' lengths (a list) or a boolean tensor (B, 1, Q, K) that is True
+where attention is allowed (CPU and MPS), or a FlexAttention `BlockMask` (CUDA)."""
 
 
-def document_mask(positions_BL: Tensor | None) -> AttentionMask:
-    """What each token may attend to, given its position within its document: the earlier tokens of that document.
+class CausalMask(nn.Module):
+    """What each token may attend to: itself and the earlier tokens of its document.
 
-    Args:
-        positions_BL: positions that start at 0 with every document; None: each sample is one document.
+    Attributes:
+        dense: on CPU and MPS, give packed documents' masks as a boolean tensor rather than as a list of lengths. The
+            list is faster, but compiled code would be compiled anew for every one.
     """
-    if positions_BL is None:
-        return None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = False
+
+    def forward(
+        self, positions_BL: Tensor | None, query_tokens_L: Tensor | None = None, key_tokens_K: Tensor | None = None
+    ) -> AttentionMask:
+        """The mask for samples of L tokens, of which this process may have a part.
+
+        Args:
+            positions_BL: positions that start at 0 with every document; None: each sample is one document.
+            query_tokens_L: place in the sample of each token here; None: all of them, in their order.
+            key_tokens_K: place in the sample of each key that will be attended to; given with `query_tokens_L`.
+        """
+        if positions_BL is None:
+            assert query_tokens_L is None, "a part of a sample comes with positions"
+            return None
+        if query_tokens_L is None or key_tokens_K is None:
+            if positions_BL.device.type != "cuda" and not self.dense:
+                return _document_lengths(positions_BL)
+            query_tokens_L = key_tokens_K = torch.arange(positions_BL.shape[1], device=positions_BL.device)
+        # A document lies in one piece, so what a token sees reaches from the document's start to the token itself.
+        starts_BL = query_tokens_L - positions_BL
+        if positions_BL.device.type == "cuda":
+            return _block_mask(starts_BL, query_tokens_L, key_tokens_K)
+        seen_BLK = (key_tokens_K >= starts_BL[..., None]) & (key_tokens_K <= query_tokens_L[:, None])
+        return seen_BLK[:, None]
+
+
+def _document_lengths(positions_BL: Tensor) -> list[int] | None:
     starts_BL = positions_BL == 0
     starts_BL[:, 0] = True
-    if positions_BL.device.type == "cuda":
-        return _block_mask(starts_BL)
     starts = starts_BL.flatten().nonzero().flatten()
     ends = torch.cat((starts[1:], starts.new_tensor([starts_BL.numel()])))
     lengths: list[int] = (ends - starts).tolist()
     return None if len(lengths) == positions_BL.shape[0] else lengths
 
 
-def _block_mask(starts_BL: Tensor) -> AttentionMask:
-    document_BL = starts_BL.cumsum(dim=1)
-    samples, length = document_BL.shape
+def _block_mask(starts_BL: Tensor, query_tokens_L: Tensor, key_tokens_K: Tensor) -> AttentionMask:
+    def in_document_and_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (key_tokens_K[k] >= starts_BL[b, q]) & (key_tokens_K[k] <= query_tokens_L[q])
 
-    def same_document_and_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (document_BL[b, q] == document_BL[b, k])
-
+    samples, length = starts_BL.shape
     return _compiled("create_block_mask")(
-        same_document_and_causal, samples, None, length, length, device=str(starts_BL.device)
+        in_document_and_causal, samples, None, length, len(key_tokens_K), device=str(starts_BL.device)
     )
 
 
-def attend(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: AttentionMask) -> Tensor:
-    """Scaled dot-product attention of H query heads over K key/value heads (K divides H), shape (B, L, H, D).
+class Attention(nn.Module):
+    """Scaled dot-product attention, without weights. A module of its own so that it can be hooked onto."""
 
-    Args:
-        mask: what `document_mask` gave for these samples.
-    """
-    if isinstance(mask, list):
-        return _attend_each_document(q_BLHD, k_BLKD, v_BLKD, mask)
-    q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
-    if mask is None:
-        out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    else:
-        out_BHLD = _compiled("flex_attention")(q, k, v, block_mask=mask, enable_gqa=True)
-    return out_BHLD.transpose(1, 2)
+    def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: AttentionMask) -> Tensor:
+        """H query heads over K key/value heads (K divides H), shapes (B, L, heads, head_dim) → (B, L, H, head_dim).
+
+        Args:
+            mask: what `CausalMask` gave for these samples.
+        """
+        if isinstance(mask, list):
+            return _attend_each_document(q_BLHD, k_BLKD, v_BLKD, mask)
+        q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
+        if mask is None:
+            out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        elif isinstance(mask, Tensor):
+            out_BHLD = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        else:
+            out_BHLD = _compiled("flex_attention")(q, k, v, block_mask=mask, enable_gqa=True)
+        return out_BHLD.transpose(1, 2)
 
 
 def _attend_each_document(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, lengths: list[int]) -> Tensor:
@@ -92,6 +123,7 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, *, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, init_std: float, out_init_std: float):
         super().__init__()
         self.head_dim = head_dim
+        self.attend = Attention()
         init = TruncatedNormal(init_std)
         self.wq = with_initializers(nn.Linear(dim, n_heads * head_dim, bias=False), weight=init)
         self.wk = with_initializers(nn.Linear(dim, n_kv_heads * head_dim, bias=False), weight=init)
@@ -106,5 +138,5 @@ class GroupedQueryAttention(nn.Module):
         q_BLHD, k_BLKD, v_BLKD = (
             projection(x_BLD).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
         )
-        out_BLHD = attend(apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope), v_BLKD, mask)
+        out_BLHD = self.attend(apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope), v_BLKD, mask)
         return self.wo(out_BLHD.flatten(-2))

@@ -4,34 +4,36 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.attention import AttentionMask, document_mask
+from torchtitan.models.common.attention import AttentionMask, CausalMask
 from torchtitan.models.common.norm import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.errors import UserError
 
-Head = Callable[[Tensor, Tensor], Tensor]
-"""What is computed from the last hidden states (B, L, D) and the output weights (V, D): logits, or the loss itself."""
+Head = Callable[..., Tensor]
+"""What is computed from the last hidden states (B, L, D) and the output weights (V, D): logits, or the loss itself.
+What it needs beside them is given to the model by name, and handed on to it."""
 
 
 class Decoder(BaseModel):
     """Token embedding → blocks → norm → head. A family says in `make_block` what a block is.
 
     With tied embeddings there is no separate output weight: `output` is None and the head uses the embedding's.
+
+    A pipeline stage is such a model with parts of it taken out: without `tok_embeddings` it takes hidden states rather
+    than tokens, without `norm` and `output` it gives them.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
         """Sizes that all decoders share."""
-
-        dim: int
-        """Width of the residual stream."""
 
         n_layers: int
         """Transformer blocks."""
@@ -59,6 +61,25 @@ class Decoder(BaseModel):
             """Width of one head."""
             return self.dim // self.n_heads
 
+        @property
+        def tensor_parallel_sizes(self) -> dict[str, int]:
+            """Heads and features, which tensor-parallel ranks share evenly."""
+            return {name: getattr(self, name) for name in ("n_heads", "n_kv_heads", "ffn_dim")}
+
+        def pipeline_modules(self) -> list[list[str]]:
+            """Embedding, layers, norm and head: a stage is a piece of this row.
+
+            Raises:
+                UserError: with tied embeddings, whose weights would be in the first stage and in the last.
+            """
+            if self.tie_embeddings:
+                raise UserError(
+                    "pipeline parallelism cannot split a model with tied embeddings: its first and its last stage "
+                    "would need the same weights (--model.no_tie_embeddings unties them)"
+                )
+            layers = [[f"layers.{index}"] for index in range(self.n_layers)]
+            return [["tok_embeddings"], *layers, ["norm", "output"]]
+
         def validate(self) -> None:
             """Raise `UserError` for sizes that do not fit together."""
             for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "max_seq_len"):
@@ -82,13 +103,16 @@ class Decoder(BaseModel):
         super().__init__(config)
         assert config.vocab_size is not None, "the vocabulary size is resolved before the model is built"
         init = with_initializers
-        self.tok_embeddings = init(nn.Embedding(config.vocab_size, config.dim), weight=self.embedding_init())
+        self.tok_embeddings: nn.Embedding | None = init(
+            nn.Embedding(config.vocab_size, config.dim), weight=self.embedding_init()
+        )
         # A dictionary, not a list: a pipeline stage drops layers, and those that stay keep their names.
         self.layers = nn.ModuleDict({str(index): self.make_block(index) for index in range(config.n_layers)})
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.output: nn.Linear | None = None
         if not config.tie_embeddings:
             self.output = init(nn.Linear(config.dim, config.vocab_size, bias=False), weight=self.output_init())
+        self.mask = CausalMask()
 
     @abstractmethod
     def make_block(self, index: int) -> nn.Module:
@@ -104,25 +128,36 @@ class Decoder(BaseModel):
         variance instead."""
         return TruncatedNormal(self.config.dim**-0.5 if self.config.tie_embeddings else 1.0)
 
-    def forward(self, tokens_BL: Tensor, positions_BL: Tensor | None = None, *, head: Head = F.linear) -> Tensor:
+    def forward(
+        self, tokens_BL: Tensor, positions_BL: Tensor | None = None, *, head: Head = F.linear, **head_inputs: Any
+    ) -> Tensor:
         """Logits (B, L, V), or whatever `head` computes from the last hidden states and the output weights.
 
         A loss that is given as `head` need never hold all logits at once.
 
         Args:
-            tokens_BL: token ids.
+            tokens_BL: token ids; of a pipeline stage other than the first, hidden states (B, L, D).
             positions_BL: each token's position within its document, starting at 0 with every document; tokens attend
                 to the earlier ones of their document only. None: every sample is one document.
+            head: called with hidden states, output weights and `head_inputs`.
         """
-        mask: AttentionMask = document_mask(positions_BL)
+        mask: AttentionMask = self.mask(positions_BL)
         if positions_BL is None:
             positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)[None]
         rope = rope_cos_sin(self.config.rope, self.config.head_dim, positions_BL)
-        hidden_BLD = self.tok_embeddings(tokens_BL)
+        hidden_BLD = tokens_BL if self.tok_embeddings is None else self.tok_embeddings(tokens_BL)
         for block in self.layers.values():
             hidden_BLD = block(hidden_BLD, rope, mask)
-        output_weight_VD = self.tok_embeddings.weight if self.output is None else self.output.weight
-        return head(self.norm(hidden_BLD), output_weight_VD)
+        if self.norm is None:
+            return hidden_BLD
+        return head(self.norm(hidden_BLD), self.output_weight, **head_inputs)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output weights (V, D): the head's own, or the embedding's where they are tied."""
+        holder = self.tok_embeddings if self.output is None else self.output
+        assert holder is not None, "the stage with the norm has the output weights too"
+        return holder.weight
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward, after appendix B of PaLM (arXiv:2204.02311): `6 N + 12 L H Q T`.
@@ -134,7 +169,7 @@ class Decoder(BaseModel):
         """
         config = self.config
         multiplied = self.num_parameters()
-        if not config.tie_embeddings:
+        if not config.tie_embeddings and self.tok_embeddings is not None:
             multiplied -= self.tok_embeddings.weight.numel()
         return 6 * multiplied + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
 

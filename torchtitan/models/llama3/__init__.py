@@ -6,7 +6,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.distributed.parallelize import parallelize_decoder
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
-from torchtitan.protocols import ModelSpec
+from torchtitan.protocols import ModelSpec, ShardingPlan
 from torchtitan.tools.errors import UserError
 
 _LLAMA_VOCABULARY = 128_256
@@ -22,6 +22,27 @@ def _published(*, rope_factor: float = 8.0, **sizes: int | bool) -> Llama3Model.
         **sizes,  # type: ignore[arg-type]
     )
 
+
+SHARDING = ShardingPlan(
+    tensor={
+        "tok_embeddings": "vocabulary",
+        "layers.*.attention_norm": "sequence",
+        "layers.*.attention": "whole sequence",
+        "layers.*.attention.wq": "columns",
+        "layers.*.attention.wk": "columns",
+        "layers.*.attention.wv": "columns",
+        "layers.*.attention.wo": "rows",
+        "layers.*.ffn_norm": "sequence",
+        "layers.*.feed_forward": "whole sequence",
+        "layers.*.feed_forward.w1": "columns",
+        "layers.*.feed_forward.w3": "columns",
+        "layers.*.feed_forward.w2": "rows",
+        "norm": "sequence",
+        "output": "columns",
+    },
+    attention="layers.*.attention.attend",
+    mask="mask",
+)
 
 FLAVORS = {
     "debugmodel": Llama3Model.Config(
@@ -53,5 +74,6 @@ def model_registry(flavor: str) -> ModelSpec:
         flavor=flavor,
         model=dataclasses.replace(model, rope=dataclasses.replace(model.rope)),
         loss=CrossEntropyLoss.Config(),
+        sharding=SHARDING,
         parallelize=parallelize_decoder,
     )

@@ -1,0 +1,307 @@
+"""Activation checkpointing against the same model without: the same numbers, from less memory and more computation."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.processes import run_processes
+from torchtitan.components.checkpoint import ModelState
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.config import ActivationCheckpointConfig, CompileConfig
+from torchtitan.distributed import initialize_weights
+from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing, check_activation_checkpoint
+from torchtitan.distributed.initialize import canonical_name
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.tools.errors import UserError
+
+BATCH, LENGTH = 2, 24
+SIZES = {"vocab_size": 99, "dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
+MODES = {
+    "full": ActivationCheckpointConfig(mode="full"),
+    "op": ActivationCheckpointConfig(mode="selective"),
+    "every second": ActivationCheckpointConfig(mode="selective", selective_option="2"),
+}
+NONE = ActivationCheckpointConfig()
+
+
+def make_model(config: ActivationCheckpointConfig = NONE) -> Llama3Model:
+    """Always the same weights."""
+    model = Llama3Model.Config(rope=RoPEConfig(), **SIZES).build()
+    apply_activation_checkpointing(model, config)
+    initialize_weights(model, 0)
+    return model
+
+
+def loss_of(model: nn.Module, positions: Tensor | None = None) -> Tensor:
+    tokens = torch.randint(0, SIZES["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    return model(tokens, positions, head=CrossEntropyLoss.Config().build(), labels_BL=tokens)
+
+
+def packed() -> Tensor:
+    return torch.cat([torch.arange(9), torch.arange(LENGTH - 9)]).expand(BATCH, -1)
+
+
+class Recorder(TorchDispatchMode):
+    """What is computed within, and how much memory of what was computed is still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[function.overloadpacket.__name__] += 1
+        outputs = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return outputs
+
+    def held_bytes(self) -> int:
+        return sum(size for storage, size in self.storages.values() if not storage.expired())
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+INPUTS: dict[str, tuple[Callable[[], Tensor | None], bool, torch.dtype]] = {
+    "one document": (lambda: None, False, torch.float32),
+    "packed, lengths": (packed, False, torch.float32),
+    "packed, dense mask": (packed, True, torch.float32),
+    "bfloat16": (lambda: None, False, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradients_are_the_same(mode, inputs):
+    """Bit for bit: the same kernels compute the same things, only twice."""
+    positions, dense, dtype = INPUTS[inputs]
+    results = []
+    for config in (NONE, MODES[mode]):
+        model = make_model(config)
+        model.mask.dense = dense
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            loss = loss_of(model, positions())
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for expected, value in zip(*results, strict=True):
+        assert torch.equal(value, expected)
+    assert results[0][1].any()
+
+
+# --- from less memory -------------------------------------------------------------------------------------------------
+
+
+def measure(config: ActivationCheckpointConfig, positions: Tensor | None = None) -> tuple[int, Counter[str]]:
+    """Bytes that lie between forward and backward, and what the backward pass computes."""
+    model = make_model(config)
+    with Recorder() as forward:
+        loss = loss_of(model, positions)
+        held = forward.held_bytes()
+    with Recorder() as backward:
+        loss.backward()
+    return held, backward.calls
+
+
+def test_what_is_kept_and_what_is_computed_again():
+    held, calls = zip(*(measure(config) for config in (NONE, MODES["every second"], MODES["op"], MODES["full"])))
+    none, every_second, op, full = held
+    assert full < op < none and full < every_second < none
+    assert every_second == pytest.approx((full + none) / 2, rel=0.01)  # as many layers of each kind, as large
+    # The inputs of the second layer product, and so on, need not be computed again: torch stops before the last product.
+    layers = SIZES["n_layers"]
+    assert [count["mm"] for count in calls] == [14 * layers, 17 * layers, 17 * layers, 20 * layers]
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert [count[attention] for count in calls] == [0, layers / 2, 0, layers]
+
+
+def test_op_keeps_attention_and_every_second_product():
+    (full, _), (op, _) = measure(MODES["full"]), measure(MODES["op"])
+    attention = SIZES["dim"] + SIZES["n_heads"]  # the result, and the logarithm of each softmax's denominator
+    products = SIZES["dim"] // 2 + SIZES["dim"] + SIZES["ffn_dim"]  # of wk, wo and w3
+    per_layer = 4 * BATCH * LENGTH * (attention + products)
+    assert op - full == pytest.approx(SIZES["n_layers"] * per_layer, rel=0.02)
+
+
+def test_every_document_of_a_list_is_kept():
+    _, calls = measure(MODES["op"], packed())
+    assert calls["_scaled_dot_product_flash_attention_for_cpu"] == 0
+    assert calls["_scaled_dot_product_flash_attention_for_cpu_backward"] == 2 * BATCH * SIZES["n_layers"]
+
+
+@pytest.mark.slow
+def test_a_compiled_function_in_a_block_that_is_not_is_kept():
+    """FlexAttention on CUDA is one; it has no backward pass on a CPU, so here another stands in for it."""
+    calls = []
+
+    @torch.library.custom_op("torchtitan_tests::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        calls.append("forward")
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    twice.register_autograd(lambda context, grad: grad * 2)
+    compiled = torch.compile(lambda x: twice(x.sin()).cos())
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return compiled(x).exp()
+
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": Block()})
+    apply_activation_checkpointing(model, MODES["op"])
+    x = torch.ones(3, requires_grad=True)
+    model.layers["0"](x).sum().backward()
+    assert calls == ["forward"]
+    expected = torch.ones(3, requires_grad=True)
+    (expected.sin() * 2).cos().exp().sum().backward()
+    torch.testing.assert_close(x.grad, expected.grad)
+
+
+# --- which layers, under which names ----------------------------------------------------------------------------------
+
+
+def wrapped_layers(model: nn.Module) -> list[str]:
+    return [name for name, block in model.layers.items() if hasattr(block, "_checkpoint_wrapped_module")]
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [("op", ["0", "1", "2", "3"]), ("1", ["0", "1", "2", "3"]), ("2", ["0", "2"]), ("3", ["0", "3"]), ("9", ["0"])],
+)
+def test_which_layers(option, expected):
+    model = make_model(ActivationCheckpointConfig(mode="selective", selective_option=option))
+    assert wrapped_layers(model) == expected
+
+
+def test_a_pipeline_stage_chooses_the_layers_that_the_whole_model_would():
+    stage = Llama3Model.Config(rope=RoPEConfig(), **SIZES).build()
+    for name in ("0", "1"):
+        del stage.layers[name]
+    apply_activation_checkpointing(stage, ActivationCheckpointConfig(mode="selective", selective_option="3"))
+    assert wrapped_layers(stage) == ["3"]
+
+
+def test_names_and_initial_weights_stay():
+    """Weights depend on names, and so do checkpoints and groups of the optimizer."""
+    plain, wrapped = make_model(), make_model(MODES["full"])
+    assert list(plain.state_dict()) == list(wrapped.state_dict()) == list(ModelState([wrapped]).state_dict())
+    assert [canonical_name(name) for name, _ in wrapped.named_parameters()] == list(plain.state_dict())
+    wrapped.load_state_dict(plain.state_dict())
+    for expected, weight in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compile", [CompileConfig(), CompileConfig(enable=True, components=["loss"])])
+def test_a_memory_budget_without_the_compiler_is_refused(compile):
+    config = ActivationCheckpointConfig(mode="memory_budget")
+    with pytest.raises(UserError, match=r"--activation_checkpoint\.mode memory_budget .* needs --compile\.enable"):
+        check_activation_checkpoint(config, compile)
+    check_activation_checkpoint(config, CompileConfig(enable=True))
+    check_activation_checkpoint(MODES["full"], compile)
+
+
+@pytest.fixture
+def functorch_config() -> Iterator[Any]:
+    import torch._functorch.config
+
+    with torch._functorch.config.patch(activation_memory_budget=1.0):
+        yield torch._functorch.config
+
+
+def test_a_memory_budget_is_the_compiler_s(functorch_config):
+    make_model(ActivationCheckpointConfig(mode="memory_budget", memory_budget=0.25))
+    assert functorch_config.activation_memory_budget == 0.25
+    make_model()
+    assert functorch_config.activation_memory_budget == 1.0
+
+
+def test_a_smaller_memory_budget_saves_memory(functorch_config):
+    """With the part of the compiler that decides what to keep, and without its code generation."""
+
+    def held(budget: float) -> tuple[int, list[Tensor]]:
+        torch._dynamo.reset()
+        model = make_model(ActivationCheckpointConfig(mode="memory_budget", memory_budget=budget))
+        for block in model.layers.values():
+            block.compile(backend="aot_eager_decomp_partition")
+        saved = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(model)
+        loss.backward()
+        return sum(saved.values()), [parameter.grad for parameter in model.parameters()]
+
+    (everything, expected), (half, _), (least, gradients) = held(1.0), held(0.5), held(0.0)
+    assert least < half < everything
+    for gradient, reference in zip(gradients, expected, strict=True):
+        # Other orders of the same additions in decomposed operations.
+        assert (gradient - reference).norm() <= 1e-5 * reference.norm()
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def compare_layouts(folder: Path) -> None:
+    import torch.distributed as dist
+
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.models.llama3 import model_registry
+
+    def gradients(config: ActivationCheckpointConfig, **degrees: int) -> list[Tensor]:
+        parallelism = ParallelismConfig(**degrees)
+        dims = ParallelDims.from_config(parallelism, 2)
+        spec = model_registry("debugmodel")
+        model = Llama3Model.Config(rope=RoPEConfig(), **SIZES).build()
+        spec.parallelize(
+            model,
+            parallel_dims=dims,
+            mesh=dims.build_mesh("cpu"),
+            sharding=spec.sharding,
+            training=TrainingConfig(mixed_precision_param="float32"),
+            parallelism=parallelism,
+            activation_checkpoint=config,
+            compile=CompileConfig(),
+        )
+        initialize_weights(model, 0)
+        loss = loss_of(model, packed())
+        loss.backward()
+        full = [parameter.grad.full_tensor() for parameter in model.parameters()]
+        return [loss.detach(), *full]
+
+    layouts = {
+        "FSDP": {"data_parallel_shard_degree": 2},
+        "DDP": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+        "TP": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    }
+    for name, degrees in layouts.items():
+        expected = gradients(NONE, **degrees)
+        for mode in ("full", "op"):
+            for reference, value in zip(expected, gradients(MODES[mode], **degrees), strict=True):
+                assert torch.equal(value, reference), (name, mode)
+        assert math.isfinite(expected[0].item())
+    (folder / f"rank {dist.get_rank()} has compared").touch()
+
+
+def test_two_processes_compute_the_same_with_and_without(tmp_path):
+    """Bit for bit, under FSDP, DDP and tensor parallelism."""
+    run_processes(compare_layouts, 2, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2

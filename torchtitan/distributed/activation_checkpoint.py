@@ -1,0 +1,101 @@
+"""Activation checkpointing: the backward pass computes again what the forward pass did not keep."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+from torchtitan.config import ActivationCheckpointConfig, CompileConfig
+from torchtitan.tools.errors import UserError
+
+_MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}
+
+
+def check_activation_checkpoint(config: ActivationCheckpointConfig, compile: CompileConfig) -> None:
+    """Raise `UserError` for a memory budget that no compiler would keep to."""
+    if config.mode == "memory_budget" and not (compile.enable and "model" in compile.components):
+        raise UserError(
+            "--activation_checkpoint.mode memory_budget is a setting of the compiler, and needs --compile.enable with "
+            "`model` among --compile.components"
+        )
+
+
+def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpointConfig) -> None:
+    """Make the blocks in `model.layers`, a `ModuleDict` by layer number, forget what `config` does not say to keep.
+
+    In place, before compilation and data parallelism. Wrapped blocks keep their attributes, and the names of their
+    parameters in `named_parameters` and `state_dict`.
+    """
+    # Torch has this setting for the whole process alone; 1 is its own value, which an earlier model may have changed.
+    functorch_config.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
+    if config.mode == "full":
+        _wrap_blocks(model)
+    elif config.mode == "selective" and config.selective_option == "op":
+        _show_compiled_functions_to_policies()
+        _wrap_blocks(model, context_fn=_keep_costly_results)
+    elif config.mode == "selective":
+        _wrap_blocks(model, every=int(config.selective_option))
+
+
+def _wrap_blocks(model: nn.Module, *, every: int = 1, **checkpoint_options: Any) -> None:
+    layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
+    for name, block in layers.items():
+        # By the number in the whole model, so that pipeline stages choose the same layers.
+        if int(name) % every == 0:
+            layers[name] = checkpoint_wrapper(block, **checkpoint_options)
+
+
+def _show_compiled_functions_to_policies() -> None:
+    """FlexAttention is a compiled function also in a block that is not; torch by default runs such code unseen by a
+    policy, and would compute it again."""
+    import torch._inductor.config as inductor_config
+
+    inductor_config.wrap_inductor_compiled_regions = True
+
+
+@functools.cache
+def _always_kept() -> frozenset[Any]:
+    """Attention in all of torch's implementations, and communication but for all-gathers, whose results are large."""
+    ops: Any = torch.ops
+    higher_order: Any = torch.ops.higher_order
+    return frozenset(
+        {
+            ops.aten._scaled_dot_product_flash_attention.default,
+            ops.aten._scaled_dot_product_efficient_attention.default,
+            ops.aten._scaled_dot_product_cudnn_attention.default,
+            ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+            ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+            ops.aten._scaled_dot_product_attention_math_for_mps.default,
+            higher_order.flex_attention,
+            higher_order.inductor_compiled_code,
+            ops._c10d_functional.reduce_scatter_tensor.default,
+            ops._c10d_functional.all_to_all_single.default,
+        }
+    )
+
+
+def _keep_costly_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of one forward pass and of its recomputation, for `torch.utils.checkpoint.checkpoint`."""
+    return create_selective_checkpoint_contexts(_costly_results_policy())
+
+
+def _costly_results_policy() -> Callable[..., CheckpointPolicy]:
+    """Keep attention, communication, and every second matrix product of a block, counted from its first."""
+    products = 0
+
+    def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        nonlocal products
+        kept = op in _always_kept()
+        # Torch asks in the forward pass alone, and repeats its decisions in the recomputation.
+        if op in _MATRIX_PRODUCTS:
+            products += 1
+            kept = products % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy

@@ -1,0 +1,123 @@
+"""torch.compile: what is compiled, with which settings, and whether it stays compiled."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import nn
+
+from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.tools.device import device_type
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+_SCHEDULES_THAT_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""They compute the gradients of inputs and of weights one after the other, from the same saved tensors."""
+
+
+def check_compile(config: CompileConfig) -> None:
+    """Raise `UserError` for a backend that torch does not know, or that cannot compile on this machine."""
+    if not config.enable:
+        return
+    if config.backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise UserError(f"--compile.backend is '{config.backend}', and torch knows {known}; to debug: aot_eager, eager")
+    if config.backend == "inductor" and device_type() == "cpu":
+        _check_cpp_compiler()
+
+
+def _check_cpp_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise UserError(
+            "--compile.backend inductor needs a C++ compiler for a CPU, and found none: install g++, or set the "
+            "environment variable CXX to another"
+        ) from error
+
+
+def apply_compile(model: nn.Module, config: CompileConfig, parallelism: ParallelismConfig) -> None:
+    """Compile the blocks in `model.layers`, each by itself and in place; blocks that are alike share the result.
+
+    After activation checkpointing, and before data parallelism, which communicates around a block.
+
+    Args:
+        model: has its blocks in `layers`, a `ModuleDict`, and in `mask` what makes their attention masks.
+        config: says with which backend.
+        parallelism: says in which order a pipeline computes.
+    """
+    # Memory of saved tensors is given to the first half of a backward pass, and the second would read what it left.
+    is_split = parallelism.pipeline_parallel_schedule in _SCHEDULES_THAT_SPLIT_BACKWARD
+    functorch_config.donated_buffer = not (parallelism.pipeline_parallel_degree > 1 and is_split)
+    # A list of documents' lengths would be part of the compiled code, which the next batch could not use.
+    model.mask.dense = True  # type: ignore[union-attr]
+    for block in model.layers.values():  # type: ignore[operator]
+        block.compile(backend=config.backend)
+
+
+def compile_loss(loss: Any, config: CompileConfig) -> None:
+    """Compile the loss of a chunk of logits, in place: `loss.from_logits` as the class of `loss` defines it, be it
+    `CrossEntropyLoss` or one that overrides it. A loss of another kind, without that method, stays as it is."""
+    if not hasattr(loss, "from_logits"):
+        logger.warning("%s is not compiled: it has no method from_logits", type(loss).__qualname__)
+        return
+    loss.from_logits = torch.compile(loss.from_logits, backend=config.backend)
+
+
+class RecompileMonitor:
+    """Reports what torch compiles while training: in the first step it has to, and later it is lost time.
+
+    Attributes:
+        recompiles: graphs compiled in all steps but the first.
+    """
+
+    def __init__(self) -> None:
+        self.recompiles = 0
+        self._is_first_step = True
+
+    @contextlib.contextmanager
+    def watch(self, step: int) -> Iterator[None]:
+        """Report on what is compiled within, which is all of a training step: once for the first that is watched, and
+        as a warning with the reason that torch gives for a later one."""
+        before, last_record = _graphs_compiled(), _last_record()
+        yield
+        compiled = _graphs_compiled() - before
+        if compiled and self._is_first_step:
+            logger.info("compiled %d graphs in step %d", compiled, step)
+        elif compiled:
+            self.recompiles += compiled
+            reasons = "; ".join(_reasons_since(last_record)) or "new code"
+            logger.warning("step %d was slow: it compiled %d graphs again (%s)", step, compiled, reasons)
+        self._is_first_step = False
+
+
+def _dynamo() -> Any:
+    """torch.compile's own statistics, or None where nothing has been compiled yet: importing them takes a second."""
+    return sys.modules.get("torch._dynamo.utils")
+
+
+def _graphs_compiled() -> int:
+    dynamo = _dynamo()
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+def _last_record() -> Any:
+    records = _dynamo().get_compilation_metrics() if _dynamo() else []
+    return records[-1] if records else None
+
+
+def _reasons_since(last_record: Any) -> list[str]:
+    """Why functions were compiled again since `last_record`, the latest first; torch keeps 64 records."""
+    reasons = []
+    for record in reversed(_dynamo().get_compilation_metrics()):
+        if record is last_record:
+            break
+        if record.recompile_reason:
+            reasons.append(f"{record.co_name}: {record.recompile_reason.strip()}")
+    return reasons

@@ -1,0 +1,92 @@
+"""Context parallelism: the tokens of each sample are shared out over ranks.
+
+All but attention works on each token by itself. For attention, each rank keeps its own queries and gathers the keys and
+values of the others (as in section 3.3.2 of "The Llama 3 Herd of Models", arXiv:2407.21783): they are few, since
+several query heads share them, and any mask can be applied to them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.protocols.sharding import ShardingPlan
+
+LoadBalancer = Literal["headtail", "none"]
+
+
+@dataclass(frozen=True)
+class SequenceShards:
+    """Which tokens of a sample each of `degree` ranks has.
+
+    Causal attention costs a token as much as there are tokens before it. So with `headtail`, a sequence is cut into
+    2 * degree pieces, and rank r has the r-th from the front and the r-th from the back.
+    """
+
+    degree: int
+    load_balancer: LoadBalancer
+
+    def tokens_of_rank(self, rank: int, length: int) -> Tensor:
+        """Places in a sample of `length` tokens, those of this rank in its order."""
+        pieces = torch.arange(length).chunk(2 * self.degree if self.load_balancer == "headtail" else self.degree)
+        if self.load_balancer == "none":
+            return pieces[rank]
+        return torch.cat((pieces[rank], pieces[2 * self.degree - 1 - rank]))
+
+    def tokens_of_all(self, length: int) -> Tensor:
+        """Those of every rank, one rank behind the other: the order of what is gathered."""
+        return torch.cat([self.tokens_of_rank(rank, length) for rank in range(self.degree)])
+
+
+def shard_sequences(batch: Mapping[str, Tensor], shards: SequenceShards, rank: int) -> dict[str, Tensor]:
+    """This rank's part of a batch: of `input`, `labels` and `positions` (B, T) its tokens, all else as it is.
+
+    `positions` are made where the batch has none: by themselves, the tokens of a part would be taken for neighbours.
+    """
+    length = batch["input"].shape[1]
+    tokens = shards.tokens_of_rank(rank, length).to(batch["input"].device)
+    whole = {"positions": torch.arange(length, device=tokens.device).expand_as(batch["input"]), **batch}
+    return {
+        name: value[:, tokens] if name in ("input", "labels", "positions") else value for name, value in whole.items()
+    }
+
+
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, shards: SequenceShards) -> None:
+    """Make a model's attention reach over the tokens of all ranks, in place; nothing changes in its weights.
+
+    Args:
+        model: whose batches `shard_sequences` shares out over `mesh`.
+        mesh: of the one dimension of context parallelism.
+        plan: names the attention and mask modules.
+        shards: which tokens a rank has.
+    """
+    rank = mesh.get_local_rank()
+
+    def gather_keys_and_values(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        q_BLHD, k_BLKD, v_BLKD, mask = args
+        return q_BLHD, _gather_sequence(k_BLKD, mesh), _gather_sequence(v_BLKD, mesh), mask
+
+    def say_which_tokens(_: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        (positions_BL,) = args
+        length, device = positions_BL.shape[1] * shards.degree, positions_BL.device
+        tokens = {
+            "query_tokens_L": shards.tokens_of_rank(rank, length).to(device),
+            "key_tokens_K": shards.tokens_of_all(length).to(device),
+        }
+        return args, {**kwargs, **tokens}
+
+    for name, module in model.named_modules():
+        if fnmatchcase(name, plan.attention):
+            module.register_forward_pre_hook(gather_keys_and_values)
+        if fnmatchcase(name, plan.mask):
+            module.register_forward_pre_hook(say_which_tokens, with_kwargs=True)
+
+
+def _gather_sequence(x_BLHD: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(B, L, H, D) of each rank → (B, degree x L, H, D); backward, the sum over ranks of each rank's part."""
+    return funcol.all_gather_single_autograd(x_BLHD.contiguous(), gather_dim=1, group=mesh)

@@ -1,0 +1,75 @@
+"""The loss under tensor parallelism: each rank computes the logits of its part of the vocabulary, and keeps them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import loss_parallel
+
+LogitsLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+def share_vocabulary(
+    hidden_BLD: Tensor, weight_VD: DTensor, from_logits: LogitsLoss
+) -> tuple[Tensor, Tensor, LogitsLoss]:
+    """Take a linear layer and a loss on its outputs apart, so that they can be computed rank by rank.
+
+    Args:
+        hidden_BLD: a DTensor on the mesh of `weight_VD`, sharded in any way.
+        weight_VD: rows sharded over a mesh of one dimension, evenly or not.
+        from_logits: (logits (N, V), labels (N,)) → the summed loss. Torch's cross entropy communicates only sums and
+            maxima over the ranks; other operations on the DTensor are right too, though some gather it.
+
+    Returns:
+        Plain tensors: all hidden states, this rank's rows (V_local, D) of the weights, and the loss as a function of
+        this rank's logits (N, V_local). Its value is the same on all ranks, its gradients are each rank's own part.
+    """
+    mesh, vocabulary = weight_VD.device_mesh, weight_VD.shape[0]
+    assert isinstance(hidden_BLD, DTensor) and weight_VD.placements == (Shard(0),)
+    # Every rank's rows of the weights contribute to the gradient of every hidden state.
+    hidden = hidden_BLD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def of_local_logits(local_logits: Tensor, labels: Tensor) -> Tensor:
+        shape = torch.Size((local_logits.shape[0], vocabulary))
+        logits = DTensor.from_local(local_logits, mesh, [Shard(1)], shape=shape, stride=(vocabulary, 1))
+        loss = from_logits(logits, labels)
+        assert isinstance(loss, DTensor)
+        return loss.full_tensor()
+
+    def from_local_logits(local_logits: Tensor, labels: Tensor) -> Tensor:
+        return _LossWithGradient.apply(local_logits, labels, of_local_logits)
+
+    return hidden, weight_VD.to_local(), from_local_logits
+
+
+class _LossWithGradient(torch.autograd.Function):
+    """A summed loss whose gradient is computed at once: torch's `loss_parallel` must be on in its backward pass, and
+    the caller's comes at a time of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss_of: LogitsLoss) -> Tensor:
+        wants_gradient = ctx.needs_input_grad[0]
+        logits = logits.detach().requires_grad_(wants_gradient)
+        with torch.enable_grad(), loss_parallel(), implicit_replication():
+            loss = loss_of(logits, labels)
+            gradient = torch.autograd.grad(loss, logits)[0] if wants_gradient else None
+        ctx.save_for_backward(gradient)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_outputs[0], None, None
+
+
+def gather_for_head(head: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`head(hidden, weight, …)` for DTensors: computed on whole plain tensors, by every rank alike."""
+
+    def on_whole_tensors(hidden_BLD: Tensor, weight_VD: Tensor, **inputs: object) -> Tensor:
+        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in (hidden_BLD, weight_VD)]
+        return head(*whole, **inputs)
+
+    return on_whole_tensors

@@ -1,0 +1,259 @@
+"""Pipeline parallelism: a model is cut into stages, which a schedule of `torch.distributed.pipelining` runs."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from torchtitan.config import ParallelismConfig
+from torchtitan.protocols import BaseModel
+from torchtitan.tools.errors import UserError
+
+_V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+"""Rank r of P holds stages r and 2P - 1 - r; all other schedules with several stages hold r, r + P, r + 2P, …"""
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Which modules make up each stage, which rank holds it, and how many micro-batches pass through."""
+
+    schedule: str
+    degree: int
+    stages: tuple[tuple[str, ...], ...]
+    """Names of the modules of each stage."""
+    n_microbatches: int
+
+    @classmethod
+    def from_config(cls, config: ParallelismConfig, model: BaseModel.Config, local_batch_size: int) -> "PipelinePlan":
+        """Share the modules of a model out to stages.
+
+        Raises:
+            UserError: where the model, the schedule, the stages and the batch do not fit together.
+        """
+        groups = model.pipeline_modules()
+        if config.module_fqns_per_model_part is not None:
+            stages = _stages_by_name(config.module_fqns_per_model_part, groups)
+        else:
+            stages = _stages_by_weight(config, groups)
+        plan = cls(
+            schedule=config.pipeline_parallel_schedule,
+            degree=config.pipeline_parallel_degree,
+            stages=stages,
+            n_microbatches=_count_microbatches(config, local_batch_size),
+        )
+        plan._check_schedule()
+        return plan
+
+    def stages_of_rank(self, rank: int) -> list[int]:
+        """Numbers of the stages that a pipeline rank holds."""
+        if self.schedule in _V_SCHEDULES:
+            return [rank, 2 * self.degree - 1 - rank]
+        return list(range(rank, len(self.stages), self.degree))
+
+    def _check_schedule(self) -> None:
+        stages, name = len(self.stages), f"--parallelism.pipeline_parallel_schedule {self.schedule}"
+        single = _is_single(self.schedule)
+        if single and stages != self.degree:
+            raise UserError(f"{name} has one stage per rank, and there are {stages} stages for {self.degree} ranks")
+        if not single and (stages % self.degree or stages < 2 * self.degree):
+            raise UserError(
+                f"{name} has two or more stages per rank, the same number on each, and there are {stages} stages for "
+                f"{self.degree} ranks"
+            )
+        if self.schedule in _V_SCHEDULES and stages != 2 * self.degree:
+            raise UserError(f"{name} has two stages per rank, and there are {stages} stages for {self.degree} ranks")
+        least = stages if self.schedule in ("1F1B", "DualPipeV") else 1
+        rounds = max(1, self.n_microbatches // self.degree)
+        divisor = rounds if self.schedule in ("Interleaved1F1B", "InterleavedZeroBubble") else 1
+        if self.n_microbatches < least or self.n_microbatches % divisor:
+            rule = f"at least {least}" if self.n_microbatches < least else f"a multiple of {divisor}"
+            raise UserError(
+                f"{name} with {stages} stages on {self.degree} ranks needs {rule} micro-batches, and "
+                f"--training.local_batch_size over --parallelism.pipeline_parallel_microbatch_size gives "
+                f"{self.n_microbatches}"
+            )
+
+
+def _is_single(schedule: str) -> bool:
+    """Whether each rank has one stage in this schedule."""
+    return issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
+
+
+def _count_microbatches(config: ParallelismConfig, local_batch_size: int) -> int:
+    size = config.pipeline_parallel_microbatch_size
+    if local_batch_size % size:
+        raise UserError(
+            f"--parallelism.pipeline_parallel_microbatch_size {size} does not divide "
+            f"--training.local_batch_size {local_batch_size}"
+        )
+    return local_batch_size // size
+
+
+def _stages_by_name(parts: Sequence[str], groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """The stages that the user lists, checked to be all modules in their order."""
+    stages = tuple(tuple(name.strip() for name in part.split(",") if name.strip()) for part in parts)
+    listed = [name for stage in stages for name in stage]
+    names = [name for group in groups for name in group]
+    for name in listed:
+        if name not in names:
+            raise UserError(f"--parallelism.module_fqns_per_model_part: '{name}' is no part of the model ({names})")
+    if listed != names:
+        raise UserError(
+            "--parallelism.module_fqns_per_model_part must list each part of the model once, in this order: "
+            + ", ".join(names)
+        )
+    for group in groups:
+        if not any(set(group) <= set(stage) for stage in stages):
+            raise UserError(f"--parallelism.module_fqns_per_model_part: {', '.join(group)} belong into one stage")
+    if not all(stages):
+        raise UserError("--parallelism.module_fqns_per_model_part: a stage without modules")
+    return stages
+
+
+def _stages_by_weight(config: ParallelismConfig, groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """Stages of about the same weight: a layer weighs 1, the first and last modules what the configuration says."""
+    first, last = (
+        config.pipeline_parallel_first_stage_less_layers,
+        config.pipeline_parallel_last_stage_less_layers,
+    )
+    weights = [first, *[1] * (len(groups) - 2), last]
+    n_stages = _count_stages(config, sum(weights))
+    layers = len(groups) - 2
+    # Each stage's number of layers, as even as can be once the first and the last one are relieved.
+    share, rest = divmod(sum(weights), n_stages)
+    capacity = [share + (stage < rest) for stage in range(n_stages)]
+    capacity[0] -= first
+    capacity[-1] -= last
+    if min(capacity) < 0 or (n_stages > 2 and min(capacity[1:-1]) < 1):
+        raise UserError(
+            f"{layers} layers are too few for {n_stages} pipeline stages, with the embedding counting for {first} and "
+            f"the head for {last} (--parallelism.pipeline_parallel_first_stage_less_layers, …last_stage_less_layers)"
+        )
+    ends = [1 + sum(capacity[: stage + 1]) for stage in range(n_stages)]
+    starts = [0, *ends[:-1]]
+    ends[-1] = len(groups)
+    return tuple(
+        tuple(name for group in groups[start:end] for name in group) for start, end in zip(starts, ends, strict=True)
+    )
+
+
+def _count_stages(config: ParallelismConfig, weight: int) -> int:
+    degree, per_stage = config.pipeline_parallel_degree, config.pipeline_parallel_layers_per_stage
+    if per_stage is None:
+        return degree if _is_single(config.pipeline_parallel_schedule) else 2 * degree
+    stages = -(-weight // per_stage)
+    if stages % degree:
+        raise UserError(
+            f"--parallelism.pipeline_parallel_layers_per_stage {per_stage} gives {stages} stages (embedding and head "
+            f"count as layers), which pipeline_parallel_degree {degree} does not divide"
+        )
+    return stages
+
+
+def take_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """A copy of a model on the meta device with these of its parts alone; the modules keep their names.
+
+    Layers in a `ModuleDict` are left out of it, other modules with parameters become None.
+    """
+    stage = copy.deepcopy(model)
+    for name, child in list(stage.named_children()):
+        if isinstance(child, nn.ModuleDict):
+            for key in list(child):
+                if f"{name}.{key}" not in names:
+                    del child[key]
+        elif name not in names and any(True for _ in child.parameters()):
+            setattr(stage, name, None)
+    return stage
+
+
+class Pipeline:
+    """The stages of this rank, run together with those of the other ranks in the order of a schedule.
+
+    Args:
+        plan: the stages and the schedule.
+        parts: this rank's stages, parallelised and materialised, in the order of `plan.stages_of_rank`.
+        mesh: of the one dimension of pipeline parallelism.
+        device: of this rank.
+        hidden: the hidden states of a micro-batch as this rank's stages exchange them, on the meta device.
+        head: what the last stage computes: the summed loss, from hidden states, output weights and `labels_BL`.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        parts: Sequence[nn.Module],
+        *,
+        mesh: DeviceMesh,
+        device: torch.device,
+        hidden: Tensor,
+        head: Callable[..., Tensor],
+    ):
+        self.head = head
+        self._scale = torch.ones((), device=device)
+        stages = [
+            _make_stage(part, index, len(plan.stages), mesh, device, hidden)
+            for index, part in zip(plan.stages_of_rank(mesh.get_local_rank()), parts, strict=True)
+        ]
+        self.has_first = any(stage.is_first for stage in stages)
+        self.has_last = any(stage.is_last for stage in stages)
+        self._schedule = get_schedule_class(plan.schedule)(
+            stages[0] if _is_single(plan.schedule) else stages,
+            n_microbatches=plan.n_microbatches,
+            loss_fn=lambda loss, labels: loss * self._scale,
+            # The loss is a sum over tokens: the trainer divides by their number, and nothing is left to average.
+            scale_grads=False,
+        )
+
+    def forward_backward(self, batch: dict[str, Tensor], scale: Tensor) -> Tensor:
+        """Add the gradients of `scale` times the summed loss of a batch; that product on the rank with the last
+        stage, 0 on the others."""
+        self._scale = scale
+        return self._run(self._schedule.step, batch)
+
+    @torch.no_grad()
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """The summed loss of a batch on the rank with the last stage, 0 on the others."""
+        self._scale = torch.ones_like(self._scale)
+        return self._run(self._schedule.eval, batch)
+
+    def _run(self, run: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
+        tokens, labels = batch["input"], batch["labels"]
+        # A stage's input may be a part of the sequence only, so that it cannot make up positions.
+        positions = batch.get("positions", torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
+        losses: list[Tensor] = []
+        run(
+            *((tokens,) if self.has_first else ()),
+            target=labels if self.has_last else None,
+            losses=losses,
+            return_outputs=False,
+            positions_BL=positions,
+            head=self.head,
+            labels_BL=labels,
+        )
+        return (
+            torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=labels.device)
+        )
+
+
+def _make_stage(
+    part: nn.Module, index: int, n_stages: int, mesh: DeviceMesh, device: torch.device, hidden: Tensor
+) -> PipelineStage:
+    """What a stage takes and gives is said here; otherwise torch would run the model once more to find out."""
+    samples, length = hidden.shape[:2]
+    tokens = torch.empty(samples, length, dtype=torch.int64, device="meta")
+    loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+    return PipelineStage(
+        part,
+        index,
+        n_stages,
+        device,
+        input_args=tokens if index == 0 else hidden,
+        output_args=loss if index == n_stages - 1 else hidden,
+        group=mesh.get_group(),
+    )

@@ -1,0 +1,71 @@
+"""Tensor, sequence and loss parallelism, as a family's `ShardingPlan` says."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from torchtitan.distributed.loss_parallel import gather_for_head
+from torchtitan.protocols.sharding import ShardingPlan, TensorSharding
+
+
+class _WholeSequence(PrepareModuleInput):
+    """Gathers the first of a module's inputs from the ranks' parts of the sequence; the others are the same anyway."""
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+
+    def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        first, *others = inputs
+        return (*super()._prepare_input_fn((first,), device_mesh), *others)
+
+
+def _style(sharding: TensorSharding) -> ParallelStyle:
+    """Torch's name for it; the sequence is dimension 1."""
+    match sharding:
+        case "vocabulary":
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        case "sequence":
+            return SequenceParallel()
+        case "whole sequence":
+            return _WholeSequence()
+        case "columns":
+            return ColwiseParallel()
+        case "rows":
+            return RowwiseParallel(output_layouts=Shard(1))
+
+
+def apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, *, disable_loss_parallel: bool
+) -> None:
+    """Shard the modules that `plan` names over `mesh`, in place. Those that a pipeline stage lacks are skipped.
+
+    Args:
+        model: on the meta device, or with the same weights on every rank.
+        mesh: of the one dimension of tensor parallelism.
+        plan: see `ShardingPlan`.
+        disable_loss_parallel: hand whole hidden states and output weights to the model's head.
+    """
+    present = {name for name, _ in model.named_modules()}
+    for pattern, sharding in plan.tensor.items():
+        if "*" in pattern or pattern in present:
+            parallelize_module(model, mesh, {pattern: _style(sharding)})
+    if disable_loss_parallel:
+        model.register_forward_pre_hook(_gather_for_head, with_kwargs=True)
+
+
+def _gather_for_head(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if "head" in kwargs:
+        kwargs = {**kwargs, "head": gather_for_head(kwargs["head"])}
+    return args, kwargs

@@ -1,0 +1,215 @@
+"""`Watchdog`: ends a run in which a step does not end, after saying where every rank stands and which one hangs."""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from torchtitan.distributed.process_group import gather_objects
+from torchtitan.distributed.roll_call import Position, Process, RollCall, Verdict, told_alone
+from torchtitan.tools.launched import is_launched, leave, report_failure
+from torchtitan.tools.logging import logger
+
+HANG_EXIT_CODE = 3
+"""That of a run that failed for a stated reason."""
+
+_TICK_SECONDS = 0.5
+_ROLL_CALL_SECONDS = 15.0
+"""How long the ranks may take to agree; after that, the store they agree through has stopped."""
+
+_PRINTING_SECONDS = 2.0
+"""How long a rank waits for the others to learn of the verdict, and to print where they stand, before it ends."""
+
+_LAST_SECONDS = 10.0
+"""After which a rank that has the verdict ends, even if it could not print it."""
+
+_STDERR = 2  # the file itself: the stream in front of it may be locked by a thread that hangs
+
+
+@dataclass(eq=False)
+class _Step:
+    number: int
+    seconds: float  # that it may take
+    phase: str = "start of the step"
+    n_phases: int = 0
+
+
+class Watchdog:
+    """Watches the steps of a training loop, in one process or in all ranks of the default process group.
+
+        with Watchdog(first_step_seconds=1800, step_seconds=600) as watchdog:
+            for number in range(1, steps + 1):
+                with watchdog.step(number):
+                    watchdog.phase("data")
+                    ...
+                    watchdog.phase("forward and backward")
+                    ...
+                save()  # between steps nothing is watched: the timeouts of collectives hold there
+
+    When a step takes longer than it may, every rank prints its step, its phase and the stacks of its threads to
+    standard error, and one says at the end which ranks hold up the others, and which do not answer. The process ends
+    with exit code 3, whatever its threads do. A rank that does not answer (it is stopped, or never lets go of Python's
+    lock) is made to print its stacks, and ended, by another one on its host (Linux).
+
+    A step is not ended while a rank is between two steps: the others then wait for it with good reason. Time in
+    which the process itself was stopped, or the host asleep, does not count.
+
+    Every rank enters and leaves the watchdog with the others. While it is entered, SIGQUIT (Ctrl-\\) prints the stacks
+    before it ends the process.
+
+    Args:
+        first_step_seconds: that the first step may take; it compiles, and connects to the other ranks.
+        step_seconds: that each later one may take; 0: nothing is watched.
+    """
+
+    def __init__(self, *, first_step_seconds: float, step_seconds: float):
+        self._step_seconds = step_seconds
+        self._next_step_seconds = first_step_seconds
+        self._step: _Step | None = None  # the one in progress
+        self._last_step = 0  # the last one that has ended
+        self._rank = 0
+        self._processes: list[Process] = []
+        self._roll_call: RollCall | None = None
+        self._closed = threading.Event()
+        self._main_thread = threading.current_thread()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        if self._step_seconds > 0:
+            self._main_thread = threading.current_thread()
+            own = Process(host=socket.gethostname(), pid=os.getpid(), begun=time.time())
+            self._processes = gather_objects(own)
+            self._rank = self._processes.index(own)
+            if len(self._processes) > 1:
+                self._roll_call = RollCall(self._rank, self._processes, self._position)
+            faulthandler.register(signal.SIGQUIT, file=_STDERR, chain=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+            faulthandler.unregister(signal.SIGQUIT)
+        if self._roll_call:
+            self._roll_call.close()
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around the step of this number: it is watched."""
+        self._step = _Step(number, self._next_step_seconds)
+        try:
+            yield
+        finally:
+            self._step, self._last_step = None, number
+            self._next_step_seconds = self._step_seconds
+
+    def phase(self, name: str) -> None:
+        """Say what the step does from now on; outside of a step, nothing happens."""
+        if self._step:
+            self._step.phase = name
+            self._step.n_phases += 1
+
+    def _position(self) -> Position:
+        """Where this rank stands; called by other threads."""
+        step = self._step
+        frame = sys._current_frames().get(self._main_thread.ident or 0)
+        line = _line_of(frame) if frame else "its end"
+        if step is None:
+            return Position(step=self._last_step, n_phases=sys.maxsize, phase=None, line=line)
+        return Position(step=step.number, n_phases=step.n_phases, phase=step.phase, line=line)
+
+    def _watch(self) -> None:
+        """The watchdog's thread. It counts its own wake-ups, and does not look at a clock: a process that was stopped,
+        or a host that was asleep, has not been hanging."""
+        watched, n_ticks = None, 0
+        while not self._closed.wait(_TICK_SECONDS):
+            calls = self._roll_call
+            if calls and calls.verdict:
+                self._end(calls.verdict)
+            step = self._step
+            if step is not watched or (calls and calls.acquitted.is_set()):
+                watched, n_ticks = step, 0
+                if calls:
+                    calls.acquitted.clear()
+            n_ticks += 1
+            if step is None or n_ticks * _TICK_SECONDS <= step.seconds:
+                continue
+            if calls is None:
+                self._end(told_alone(self._position(), step.seconds))
+            calls.suspect(step.seconds)
+            if n_ticks * _TICK_SECONDS > step.seconds + _ROLL_CALL_SECONDS:
+                self._end(calls.verdict_without_store())
+
+    def _end(self, verdict: Verdict) -> None:
+        """Print this rank's stacks and, once, the verdict, then end; a rank that does not answer is ended too."""
+        _leave_after(_LAST_SECONDS)
+        os.write(_STDERR, self._stacks().encode(errors="replace"))
+        if self._roll_call:
+            time.sleep(_PRINTING_SECONDS)
+        if is_launched():
+            report_failure(HANG_EXIT_CODE, verdict.text, passing=True)
+        elif verdict.spokesman == self._rank:
+            logger.error("%s", verdict.text)
+        self._end_silent_ranks(verdict.silent)
+        leave(HANG_EXIT_CODE)
+
+    def _stacks(self) -> str:
+        """Where this rank stands, with the stacks of its threads: the main one first, and the watchdog's left out."""
+        frames = sys._current_frames()
+        threads = [self._main_thread, *(one for one in threading.enumerate() if one is not self._main_thread)]
+        own = (self._thread, self._roll_call.thread if self._roll_call else None)
+        lines = [f"rank {self._rank} ({self._processes[self._rank]}) is {self._position().where}\n"]
+        for thread in threads:
+            frame = frames.get(thread.ident or 0)
+            if frame and thread not in own:
+                lines += [f"{thread.name} (most recent call last):\n", *traceback.format_stack(frame)]
+        return "".join(lines)
+
+    def _end_silent_ranks(self, silent: list[int]) -> None:
+        """End those on this host that do not answer, by a signal that makes them print their stacks first.
+
+        Of the ranks on a host that answer, the first one does it.
+        """
+        here = [rank for rank, process in enumerate(self._processes) if process.host == self._processes[self._rank].host]
+        if self._rank != min(set(here) - set(silent)):
+            return
+        siblings = [self._processes[rank].pid for rank in here if rank in silent]
+        for pid in filter(_is_sibling, siblings):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGQUIT)
+                os.kill(pid, signal.SIGCONT)  # one that was stopped learns of it now
+        if siblings:
+            time.sleep(_PRINTING_SECONDS)
+
+
+def _line_of(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"
+
+
+def _leave_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, os._exit, [HANG_EXIT_CODE])
+    timer.daemon = True
+    timer.start()
+
+
+def _is_sibling(pid: int) -> bool:
+    """Whether a process has the same parent as this one: then it is the rank that had this number on a host of this
+    name, and no other process. Where there is no /proc, none is known to be."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return int(stat.rpartition(")")[2].split()[1]) == os.getppid()

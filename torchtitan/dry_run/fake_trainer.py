@@ -1,0 +1,157 @@
+"""A trainer whose tensors have shapes and no memory, in a run of which it is the only process."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.data.dataloader import BaseDataLoader, Batch
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config import CompileConfig
+from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
+from torchtitan.protocols import BaseModel
+from torchtitan.tools.memory_tracker import MemoryTracker
+from torchtitan.tools.operations import observing
+from torchtitan.tools.work_tracker import Work, WorkTracker
+from torchtitan.trainer import StepOutcome, Trainer
+
+
+class VocabularySize(Tokenizer):
+    """A tokenizer of which nothing is known but the size of its vocabulary."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Tokenizer.Config):
+        """The size of a vocabulary."""
+
+        vocab_size: int
+        """Token ids."""
+
+    def __init__(self, config: Config, *, path: str):
+        super().__init__(config)
+        self.vocab_size = config.vocab_size
+
+    def tokenize(self, texts: Any, *, allow_special: bool) -> list[list[int]]:
+        """Not to be called: there is no text in a dry run."""
+        raise NotImplementedError
+
+    def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
+        """Not to be called: there is no text in a dry run."""
+        raise NotImplementedError
+
+
+class EmptyBatches(BaseDataLoader):
+    """Batches of the configured shape without content; each sample is one document."""
+
+    def __init__(self, config: BaseDataLoader.Config, *, seq_len: int, local_batch_size: int, **_: Any):
+        super().__init__(config)
+        self.shape = (local_batch_size, seq_len)
+
+    def __next__(self) -> Batch:
+        return {name: torch.empty(self.shape, dtype=torch.int64) for name in ("input", "labels")}
+
+    def state_dict(self) -> dict[str, Any]:
+        """There is no position."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def without_data(config: Trainer.Config) -> Trainer.Config:
+    """A copy of a configuration that needs neither data nor checkpoints, and compiles nothing.
+
+    The tokenizer is read only where the model leaves the size of the vocabulary to it.
+    """
+    vocab_size = config.model_spec.model.vocab_size
+    if vocab_size is None:
+        vocab_size = config.tokenizer.build(path=config.hf_assets_path).vocab_size
+    return dataclasses.replace(
+        config,
+        tokenizer=VocabularySize.Config(vocab_size=vocab_size),
+        dataloader=EmptyBatches.Config(),
+        validator=Validator.Config(),
+        checkpoint=CheckpointManager.Config(),
+        compile=CompileConfig(),
+    )
+
+
+class FakeTrainer(Trainer):
+    """Builds all that a trainer builds, with fake tensors; `measure_step` makes one step and measures it.
+
+    Mixed in before the trainer's own class, whose methods it uses wherever they do not look at values.
+    """
+
+    fake_mode: FakeTensorMode
+    memory: MemoryTracker
+    work: WorkTracker
+
+    def init_distributed(self) -> torch.device:
+        """The process group is there already; whatever this machine has, tensors pretend to be on its CPU."""
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.memory, self.work = MemoryTracker(), WorkTracker()
+        return torch.device("cpu")
+
+    def parallelize(self, model: BaseModel) -> list[nn.Module]:
+        """As ever, but that masks are not made, for they would be made of values; without one, attention is causal."""
+        parts = super().parallelize(model)
+        pattern = self.config.model_spec.sharding.mask
+        for module in [module for part in parts for name, module in part.named_modules() if fnmatchcase(name, pattern)]:
+            module.forward = _no_mask
+        return parts
+
+    def init_weights(self) -> None:
+        """Give the parameters fake memory, which needs no values."""
+        with self.fake_mode:
+            for part in self.model_parts:
+                part.to_empty(device=self.device)
+                part.train()
+
+    def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
+        """Any number will do."""
+        return torch.ones((), device=self.device, dtype=self.statistics_dtype)
+
+    def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
+        """The first two micro-batches are computed; all later ones only work like the second, and use no more memory."""
+        if self.n_computed == 2:
+            self.work.work += self.work_of_second
+            return torch.zeros((), device=self.device)
+        before = self.work.work
+        loss = super().forward_backward_step(batch, n_tokens)
+        self.n_computed += 1
+        self.work_of_second = self.work.work - before
+        self.label_what_training_made()
+        return loss
+
+    def read_outcome(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepOutcome:
+        """There is nothing to read."""
+        return StepOutcome(loss=0.0, grad_norm=0.0, stop_requested=False, data_exhausted=False)
+
+    def measure_step(self) -> None:
+        """One optimizer step, of which `memory` and `work` learn."""
+        self.n_computed = 0
+        parameters = [p for part in self.model_parts for p in (*part.parameters(), *part.buffers())]
+        states = [state for optimizer in self.optimizer.optimizers for state in optimizer.state.values()]
+        self.memory.label("parameters", parameters)
+        self.memory.label("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])
+        if self.pipeline:
+            MicrobatchReplay(self.pipeline, self.memory, self.work, self.label_what_training_made).install()
+        with self.fake_mode, observing(self.memory, self.work):
+            self.train_step(iter(self.dataloader))
+
+    def label_what_training_made(self) -> None:
+        """Say which memory holds gradients, and which gathered weights."""
+        self.memory.label("gathered parameters", _gathered_parameters(self.model_parts))
+        self.memory.label("gradients", _gradients(self.model_parts))
+        # Last: where there is nothing to gather, a gathered weight is the weight itself.
+        self.memory.label("parameters", [p for part in self.model_parts for p in part.parameters()])

@@ -1,0 +1,179 @@
+"""Follows the memory of tensors, byte by byte, and says what its peak consists of.
+
+Works on real tensors and on fake ones (`torch._subclasses.FakeTensorMode`) alike: what is followed are storages, from
+the operation that makes one to its end, each counted once however many views of it there are. What an operation
+allocates and frees within itself is not seen.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+from torchtitan.tools.operations import Observer
+
+MemoryKind = Literal["parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"]
+"""What memory is for. The first four are what `MemoryTracker.label` said; `activations` is what was made outside of a
+backward pass and lasted until one; `temporary` is the rest."""
+
+MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
+
+
+@dataclass(eq=False)
+class _Allocation:
+    """A storage's memory, from when it was allocated to when it was freed."""
+
+    n_bytes: int
+    owner: "_Owner"
+    outlived_backward: bool = False  # whether a backward pass began while it lasted
+
+    @property
+    def kind(self) -> MemoryKind:
+        return self.owner.label or ("activations" if self.outlived_backward else "temporary")
+
+
+@dataclass(eq=False)
+class _Owner:
+    """A storage that is followed; several allocations where it is freed and allocated again."""
+
+    reference: "weakref.ref[torch.UntypedStorage]"
+    label: MemoryKind | None = None
+    current: _Allocation | None = None
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes in use at one moment, by kind."""
+
+    by_kind: dict[MemoryKind, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return sum(self.by_kind.values())
+
+
+class MemoryTracker(Observer):
+    """Follows the memory of tensors.
+
+        tracker = MemoryTracker()
+        tracker.label("parameters", model.parameters())     # what exists already and is to be counted
+        with observing(tracker):
+            step()
+            tracker.label("gradients", (p.grad for p in model.parameters()))
+        tracker.peak().total                                # bytes
+
+    A label counts for the storage's whole life, what lies behind included.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, _Owner] = {}  # by the storage's address
+        self._events: list[tuple[_Allocation, int]] = []  # and 1 or -1: allocated or freed
+        self._live: dict[_Allocation, None] = {}
+        self._latest_backward = -1  # torch numbers them
+
+    @property
+    def now(self) -> int:
+        """This moment, for `use` and `peak`: the number of allocations and releases so far."""
+        return len(self._events)
+
+    def label(self, kind: MemoryKind, tensors: Iterable[Tensor | None]) -> None:
+        """Say what the memory of `tensors` is for; what is not followed yet, is from now on."""
+        for tensor in tensors:
+            for part in _plain_parts(tensor):
+                storage = part.untyped_storage()
+                owner = self._owner_of(storage)
+                owner.label = kind
+                if owner.current is None and storage.nbytes():
+                    self._allocate(owner, storage.nbytes())
+
+    def use(self, moment: int | None = None) -> MemoryUse:
+        """What is in use now, or was at an earlier moment."""
+        events = self._events if moment is None else self._events[:moment]
+        return _use_after(events)
+
+    def peak(self, start: int = 0, end: int | None = None) -> MemoryUse:
+        """The most that was in use from moment `start` to `end` (default: now), and what it consisted of."""
+        end = len(self._events) if end is None else end
+        live = most = self.use(start).total
+        moment = start
+        for index in range(start, end):
+            allocation, sign = self._events[index]
+            live += sign * allocation.n_bytes
+            if live > most:
+                most, moment = live, index + 1
+        return self.use(moment)
+
+    def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Follow the storages that the operation made."""
+        self._note_backward_pass()
+        made = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
+        if not made:
+            return
+        given = {tensor.untyped_storage()._cdata for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            # The storage of an argument that is not followed existed before.
+            if storage._cdata not in self._owners and storage._cdata not in given:
+                self._allocate(self._owner_of(storage), storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
+        """Count what is freed and what is allocated anew."""
+        self._note_backward_pass()
+        owner = self._owner_of(storage)
+        if n_bytes != (owner.current.n_bytes if owner.current else 0):
+            self._free(owner)
+            if n_bytes:
+                self._allocate(owner, n_bytes)
+
+    def _owner_of(self, storage: torch.UntypedStorage) -> _Owner:
+        """What is known of a storage; begins to follow it."""
+        address = storage._cdata
+        if address not in self._owners:
+            self._owners[address] = _Owner(weakref.ref(storage, lambda _: self._free(self._owners.pop(address))))
+        return self._owners[address]
+
+    def _allocate(self, owner: _Owner, n_bytes: int) -> None:
+        owner.current = _Allocation(n_bytes, owner)
+        self._live[owner.current] = None
+        self._events.append((owner.current, 1))
+
+    def _free(self, owner: _Owner) -> None:
+        allocation, owner.current = owner.current, None
+        if allocation is not None:
+            del self._live[allocation]
+            self._events.append((allocation, -1))
+
+    def _note_backward_pass(self) -> None:
+        """Find out whether another backward pass has begun."""
+        current = torch._C._current_graph_task_id()
+        if current > self._latest_backward:
+            self._latest_backward = current
+            for allocation in self._live:
+                allocation.outlived_backward = True
+
+
+def _use_after(events: Iterable[tuple[_Allocation, int]]) -> MemoryUse:
+    by_kind: Counter[MemoryKind] = Counter()
+    for allocation, sign in events:
+        by_kind[allocation.kind] += sign * allocation.n_bytes
+    return MemoryUse({kind: by_kind[kind] for kind in MEMORY_KINDS})
+
+
+def _plain_parts(tensor: Tensor | None) -> Iterator[Tensor]:
+    """The tensors that a wrapper (a DTensor, a quantised tensor) holds; a plain tensor itself."""
+    if tensor is None:
+        return
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _plain_parts(getattr(tensor, name))

@@ -1,0 +1,94 @@
+"""Watching every tensor operation that a program executes on this process's own tensors."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+
+class Observer:
+    """Is told of each operation; see `observing`."""
+
+    def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Called after each operation with its arguments and its result; its tensors are plain or fake ones."""
+
+    def resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
+        """Called before the memory of `storage` grows or shrinks to `n_bytes`."""
+
+
+@contextlib.contextmanager
+def observing(*observers: Observer) -> Iterator[None]:
+    """Within, tell `observers` of every operation.
+
+    What a DTensor or another wrapper does is seen as the operations on what it wraps: a rank's own part, its
+    communication. The operations by which a DTensor finds the shape of a result, on tensors without memory and of
+    *global* shape, are not seen.
+    """
+    from torch.distributed.tensor._decompositions import DecompShardingStrategy
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    mode = _Observation(observers)
+    with contextlib.ExitStack() as stack:
+        wrap = _wrapping(stack)
+        wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", mode.unobserved)
+        wrap(DecompShardingStrategy, "propagate_strategy", mode.unobserved)
+        # FSDP frees and allocates gathered weights so, past the dispatcher.
+        wrap(torch.UntypedStorage, "resize_", mode.observing_resize)
+        stack.enter_context(mode)
+        yield
+
+
+def _wrapping(stack: contextlib.ExitStack) -> Callable[[type, str, Callable[..., Any]], None]:
+    """A function that replaces a method by `wrapper(method)` until `stack` is left."""
+
+    def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+        method = getattr(owner, name)
+        setattr(owner, name, wrapper(method))
+        stack.callback(setattr, owner, name, method)
+
+    return wrap
+
+
+class _Observation(TorchDispatchMode):
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        super().__init__()
+        self.observers = observers
+        self.looking_away = False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # it takes itself apart first, and this mode sees the parts
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # `prim` operations only ask for a tensor's properties.
+        if not self.looking_away and func.namespace != "prim":
+            for observer in self.observers:
+                observer.observe(func, args, kwargs, result)
+        return result
+
+    def unobserved(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`method`, none of whose operations are seen."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self.looking_away = self.looking_away, True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.looking_away = before
+
+        return call
+
+    def observing_resize(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`UntypedStorage.resize_`, of whose calls the observers are told."""
+
+        def resize(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+            for observer in self.observers:
+                observer.resized(storage, n_bytes)
+            return method(storage, n_bytes)
+
+        return resize

@@ -1,0 +1,136 @@
+"""Counts what a program communicates and computes, from the operations that it executes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_iter
+
+from torchtitan.tools.operations import Observer
+
+CommunicationKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive"]
+
+_KIND_OF_WORD: dict[str, CommunicationKind] = {
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+}
+"""By what stands in the name of an operation, without its underscores. Other operations of the namespaces below
+transport no data of a model."""
+_COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+
+
+class Channel(NamedTuple):
+    """A kind of communication among a group of ranks."""
+
+    kind: CommunicationKind
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What went through a channel, seen from this rank.
+
+    `n_bytes` are those of whole messages: what a rank has in the end of an all-gather, what it gives to a
+    reduce-scatter. `n_bytes_sent` are those that it sends in a ring of n ranks: (n - 1) / n of the message to gather or
+    to scatter it, twice that to all-reduce it.
+    """
+
+    calls: int = 0
+    n_bytes: int = 0
+    n_bytes_sent: float = 0.0
+
+    def __add__(self, other: "Volume") -> "Volume":
+        return Volume(self.calls + other.calls, self.n_bytes + other.n_bytes, self.n_bytes_sent + other.n_bytes_sent)
+
+    def __sub__(self, other: "Volume") -> "Volume":
+        return Volume(self.calls - other.calls, self.n_bytes - other.n_bytes, self.n_bytes_sent - other.n_bytes_sent)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations, and communication by channel."""
+
+    flops: int = 0
+    volumes: dict[Channel, Volume] = field(default_factory=dict)
+
+    def __add__(self, other: "Work") -> "Work":
+        channels = [*self.volumes, *(channel for channel in other.volumes if channel not in self.volumes)]
+        return Work(self.flops + other.flops, {c: self[c] + other[c] for c in channels})
+
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(self.flops - other.flops, {c: self[c] - other[c] for c in self.volumes})
+
+    def __getitem__(self, channel: Channel) -> Volume:
+        return self.volumes.get(channel, Volume())
+
+
+class WorkTracker(Observer):
+    """Counts this rank's communication and its floating-point operations.
+
+    Operations are those of matrix products and attention, 2 for each multiplication and addition, recomputed ones
+    included. Attention is counted like in `BaseModel.flops_per_token`: without regard to the mask, its backward pass
+    twice the forward pass.
+    """
+
+    def __init__(self) -> None:
+        self.work = Work()
+
+    def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Count the operation, if it computes products or communicates."""
+        if func.namespace in _COMMUNICATION_NAMESPACES:
+            self._count_message(func, [*args, *kwargs.values(), result])
+        elif func.namespace == "aten" and (formula := _formula_of(func)):
+            self.work += Work(flops=formula(*args, **kwargs, out_val=result))
+
+    def _count_message(self, func: OpOverload, values: list[Any]) -> None:
+        name = func._opname.replace("_", "")
+        kind = next((kind for word, kind in _KIND_OF_WORD.items() if word in name), None)
+        if kind is None:
+            return
+        ranks = tuple(dist.get_process_group_ranks(_group_in(values)))
+        # One side of a collective has the whole message, the other a part of it.
+        n_bytes = max(map(_count_bytes, values))
+        part = (len(ranks) - 1) / len(ranks)
+        passes = {"all-reduce": 2 * part, "send": 1.0, "receive": 0.0}.get(kind, part)
+        self.work += Work(volumes={Channel(kind, ranks): Volume(1, n_bytes, passes * n_bytes)})
+
+
+def _count_bytes(value: Any) -> int:
+    return sum(part.numel() * part.element_size() for part in tree_iter(value) if isinstance(part, Tensor))
+
+
+def _group_in(values: list[Any]) -> dist.ProcessGroup:
+    """The process group among an operation's arguments, itself or by its name, which comes last of the strings."""
+    for value in values:
+        if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
+            return dist.ProcessGroup.unbox(value)
+    name = [value for value in values if isinstance(value, str)][-1]
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def _formula_of(func: OpOverload) -> Callable[..., int] | None:
+    """What counts the operations of `func` from its arguments' shapes; None where it computes no products."""
+    from torch.utils.flop_counter import flop_registry
+
+    if func._opname.startswith("_scaled_dot_product"):
+        return _attention_backward_flops if "backward" in func._opname else _attention_flops
+    in_place = getattr(torch.ops.aten, func._opname.removesuffix("_"), None)
+    return flop_registry.get(func.overloadpacket) or flop_registry.get(in_place)
+
+
+def _attention_flops(q_BHLD: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, *args: Any, **kwargs: Any) -> int:
+    samples, heads, length, width = q_BHLD.shape
+    return 2 * samples * heads * length * k_BKMD.shape[2] * (width + v_BKMD.shape[3])
+
+
+def _attention_backward_flops(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * _attention_flops(q, k, v)

@@ -1,0 +1,175 @@
+"""`TrainerConfig`: everything that a run is configured by, and the checks of it that come before the run."""
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import tyro
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
+from torchtitan.components.lr_scheduler import LRScheduler
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.profiling import Profiler
+from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config import (
+    ActivationCheckpointConfig,
+    CommConfig,
+    CompileConfig,
+    Configurable,
+    DebugConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan.config.manager import config_key
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import check_activation_checkpoint
+from torchtitan.distributed.compile import check_compile
+from torchtitan.distributed.pipeline import PipelinePlan
+from torchtitan.protocols import ModelConverter, ModelSpec
+from torchtitan.tools.errors import UserError
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig(Configurable.Config):
+    """A whole run. Each field is a section of the command line and of `--config_file`."""
+
+    model_spec: Annotated[ModelSpec, tyro.conf.arg(name="")]
+    """The model and its loss."""
+
+    hf_assets_path: str = ""
+    """Folder with the tokenizer files of a model (tokenizer.json or tokenizer.model). Empty: the small tokenizer
+    that ships with torchtitan."""
+
+    dump_folder: str = "./outputs"
+    """Folder that the run writes to: metrics.jsonl, config.yaml, checkpoints, traces."""
+
+    tokenizer: Tokenizer.Config = field(default_factory=PretrainedTokenizer.Config)
+    """Tokenizer."""
+
+    dataloader: BaseDataLoader.Config = field(default_factory=PretrainDataLoader.Config)
+    """Training data."""
+
+    model_converters: list[ModelConverter.Config] = field(default_factory=list)
+    """Rewrites of the model, applied in order."""
+
+    optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)
+    """Optimizer."""
+
+    lr_scheduler: LRScheduler.Config = field(default_factory=LRScheduler.Config)
+    """Learning-rate schedule."""
+
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """How much to train, and in which precision."""
+
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    """How the ranks share the work."""
+
+    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    """What is kept of the forward pass for the backward pass."""
+
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    """Compilation."""
+
+    checkpoint: CheckpointManager.Config = field(default_factory=CheckpointManager.Config)
+    """Checkpoints."""
+
+    metrics: MetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
+    """Metrics."""
+
+    validator: Validator.Config = field(default_factory=Validator.Config)
+    """Validation."""
+
+    profiling: Profiler.Config = field(default_factory=Profiler.Config)
+    """Profiling."""
+
+    comm: CommConfig = field(default_factory=CommConfig)
+    """Communication."""
+
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    """Reproducibility."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration in the shape of the command line: `model` and `loss` are sections of their own."""
+        document = Configurable.Config.to_dict(self)
+        document = {**document.pop("model_spec"), **document}
+        document["model_converters"] = {config_key(c): c.to_dict() for c in self.model_converters}
+        return document
+
+    def check(self, world_size: int) -> None:
+        """Find the user's mistakes before any process starts, and tokenise the data where that is still to do.
+
+        Raises:
+            UserError: for the first mistake found.
+        """
+        spec = self.model_spec
+        components: list[Configurable.Config] = [spec.model, spec.loss, self.tokenizer, self.dataloader]
+        components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.checkpoint]
+        components += [self.metrics, self.validator, self.profiling]
+        for component in components:
+            component.validate()
+        for section in (self.training, self.activation_checkpoint, self.comm, self.debug):
+            section.validate()
+        self.check_layout(world_size)
+        _check_writable(Path(self.dump_folder))
+        self.checkpoint.find_start(self.dump_folder)
+        tokenizer = self.tokenizer.build(path=self.hf_assets_path)
+        self.resolve(tokenizer)
+        self.dataloader.prepare(tokenizer=tokenizer)
+        if validation := self.validation_dataloader():
+            validation.prepare(tokenizer=tokenizer)
+
+    def check_layout(self, world_size: int) -> ParallelDims:
+        """The degrees of parallelism, checked to fit the processes, the model, the batch and each other.
+
+        Raises:
+            UserError: for the first thing that does not fit, by name.
+        """
+        dims = ParallelDims.from_config(self.parallelism, world_size)
+        dims.check_fits(self.model_spec.model, self.training.seq_len)
+        if dims.pp > 1:
+            PipelinePlan.from_config(self.parallelism, self.model_spec.model, self.training.local_batch_size)
+        check_activation_checkpoint(self.activation_checkpoint, self.compile)
+        check_compile(self.compile)
+        self.training.resolve_global_batch_size(dims.dp_degree)
+        if self.training.enable_cpu_offload and dims.dp_shard * dims.cp == 1:
+            raise UserError(
+                "--training.enable_cpu_offload is a part of FSDP, and needs --parallelism.data_parallel_shard_degree "
+                "(or context_parallel_degree) above 1"
+            )
+        return dims
+
+    def resolve(self, tokenizer: Tokenizer) -> Self:
+        """A copy with the values that come from the tokenizer filled in; explicit ones win.
+
+        Raises:
+            UserError: if the model's vocabulary cannot hold the tokenizer's.
+        """
+        model = self.model_spec.model
+        if model.vocab_size is None:
+            model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
+        elif model.vocab_size < tokenizer.vocab_size:
+            raise UserError(
+                f"the tokenizer (--hf_assets_path '{self.hf_assets_path}') has {tokenizer.vocab_size} tokens, "
+                f"and the model's vocabulary only {model.vocab_size} (--model.vocab_size)"
+            )
+        return dataclasses.replace(self, model_spec=dataclasses.replace(self.model_spec, model=model))
+
+    def validation_dataloader(self) -> BaseDataLoader.Config | None:
+        """Configuration of the loader of validation data; None where validation is off or there is no data."""
+        if not self.validator.enable:
+            return None
+        return self.dataloader.for_validation(self.validator.dataset)
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"--dump_folder '{folder}' cannot be written: {error.strerror}") from error
