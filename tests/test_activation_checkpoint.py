@@ -266,7 +266,8 @@ def compare_layouts(folder: Path) -> None:
     from torchtitan.distributed import ParallelDims
     from torchtitan.models.llama3 import model_registry
 
-    def gradients(config: ActivationCheckpointConfig, **degrees: int) -> list[Tensor]:
+    def gradients(config: ActivationCheckpointConfig, **degrees: int) -> tuple[list[Tensor], int]:
+        """Loss and gradients, and the reductions that the backward pass shared out over ranks."""
         parallelism = ParallelismConfig(**degrees)
         dims = ParallelDims.from_config(parallelism, 2)
         spec = model_registry("debugmodel")
@@ -283,9 +284,11 @@ def compare_layouts(folder: Path) -> None:
         )
         initialize_weights(model, 0)
         loss = loss_of(model, packed())
-        loss.backward()
+        with Recorder() as backward:
+            loss.backward()
+        scatters = backward.calls["reduce_scatter_tensor"]
         full = [parameter.grad.full_tensor() for parameter in model.parameters()]
-        return [loss.detach(), *full]
+        return [loss.detach(), *full], scatters
 
     layouts = {
         "FSDP": {"data_parallel_shard_degree": 2},
@@ -293,11 +296,15 @@ def compare_layouts(folder: Path) -> None:
         "TP": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
     }
     for name, degrees in layouts.items():
-        expected = gradients(NONE, **degrees)
-        for mode in ("full", "op"):
-            for reference, value in zip(expected, gradients(MODES[mode], **degrees), strict=True):
-                assert torch.equal(value, reference), (name, mode)
+        expected, scatters = gradients(NONE, **degrees)
         assert math.isfinite(expected[0].item())
+        for mode in ("full", "op"):
+            values, scatters_again = gradients(MODES[mode], **degrees)
+            for reference, value in zip(expected, values, strict=True):
+                assert torch.equal(value, reference), (name, mode)
+            # Behind attention; that behind the feed-forward network is the end of the layer, which nothing needs again.
+            repeated = SIZES["n_layers"] if (name, mode) == ("TP", "full") else 0
+            assert scatters_again - scatters == repeated, (name, mode)
     (folder / f"rank {dist.get_rank()} has compared").touch()
 
 

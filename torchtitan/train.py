@@ -2,27 +2,26 @@
 
 import contextlib
 import dataclasses
-import json
+import io
 import os
 import shlex
-import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.launched import end_with_launcher, is_launched, leave, report_failure
 from torchtitan.tools.logging import init_logger, logger
-from torchtitan.tools.signals import COMMAND_VARIABLE, LAUNCHER_VARIABLE
+from torchtitan.tools.signals import COMMAND_VARIABLE
 
 if TYPE_CHECKING:
     from torchtitan.config.manager import Job
 
-_LAUNCHER = 0  # standard input: a socket whose other end is our launcher's
-_MAX_REPORT_LENGTH = 20_000  # characters; the connection's buffer holds them all, so that sending never waits
+_FIRST_RANK_SECONDS = 5.0
+"""How long the other ranks of a host leave it to the first one to tell a user's mistake; torchrun then ends them."""
 
 
 def run(job: "Job") -> None:
@@ -64,51 +63,65 @@ def main(args: Sequence[str] | None = None) -> int:
     """Parse, check, build, train, close; the process's exit code."""
     init_logger()
     words = list(sys.argv[1:] if args is None else args)
-    launched = LAUNCHER_VARIABLE in os.environ
-    if launched:
-        threading.Thread(target=_end_with_launcher, daemon=True).start()
+    if is_launched():
+        end_with_launcher()
     elif "RANK" not in os.environ:
         os.environ[COMMAND_VARIABLE] = f"python -m torchtitan.train {shlex.join(words)}"
     try:
-        _parse_and_run(words, checked=launched)
+        _parse_and_run(words)
     except Exception as error:
         code = exit_code_of(error)
-        if launched:
-            _report(error, code)
-            # Not through the interpreter's own end: what is left of a process group that lost a rank may abort there.
-            sys.stderr.flush()
-            sys.stdout.flush()
-            os._exit(code)
-        elif code == 1:
+        if "RANK" in os.environ:
+            _tell(error, code)
+            leave(code)
+        if code == 1:
             raise
-        else:
-            logger.error("%s", error)
+        logger.error("%s", error)
         return code
     return 0
 
 
-def _parse_and_run(words: list[str], *, checked: bool) -> None:
+def _parse_and_run(words: list[str]) -> None:
     # Imported once the launcher is watched: torch takes seconds, and must not outlive it either.
     from torchtitan.config.manager import ConfigManager
 
-    job = ConfigManager("python -m torchtitan.train").parse_args(words)
-    if not checked:
+    with _printing_once() if _repeats() else contextlib.nullcontext():
+        job = ConfigManager("python -m torchtitan.train").parse_args(words)
+    if not is_launched():
         job.config.check(int(os.environ.get("WORLD_SIZE", "1")))
     run(job)
 
 
-def _end_with_launcher() -> None:
-    """End this process when the launcher, at the other end of standard input, has gone: it never sends anything."""
-    with contextlib.suppress(OSError):
-        os.read(_LAUNCHER, 1)
-    os.kill(os.getpid(), signal.SIGKILL)
+def _repeats() -> bool:
+    """Whether torchrun started this process and another one on this host that will find the same user's mistakes."""
+    return not is_launched() and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
-def _report(error: Exception, code: int) -> None:
-    """Tell the launcher what to say; it says it for the rank that failed first."""
-    text = "".join(traceback.format_exception(error)).rstrip() if code == 1 else str(error)
-    report = {"time": time.time(), "code": code, "text": text[-_MAX_REPORT_LENGTH:]}
-    os.write(_LAUNCHER, json.dumps(report, ensure_ascii=False).encode(errors="replace"))
+@contextlib.contextmanager
+def _printing_once() -> Iterator[None]:
+    """Keep back what the command line's parser prints when it ends the process: the host's first rank prints the same,
+    and torchrun then ends this one."""
+    kept = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(kept):
+            yield
+    except SystemExit:
+        time.sleep(_FIRST_RANK_SECONDS)
+        sys.stderr.write(kept.getvalue())
+        raise
+
+
+def _tell(error: Exception, code: int) -> None:
+    """Tell our launcher, which tells it for the rank that failed first, or whoever reads what the ranks print."""
+    if is_launched():
+        text = "".join(traceback.format_exception(error)).rstrip() if code == 1 else str(error)
+        report_failure(code, text, passing=code == 1)
+    elif code == 1:
+        traceback.print_exception(error)
+    else:
+        if code == 2 and _repeats():
+            time.sleep(_FIRST_RANK_SECONDS)
+        logger.error("%s", error)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Starts the processes of a run on this host, and turns their fate into one exit code and at most one message."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -48,6 +49,10 @@ class Hosts:
         port = environment_number("MASTER_PORT", default=29500, minimum=1)
         return cls(count=count, rank=rank, address=os.environ["MASTER_ADDR"], port=port)
 
+    def at_another_port(self) -> "Hosts":
+        """For a restart: what a killed worker had started may still hold the port."""
+        return dataclasses.replace(self, port=_free_port())
+
 
 def environment_number(name: str, *, default: int, minimum: int) -> int:
     """The environment variable as a number.
@@ -61,26 +66,47 @@ def environment_number(name: str, *, default: int, minimum: int) -> int:
     return int(text)
 
 
-def launch(args: Sequence[str], *, hosts: Hosts, processes: int) -> int:
+def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: int = 0) -> int:
     """Run `torchtitan.train` with these arguments in `processes` processes on this host; the exit code.
 
     SIGTERM and Ctrl-C are passed on to the workers, and are waited for as long as their last save takes; a second one
     ends them at once. They do not outlive this process, however it ends.
+
+    After a failure that may pass (a crash, a killed process, a hang) all workers are ended and started again, up to
+    `max_restarts` times, and go on from the newest checkpoint. A request to stop is never answered so.
     """
     # The workers inherit that they ignore Ctrl-C, which reaches the whole process group: they hear of it from here.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    workers = [_Worker(args, hosts, processes, local_rank) for local_rank in range(processes)]
+    workers: list[_Worker] = []
     signals = StopSignals(
         on_first=lambda number: _stop(workers, number),
         on_second=lambda number: _kill(workers),
     )
     try:
-        _wait(workers)
-        failed = [worker for worker in workers if worker.failed]
+        failures = _run_once(workers, signals, args, hosts, processes)
+        for restart in range(1, max_restarts + 1):
+            if not failures or signals.first or not min(failures).passing:
+                break
+            logger.error("%s", min(failures).text)
+            logger.warning("restart %d of %d: all processes start again", restart, max_restarts)
+            hosts = hosts.at_another_port()
+            failures = _run_once(workers, signals, args, hosts, processes)
     finally:
         _kill(workers)
         signals.close()
-    return _outcome(failed, signals.first)
+    return _outcome(failures, signals.first)
+
+
+@dataclass(frozen=True, order=True)
+class _Failure:
+    """A worker that ended, and not well: when (seconds since the epoch), the exit code to give, what to say, whether it
+    may pass when the run is started again, and how the process itself ended."""
+
+    time: float
+    code: int
+    text: str
+    passing: bool
+    returncode: int
 
 
 class _Worker:
@@ -112,22 +138,22 @@ class _Worker:
         """Whether it has ended, and not well."""
         return self.process.returncode not in (None, 0)
 
-    def failure(self) -> tuple[float, int, str]:
-        """When it failed (seconds since the epoch), the exit code to give, and what to say.
+    def failure(self) -> _Failure:
+        """What to say of it, now that it has failed.
 
         One that failed without a report, as by a signal, counts as the first: nothing that befalls another rank makes
-        it end like that. But for an abort, which losing the connection to another rank can bring about: it counts as
-        the last.
+        it end like that. But for two that count as the last: an abort, which losing the connection to another rank can
+        bring about, and the signal by which the watchdog of another rank ends one that does not answer.
         """
+        code = self.process.returncode
         if content := self._receive():
             report = json.loads(content)
             text = f"rank {self.rank} failed:\n{report['text']}" if report["code"] == 1 else report["text"]
-            return report["time"], report["code"], text
-        code = self.process.returncode
+            return _Failure(report["time"], report["code"], text, report["passing"], code)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = " (the host may have run out of memory)" if code == -signal.SIGKILL else ""
-        when = float("inf") if code == -signal.SIGABRT else 0.0
-        return when, 1, f"rank {self.rank}, process {self.process.pid}, {how}{hint}"
+        when = float("inf") if code in (-signal.SIGABRT, -signal.SIGQUIT) else 0.0
+        return _Failure(when, 1, f"rank {self.rank}, process {self.process.pid}, {how}{hint}", True, code)
 
     def _receive(self) -> bytes:
         try:
@@ -138,6 +164,10 @@ class _Worker:
 
 def _stop(workers: Sequence[_Worker], number: int) -> None:
     announce_stop(number)
+    _terminate(workers)
+
+
+def _terminate(workers: Sequence[_Worker]) -> None:
     for worker in workers:
         worker.process.terminate()
 
@@ -149,6 +179,21 @@ def _kill(workers: Sequence[_Worker]) -> None:
         worker.process.wait()
 
 
+def _run_once(
+    workers: list[_Worker], signals: StopSignals, args: Sequence[str], hosts: Hosts, processes: int
+) -> list[_Failure]:
+    """Fill `workers` with new ones, and wait for their end: the failures."""
+    workers.clear()
+    for local_rank in range(processes):
+        workers.append(_Worker(args, hosts, processes, local_rank))
+    if signals.first:  # it arrived when they were not all there
+        _terminate(workers)
+    _wait(workers)
+    failed = [worker for worker in workers if worker.failed]
+    _kill(workers)
+    return [worker.failure() for worker in failed]
+
+
 def _wait(workers: Sequence[_Worker]) -> None:
     """Wait until all have ended or, once one has failed, for a while longer: without it the others may wait forever."""
     deadline = float("inf")
@@ -158,16 +203,16 @@ def _wait(workers: Sequence[_Worker]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _outcome(failed: Sequence[_Worker], stop_signal: int | None) -> int:
+def _outcome(failures: Sequence[_Failure], stop_signal: int | None) -> int:
     """The exit code, after the failure that came first is told: the others follow from it."""
-    if not failed:
+    if not failures:
         return 0
-    if stop_signal and any(worker.process.returncode in (-signal.SIGTERM, -signal.SIGKILL) for worker in failed):
+    if stop_signal and any(failure.returncode in (-signal.SIGTERM, -signal.SIGKILL) for failure in failures):
         logger.warning("ended before the run could stop in an orderly way")
         return 128 + stop_signal  # what a shell reports for a command that a signal ended
-    _, code, text = min(worker.failure() for worker in failed)
-    logger.error("%s", text)
-    return code
+    first = min(failures)
+    logger.error("%s", first.text)
+    return first.code
 
 
 def _free_port() -> int:

@@ -22,6 +22,7 @@ def train(args: Sequence[str]) -> int:
 
     The environment says on how many processes: `NGPU` on this host (default: one per GPU, or 1), `NNODES` hosts, each
     with its `NODE_RANK`, that meet at `MASTER_ADDR` and `MASTER_PORT`. `LOG_RANK` says which ranks print.
+    `MAX_RESTARTS` says how often a run that crashed, or hung, is started again.
     """
     init_logger()
     os.environ[COMMAND_VARIABLE] = _command(args)
@@ -47,8 +48,9 @@ def _train(args: list[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     hosts, processes = Hosts.from_environment(), _processes()
     job.config.check(hosts.count * processes)
-    if hosts.count * processes > 1:
-        return launch(args, hosts=hosts, processes=processes)
+    max_restarts = _max_restarts(hosts)
+    if hosts.count * processes > 1 or max_restarts > 0:
+        return launch(args, hosts=hosts, processes=processes, max_restarts=max_restarts)
     run(job)
     return 0
 
@@ -63,9 +65,19 @@ def _processes() -> int:
     return processes
 
 
+def _max_restarts(hosts: Hosts) -> int:
+    max_restarts = environment_number("MAX_RESTARTS", default=0, minimum=0)
+    if max_restarts > 0 and hosts.count > 1:
+        raise UserError(
+            f"the environment variable MAX_RESTARTS is {max_restarts}, and NNODES is {hosts.count}: this launcher "
+            "knows its own host only; to restart on several hosts, use torchrun --max-restarts (docs/multinode.md)"
+        )
+    return max_restarts
+
+
 def _command(args: Sequence[str]) -> str:
     """What to type to run this again."""
-    names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU")
+    names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU", "MAX_RESTARTS")
     variables = [f"{name}={shlex.quote(os.environ[name])}" for name in names if name in os.environ]
     script = os.environ.get(PROGRAM_VARIABLE)
     return " ".join([*variables, shlex.quote(script) if script else "torchtitan train", shlex.join(args)])

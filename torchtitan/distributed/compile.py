@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.tools.device import device_type
@@ -63,11 +64,22 @@ def apply_compile(model: nn.Module, config: CompileConfig, parallelism: Parallel
 
 def compile_loss(loss: Any, config: CompileConfig) -> None:
     """Compile the loss of a chunk of logits, in place: `loss.from_logits` as the class of `loss` defines it, be it
-    `CrossEntropyLoss` or one that overrides it. A loss of another kind, without that method, stays as it is."""
+    `CrossEntropyLoss` or one that overrides it. A loss of another kind, without that method, stays as it is.
+
+    What tensor-parallel ranks compute of their own parts of the logits is not compiled: torch computes with such
+    tensors outside of compiled code.
+    """
     if not hasattr(loss, "from_logits"):
         logger.warning("%s is not compiled: it has no method from_logits", type(loss).__qualname__)
         return
-    loss.from_logits = torch.compile(loss.from_logits, backend=config.backend)
+    uncompiled = loss.from_logits
+    compiled = torch.compile(uncompiled, backend=config.backend)
+
+    def from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+        chosen = uncompiled if isinstance(logits, DTensor) else compiled
+        return chosen(logits, labels)
+
+    loss.from_logits = from_logits
 
 
 class RecompileMonitor:

@@ -1,7 +1,8 @@
 """Pipeline parallelism: a model is cut into stages, which a schedule of `torch.distributed.pipelining` runs."""
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    FORWARD,
+    OVERLAP_F_B,
+    RECV_F,
+    RESHARD,
+    SEND_F,
+    UNSHARD,
+    PipelineScheduleSingle,
+    get_schedule_class,
+)
 
 from torchtitan.config import ParallelismConfig
 from torchtitan.protocols import BaseModel
@@ -220,7 +230,8 @@ class Pipeline:
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """The summed loss of a batch on the rank with the last stage, 0 on the others."""
         self._scale = torch.ones_like(self._scale)
-        return self._run(self._schedule.eval, batch)
+        with _forward_only(self._schedule):
+            return self._run(self._schedule.eval, batch)
 
     def _run(self, run: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
         tokens, labels = batch["input"], batch["labels"]
@@ -239,6 +250,29 @@ class Pipeline:
         return (
             torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=labels.device)
         )
+
+
+@contextlib.contextmanager
+def _forward_only(schedule: Any) -> Iterator[None]:
+    """Within, a schedule of several stages per rank leaves out its backward actions, some of which torch would attempt
+    in an evaluation too, and fail."""
+    if isinstance(schedule, PipelineScheduleSingle):
+        yield
+        return
+    all_actions = schedule.pipeline_order_with_comms
+    schedule.pipeline_order_with_comms = {
+        rank: [
+            part
+            for action in actions
+            for part in (action.sub_actions if action.computation_type == OVERLAP_F_B else (action,))
+            if part.computation_type in (FORWARD, SEND_F, RECV_F, UNSHARD, RESHARD)
+        ]
+        for rank, actions in all_actions.items()
+    }
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = all_actions
 
 
 def _make_stage(

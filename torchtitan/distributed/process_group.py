@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from torchtitan.config import CommConfig
 
@@ -35,6 +36,21 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
         dist.init_process_group(backend, timeout=timedelta(seconds=comm.init_timeout_seconds), device_id=device_id)
         _made_here = True
     return device
+
+
+def set_timeouts(seconds: float) -> None:
+    """Let the collectives that training makes, in the default group and in those of device meshes, wait so long for the
+    slowest rank; nothing to do in a single process.
+
+    A group that was made for a purpose of its own keeps its timeout: in the checkpointer's, ranks may wait for one that
+    writes a whole model.
+    """
+    if not dist.is_initialized():
+        return
+    for group in list(distributed_c10d._world.pg_map):
+        # PyTorch names them so, also those that it makes later, when a mesh is flattened.
+        if group is dist.group.WORLD or group.group_desc.startswith("mesh_"):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def destroy_process_group() -> None:

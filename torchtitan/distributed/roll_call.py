@@ -5,15 +5,15 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-_TICK_SECONDS = 0.5
-_ANSWER_TICKS = 10
+TICK_SECONDS = 0.5
+
+_ANSWER_TICKS = 8
 """After how many ticks a rank that has not answered does not answer."""
 
 
@@ -31,10 +31,10 @@ class Process:
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """How far a rank has come. A smaller one is further behind.
+    """How far a rank has come: a smaller one is further behind.
 
-    `n_phases` counts the phases begun in the step; `phase` is the last one's name, None between steps; `line` is where
-    the main thread is.
+    `n_phases` counts the phases begun in the step; `phase` is the last one's name, None after the step; `line` is what
+    the main thread executes.
     """
 
     step: int
@@ -42,10 +42,9 @@ class Position:
     phase: str | None = dataclasses.field(compare=False)
     line: str = dataclasses.field(compare=False)
 
-    @property
-    def where(self) -> str:
-        """In words."""
-        return f"behind step {self.step}" if self.phase is None else f'in step {self.step}, phase "{self.phase}"'
+    def __str__(self) -> str:
+        place = f"after step {self.step}" if self.phase is None else f'in step {self.step}, phase "{self.phase}"'
+        return f"{place}, at {self.line}"
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,11 @@ class Verdict:
 
 
 class RollCall:
-    """Answers, on a thread of its own, when another rank suspects that the run hangs; and asks the others.
+    """Answers, on a thread of its own, when a rank suspects that the run hangs; asks the others when this one does.
 
-    A rank that suspects a hang sets a key, which all look at twice a second. Each then writes where it stands, and waits
-    for the outcome; the first suspecting rank that has all answers, or has waited for them long enough, decides it. If
-    a rank answers that it is between two steps, nothing hangs: the others wait for it with good reason.
+    A rank that suspects a hang calls by setting a key, which all look at twice a second. Each then writes where it
+    stands, and waits for the outcome; the rank that called decides it once it has all answers, or has waited for them
+    long enough. If a rank answers that it is between two steps, nothing hangs: the others have reason to wait for it.
 
     The connection to the store is one of its own. Where the process that holds the store has stopped, requests never
     return: this thread then stands still, and whoever reads `verdict` must not wait for it.
@@ -74,92 +73,103 @@ class RollCall:
     """
 
     def __init__(self, rank: int, processes: list[Process], position: Callable[[], Position]):
+        self.suspected_seconds: float | None = None
+        """Set while this rank suspects that the run hangs: how long its step may take."""
         self.verdict: Verdict | None = None
-        """That the run hangs; None as long as it does not."""
-        self.acquitted = threading.Event()
-        """Set when a suspicion turned out to be none."""
+        """That the run hangs; None as long as that is not known."""
         self._rank = rank
         self._processes = processes
         self._position = position
-        self._suspected_seconds: float | None = None
+        self._acquitted = threading.Event()
         self._closed = threading.Event()
         # A store may outlive the processes (torchrun's does): the keys are those of this very group of processes.
         prefix = f"roll call of {processes[0]}, {processes[0].begun}"
-        self._store = dist.PrefixStore(prefix, _get_default_store().clone())
+        own_connection = _get_default_store().clone()  # type: ignore[attr-defined]  # PyTorch's stubs lack it
+        self._store = dist.PrefixStore(prefix, own_connection)
         self.thread = threading.Thread(target=self._take_part, name="roll call", daemon=True)
         self.thread.start()
 
-    def suspect(self, seconds: float) -> None:
-        """Say that this rank's step takes longer than `seconds`; `verdict` or `acquitted` comes of it."""
-        self._suspected_seconds = seconds
+    def hear_acquittal(self) -> bool:
+        """Whether this rank's suspicion turned out to be none; True once, after which it may suspect again."""
+        acquitted = self._acquitted.is_set()
+        if acquitted:
+            self._acquitted.clear()
+        return acquitted
 
     def close(self) -> None:
         """This rank has finished: it is not to be missed. Waits for the last request, if the store still answers."""
         self._closed.set()
         self.thread.join(timeout=5)
 
-    def verdict_without_store(self) -> Verdict:
-        """What to say where the store does not answer: its process has stopped."""
+    def verdict_without_store(self, seconds: float) -> Verdict:
+        """What this rank can say by itself where the store does not answer: its process has stopped."""
         from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        holder = "torchrun on the host MASTER_ADDR" if from_agent else f"rank 0 ({self._processes[0]})"
+        holder = "torchrun's first agent" if from_agent else f"rank 0 ({self._processes[0]})"
         text = (
-            f"{_headline(self._suspected_seconds)}: {holder} does not answer, and it holds the store that the ranks "
-            f"talk through\n  rank {self._rank} waits {_place(self._position())}"
+            f"{_headline(seconds)}: {holder} does not answer, and holds the store that the ranks talk through\n"
+            f"  rank {self._rank}: {self._position()}"
         )
         return Verdict(text, self._rank, [] if from_agent else [0])
 
     def _take_part(self) -> None:
         number = 0
         with contextlib.suppress(dist.DistError):  # the store has gone, and with it the run
-            while not self._closed.wait(_TICK_SECONDS):
-                if self._suspected_seconds is not None:
-                    self._store.set(f"{number}/call", "")
-                if self._store.check([f"{number}/call"]):
-                    self._answer(number)
+            while not self._closed.wait(TICK_SECONDS):
+                called = self.suspected_seconds is not None and self._call(number)
+                if called or self._store.check([f"{number}/call"]):
+                    self._answer(number, called)
                     number += 1
             self._store.set(f"finished/{self._rank}", "")
 
-    def _answer(self, number: int) -> None:
-        """Answer call `number`, and wait for what comes of it."""
+    def _call(self, number: int) -> bool:
+        """Make call `number`; False where another rank has been first."""
+        own = str(self._rank)
+        return self._store.compare_set(f"{number}/call", "", own).decode() == own
+
+    def _answer(self, number: int, called: bool) -> None:
+        """Answer call `number`, and wait for what comes of it; decide that, where this rank `called`."""
         self._store.set(f"{number}/{self._rank}", json.dumps(dataclasses.asdict(self._position())))
-        outcome = f"{number}/outcome"
-        n_ticks = 0
+        outcome, n_ticks = f"{number}/outcome", 0
         while not self._store.check([outcome]):
-            if self._closed.wait(_TICK_SECONDS):
+            # Other ranks decide only where the one that called is stuck itself.
+            last_tick = _ANSWER_TICKS if called else 2 * _ANSWER_TICKS
+            complete = called and self._store.check([f"{number}/{rank}" for rank in range(len(self._processes))])
+            if complete or n_ticks >= last_tick or (called and self.suspected_seconds is None):
+                verdict = self._judge(number)
+                self._store.compare_set(outcome, "", json.dumps(verdict and dataclasses.asdict(verdict)))
+            elif self._closed.wait(TICK_SECONDS):
                 return
             n_ticks += 1
-            answers, missing = self._answers(number)
-            if self._suspected_seconds is not None and (not missing or n_ticks >= _ANSWER_TICKS):
-                verdict = self._judge(answers, missing)
-                self._store.compare_set(outcome, "", json.dumps(verdict and dataclasses.asdict(verdict)))
         content = json.loads(self._store.get(outcome))
-        if content is None:
-            self._suspected_seconds = None
-            self.acquitted.set()
-        else:
+        if content is not None:
             self.verdict = Verdict(**content)
+        elif self.suspected_seconds is not None:
+            self._acquitted.set()
+            while self._acquitted.is_set() and not self._closed.wait(TICK_SECONDS):
+                pass
 
-    def _answers(self, number: int) -> tuple[dict[int, Position], list[int]]:
-        """Where the ranks that have answered stand, and the ranks that have not, but for those that have finished."""
-        ranks = range(len(self._processes))
-        answered = [rank for rank in ranks if self._store.check([f"{number}/{rank}"])]
-        missing = [rank for rank in ranks if rank not in answered and not self._store.check([f"finished/{rank}"])]
-        return {rank: Position(**json.loads(self._store.get(f"{number}/{rank}"))) for rank in answered}, missing
-
-    def _judge(self, answers: dict[int, Position], silent: list[int]) -> Verdict | None:
-        """That the run hangs, or None where ranks wait for one that is between two steps."""
+    def _judge(self, number: int) -> Verdict | None:
+        """That the run hangs; None where the step has ended after all, or ranks wait for one that is between steps."""
+        seconds = self.suspected_seconds
+        if seconds is None:
+            return None
+        answers, silent = {}, {}
+        for rank, process in enumerate(self._processes):
+            if self._store.check([f"{number}/{rank}"]):
+                answers[rank] = Position(**json.loads(self._store.get(f"{number}/{rank}")))
+            elif not self._store.check([f"finished/{rank}"]):
+                silent[rank] = process
         if not silent and any(position.phase is None for position in answers.values()):
             return None
-        text = describe(answers, {rank: self._processes[rank] for rank in silent}, self._suspected_seconds)
-        return Verdict(text, self._rank, silent)
+        return Verdict(describe(answers, silent, seconds), self._rank, list(silent))
 
 
-def told_alone(position: Position, seconds: float) -> Verdict:
+def verdict_alone(position: Position, seconds: float) -> Verdict:
     """The verdict in a run of a single process."""
-    return Verdict(f"{_headline(seconds)}: it is {_place(position)}", 0, [])
+    return Verdict(f"{_headline(seconds)}: the process is {position}", 0, [])
 
 
-def describe(answers: dict[int, Position], silent: dict[int, Process], seconds: float | None) -> str:
+def describe(answers: Mapping[int, Position], silent: Mapping[int, Process], seconds: float) -> str:
     """In words: which ranks hold up the others, then where each stands, those furthest behind first.
 
     Ranks that do not answer hold up the others; where there are none, the ranks that are behind all others do.
@@ -167,16 +177,24 @@ def describe(answers: dict[int, Position], silent: dict[int, Process], seconds: 
     first = min(answers.values())
     behind = [rank for rank, position in answers.items() if position == first]
     if silent:
-        culprits = f"{_ranks(silent)} {_verb(silent, 'does', 'do')} not answer"
+        finding = f"{_names(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
     elif len(behind) < len(answers):
-        culprits = f"{_ranks(behind)} {_verb(behind, 'holds', 'hold')} up the others"
+        finding = f"{_names(behind)} {'holds' if len(behind) == 1 else 'hold'} up the others"
     else:
-        culprits = "all ranks are in the same phase"
-    lines = [f"{_headline(seconds)}: {culprits}"]
-    lines += [f"rank {rank} ({process}) is stopped, or its Python is" for rank, process in silent.items()]
-    places: dict[tuple[Position, str], list[int]] = {}
+        finding = "all ranks are in the same phase"
+    lines = [f"{_headline(seconds)}: {finding}"]
+    for rank, process in silent.items():
+        lines.append(f"rank {rank}: {process}; it is stopped, or a thread never lets go of Python's lock")
+    places: dict[str, list[int]] = {}
     for rank, position in sorted(answers.items(), key=lambda item: item[1]):
-        places.setdefault((position, position.line), []).append(rank)
-    for (position, _), ranks in places.items():
-        lines.append(f"{_ranks(ranks)}: {_place(position)}")
-    return "\n  ".join(lines)
+        places.setdefault(str(position), []).append(rank)
+    return "\n  ".join([*lines, *(f"{_names(ranks)}: {place}" for place, ranks in places.items())])
+
+
+def _headline(seconds: float) -> str:
+    return f"the run hangs, a step has not ended after {seconds:g} seconds"
+
+
+def _names(ranks: Iterable[int]) -> str:
+    numbers = ", ".join(map(str, ranks))
+    return f"ranks {numbers}" if "," in numbers else f"rank {numbers}"

@@ -15,15 +15,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from torchtitan.distributed.process_group import gather_objects
-from torchtitan.distributed.roll_call import Position, Process, RollCall, Verdict, told_alone
+from torchtitan.distributed.roll_call import TICK_SECONDS, Position, Process, RollCall, Verdict, verdict_alone
 from torchtitan.tools.launched import is_launched, leave, report_failure
 from torchtitan.tools.logging import logger
 
 HANG_EXIT_CODE = 3
 """That of a run that failed for a stated reason."""
 
-_TICK_SECONDS = 0.5
-_ROLL_CALL_SECONDS = 15.0
+_ROLL_CALL_SECONDS = 10.0
 """How long the ranks may take to agree; after that, the store they agree through has stopped."""
 
 _PRINTING_SECONDS = 2.0
@@ -79,27 +78,30 @@ class Watchdog:
         self._rank = 0
         self._processes: list[Process] = []
         self._roll_call: RollCall | None = None
-        self._closed = threading.Event()
         self._main_thread = threading.current_thread()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
 
     def __enter__(self) -> "Watchdog":
-        if self._step_seconds > 0:
-            self._main_thread = threading.current_thread()
-            own = Process(host=socket.gethostname(), pid=os.getpid(), begun=time.time())
-            self._processes = gather_objects(own)
-            self._rank = self._processes.index(own)
-            if len(self._processes) > 1:
-                self._roll_call = RollCall(self._rank, self._processes, self._position)
-            faulthandler.register(signal.SIGQUIT, file=_STDERR, chain=True)
-            self._thread.start()
+        if self._step_seconds == 0:
+            return self
+        own = Process(host=socket.gethostname(), pid=os.getpid(), begun=time.time())
+        self._processes = gather_objects(own)
+        self._rank = self._processes.index(own)
+        if len(self._processes) > 1:
+            self._roll_call = RollCall(self._rank, self._processes, self._position)
+        faulthandler.register(signal.SIGQUIT, file=_STDERR, chain=True)
+        self._closed.clear()
+        self._main_thread = threading.current_thread()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._closed.set()
-        if self._thread.is_alive():
+        if self._thread:
+            self._closed.set()
             self._thread.join()
             faulthandler.unregister(signal.SIGQUIT)
         if self._roll_call:
@@ -134,28 +136,31 @@ class Watchdog:
         """The watchdog's thread. It counts its own wake-ups, and does not look at a clock: a process that was stopped,
         or a host that was asleep, has not been hanging."""
         watched, n_ticks = None, 0
-        while not self._closed.wait(_TICK_SECONDS):
-            calls = self._roll_call
-            if calls and calls.verdict:
-                self._end(calls.verdict)
+        while not self._closed.wait(TICK_SECONDS):
+            acquitted = self._roll_call is not None and self._roll_call.hear_acquittal()
             step = self._step
-            if step is not watched or (calls and calls.acquitted.is_set()):
-                watched, n_ticks = step, 0
-                if calls:
-                    calls.acquitted.clear()
-            n_ticks += 1
-            if step is None or n_ticks * _TICK_SECONDS <= step.seconds:
-                continue
-            if calls is None:
-                self._end(told_alone(self._position(), step.seconds))
-            calls.suspect(step.seconds)
-            if n_ticks * _TICK_SECONDS > step.seconds + _ROLL_CALL_SECONDS:
-                self._end(calls.verdict_without_store())
+            n_ticks = 0 if acquitted or step is not watched else n_ticks + 1
+            watched = step
+            verdict = self._verdict(step, n_ticks * TICK_SECONDS)
+            if verdict:
+                self._end(verdict)
+
+    def _verdict(self, step: _Step | None, seconds: float) -> Verdict | None:
+        """That the run hangs, as the ranks have found together, or as this one finds by itself."""
+        late = step is not None and seconds > step.seconds
+        calls = self._roll_call
+        if calls is None:
+            return verdict_alone(self._position(), step.seconds) if step and late else None
+        calls.suspected_seconds = step.seconds if step and late else None
+        if calls.verdict is None and step and seconds > step.seconds + _ROLL_CALL_SECONDS:
+            return calls.verdict_without_store(step.seconds)
+        return calls.verdict
 
     def _end(self, verdict: Verdict) -> None:
         """Print this rank's stacks and, once, the verdict, then end; a rank that does not answer is ended too."""
+        stacks = self._stacks()
         _leave_after(_LAST_SECONDS)
-        os.write(_STDERR, self._stacks().encode(errors="replace"))
+        os.write(_STDERR, stacks.encode(errors="replace"))
         if self._roll_call:
             time.sleep(_PRINTING_SECONDS)
         if is_launched():
@@ -170,7 +175,7 @@ class Watchdog:
         frames = sys._current_frames()
         threads = [self._main_thread, *(one for one in threading.enumerate() if one is not self._main_thread)]
         own = (self._thread, self._roll_call.thread if self._roll_call else None)
-        lines = [f"rank {self._rank} ({self._processes[self._rank]}) is {self._position().where}\n"]
+        lines = [f"rank {self._rank} ({self._processes[self._rank]}) is {self._position()}\n"]
         for thread in threads:
             frame = frames.get(thread.ident or 0)
             if frame and thread not in own:
@@ -182,16 +187,16 @@ class Watchdog:
 
         Of the ranks on a host that answer, the first one does it.
         """
-        here = [rank for rank, process in enumerate(self._processes) if process.host == self._processes[self._rank].host]
+        host = self._processes[self._rank].host
+        here = [rank for rank, process in enumerate(self._processes) if process.host == host]
         if self._rank != min(set(here) - set(silent)):
             return
-        siblings = [self._processes[rank].pid for rank in here if rank in silent]
-        for pid in filter(_is_sibling, siblings):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGQUIT)
-                os.kill(pid, signal.SIGCONT)  # one that was stopped learns of it now
-        if siblings:
-            time.sleep(_PRINTING_SECONDS)
+        for rank in set(here) & set(silent):
+            process = self._processes[rank]
+            if _is_sibling(process.pid):
+                os.write(_STDERR, f"rank {rank} ({process}) does not answer\n".encode())
+                os.kill(process.pid, signal.SIGQUIT)
+                os.kill(process.pid, signal.SIGCONT)  # one that was stopped learns of it now
 
 
 def _line_of(frame: FrameType) -> str:

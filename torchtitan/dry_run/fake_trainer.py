@@ -117,6 +117,9 @@ class FakeTrainer(Trainer):
                 part.to_empty(device=self.device)
                 part.train()
 
+    def build_checkpointer(self) -> Any:
+        """None: there is nothing to save."""
+
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
         """Any number will do."""
         return torch.ones((), device=self.device, dtype=self.statistics_dtype)
@@ -155,3 +158,45 @@ class FakeTrainer(Trainer):
         self.memory.label("gradients", _gradients(self.model_parts))
         # Last: where there is nothing to gather, a gathered weight is the weight itself.
         self.memory.label("parameters", [p for part in self.model_parts for p in part.parameters()])
+
+
+def fake_trainer(config: Trainer.Config) -> FakeTrainer:
+    """The configuration's own kind of trainer, made a `FakeTrainer`, of a configuration that `without_data` made.
+
+    A process group of backend `fake` must exist; it says which rank this is.
+    """
+    owner = config._owner
+    trainer: FakeTrainer = type(f"Fake{owner.__name__}", (FakeTrainer, owner), {})(config)
+    return trainer
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _fsdp_parameters(parts: list[nn.Module]) -> Iterator[Any]:
+    """FSDP's own record of each parameter that it shards or replicates."""
+    for module in [module for part in parts for module in part.modules() if isinstance(module, FSDPModule)]:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            yield from group.fsdp_params
+
+
+def _gathered_parameters(parts: list[nn.Module]) -> list[Tensor]:
+    """Whole weights, which have memory while they are used."""
+    records = list(_fsdp_parameters(parts))
+    return [tensor for record in records for tensor in (*record.all_gather_outputs, *_unsharded(record))]
+
+
+def _gradients(parts: list[nn.Module]) -> list[Tensor | None]:
+    """Gradients of the parameters, and those that are yet to be reduced over the ranks."""
+    records = list(_fsdp_parameters(parts))
+    return [
+        *(parameter.grad for part in parts for parameter in part.parameters()),
+        *(record.unsharded_accumulated_grad for record in records),
+        *(tensor.grad for record in records for tensor in _unsharded(record)),
+    ]
+
+
+def _unsharded(record: Any) -> list[Tensor]:
+    """The whole weight, once it has been gathered for the first time."""
+    return [record._unsharded_param] if hasattr(record, "_unsharded_param") else []

@@ -25,7 +25,7 @@ def is_launched() -> bool:
 
 def end_with_launcher() -> None:
     """From now on, end this process when the launcher, at the other end of standard input, has gone."""
-    threading.Thread(target=_wait_for_its_end, daemon=True).start()
+    threading.Thread(target=_wait_for_its_end, name="launcher", daemon=True).start()
 
 
 def report_failure(code: int, text: str, *, passing: bool) -> None:

@@ -7,7 +7,7 @@ allocates and frees within itself is not seen.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -27,25 +27,26 @@ MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 
 @dataclass(eq=False)
-class _Allocation:
+class Allocation:
     """A storage's memory, from when it was allocated to when it was freed."""
 
     n_bytes: int
-    owner: "_Owner"
+    owner: "Owner"
     outlived_backward: bool = False  # whether a backward pass began while it lasted
 
     @property
     def kind(self) -> MemoryKind:
+        """What it is for, by what is known of it so far."""
         return self.owner.label or ("activations" if self.outlived_backward else "temporary")
 
 
 @dataclass(eq=False)
-class _Owner:
+class Owner:
     """A storage that is followed; several allocations where it is freed and allocated again."""
 
-    reference: "weakref.ref[torch.UntypedStorage]"
+    reference: "weakref.ref[torch.UntypedStorage] | None" = None
     label: MemoryKind | None = None
-    current: _Allocation | None = None
+    current: Allocation | None = None
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ class MemoryTracker(Observer):
     """
 
     def __init__(self) -> None:
-        self._owners: dict[int, _Owner] = {}  # by the storage's address
-        self._events: list[tuple[_Allocation, int]] = []  # and 1 or -1: allocated or freed
-        self._live: dict[_Allocation, None] = {}
+        self._owners: dict[int, Owner] = {}  # by the storage's address
+        self._events: list[tuple[Allocation, int]] = []  # and 1 or -1: allocated or freed
+        self._live: dict[Allocation, None] = {}
         self._latest_backward = -1  # torch numbers them
 
     @property
@@ -111,6 +112,30 @@ class MemoryTracker(Observer):
                 most, moment = live, index + 1
         return self.use(moment)
 
+    def allocation_of(self, tensor: Tensor) -> Allocation | None:
+        """The memory of a plain tensor; None where it is not followed."""
+        owner = self._owners.get(tensor.untyped_storage()._cdata)
+        return owner.current if owner else None
+
+    def replay(
+        self, start: int, end: int, twins: dict[Allocation, Allocation], omit: Sequence[Allocation | None]
+    ) -> None:
+        """Pretend that what happened from moment `start` to `end` happens again, to memory of its own.
+
+        Args:
+            start: see `now`.
+            end: see `now`.
+            twins: allocations of an earlier replay that have not been freed; what is freed here is taken out, and what
+                is allocated and not freed is added.
+            omit: allocations that are not made again.
+        """
+        for allocation, sign in self._events[start:end]:
+            if sign < 0:
+                self._free(twins.pop(allocation).owner if allocation in twins else Owner())
+            elif allocation not in omit:
+                self._allocate(Owner(label=allocation.owner.label), allocation.n_bytes)
+                twins[allocation] = self._events[-1][0]
+
     def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Follow the storages that the operation made."""
         self._note_backward_pass()
@@ -133,19 +158,19 @@ class MemoryTracker(Observer):
             if n_bytes:
                 self._allocate(owner, n_bytes)
 
-    def _owner_of(self, storage: torch.UntypedStorage) -> _Owner:
+    def _owner_of(self, storage: torch.UntypedStorage) -> Owner:
         """What is known of a storage; begins to follow it."""
         address = storage._cdata
         if address not in self._owners:
-            self._owners[address] = _Owner(weakref.ref(storage, lambda _: self._free(self._owners.pop(address))))
+            self._owners[address] = Owner(weakref.ref(storage, lambda _: self._free(self._owners.pop(address))))
         return self._owners[address]
 
-    def _allocate(self, owner: _Owner, n_bytes: int) -> None:
-        owner.current = _Allocation(n_bytes, owner)
+    def _allocate(self, owner: Owner, n_bytes: int) -> None:
+        owner.current = Allocation(n_bytes, owner)
         self._live[owner.current] = None
         self._events.append((owner.current, 1))
 
-    def _free(self, owner: _Owner) -> None:
+    def _free(self, owner: Owner) -> None:
         allocation, owner.current = owner.current, None
         if allocation is not None:
             del self._live[allocation]
@@ -160,16 +185,16 @@ class MemoryTracker(Observer):
                 allocation.outlived_backward = True
 
 
-def _use_after(events: Iterable[tuple[_Allocation, int]]) -> MemoryUse:
+def _use_after(events: Iterable[tuple[Allocation, int]]) -> MemoryUse:
     by_kind: Counter[MemoryKind] = Counter()
     for allocation, sign in events:
         by_kind[allocation.kind] += sign * allocation.n_bytes
     return MemoryUse({kind: by_kind[kind] for kind in MEMORY_KINDS})
 
 
-def _plain_parts(tensor: Tensor | None) -> Iterator[Tensor]:
+def _plain_parts(tensor: Any) -> Iterator[Tensor]:
     """The tensors that a wrapper (a DTensor, a quantised tensor) holds; a plain tensor itself."""
-    if tensor is None:
+    if not isinstance(tensor, Tensor):
         return
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor

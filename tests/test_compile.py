@@ -1,0 +1,314 @@
+"""Compilation against the same model without, and what is reported of it."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.processes import run_processes
+from torchtitan.components.checkpoint import ModelState
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import initialize_weights
+from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
+from torchtitan.distributed.compile import RecompileMonitor, apply_compile, check_compile, compile_loss
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.tools.errors import UserError
+
+BATCH, LENGTH, VOCABULARY = 2, 24, 99
+EAGER_KERNELS = CompileConfig(enable=True, backend="aot_eager")
+"""Traces forward and backward as inductor does, and then runs torch's own kernels: seconds rather than half a minute."""
+MODES = ("none", "full", "selective")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Compiled code is the process's: another test's would be found again. So are the settings."""
+    import torch._functorch.config
+
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(donated_buffer=True, activation_memory_budget=1.0):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The package's log lines, also where an earlier test has called `init_logger`."""
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="torchtitan")
+    return caplog
+
+
+def make_model(compile: CompileConfig | None = None, mode: Any = "none") -> Llama3Model:
+    """Always the same weights."""
+    sizes = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
+    model = Llama3Model.Config(rope=RoPEConfig(), **sizes).build()
+    apply_activation_checkpointing(model, ActivationCheckpointConfig(mode=mode))
+    if compile:
+        apply_compile(model, compile, ParallelismConfig())
+    initialize_weights(model, 0)
+    return model
+
+
+def make_loss(compile: CompileConfig | None = None) -> CrossEntropyLoss:
+    loss = CrossEntropyLoss.Config(chunk_tokens=BATCH * LENGTH // 2).build()
+    if compile:
+        compile_loss(loss, compile)
+    return loss
+
+
+def batch(seed: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    """Tokens, and the positions of packed documents: others in every batch."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, length), generator=generator)
+    cut = int(torch.randint(1, length, (), generator=generator))
+    return tokens, torch.cat([torch.arange(cut), torch.arange(length - cut)]).expand(BATCH, -1)
+
+
+def step(model: nn.Module, loss: CrossEntropyLoss, seed: int, length: int = LENGTH) -> list[Tensor]:
+    """Loss and gradients."""
+    model.zero_grad()
+    tokens, positions = batch(seed, length)
+    value = model(tokens, positions, head=loss, labels_BL=tokens)
+    value.backward()
+    return [value.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def assert_close(values: list[Tensor], expected: list[Tensor]) -> None:
+    """To float32's rounding: compiled code adds up in another order, and a dense mask is another kernel."""
+    for value, reference in zip(values, expected, strict=True):
+        assert (value - reference).norm() <= 1e-5 * reference.norm()
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+
+def compare_with_eager(config: CompileConfig, mode: str) -> None:
+    model, loss = make_model(config, mode), make_loss(config)
+    expected_model, expected_loss = make_model(), make_loss()
+    for seed in range(2):
+        assert_close(step(model, loss, seed), step(expected_model, expected_loss, seed))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradients_are_those_of_eager(mode):
+    compare_with_eager(EAGER_KERNELS, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_inductor_s_too(mode):
+    compare_with_eager(CompileConfig(enable=True), mode)
+
+
+def test_mixed_precision():
+    values = []
+    for config in (None, EAGER_KERNELS):
+        model = make_model(config)
+        model.mask.dense = True
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            values.append(step(model, make_loss(config), seed=0))
+    for value, reference in zip(*reversed(values), strict=True):
+        # The same kernels round at the same places, but for casts that the compiler saves.
+        assert (value - reference).norm() <= 0.01 * reference.norm()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_names_stay(mode):
+    plain, compiled = make_model(), make_model(EAGER_KERNELS, mode)
+    assert list(ModelState([compiled]).state_dict()) == list(plain.state_dict())
+    for expected, weight in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+class SmoothedLoss(CrossEntropyLoss):
+    """A user's own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CrossEntropyLoss.Config):
+        smoothing: float = 0.1
+        """Label smoothing."""
+
+    def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", label_smoothing=self.config.smoothing)
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 7])
+def test_a_subclass_s_own_loss_is_what_is_compiled(chunk_tokens):
+    def numbers(loss: CrossEntropyLoss) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        hidden, weight = (torch.randn(size, generator=generator).requires_grad_() for size in ((2, 8, 5), (11, 5)))
+        value = loss(hidden, weight, torch.arange(16).view(2, 8) % 11)
+        value.backward()
+        return [value.detach(), hidden.grad, weight.grad]
+
+    config = SmoothedLoss.Config(chunk_tokens=chunk_tokens)
+    compiled = config.build()
+    compile_loss(compiled, EAGER_KERNELS)
+    before = graphs()
+    assert_close(numbers(compiled), numbers(config.build()))
+    assert graphs() > before
+    assert numbers(compiled)[0] != numbers(CrossEntropyLoss.Config().build())[0]
+
+
+def test_a_loss_of_another_kind_stays_as_it_is(log):
+    class Distance:
+        pass
+
+    compile_loss(Distance(), EAGER_KERNELS)
+    assert "Distance is not compiled: it has no method from_logits" in log.text
+
+
+# --- compiled once ----------------------------------------------------------------------------------------------------
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_share_their_code_and_other_documents_need_no_other(log, mode):
+    model, loss = make_model(EAGER_KERNELS, mode), make_loss(EAGER_KERNELS)
+    monitor = RecompileMonitor()
+    for index in range(4):
+        with monitor.watch(index + 1):
+            step(model, loss, seed=index)
+    assert log.messages == ["compiled 2 graphs in step 1"]
+    assert monitor.recompiles == 0
+
+
+def test_another_shape_is_compiled_again_and_reported(log):
+    model, loss = make_model(EAGER_KERNELS), make_loss()
+    monitor = RecompileMonitor()
+    for number, length in ((7, LENGTH), (8, LENGTH), (9, LENGTH + 2), (10, LENGTH + 4)):
+        with monitor.watch(number):
+            step(model, loss, seed=number, length=length)
+    first, again = log.records
+    assert first.getMessage() == "compiled 1 graphs in step 7"
+    assert again.levelno == logging.WARNING
+    message = again.getMessage()
+    assert "step 9 was slow: it compiled 1 graphs again (forward: " in message
+    assert f"size mismatch at index 2. expected {LENGTH}, actual {LENGTH + 2}" in message  # of the mask
+    assert monitor.recompiles == 1  # for any length from now on
+
+
+def test_validation_is_no_training_step(log):
+    """It has no gradients and so other code."""
+    model, loss = make_model(EAGER_KERNELS), make_loss()
+    monitor = RecompileMonitor()
+    for number in range(2):
+        with monitor.watch(number):
+            step(model, loss, seed=number)
+        before = graphs()
+        with torch.no_grad():
+            tokens, positions = batch(0)
+            model(tokens, positions, head=loss, labels_BL=tokens)
+        assert graphs() == before + (number == 0)
+    assert log.messages == ["compiled 1 graphs in step 0"]
+
+
+def test_without_compilation_there_is_nothing_to_report(log):
+    with RecompileMonitor().watch(1):
+        step(make_model(), make_loss(), seed=0)
+    assert log.messages == []
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(UserError, match=r"--compile\.backend is 'inducto', and torch knows .*inductor.*aot_eager"):
+        check_compile(CompileConfig(enable=True, backend="inducto"))
+    check_compile(CompileConfig(enable=False, backend="inducto"))
+    for backend in ("inductor", "aot_eager", "eager"):
+        check_compile(CompileConfig(enable=True, backend=backend))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a CPU's code is what the C++ compiler is for")
+def test_a_missing_cpp_compiler_is_named(monkeypatch):
+    import torch._inductor.config
+
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nowhere/g++"))
+    with pytest.raises(UserError, match=r"--compile\.backend inductor needs a C\+\+ compiler .*CXX"):
+        check_compile(CompileConfig(enable=True))
+    check_compile(EAGER_KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("degree", "schedule", "expected"),
+    [
+        (1, "ZBVZeroBubble", True),
+        (2, "1F1B", True),
+        (2, "Interleaved1F1B", True),
+        (2, "InterleavedZeroBubble", False),
+        (2, "ZBVZeroBubble", False),
+        (2, "DualPipeV", False),
+    ],
+)
+def test_schedules_that_split_the_backward_pass_keep_their_saved_tensors(degree, schedule, expected):
+    import torch._functorch.config
+
+    parallelism = ParallelismConfig(pipeline_parallel_degree=degree, pipeline_parallel_schedule=schedule)
+    model = Llama3Model.Config(
+        rope=RoPEConfig(), vocab_size=9, dim=8, n_layers=1, n_heads=1, n_kv_heads=1, ffn_dim=8
+    ).build()
+    apply_compile(model, EAGER_KERNELS, parallelism)
+    assert torch._functorch.config.donated_buffer == expected
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def compare_layouts(folder: Path) -> None:
+    import torch.distributed as dist
+
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.models.llama3 import model_registry
+
+    def numbers(compile: CompileConfig, mode: Any, **degrees: int) -> list[Tensor]:
+        torch._dynamo.reset()
+        parallelism = ParallelismConfig(**degrees)
+        dims = ParallelDims.from_config(parallelism, 2)
+        spec, model, loss = model_registry("debugmodel"), make_model(), make_loss(compile if compile.enable else None)
+        spec.parallelize(
+            model,
+            parallel_dims=dims,
+            mesh=dims.build_mesh("cpu"),
+            sharding=spec.sharding,
+            training=TrainingConfig(mixed_precision_param="float32"),
+            parallelism=parallelism,
+            activation_checkpoint=ActivationCheckpointConfig(mode=mode),
+            compile=compile,
+        )
+        initialize_weights(model, 0)
+        monitor = RecompileMonitor()
+        for seed in range(3):
+            with monitor.watch(seed):
+                value, *gradients = step(model, loss, seed)
+        assert monitor.recompiles == 0
+        return [value, *(gradient.full_tensor() for gradient in gradients)]
+
+    layouts = {
+        "FSDP": {"data_parallel_shard_degree": 2},
+        "DDP": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+        "TP": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    }
+    for mode, (_, degrees) in zip(("full", "none", "selective"), layouts.items(), strict=True):
+        assert_close(numbers(EAGER_KERNELS, mode, **degrees), numbers(CompileConfig(), "none", **degrees))
+    (folder / f"rank {dist.get_rank()} has compared").touch()
+
+
+def test_two_processes_compute_what_they_do_without(tmp_path):
+    run_processes(compare_layouts, 2, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2

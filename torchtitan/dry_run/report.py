@@ -1,0 +1,2 @@
+def dry_run():
+    pass

@@ -1,0 +1,108 @@
+"""How much memory PyTorch's CUDA allocator would reserve for a sequence of allocations."""
+
+import bisect
+from collections.abc import Hashable, Iterable
+
+_MIB = 2**20
+_ROUNDING = 512
+_SMALL = _MIB
+"""Allocations up to this size share segments of `_SMALL_SEGMENT`, apart from the large ones."""
+_SMALL_SEGMENT = 2 * _MIB
+_LARGE_SEGMENT = 20 * _MIB
+_OWN_SEGMENT = 10 * _MIB
+"""From this size on, an allocation for which there is no room gets a segment of its own size, in whole `_SEGMENT_UNIT`;
+below it, one of `_LARGE_SEGMENT`, of which others may have the rest."""
+_SEGMENT_UNIT = 2 * _MIB
+
+
+class CachingAllocator:
+    """The rules of PyTorch's CUDA allocator with its default settings, for one stream and a device that is not full.
+
+    Freed memory stays reserved. An allocation takes the smallest free block that is large enough, of which the rest
+    becomes a block of its own where that is at least 512 bytes (small allocations) or more than 1 MiB (large ones);
+    neighbors that are free become one. Where no block is large enough, another segment is reserved. See "Memory
+    management" in https://docs.pytorch.org/docs/stable/notes/cuda.html and c10/cuda/CUDACachingAllocator.cpp.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        """Bytes; they never become fewer."""
+        self._pools = {"small": _FreeBlocks(), "large": _FreeBlocks()}
+        self._used: dict[Hashable, tuple[str, int, int]] = {}  # pool, address, size
+        self._end = 0
+
+    def allocate(self, key: Hashable, n_bytes: int) -> None:
+        """Make an allocation, to be freed by its `key`."""
+        size = -(-max(n_bytes, 1) // _ROUNDING) * _ROUNDING
+        name = "small" if size <= _SMALL else "large"
+        address, block = self._pools[name].take(size) or self._reserve(size)
+        rest = block - size
+        if rest >= _ROUNDING if name == "small" else rest > _SMALL:
+            self._pools[name].add(address + size, rest)
+            block = size
+        self._used[key] = (name, address, block)
+
+    def free(self, key: Hashable) -> None:
+        """End an allocation."""
+        name, address, size = self._used.pop(key)
+        self._pools[name].add(address, size)
+
+    def _reserve(self, size: int) -> tuple[int, int]:
+        """Address and size of a new segment."""
+        if size <= _SMALL:
+            segment = _SMALL_SEGMENT
+        elif size < _OWN_SEGMENT:
+            segment = _LARGE_SEGMENT
+        else:
+            segment = -(-size // _SEGMENT_UNIT) * _SEGMENT_UNIT
+        # With a gap, so that segments are no neighbors.
+        address, self._end = self._end, self._end + segment + 1
+        self.reserved += segment
+        return address, segment
+
+
+class _FreeBlocks:
+    """Free blocks of memory, by size and by place."""
+
+    def __init__(self) -> None:
+        self._by_size: list[tuple[int, int]] = []  # (size, address), sorted
+        self._size_at: dict[int, int] = {}
+        self._start_of_end: dict[int, int] = {}
+
+    def take(self, size: int) -> tuple[int, int] | None:
+        """Take out the smallest block of at least `size`; its address and size."""
+        index = bisect.bisect_left(self._by_size, (size, 0))
+        if index == len(self._by_size):
+            return None
+        block, address = self._by_size[index]
+        self._remove(address, block)
+        return address, block
+
+    def add(self, address: int, size: int) -> None:
+        """Add a block, and merge it with its neighbors."""
+        before = self._start_of_end.get(address)
+        if before is not None:
+            self._remove(before, address - before)
+            address, size = before, size + address - before
+        if (behind := self._size_at.get(address + size)) is not None:
+            self._remove(address + size, behind)
+            size += behind
+        bisect.insort(self._by_size, (size, address))
+        self._size_at[address] = size
+        self._start_of_end[address + size] = address
+
+    def _remove(self, address: int, size: int) -> None:
+        del self._by_size[bisect.bisect_left(self._by_size, (size, address))]
+        del self._size_at[address]
+        del self._start_of_end[address + size]
+
+
+def peak_reserved(events: Iterable[tuple[Hashable, int]]) -> int:
+    """Bytes reserved in the end of a sequence of (key, bytes allocated, or 0: freed)."""
+    allocator = CachingAllocator()
+    for key, n_bytes in events:
+        if n_bytes:
+            allocator.allocate(key, n_bytes)
+        else:
+            allocator.free(key)
+    return allocator.reserved
