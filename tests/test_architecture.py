@@ -16,6 +16,7 @@ LAYERS = [
     "protocols",
     "distributed",
     "components",
+    "trainer_config",
     "trainer",
     "models",
     "experiments",

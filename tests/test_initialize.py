@@ -9,6 +9,7 @@ from torch import nn
 from tests.processes import run_processes
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.initialize import canonical_name
+from torchtitan.models.llama3 import SHARDING
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 
 
@@ -88,7 +89,7 @@ def test_canonical_name():
 
 
 def shard_and_compare(dp_replicate: int, dp_shard: int, uneven_dim: int) -> None:
-    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.config import TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.parallelize import parallelize_decoder
 
@@ -97,9 +98,7 @@ def shard_and_compare(dp_replicate: int, dp_shard: int, uneven_dim: int) -> None
     with torch.device("meta"):
         model = make_model(dim=uneven_dim).build()
     mesh = dims.build_mesh("cpu")
-    parallelize_decoder(
-        model, parallel_dims=dims, mesh=mesh, training=TrainingConfig(), parallelism=ParallelismConfig()
-    )
+    parallelize_decoder(model, parallel_dims=dims, mesh=mesh, sharding=SHARDING, training=TrainingConfig())
     model.to_empty(device="cpu")
     initialize_weights(model, 7)
     for name, parameter in model.named_parameters():
@@ -107,15 +106,15 @@ def shard_and_compare(dp_replicate: int, dp_shard: int, uneven_dim: int) -> None
 
 
 def check_types_inside_a_block() -> None:
-    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.config import TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.parallelize import free_gathered_weights, parallelize_decoder
 
     model = make_model().build()
     initialize_weights(model, 0)
-    dims = ParallelDims(world_size=2, dp_replicate=1, dp_shard=2)
-    options = {"training": TrainingConfig(mixed_precision_param="bfloat16"), "parallelism": ParallelismConfig()}
-    parallelize_decoder(model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), **options)
+    dims = ParallelDims(world_size=2, dp_shard=2)
+    training = TrainingConfig(mixed_precision_param="bfloat16")
+    parallelize_decoder(model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=SHARDING, training=training)
     seen = []
     model.layers["1"].register_forward_pre_hook(lambda _, args: seen.append((args[0].dtype, args[1][0].dtype)))
     with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 
 from torchtitan.config.registry import built_in_modules, list_module
 from torchtitan.distributed import initialize_weights
-from torchtitan.models.common.attention import attend, document_mask
+from torchtitan.models.common.attention import Attention, CausalMask
 from torchtitan.models.common.rope import RoPEConfig, rope_frequencies
 from torchtitan.models.llama3 import FLAVORS, model_registry
 from torchtitan.models.llama3.model import Llama3Model
@@ -200,11 +200,15 @@ def test_packed_documents_do_not_see_each_other():
     assert (model(torch.cat(documents, dim=1)) - alone).abs().max() > 1e-3
 
 
-def test_document_attention_equals_a_dense_mask():
+@pytest.mark.parametrize("dense", [False, True])
+def test_document_attention_equals_a_dense_mask(dense):
+    """As a list of lengths, and as the boolean mask of compiled code, against products and a softmax written out."""
     torch.manual_seed(0)
+    make_mask = CausalMask()
+    make_mask.dense = dense
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ([3, 9], [12], [7, 1, 4])])
     q, k, v = (torch.randn(3, 12, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    out = attend(q, k, v, document_mask(positions))
+    out = Attention()(q, k, v, make_mask(positions))
     document = (positions == 0).cumsum(1)
     mask = (document[:, :, None] == document[:, None]) & torch.ones(12, 12, dtype=torch.bool).tril()
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -232,9 +236,10 @@ def test_the_block_mask_of_gpus_means_the_same(monkeypatch):
     torch.manual_seed(0)
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ([100, 156], [30, 1, 225])])
     q, k, v = (torch.randn(2, 256, heads, 16) for heads in (4, 2, 2))
-    out = attend(q, k, v, attention._block_mask(positions == 0))
+    attend, tokens = Attention(), torch.arange(256)
+    out = attend(q, k, v, attention._block_mask(tokens - positions, tokens, tokens))
     # Float32 sums in another order.
-    torch.testing.assert_close(out, attend(q, k, v, document_mask(positions)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, attend(q, k, v, CausalMask()(positions)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,34 @@ def test_a_group_of_our_own_is_destroyed(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     run_processes(make_and_destroy, 2, tmp_path, port)
     assert len(list(tmp_path.glob("rank * is done"))) == 2
+
+
+def wait_in_vain(folder: Path) -> None:
+    """Rank 0 waits for rank 1 in the default group, then in a mesh's; a group of its own waits longer."""
+    rank = dist.get_rank()
+    mesh = dist.DeviceMesh("cpu", [0, 1])
+    own_group = dist.new_group([0, 1])
+    process_group.set_timeouts(1)
+    late = time.monotonic() + 4
+    if rank == 0:
+        for group in (mesh.get_group(), None):
+            begun = time.monotonic()
+            with pytest.raises(RuntimeError, match="(?i)time"):
+                dist.all_reduce(torch.ones(1), group=group)
+            assert time.monotonic() - begun < 2.5, "the group's first timeout is 30 minutes, the default group's 2"
+    else:
+        time.sleep(max(0.0, late - time.monotonic()))
+    if rank < 2:
+        dist.all_reduce(total := torch.ones(1), group=own_group)
+        assert total.item() == 2
+    (folder / f"rank {rank} is done").touch()
+    time.sleep(max(0.0, late + 1 - time.monotonic()))
+    os._exit(0)  # what is left of a group that timed out cannot be left in an orderly way
+
+
+def test_timeouts_take_effect(tmp_path: Path) -> None:
+    run_processes(wait_in_vain, 3, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_cuda_is_told_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

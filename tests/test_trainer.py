@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.training import launch, read_metrics, read_validation, tiny_config, train
+from tests.training import RaggedDataLoader, launch, read_metrics, read_validation, tiny_config, train
 from torchtitan.components.data import HubDataset, register_dataset
 from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
@@ -23,16 +23,6 @@ from torchtitan.tools.errors import UserError
 from torchtitan.trainer import NonFiniteError, Trainer
 
 EXACT = ("loss", "grad_norm", "lr", "n_tokens_seen")
-
-
-class RaggedDataLoader(PretrainDataLoader):
-    """Hides a different number of labels in every sample, so that a mean of means is wrong."""
-
-    def __next__(self):
-        batch = super().__next__()
-        for row, labels in zip(batch["input"], batch["labels"], strict=True):
-            labels[: int(row.sum()) % (labels.numel() - 1)] = -100
-        return batch
 
 
 def ragged_config(folder: Path, **options):

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.data.packing import Batch
 from torchtitan.config.manager import ConfigManager
 from torchtitan.trainer import Trainer
 
@@ -25,13 +27,25 @@ TINY = {
 """A run of well under a second: half a million parameters on 64 tokens per step."""
 
 
+class RaggedDataLoader(PretrainDataLoader):
+    """Hides a different number of labels in every sample, so that a mean of means is wrong."""
+
+    def __next__(self) -> Batch:
+        batch = super().__next__()
+        for row, labels in zip(batch["input"], batch["labels"], strict=True):
+            labels[: int(row.sum()) % (labels.numel() - 1)] = -100
+        return batch
+
+
 def flags(options: dict[str, Any]) -> list[str]:
-    """Options as words of the command line; a boolean becomes its switch."""
+    """Options as words of the command line; a boolean becomes its switch, a list several words."""
     words = []
     for key, value in options.items():
         section, _, name = key.rpartition(".")
         if isinstance(value, bool):
             words.append(f"--{key}" if value else f"--{section}.no_{name}")
+        elif isinstance(value, list):
+            words += [f"--{key}", *value]
         else:
             words.append(f"--{key}={value}")
     return words

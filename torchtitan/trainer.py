@@ -36,7 +36,7 @@ from torchtitan.distributed.process_group import (
 )
 from torchtitan.protocols import BaseModel
 from torchtitan.tools.device import device_type
-from torchtitan.tools.errors import RunFailure
+from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.signals import COMMAND_VARIABLE, StopRequest
 from torchtitan.trainer_config import TrainerConfig
@@ -222,9 +222,18 @@ class Trainer(Configurable):
             part.train()
 
     def build_pipeline(self) -> Pipeline | None:
-        """What runs this rank's pipeline stages together with those of the other ranks."""
+        """What runs this rank's pipeline stages together with those of the other ranks.
+
+        Raises:
+            UserError: for a trainer with a forward pass of its own, which a pipeline would not call.
+        """
         if self.pipeline_plan is None:
             return None
+        if type(self).forward is not Trainer.forward:
+            raise UserError(
+                f"{type(self).__name__} has a forward pass of its own, and a pipeline's is that of its stages: override "
+                "build_pipeline too, or train without --parallelism.pipeline_parallel_degree"
+            )
         assert self.mesh is not None
         config, dims = self.config, self.parallel_dims
         hidden = torch.empty(
@@ -379,15 +388,18 @@ class Trainer(Configurable):
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
         """Add a micro-batch's gradients; its part of the global batch's mean loss."""
-        # Gradients are averaged over the ranks that see different tokens, but the loss is a sum over them. At least 1
-        # token: in a batch without any valid one everything is 0, and stays so.
-        scale = self.parallel_dims.gradient_degree / n_tokens.clamp(min=1).float()
+        # Gradients are averaged over the ranks that see different tokens, but the loss is a sum over them.
+        degree = self.parallel_dims.gradient_degree
+
+        def scaled(summed_loss: Tensor) -> Tensor:
+            # At least 1 token: in a batch without any valid one everything is 0, and stays so.
+            return summed_loss / n_tokens.clamp(min=1).float() * degree
+
         if self.pipeline:
-            scaled_loss = self.pipeline.forward_backward(batch, scale)
-        else:
-            scaled_loss = self.forward(batch) * scale
-            scaled_loss.backward()
-        return scaled_loss.detach() / self.parallel_dims.gradient_degree
+            return self.pipeline.forward_backward(batch, scaled) / degree
+        loss = scaled(self.forward(batch))
+        loss.backward()
+        return loss.detach() / degree
 
     def loss_and_tokens(self, batch: Batch) -> tuple[Tensor, int]:
         """For validation: this rank's part of a batch's summed loss, and of the number of its valid tokens."""

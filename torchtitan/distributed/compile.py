@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
 
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.tools.device import device_type
@@ -58,28 +58,25 @@ def apply_compile(model: nn.Module, config: CompileConfig, parallelism: Parallel
     functorch_config.donated_buffer = not (parallelism.pipeline_parallel_degree > 1 and is_split)
     # A list of documents' lengths would be part of the compiled code, which the next batch could not use.
     model.mask.dense = True  # type: ignore[union-attr]
+    if model.tok_embeddings is not None:
+        model.tok_embeddings.register_forward_hook(_wait_for_communication)  # type: ignore[operator]
     for block in model.layers.values():  # type: ignore[operator]
         block.compile(backend=config.backend)
 
 
+def _wait_for_communication(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Under tensor parallelism the embeddings are still on their way; torch 2.13 loses the type of such a tensor's
+    gradient in compiled code."""
+    return wait_tensor(output) if isinstance(output, AsyncCollectiveTensor) else output
+
+
 def compile_loss(loss: Any, config: CompileConfig) -> None:
     """Compile the loss of a chunk of logits, in place: `loss.from_logits` as the class of `loss` defines it, be it
-    `CrossEntropyLoss` or one that overrides it. A loss of another kind, without that method, stays as it is.
-
-    What tensor-parallel ranks compute of their own parts of the logits is not compiled: torch computes with such
-    tensors outside of compiled code.
-    """
+    `CrossEntropyLoss` or one that overrides it. A loss of another kind, without that method, stays as it is."""
     if not hasattr(loss, "from_logits"):
         logger.warning("%s is not compiled: it has no method from_logits", type(loss).__qualname__)
         return
-    uncompiled = loss.from_logits
-    compiled = torch.compile(uncompiled, backend=config.backend)
-
-    def from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-        chosen = uncompiled if isinstance(logits, DTensor) else compiled
-        return chosen(logits, labels)
-
-    loss.from_logits = from_logits
+    loss.from_logits = torch.compile(loss.from_logits, backend=config.backend)
 
 
 class RecompileMonitor:

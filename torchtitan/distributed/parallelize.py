@@ -22,9 +22,9 @@ def parallelize_decoder(
     mesh: DeviceMesh | None,
     sharding: ShardingPlan,
     training: TrainingConfig,
-    parallelism: ParallelismConfig,
-    activation_checkpoint: ActivationCheckpointConfig,
-    compile: CompileConfig,
+    parallelism: ParallelismConfig | None = None,
+    activation_checkpoint: ActivationCheckpointConfig | None = None,
+    compile: CompileConfig | None = None,
 ) -> nn.Module:
     """Apply all that a run asks for to a decoder on the meta device, in place: tensor and context parallelism,
     activation checkpointing, compilation, and FSDP, HSDP or DDP around it.
@@ -39,7 +39,12 @@ def parallelize_decoder(
         parallelism: says when gathered weights are freed, and how the loss is computed.
         activation_checkpoint: what is kept for the backward pass.
         compile: what is compiled.
+
+    What is not given has its default values.
     """
+    parallelism = parallelism or ParallelismConfig()
+    activation_checkpoint = activation_checkpoint or ActivationCheckpointConfig()
+    compile = compile or CompileConfig()
     if mesh is not None and parallel_dims.tp > 1:
         loss_on_whole_tensors = parallelism.disable_loss_parallel
         apply_tensor_parallel(model, mesh["tp"], sharding, disable_loss_parallel=loss_on_whole_tensors)

@@ -205,7 +205,7 @@ class Pipeline:
         head: Callable[..., Tensor],
     ):
         self.head = head
-        self._scale = torch.ones((), device=device)
+        self._scaled: Callable[[Tensor], Tensor] = _unscaled
         stages = [
             _make_stage(part, index, len(plan.stages), mesh, device, hidden)
             for index, part in zip(plan.stages_of_rank(mesh.get_local_rank()), parts, strict=True)
@@ -215,21 +215,24 @@ class Pipeline:
         self._schedule = get_schedule_class(plan.schedule)(
             stages[0] if _is_single(plan.schedule) else stages,
             n_microbatches=plan.n_microbatches,
-            loss_fn=lambda loss, labels: loss * self._scale,
+            loss_fn=lambda summed_loss, labels: self._scaled(summed_loss),
             # The loss is a sum over tokens: the trainer divides by their number, and nothing is left to average.
             scale_grads=False,
         )
 
-    def forward_backward(self, batch: dict[str, Tensor], scale: Tensor) -> Tensor:
-        """Add the gradients of `scale` times the summed loss of a batch; that product on the rank with the last
-        stage, 0 on the others."""
-        self._scale = scale
+    def forward_backward(self, batch: dict[str, Tensor], scaled: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add the gradients of a batch's loss: the sum over micro-batches of `scaled(summed loss)`, which is linear.
+
+        Returns:
+            That loss on the rank with the last stage, 0 on the others.
+        """
+        self._scaled = scaled
         return self._run(self._schedule.step, batch)
 
     @torch.no_grad()
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """The summed loss of a batch on the rank with the last stage, 0 on the others."""
-        self._scale = torch.ones_like(self._scale)
+        self._scaled = _unscaled
         with _forward_only(self._schedule):
             return self._run(self._schedule.eval, batch)
 
@@ -250,6 +253,10 @@ class Pipeline:
         return (
             torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=labels.device)
         )
+
+
+def _unscaled(loss: Tensor) -> Tensor:
+    return loss
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ class RollCall:
     def _take_part(self) -> None:
         number = 0
         with contextlib.suppress(dist.DistError):  # the store has gone, and with it the run
-            while not self._closed.wait(TICK_SECONDS):
+            while self.verdict is None and not self._closed.wait(TICK_SECONDS):
                 called = self.suspected_seconds is not None and self._call(number)
                 if called or self._store.check([f"{number}/call"]):
                     self._answer(number, called)

@@ -147,13 +147,13 @@ class Watchdog:
 
     def _verdict(self, step: _Step | None, seconds: float) -> Verdict | None:
         """That the run hangs, as the ranks have found together, or as this one finds by itself."""
-        late = step is not None and seconds > step.seconds
+        limit = step.seconds if step and seconds > step.seconds else None
         calls = self._roll_call
         if calls is None:
-            return verdict_alone(self._position(), step.seconds) if step and late else None
-        calls.suspected_seconds = step.seconds if step and late else None
-        if calls.verdict is None and step and seconds > step.seconds + _ROLL_CALL_SECONDS:
-            return calls.verdict_without_store(step.seconds)
+            return verdict_alone(self._position(), limit) if limit else None
+        calls.suspected_seconds = limit
+        if limit and calls.verdict is None and seconds > limit + _ROLL_CALL_SECONDS:
+            return calls.verdict_without_store(limit)
         return calls.verdict
 
     def _end(self, verdict: Verdict) -> None:

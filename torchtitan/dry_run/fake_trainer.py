@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
@@ -151,6 +152,11 @@ class FakeTrainer(Trainer):
             MicrobatchReplay(self.pipeline, self.memory, self.work, self.label_what_training_made).install()
         with self.fake_mode, observing(self.memory, self.work):
             self.train_step(iter(self.dataloader))
+
+    def count_own_parameters(self) -> int:
+        """Elements of this rank's part of the weights."""
+        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
+        return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
 
     def label_what_training_made(self) -> None:
         """Say which memory holds gradients, and which gathered weights."""

@@ -1,13 +1,14 @@
 """Runs a pipeline schedule in full, computing only a few of its micro-batches."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining.schedules import _ComputationType
+from torch.distributed.pipelining.schedules import BACKWARD_INPUT, FULL_BACKWARD, PipelineScheduleMulti, _Action
+from torch.distributed.pipelining.stage import InferenceMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from torchtitan.distributed.pipeline import Pipeline
@@ -48,6 +49,7 @@ class MicrobatchReplay:
 
     def install(self) -> None:
         """Put this between the schedule and its stages."""
+        self.schedule._warmup_p2p = _skip_vote
         single = getattr(self.schedule, "_stage", None)
         for stage in [single] if single else self.schedule._stages:
             templates = _templates(self.schedule, stage.stage_index)
@@ -65,8 +67,6 @@ class MicrobatchReplay:
         if chunk == template:
             return self._sample((stage.stage_index, template, "forward"), lambda: compute(chunk, *args, **kwargs))
         output = self._replay((stage.stage_index, template, "forward"), (stage.stage_index, chunk))
-        if stage.is_last:
-            stage.output_chunks.append(output)
         stage.fwd_cache[chunk] = ((output,), [])
         return output
 
@@ -114,17 +114,34 @@ class MicrobatchReplay:
         return tree_map_only(functools.partial, lambda make: make(), sample.result)
 
 
+def _skip_vote(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    """In place of a vote of all ranks, whose outcome is known: `Pipeline` says what each stage takes and gives."""
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
+
+
 def _templates(schedule: Any, stage: int) -> list[int]:
     """For each micro-batch of a stage, the one that is computed in its place; itself, where it is computed."""
-    order = schedule.pipeline_order[schedule.rank]
-    splits = {
-        action.microbatch_index
-        for action in order
-        if action is not None
-        and action.stage_index == stage
-        and action.computation_type is _ComputationType.BACKWARD_INPUT
-    }
+    microbatches = range(schedule._n_microbatches)
+    backward = [
+        action
+        for action in _actions(schedule)
+        if action.stage_index == stage and action.computation_type in (BACKWARD_INPUT, FULL_BACKWARD)
+    ]
+    order = [action.microbatch_index for action in backward]
+    if order != sorted(order):  # the second is not among the first whose backward pass is computed
+        return list(microbatches)
+    split = {action.microbatch_index for action in backward if action.computation_type == BACKWARD_INPUT}
     firsts: dict[bool, int] = {}
-    for chunk in range(1, schedule._n_microbatches):
-        firsts.setdefault(chunk in splits, chunk)
-    return [0, *(firsts[chunk in splits] for chunk in range(1, schedule._n_microbatches))]
+    for microbatch in microbatches[1:]:
+        firsts.setdefault(microbatch in split, microbatch)
+    return [0, *(firsts[microbatch in split] for microbatch in microbatches[1:])]
+
+
+def _actions(schedule: Any) -> Iterator[_Action]:
+    """What this rank does, one after the other; nothing, where a schedule's code says it and no list: there, backward
+    passes are not split."""
+    if isinstance(schedule, PipelineScheduleMulti):
+        for action in schedule.pipeline_order[schedule.rank]:
+            if action is not None:
+                yield from action.sub_actions or (action,)

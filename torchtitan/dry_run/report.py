@@ -1,2 +1,144 @@
-def dry_run():
-    pass
+"""The dry run itself, and how its results are shown."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from torchtitan.dry_run.fake_trainer import fake_trainer, without_data
+from torchtitan.dry_run.rank_report import RankReport, report_of
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+from torchtitan.tools.memory_tracker import MEMORY_KINDS, MemoryKind
+from torchtitan.trainer import Trainer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_GIB = 2**30
+_COLUMN_OF_KIND: dict[MemoryKind, str] = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "gathered parameters": "gathered",
+    "activations": "saved",
+    "temporary": "other",
+}
+
+
+def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
+    """Try one step of a run of `world_size` ranks in this process, without their memory: one report per rank with other
+    pipeline stages. They are printed, and written to `{dump_folder}/dry_run.json`.
+
+    Raises:
+        UserError: where the run itself would refuse its configuration, and for what cannot be tried without it.
+    """
+    _check(config, world_size)
+    config = without_data(config)
+    config.check(world_size)
+    pipeline_degree = config.parallelism.pipeline_parallel_degree
+    reports = []
+    for rank in range(0, world_size, world_size // pipeline_degree):
+        reports.append(_try_rank(config, rank, world_size))
+        if pipeline_degree > 1:
+            logger.info("rank %d: %.2f GiB at most", rank, reports[-1].peak_bytes / _GIB)
+    _print(reports)
+    path = Path(config.dump_folder) / "dry_run.json"
+    path.write_text(json.dumps(_document(config, world_size, reports), indent=2) + "\n")
+    logger.info("the same numbers in bytes: %s", path)
+    return reports
+
+
+def _check(config: Trainer.Config, world_size: int) -> None:
+    for component in (config.tokenizer, config.dataloader, config.validator, config.checkpoint):
+        component.validate()
+    config.check_layout(world_size)
+    if config.activation_checkpoint.mode == "memory_budget":
+        raise UserError(
+            "--activation_checkpoint.mode memory_budget leaves the choice to the compiler, which a dry run does not use: "
+            "try none, selective and full"
+        )
+    if config.compile.enable:
+        logger.warning("--compile.enable: a dry run compiles nothing; the numbers are those of the run without it")
+
+
+def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
+    if world_size > 1:
+        dist.init_process_group("fake", rank=rank, world_size=world_size)
+    try:
+        trainer = fake_trainer(config)
+        trainer.measure_step()
+        return report_of(trainer)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # Torch remembers the process groups of one rank's mesh, and takes the next rank's for the same.
+        _clear_sharding_prop_cache()
+
+
+def _document(config: Trainer.Config, world_size: int, reports: Sequence[RankReport]) -> dict[str, Any]:
+    return {
+        "world_size": world_size,
+        "ranks": [dataclasses.asdict(report) for report in reports],
+        "config": config.to_dict(),
+    }
+
+
+def _print(reports: Sequence[RankReport]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    for table in (_state_table(reports), _peak_table(reports), _communication_table(reports), _work_table(reports)):
+        console.print(table)
+
+
+def _table(title: str, *columns: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("kind", "axis") else "right")
+    return table
+
+
+def _state_table(reports: Sequence[RankReport]) -> "Table":
+    table = _table("Held by each rank (GiB)", "rank", "stages", "parameters", "weights", "gradients", "optimizer")
+    for report in reports:
+        sizes = (report.parameter_bytes, report.gradient_bytes, report.optimizer_bytes)
+        table.add_row(str(report.rank), ", ".join(map(str, report.stages)), f"{report.parameters:,}", *map(_gib, sizes))
+    return table
+
+
+def _peak_table(reports: Sequence[RankReport]) -> "Table":
+    kinds = [kind for kind in MEMORY_KINDS if any(report.peak[kind] for report in reports)]
+    table = _table("Peak of a step (GiB)", "rank", *map(_COLUMN_OF_KIND.__getitem__, kinds), "allocated", "reserved")
+    for report in reports:
+        sizes = [*(report.peak[kind] for kind in kinds), report.peak_bytes, report.peak_reserved_bytes]
+        table.add_row(str(report.rank), *map(_gib, sizes))
+    return table
+
+
+def _communication_table(reports: Sequence[RankReport]) -> "Table":
+    table = _table("Communication of a step", "rank", "kind", "axis", "calls", "GiB", "GiB sent")
+    for report in reports:
+        for traffic in report.communication:
+            sizes = map(_gib, (traffic.n_bytes, traffic.n_bytes_sent))
+            table.add_row(str(report.rank), traffic.kind, traffic.axis, f"{traffic.calls:,}", *sizes)
+    return table
+
+
+def _work_table(reports: Sequence[RankReport]) -> "Table":
+    table = _table("Operations of a step (TFLOP)", "rank", "model", "executed")
+    for report in reports:
+        table.add_row(
+            str(report.rank), *(f"{flops / 1e12:,.2f}" for flops in (report.model_flops, report.executed_flops))
+        )
+    return table
+
+
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / _GIB:,.2f}"

@@ -7,7 +7,7 @@ allocates and frees within itself is not seen.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -82,7 +82,7 @@ class MemoryTracker(Observer):
 
     @property
     def now(self) -> int:
-        """This moment, for `use` and `peak`: the number of allocations and releases so far."""
+        """This moment, for `use` and `replay`: the number of allocations and releases so far."""
         return len(self._events)
 
     def label(self, kind: MemoryKind, tensors: Iterable[Tensor | None]) -> None:
@@ -95,22 +95,27 @@ class MemoryTracker(Observer):
                 if owner.current is None and storage.nbytes():
                     self._allocate(owner, storage.nbytes())
 
-    def use(self, moment: int | None = None) -> MemoryUse:
-        """What is in use now, or was at an earlier moment."""
-        events = self._events if moment is None else self._events[:moment]
-        return _use_after(events)
+    def use(self, moment: int | None = None, without: Collection[MemoryKind] = ()) -> MemoryUse:
+        """What is in use now, or was at an earlier moment; kinds in `without` do not count."""
+        by_kind: Counter[MemoryKind] = Counter()
+        for allocation, sign in self._events if moment is None else self._events[:moment]:
+            by_kind[allocation.kind] += sign * allocation.n_bytes
+        return MemoryUse({kind: 0 if kind in without else by_kind[kind] for kind in MEMORY_KINDS})
 
-    def peak(self, start: int = 0, end: int | None = None) -> MemoryUse:
-        """The most that was in use from moment `start` to `end` (default: now), and what it consisted of."""
-        end = len(self._events) if end is None else end
-        live = most = self.use(start).total
-        moment = start
-        for index in range(start, end):
-            allocation, sign = self._events[index]
-            live += sign * allocation.n_bytes
+    def peak(self, without: Collection[MemoryKind] = ()) -> MemoryUse:
+        """The most that was in use at any time, and what it consisted of; kinds in `without` do not count."""
+        live = most = moment = 0
+        for index, (allocation, sign) in enumerate(self._events):
+            live += sign * allocation.n_bytes * (allocation.kind not in without)
             if live > most:
                 most, moment = live, index + 1
-        return self.use(moment)
+        return self.use(moment, without)
+
+    def events(self, without: Collection[MemoryKind] = ()) -> Iterator[tuple[Allocation, int]]:
+        """Allocations in their order, with the bytes allocated, and again with 0 where they are freed."""
+        for allocation, sign in self._events:
+            if allocation.kind not in without:
+                yield allocation, allocation.n_bytes if sign > 0 else 0
 
     def allocation_of(self, tensor: Tensor) -> Allocation | None:
         """The memory of a plain tensor; None where it is not followed."""
@@ -183,13 +188,6 @@ class MemoryTracker(Observer):
             self._latest_backward = current
             for allocation in self._live:
                 allocation.outlived_backward = True
-
-
-def _use_after(events: Iterable[tuple[Allocation, int]]) -> MemoryUse:
-    by_kind: Counter[MemoryKind] = Counter()
-    for allocation, sign in events:
-        by_kind[allocation.kind] += sign * allocation.n_bytes
-    return MemoryUse({kind: by_kind[kind] for kind in MEMORY_KINDS})
 
 
 def _plain_parts(tensor: Any) -> Iterator[Tensor]:

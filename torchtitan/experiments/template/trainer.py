@@ -7,6 +7,7 @@ import torch
 
 from torchtitan.components.data.dataloader import Batch
 from torchtitan.distributed.gradients import clip_grad_norm
+from torchtitan.tools.errors import UserError
 from torchtitan.trainer import StepOutcome, Trainer
 
 
@@ -25,17 +26,21 @@ class TemplateTrainer(Trainer):
         n_tokens = self.count_valid_tokens(micro_batches)
 
         loss = torch.zeros((), device=self.device)
-        # Gradients are averaged over the ranks that see different tokens, but the loss is a sum over them.
-        scale = self.parallel_dims.gradient_degree / n_tokens.clamp(min=1).float()
-        (model,) = self.model_parts  # for pipeline stages, see `Trainer.forward_backward_step`
+        if self.pipeline:
+            raise UserError(
+                "this step is written for a whole model; `Trainer.forward_backward_step` runs pipelines too"
+            )
+        (model,) = self.model_parts
         for micro_batch in micro_batches:
             batch = self.post_dataloading_process(micro_batch)
             # The loss takes hidden states and output weights, so that no tensor ever holds all logits. For a loss of
             # your own on whole logits: `logits = model(batch["input"], batch.get("positions"))`.
             with self.autocast():
                 summed_loss = model(batch["input"], batch.get("positions"), head=self.loss, labels_BL=batch["labels"])
-            (summed_loss * scale).backward()
-            loss += summed_loss.detach() * scale / self.parallel_dims.gradient_degree
+            mean_loss = summed_loss / n_tokens.clamp(min=1).float()
+            # Gradients are averaged over the ranks that see different tokens, but the loss is a sum over them.
+            (mean_loss * self.parallel_dims.gradient_degree).backward()
+            loss += mean_loss.detach()
 
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         grad_norm = clip_grad_norm(parameters, self.config.training.max_norm)

@@ -1,0 +1,237 @@
+"""The layouts of the matrix, as data: a name, a number of processes, and options with `__` for `.`."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Options = Mapping[str, Any]
+
+PROBLEM: Options = {
+    "training__steps": 10,
+    "training__seq_len": 64,
+    "training__global_batch_size": 16,
+    "training__local_batch_size": 4,
+    "training__mixed_precision_param": "float32",
+    # Between the smallest and the largest norm of these steps, so that some are clipped and some are not.
+    "training__max_norm": 0.5,
+    "model__n_layers": 4,
+    "optimizer__name": "SGD",
+    "optimizer__lr": 0.3,
+    # Fewer tokens than one sample has, and no divisor of it.
+    "loss__chunk_tokens": 48,
+    "validator__enable": True,
+    "validator__freq": 5,
+    "validator__steps": 2,
+}
+"""What is trained in every layout and, where the layout does not say otherwise, how. Every layout of up to four
+data-parallel ranks accumulates gradients: 16 samples in a step are twice their local batches or more."""
+
+_LAYOUT_SECTIONS = ("parallelism", "activation_checkpoint", "compile")
+_LAYOUT_OPTIONS = (
+    "training__local_batch_size",
+    "training__enable_cpu_offload",
+    "optimizer__early_step_in_backward",
+    "loss__chunk_tokens",
+)
+
+ADAMW: Options = {"optimizer__name": "AdamW", "optimizer__lr": 3e-4}
+TIED: Options = {"model__tie_embeddings": True}
+UNEVEN_VOCABULARY: Options = {"model__vocab_size": 2051}
+NO_DOCUMENTS: Options = {"dataloader__document_mask": False}
+TWELVE_LAYERS: Options = {"model__n_layers": 12}
+
+DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
+HSDP: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
+TP2: Options = {"parallelism__tensor_parallel_degree": 2}
+TP4: Options = {"parallelism__tensor_parallel_degree": 4}
+CP2: Options = {"parallelism__context_parallel_degree": 2}
+CP4: Options = {"parallelism__context_parallel_degree": 4}
+PP2: Options = {"parallelism__pipeline_parallel_degree": 2}
+PP4: Options = {"parallelism__pipeline_parallel_degree": 4}
+PAIRS: Options = {"parallelism__pipeline_parallel_microbatch_size": 2}
+CONTIGUOUS: Options = {"parallelism__context_parallel_load_balancer": "none"}
+WHOLE_LOGITS: Options = {"parallelism__disable_loss_parallel": True}
+ALWAYS: Options = {"parallelism__fsdp_reshard_after_forward": "always"}
+NEVER: Options = {"parallelism__fsdp_reshard_after_forward": "never"}
+
+FULL_AC: Options = {"activation_checkpoint__mode": "full"}
+OP_AC: Options = {"activation_checkpoint__mode": "selective"}
+SECOND_AC: Options = {**OP_AC, "activation_checkpoint__selective_option": "2"}
+COMPILED: Options = {"compile__enable": True, "compile__backend": "aot_eager"}
+INDUCTOR: Options = {"compile__enable": True}
+BUDGET_AC: Options = {"activation_checkpoint__mode": "memory_budget", **COMPILED}
+OFFLOAD: Options = {"training__enable_cpu_offload": True}
+UNCLIPPED: Options = {"training__max_norm": float("inf")}
+EARLY_STEP: Options = {"optimizer__early_step_in_backward": True, **UNCLIPPED}
+
+
+def local_batch(size: int) -> Options:
+    """Samples that one rank processes at once."""
+    return {"training__local_batch_size": size}
+
+
+def schedule(name: str) -> Options:
+    """The order in which pipeline stages work."""
+    return {"parallelism__pipeline_parallel_schedule": name}
+
+
+SINGLE_SCHEDULES = ("GPipe", "1F1B")
+SPLIT_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Those that compute the gradients of inputs and of weights at different times, some of them in a V of stages."""
+SCHEDULES = (*SINGLE_SCHEDULES, "Interleaved1F1B", "LoopedBFS", *SPLIT_SCHEDULES)
+
+TWO_PROCESSES: dict[str, Options] = {
+    "FSDP 2": {},
+    "FSDP 2, AdamW": ADAMW,
+    "FSDP 2, reshard always": ALWAYS,
+    "FSDP 2, reshard never": NEVER,
+    "FSDP 2, tied embeddings": TIED,
+    "FSDP 2, AC full": FULL_AC,
+    "FSDP 2, AC selective op": OP_AC,
+    "FSDP 2, AC every second layer": SECOND_AC,
+    "FSDP 2, compile": COMPILED,
+    "FSDP 2, compile, AC memory budget": BUDGET_AC,
+    "FSDP 2, CPU offload": OFFLOAD,
+    "FSDP 2, CPU offload, AdamW": {**OFFLOAD, **ADAMW},
+    "FSDP 2, step in backward": {**EARLY_STEP, **local_batch(8)},
+    "FSDP 2, step in backward, AdamW": {**EARLY_STEP, **local_batch(8), **ADAMW},
+    "DDP 2": DDP2,
+    "DDP 2, tied embeddings": {**DDP2, **TIED},
+    "TP 2": TP2,
+    "TP 2, AdamW": {**TP2, **ADAMW},
+    "TP 2, whole logits": {**TP2, **WHOLE_LOGITS},
+    "TP 2, tied embeddings": {**TP2, **TIED},
+    "TP 2, tied embeddings, whole logits": {**TP2, **TIED, **WHOLE_LOGITS},
+    "TP 2, uneven vocabulary": {**TP2, **UNEVEN_VOCABULARY},
+    "TP 2, loss not chunked": {**TP2, "loss__chunk_tokens": 0},
+    "TP 2, one text without documents": {**TP2, **NO_DOCUMENTS},
+    "TP 2, AC full": {**TP2, **FULL_AC},
+    "TP 2, AC selective op": {**TP2, **OP_AC},
+    "TP 2, AC every second layer": {**TP2, **SECOND_AC},
+    "TP 2, compile": {**TP2, **COMPILED},
+    "TP 2, step in backward": {**TP2, **EARLY_STEP, **local_batch(16)},
+    "CP 2": CP2,
+    "CP 2, AdamW": {**CP2, **ADAMW},
+    "CP 2, contiguous": {**CP2, **CONTIGUOUS},
+    "CP 2, one text without documents": {**CP2, **NO_DOCUMENTS},
+    "CP 2, contiguous, one text without documents": {**CP2, **CONTIGUOUS, **NO_DOCUMENTS},
+    "CP 2, AC full": {**CP2, **FULL_AC},
+    "CP 2, AC selective op": {**CP2, **OP_AC},
+    "CP 2, AC every second layer": {**CP2, **SECOND_AC},
+    "CP 2, compile": {**CP2, **COMPILED},
+    **{f"PP 2 {name}": {**PP2, **schedule(name)} for name in SCHEDULES},
+    **{f"PP 2 {name}, pairs of samples": {**PP2, **schedule(name), **PAIRS, **local_batch(8)} for name in SCHEDULES},
+    "PP 2 1F1B, AdamW": {**PP2, **ADAMW},
+    "PP 2 1F1B, uneven vocabulary": {**PP2, **UNEVEN_VOCABULARY},
+    "PP 2 1F1B, one text without documents": {**PP2, **NO_DOCUMENTS},
+    "PP 2 1F1B, compile": {**PP2, **COMPILED},
+    "PP 2 1F1B, stages by name": {
+        **PP2,
+        "parallelism__module_fqns_per_model_part": ["tok_embeddings,layers.0", "layers.1,layers.2,layers.3,norm,output"],
+    },
+    "PP 2 Interleaved1F1B, one layer per stage": {
+        **PP2,
+        **schedule("Interleaved1F1B"),
+        "parallelism__pipeline_parallel_layers_per_stage": 1,
+    },
+    "PP 2 ZBVZeroBubble, AC full": {**PP2, **schedule("ZBVZeroBubble"), **FULL_AC},
+    "PP 2 ZBVZeroBubble, AC selective op": {**PP2, **schedule("ZBVZeroBubble"), **OP_AC},
+    "PP 2 ZBVZeroBubble, compile": {**PP2, **schedule("ZBVZeroBubble"), **COMPILED},
+}
+
+FOUR_PROCESSES: dict[str, Options] = {
+    "FSDP 4": local_batch(2),
+    "HSDP 2 x 2": {**HSDP, **local_batch(2)},
+    "HSDP 2 x 2, tied embeddings, AdamW": {**HSDP, **local_batch(2), **TIED, **ADAMW},
+    "TP 4": TP4,
+    "TP 4, uneven vocabulary, AdamW": {**TP4, **UNEVEN_VOCABULARY, **ADAMW},
+    "CP 4": CP4,
+    "CP 4, contiguous": {**CP4, **CONTIGUOUS},
+    "PP 4 1F1B": PP4,
+    "PP 4 ZBVZeroBubble, 12 layers": {**PP4, **schedule("ZBVZeroBubble"), **TWELVE_LAYERS, **local_batch(8)},
+    "FSDP 2 x TP 2": TP2,
+    "FSDP 2 x TP 2, AdamW": {**TP2, **ADAMW},
+    "FSDP 2 x TP 2, tied embeddings, uneven vocabulary": {**TP2, **TIED, **UNEVEN_VOCABULARY},
+    "FSDP 2 x TP 2, reshard always": {**TP2, **ALWAYS},
+    "FSDP 2 x TP 2, reshard never": {**TP2, **NEVER},
+    "FSDP 2 x TP 2, AC full": {**TP2, **FULL_AC},
+    "FSDP 2 x TP 2, CPU offload": {**TP2, **OFFLOAD},
+    "FSDP 2 x TP 2, step in backward": {**TP2, **EARLY_STEP, **local_batch(8)},
+    "DDP 2 x TP 2": {**DDP2, **TP2},
+    "FSDP 2 x CP 2": CP2,
+    "FSDP 2 x CP 2, AdamW": {**CP2, **ADAMW},
+    "DDP 2 x CP 2": {**DDP2, **CP2},
+    "TP 2 x CP 2": {**TP2, **CP2},
+    "TP 2 x CP 2, tied embeddings, AC full": {**TP2, **CP2, **TIED, **FULL_AC},
+    **{f"PP 2 {name} x FSDP 2": {**PP2, **schedule(name)} for name in SCHEDULES},
+    "PP 2 1F1B x FSDP 2, AdamW": {**PP2, **ADAMW},
+    "PP 2 1F1B x FSDP 2, reshard always": {**PP2, **ALWAYS},
+    "PP 2 1F1B x FSDP 2, AC full": {**PP2, **FULL_AC},
+    "PP 2 1F1B x FSDP 2, AC selective op": {**PP2, **OP_AC},
+    "PP 2 ZBVZeroBubble x FSDP 2, AC every second layer": {**PP2, **schedule("ZBVZeroBubble"), **SECOND_AC},
+    "PP 2 ZBVZeroBubble x FSDP 2, compile": {**PP2, **schedule("ZBVZeroBubble"), **COMPILED},
+    "PP 2 1F1B x FSDP 2, CPU offload": {**PP2, **OFFLOAD},
+    "PP 2 1F1B x DDP 2": {**PP2, **DDP2},
+    "PP 2 DualPipeV x DDP 2": {**PP2, **DDP2, **schedule("DualPipeV")},
+    **{f"PP 2 {name} x TP 2": {**PP2, **TP2, **schedule(name)} for name in SCHEDULES},
+    "PP 2 1F1B x TP 2, uneven vocabulary, AdamW": {**PP2, **TP2, **UNEVEN_VOCABULARY, **ADAMW},
+    "PP 2 1F1B x TP 2, whole logits": {**PP2, **TP2, **WHOLE_LOGITS},
+    **{f"PP 2 {name} x CP 2": {**PP2, **CP2, **schedule(name)} for name in ("1F1B", "LoopedBFS", *SPLIT_SCHEDULES)},
+}
+
+LONG: dict[str, tuple[int, Options]] = {
+    "FSDP 2, compile with inductor": (2, INDUCTOR),
+    "PP 2 ZBVZeroBubble, compile with inductor": (2, {**PP2, **schedule("ZBVZeroBubble"), **INDUCTOR}),
+    "HSDP 2 x 2 x TP 2": (8, {**HSDP, **TP2, **local_batch(2)}),
+    "PP 2 ZBVZeroBubble x FSDP 2 x TP 2": (8, {**PP2, **TP2, **schedule("ZBVZeroBubble")}),
+}
+
+REFUSED: dict[str, tuple[int, Options]] = {
+    "PP 2 1F1B, tied embeddings": (2, {**PP2, **TIED}),
+    "PP 2 1F1B, step in backward": (2, {**PP2, **EARLY_STEP, **local_batch(16)}),
+    "FSDP 2, step in backward, accumulation": (2, {**EARLY_STEP, **local_batch(4)}),
+    "DDP 2, CPU offload": (2, {**DDP2, **OFFLOAD}),
+    "TP 2, CPU offload": (2, {**TP2, **OFFLOAD}),
+    "TP 4, two key/value heads": (4, {**TP4, "model__n_kv_heads": 2}),
+}
+"""What torch or the sizes do not allow: the row carries the reason that a user is given."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the matrix."""
+
+    name: str
+    processes: int
+    options: Options
+    """Beside those of `PROBLEM`."""
+    refused: bool = False
+    """Whether the configuration is to be refused."""
+    long: bool = False
+    """Whether it is left out of the short form."""
+
+    @property
+    def reference_options(self) -> Options:
+        """Those that say what is computed, and not how: what a single process computes alike."""
+        return {
+            name: value
+            for name, value in self.options.items()
+            if name.partition("__")[0] not in _LAYOUT_SECTIONS and name not in _LAYOUT_OPTIONS
+        }
+
+    @property
+    def pipeline_degree(self) -> int:
+        """Ranks that share the layers."""
+        degree: int = self.options.get("parallelism__pipeline_parallel_degree", 1)
+        return degree
+
+
+def all_layouts() -> Iterator[Layout]:
+    """The whole matrix, layouts of the same number of processes together."""
+    for processes, table in ((2, TWO_PROCESSES), (4, FOUR_PROCESSES)):
+        for name, options in table.items():
+            yield Layout(name, processes, options)
+    for name, (processes, options) in LONG.items():
+        yield Layout(name, processes, options, long=True)
+    for name, (processes, options) in REFUSED.items():
+        yield Layout(name, processes, options, refused=True)

@@ -1,0 +1,149 @@
+"""Gloo processes that stay, so that many short runs need not each wait for new ones to start."""
+
+import os
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Self
+
+import torch
+import torch.multiprocessing
+
+_COLLECTIVE_SECONDS = 60
+"""How long a rank waits for another: then the others of one that failed have failed too."""
+_RUN_SECONDS = 400
+"""How long a run may take before it counts as hanging."""
+_SHARED_FAILURE_SECONDS = 5
+"""After the first failure, how long the other ranks have to tell of theirs: one of them may be the cause."""
+_RUNS_PER_PROCESS = 20
+"""Every mesh leaves process groups behind, with threads and sockets."""
+
+
+class WorkerFailure(Exception):
+    """A run failed; the message has the traceback of every rank that had one."""
+
+
+class Workers:
+    """A number of processes in one process group, that run functions one after the other.
+
+    They are started when first needed, and anew after a failure. Use it in a `with` statement, or `close` it.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        self._runs = 0
+
+    def run(self, function: Callable[..., None], *args: Any) -> None:
+        """Run `function(*args)` in all of them, and wait. It must be a module's function.
+
+        Raises:
+            WorkerFailure: if it raised in some of them, one of them died, or they did not end in time.
+        """
+        if self._runs == _RUNS_PER_PROCESS:
+            self.close()
+        if not self._processes:
+            self._start()
+        self._runs += 1
+        try:
+            for connection in self._connections:
+                connection.send((function, args))
+            failures = self._collect_failures()
+        except BaseException:
+            self._kill()
+            raise
+        if failures:
+            self._kill()
+            raise WorkerFailure("\n".join(failures))
+
+    def close(self) -> None:
+        """End the processes."""
+        try:
+            for connection in self._connections:
+                connection.send(None)
+            for process in self._processes:
+                process.join(timeout=_SHARED_FAILURE_SECONDS)
+        finally:
+            self._kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        context = torch.multiprocessing.get_context("spawn")
+        for rank in range(self.count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.count, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        self._runs = 0
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+    def _collect_failures(self) -> list[str]:
+        """One text per rank that failed."""
+        pending = dict(zip(self._connections, range(self.count), strict=True))
+        failures: list[str] = []
+        deadline = time.monotonic() + _RUN_SECONDS
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return failures or [f"rank(s) {sorted(pending.values())} did not end within {_RUN_SECONDS} s"]
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
+                failure = _receive(connection)
+                if failure is not None:
+                    failures.append(f"rank {rank}: {failure}")
+                    deadline = min(deadline, time.monotonic() + _SHARED_FAILURE_SECONDS)
+        return failures
+
+
+def _receive(connection: Connection) -> str | None:
+    try:
+        failure: str | None = connection.recv()
+    except EOFError:
+        failure = "the process died"
+    return failure
+
+
+def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
+    """What a worker does: one function after the other, until it is told to end."""
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
+    while (task := connection.recv()) is not None:
+        function, args = task
+        failure = None
+        try:
+            function(*args)
+        except BaseException:
+            failure = traceback.format_exc()
+        connection.send(failure)
+    # Leaving together: a rank that tears down early can abort one that is still communicating.
+    dist.barrier()
+    dist.destroy_process_group()
