@@ -6,6 +6,7 @@
 # NGPU      processes on this host                                    (default: one per GPU, or 1 without any)
 # LOG_RANK  ranks that print, comma-separated                                                (default: 0)
 # MAX_RESTARTS  how often a run that crashed, or hung, starts again from its newest checkpoint (default: 0)
+# COMM_MODE fake_backend: train nothing, and say what NGPU processes (as many as you like) would need; docs/dry_run.md
 # NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: hosts of the run, which of them this is (from 0), where they meet
 # ./run_train.sh --help lists every option.
 set -euo pipefail

@@ -115,11 +115,12 @@ def measure(config: ActivationCheckpointConfig, positions: Tensor | None = None)
 
 
 def test_what_is_kept_and_what_is_computed_again():
-    held, calls = zip(*(measure(config) for config in (NONE, MODES["every second"], MODES["op"], MODES["full"])))
-    none, every_second, op, full = held
+    measured = [measure(config) for config in (NONE, MODES["every second"], MODES["op"], MODES["full"])]
+    none, every_second, op, full = (held for held, _ in measured)
+    calls = [count for _, count in measured]
     assert full < op < none and full < every_second < none
     assert every_second == pytest.approx((full + none) / 2, rel=0.01)  # as many layers of each kind, as large
-    # The inputs of the second layer product, and so on, need not be computed again: torch stops before the last product.
+    # Of the 7 products of a layer, nothing in it needs the result of the last; torch stops before computing it again.
     layers = SIZES["n_layers"]
     assert [count["mm"] for count in calls] == [14 * layers, 17 * layers, 17 * layers, 20 * layers]
     attention = "_scaled_dot_product_flash_attention_for_cpu"
@@ -262,25 +263,24 @@ def test_a_smaller_memory_budget_saves_memory(functorch_config):
 def compare_layouts(folder: Path) -> None:
     import torch.distributed as dist
 
-    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.config import ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
-    from torchtitan.models.llama3 import model_registry
+    from torchtitan.distributed.parallelize import parallelize_decoder
+    from torchtitan.models.llama3 import SHARDING
 
     def gradients(config: ActivationCheckpointConfig, **degrees: int) -> tuple[list[Tensor], int]:
         """Loss and gradients, and the reductions that the backward pass shared out over ranks."""
         parallelism = ParallelismConfig(**degrees)
         dims = ParallelDims.from_config(parallelism, 2)
-        spec = model_registry("debugmodel")
         model = Llama3Model.Config(rope=RoPEConfig(), **SIZES).build()
-        spec.parallelize(
+        parallelize_decoder(
             model,
             parallel_dims=dims,
             mesh=dims.build_mesh("cpu"),
-            sharding=spec.sharding,
+            sharding=SHARDING,
             training=TrainingConfig(mixed_precision_param="float32"),
             parallelism=parallelism,
             activation_checkpoint=config,
-            compile=CompileConfig(),
         )
         initialize_weights(model, 0)
         loss = loss_of(model, packed())

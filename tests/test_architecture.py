@@ -20,6 +20,7 @@ LAYERS = [
     "trainer",
     "models",
     "experiments",
+    "dry_run",
     "train",
     "cli",
 ]

@@ -378,17 +378,14 @@ def test_wrong_values_are_refused(settings, message):
 
 
 def sharded_model() -> Llama3Model:
-    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.config import TrainingConfig
     from torchtitan.distributed.parallelize import parallelize_decoder
+    from torchtitan.models.llama3 import SHARDING
 
-    dims = ParallelDims(world_size=2, dp_replicate=1, dp_shard=2)
-    return parallelize_decoder(
-        make_model(),
-        parallel_dims=dims,
-        mesh=dims.build_mesh("cpu"),
-        training=TrainingConfig(mixed_precision_param="float32"),
-        parallelism=ParallelismConfig(),
-    )
+    model, dims = make_model(), ParallelDims(world_size=2, dp_shard=2)
+    training = TrainingConfig(mixed_precision_param="float32")
+    parallelize_decoder(model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=SHARDING, training=training)
+    return model
 
 
 def give_sharded_gradients(model: nn.Module, step: int) -> None:

@@ -18,7 +18,7 @@ from tests.test_launcher import Command, free_port
 from tests.training import TINY, flags
 from torchtitan.distributed.roll_call import Position, Process, describe
 
-_TIMEOUT = 120  # seconds after which a command hangs; it takes less than 20
+_TIMEOUT = 300  # seconds after which a command hangs; it takes less than 20 where the machine is not busy
 _LIMIT = 2  # seconds that a step may take here; one takes milliseconds
 
 LOOP = f"""

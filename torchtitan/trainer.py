@@ -231,7 +231,7 @@ class Trainer(Configurable):
             return None
         if type(self).forward is not Trainer.forward:
             raise UserError(
-                f"{type(self).__name__} has a forward pass of its own, and a pipeline's is that of its stages: override "
+                f"{type(self).__name__} has a forward pass of its own, and a pipeline has that of its stages: override "
                 "build_pipeline too, or train without --parallelism.pipeline_parallel_degree"
             )
         assert self.mesh is not None

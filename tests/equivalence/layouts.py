@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 Options = Mapping[str, Any]
@@ -10,21 +11,22 @@ PROBLEM: Options = {
     "training__steps": 10,
     "training__seq_len": 64,
     "training__global_batch_size": 16,
-    "training__local_batch_size": 4,
     "training__mixed_precision_param": "float32",
     # Between the smallest and the largest norm of these steps, so that some are clipped and some are not.
     "training__max_norm": 0.5,
     "model__n_layers": 4,
     "optimizer__name": "SGD",
     "optimizer__lr": 0.3,
-    # Fewer tokens than one sample has, and no divisor of it.
-    "loss__chunk_tokens": 48,
+    # No divisor of the tokens in a local batch.
+    "loss__chunk_tokens": 100,
     "validator__enable": True,
     "validator__freq": 5,
     "validator__steps": 2,
 }
-"""What is trained in every layout and, where the layout does not say otherwise, how. Every layout of up to four
-data-parallel ranks accumulates gradients: 16 samples in a step are twice their local batches or more."""
+"""What is trained in every layout, and by the single process."""
+
+_PASSES = 2
+"""Local batches of a rank in one step, whose gradients are accumulated."""
 
 _LAYOUT_SECTIONS = ("parallelism", "activation_checkpoint", "compile")
 _LAYOUT_OPTIONS = (
@@ -120,14 +122,17 @@ TWO_PROCESSES: dict[str, Options] = {
     "CP 2, AC every second layer": {**CP2, **SECOND_AC},
     "CP 2, compile": {**CP2, **COMPILED},
     **{f"PP 2 {name}": {**PP2, **schedule(name)} for name in SCHEDULES},
-    **{f"PP 2 {name}, pairs of samples": {**PP2, **schedule(name), **PAIRS, **local_batch(8)} for name in SCHEDULES},
+    **{f"PP 2 {name}, pairs of samples": {**PP2, **schedule(name), **PAIRS} for name in SCHEDULES},
     "PP 2 1F1B, AdamW": {**PP2, **ADAMW},
     "PP 2 1F1B, uneven vocabulary": {**PP2, **UNEVEN_VOCABULARY},
     "PP 2 1F1B, one text without documents": {**PP2, **NO_DOCUMENTS},
     "PP 2 1F1B, compile": {**PP2, **COMPILED},
     "PP 2 1F1B, stages by name": {
         **PP2,
-        "parallelism__module_fqns_per_model_part": ["tok_embeddings,layers.0", "layers.1,layers.2,layers.3,norm,output"],
+        "parallelism__module_fqns_per_model_part": [
+            "tok_embeddings,layers.0",
+            "layers.1,layers.2,layers.3,norm,output",
+        ],
     },
     "PP 2 Interleaved1F1B, one layer per stage": {
         **PP2,
@@ -135,20 +140,21 @@ TWO_PROCESSES: dict[str, Options] = {
         "parallelism__pipeline_parallel_layers_per_stage": 1,
     },
     "PP 2 ZBVZeroBubble, AC full": {**PP2, **schedule("ZBVZeroBubble"), **FULL_AC},
-    "PP 2 ZBVZeroBubble, AC selective op": {**PP2, **schedule("ZBVZeroBubble"), **OP_AC},
+    "PP 2 1F1B, AC selective op": {**PP2, **OP_AC},
+    "PP 2 ZBVZeroBubble, AC selective op, compile": {**PP2, **schedule("ZBVZeroBubble"), **OP_AC, **COMPILED},
     "PP 2 ZBVZeroBubble, compile": {**PP2, **schedule("ZBVZeroBubble"), **COMPILED},
 }
 
 FOUR_PROCESSES: dict[str, Options] = {
-    "FSDP 4": local_batch(2),
-    "HSDP 2 x 2": {**HSDP, **local_batch(2)},
-    "HSDP 2 x 2, tied embeddings, AdamW": {**HSDP, **local_batch(2), **TIED, **ADAMW},
+    "FSDP 4": {},
+    "HSDP 2 x 2": HSDP,
+    "HSDP 2 x 2, tied embeddings, AdamW": {**HSDP, **TIED, **ADAMW},
     "TP 4": TP4,
     "TP 4, uneven vocabulary, AdamW": {**TP4, **UNEVEN_VOCABULARY, **ADAMW},
     "CP 4": CP4,
     "CP 4, contiguous": {**CP4, **CONTIGUOUS},
     "PP 4 1F1B": PP4,
-    "PP 4 ZBVZeroBubble, 12 layers": {**PP4, **schedule("ZBVZeroBubble"), **TWELVE_LAYERS, **local_batch(8)},
+    "PP 4 ZBVZeroBubble, 12 layers": {**PP4, **schedule("ZBVZeroBubble"), **TWELVE_LAYERS},
     "FSDP 2 x TP 2": TP2,
     "FSDP 2 x TP 2, AdamW": {**TP2, **ADAMW},
     "FSDP 2 x TP 2, tied embeddings, uneven vocabulary": {**TP2, **TIED, **UNEVEN_VOCABULARY},
@@ -182,13 +188,14 @@ FOUR_PROCESSES: dict[str, Options] = {
 LONG: dict[str, tuple[int, Options]] = {
     "FSDP 2, compile with inductor": (2, INDUCTOR),
     "PP 2 ZBVZeroBubble, compile with inductor": (2, {**PP2, **schedule("ZBVZeroBubble"), **INDUCTOR}),
-    "HSDP 2 x 2 x TP 2": (8, {**HSDP, **TP2, **local_batch(2)}),
+    "HSDP 2 x 2 x TP 2": (8, {**HSDP, **TP2}),
     "PP 2 ZBVZeroBubble x FSDP 2 x TP 2": (8, {**PP2, **TP2, **schedule("ZBVZeroBubble")}),
 }
 
 REFUSED: dict[str, tuple[int, Options]] = {
     "PP 2 1F1B, tied embeddings": (2, {**PP2, **TIED}),
     "PP 2 1F1B, step in backward": (2, {**PP2, **EARLY_STEP, **local_batch(16)}),
+    "PP 2 ZBVZeroBubble, AC selective op": (2, {**PP2, **schedule("ZBVZeroBubble"), **OP_AC}),
     "FSDP 2, step in backward, accumulation": (2, {**EARLY_STEP, **local_batch(4)}),
     "DDP 2, CPU offload": (2, {**DDP2, **OFFLOAD}),
     "TP 2, CPU offload": (2, {**TP2, **OFFLOAD}),
@@ -203,26 +210,39 @@ class Layout:
 
     name: str
     processes: int
-    options: Options
-    """Beside those of `PROBLEM`."""
+    chosen: Options
+    """What the table says."""
     refused: bool = False
     """Whether the configuration is to be refused."""
     long: bool = False
     """Whether it is left out of the short form."""
 
     @property
+    def options(self) -> Options:
+        """All that are to be given beside those of `PROBLEM`."""
+        samples: int = PROBLEM["training__global_batch_size"]
+        return {"training__local_batch_size": samples // _PASSES // self.data_parallel_degree, **self.chosen}
+
+    @property
     def reference_options(self) -> Options:
         """Those that say what is computed, and not how: what a single process computes alike."""
-        return {
+        said = {
             name: value
-            for name, value in self.options.items()
+            for name, value in self.chosen.items()
             if name.partition("__")[0] not in _LAYOUT_SECTIONS and name not in _LAYOUT_OPTIONS
         }
+        return {"training__local_batch_size": 4, **said}
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """Groups of ranks that see different samples."""
+        kinds = ("tensor", "context", "pipeline")
+        return self.processes // prod(self.chosen.get(f"parallelism__{kind}_parallel_degree", 1) for kind in kinds)
 
     @property
     def pipeline_degree(self) -> int:
         """Ranks that share the layers."""
-        degree: int = self.options.get("parallelism__pipeline_parallel_degree", 1)
+        degree: int = self.chosen.get("parallelism__pipeline_parallel_degree", 1)
         return degree
 
 

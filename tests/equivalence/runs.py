@@ -35,6 +35,8 @@ def record_run(
     loader: type[PretrainDataLoader] = RaggedDataLoader,
 ) -> None:
     """Train, and save each rank's weights, whole, beside the run's metrics; for every rank of a layout to call."""
+    if options.get("compile__enable"):
+        torch.compiler.reset()  # or what an earlier run has compiled, with other settings, would be used
     trainer = trainer_class(make_config(folder, options, loader))
     try:
         trainer.train()

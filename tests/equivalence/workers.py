@@ -1,5 +1,6 @@
 """Gloo processes that stay, so that many short runs need not each wait for new ones to start."""
 
+import logging
 import os
 import socket
 import time
@@ -135,6 +136,8 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    # It prints its whole schedule where a stage fails, hundreds of lines; the traceback is told anyway.
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
     dist.init_process_group("gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
     while (task := connection.recv()) is not None:
         function, args = task

@@ -75,8 +75,6 @@ def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: i
     After a failure that may pass (a crash, a killed process, a hang) all workers are ended and started again, up to
     `max_restarts` times, and go on from the newest checkpoint. A request to stop is never answered so.
     """
-    # The workers inherit that they ignore Ctrl-C, which reaches the whole process group: they hear of it from here.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     workers: list[_Worker] = []
     signals = StopSignals(
         on_first=lambda number: _stop(workers, number),
@@ -184,8 +182,11 @@ def _run_once(
 ) -> list[_Failure]:
     """Fill `workers` with new ones, and wait for their end: the failures."""
     workers.clear()
+    # The workers inherit that they ignore Ctrl-C, which reaches the whole process group: they hear of it from here.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for local_rank in range(processes):
         workers.append(_Worker(args, hosts, processes, local_rank))
+    signal.signal(signal.SIGINT, handler)
     if signals.first:  # it arrived when they were not all there
         _terminate(workers)
     _wait(workers)

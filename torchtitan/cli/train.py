@@ -22,7 +22,8 @@ def train(args: Sequence[str]) -> int:
 
     The environment says on how many processes: `NGPU` on this host (default: one per GPU, or 1), `NNODES` hosts, each
     with its `NODE_RANK`, that meet at `MASTER_ADDR` and `MASTER_PORT`. `LOG_RANK` says which ranks print.
-    `MAX_RESTARTS` says how often a run that crashed, or hung, is started again.
+    `MAX_RESTARTS` says how often a run that crashed, or hung, is started again. With `COMM_MODE=fake_backend` nothing
+    is trained: a dry run says what the processes would need, however many they are (`torchtitan.dry_run`).
     """
     init_logger()
     os.environ[COMMAND_VARIABLE] = _command(args)
@@ -44,6 +45,11 @@ def _train(args: list[str]) -> int:
     from torchtitan.config.manager import ConfigManager
 
     job = ConfigManager().parse_args(args)
+    if _is_dry_run():
+        from torchtitan.dry_run import dry_run
+
+        dry_run(job.config, environment_number("NNODES", default=1, minimum=1) * _named_processes(default=1))
+        return 0
     # No longer a filter that ends when nobody reads it: a connection that the other side closes is an error to handle.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     hosts, processes = Hosts.from_environment(), _processes()
@@ -55,11 +61,22 @@ def _train(args: list[str]) -> int:
     return 0
 
 
+def _is_dry_run() -> bool:
+    mode = os.environ.get("COMM_MODE", "")
+    if mode not in ("", "fake_backend"):
+        raise UserError(f"the environment variable COMM_MODE is '{mode}', and can only be `fake_backend`: a dry run")
+    return bool(mode)
+
+
+def _named_processes(default: int) -> int:
+    return environment_number("NGPU", default=default, minimum=1)
+
+
 def _processes() -> int:
     import torch
 
     gpus = torch.cuda.device_count()
-    processes = environment_number("NGPU", default=max(1, gpus), minimum=1)
+    processes = _named_processes(default=max(1, gpus))
     if 0 < gpus < processes:
         raise UserError(f"the environment variable NGPU is {processes}, and this host has {gpus} GPU(s)")
     return processes

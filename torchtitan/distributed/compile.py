@@ -59,7 +59,7 @@ def apply_compile(model: nn.Module, config: CompileConfig, parallelism: Parallel
     # A list of documents' lengths would be part of the compiled code, which the next batch could not use.
     model.mask.dense = True  # type: ignore[union-attr]
     if model.tok_embeddings is not None:
-        model.tok_embeddings.register_forward_hook(_wait_for_communication)  # type: ignore[operator]
+        model.tok_embeddings.register_forward_hook(_wait_for_communication)  # type: ignore[union-attr]
     for block in model.layers.values():  # type: ignore[operator]
         block.compile(backend=config.backend)
 

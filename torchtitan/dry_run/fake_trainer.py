@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -23,7 +24,7 @@ from torchtitan.config import CompileConfig
 from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
 from torchtitan.protocols import BaseModel
 from torchtitan.tools.memory_tracker import MemoryTracker
-from torchtitan.tools.operations import observing
+from torchtitan.tools.operations import Observer, observing
 from torchtitan.tools.work_tracker import Work, WorkTracker
 from torchtitan.trainer import StepOutcome, Trainer
 
@@ -51,15 +52,15 @@ class VocabularySize(Tokenizer):
         raise NotImplementedError
 
 
-class EmptyBatches(BaseDataLoader):
-    """Batches of the configured shape without content; each sample is one document."""
+class ZeroBatches(BaseDataLoader):
+    """Batches of the configured shape, all zeros; each sample is one document."""
 
     def __init__(self, config: BaseDataLoader.Config, *, seq_len: int, local_batch_size: int, **_: Any):
         super().__init__(config)
         self.shape = (local_batch_size, seq_len)
 
     def __next__(self) -> Batch:
-        return {name: torch.empty(self.shape, dtype=torch.int64) for name in ("input", "labels")}
+        return {name: torch.zeros(self.shape, dtype=torch.int64) for name in ("input", "labels")}
 
     def state_dict(self) -> dict[str, Any]:
         """There is no position."""
@@ -80,11 +81,28 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
     return dataclasses.replace(
         config,
         tokenizer=VocabularySize.Config(vocab_size=vocab_size),
-        dataloader=EmptyBatches.Config(),
+        dataloader=ZeroBatches.Config(),
         validator=Validator.Config(),
         checkpoint=CheckpointManager.Config(),
         compile=CompileConfig(),
     )
+
+
+class _MessagesUnderWay(Observer):
+    """Keeps what a rank gives to asynchronous communication until it waits for the result, as torch does; but the
+    communication of fake tensors forgets it at once."""
+
+    def __init__(self) -> None:
+        self.given: dict[int, tuple[Any, ...]] = {}  # by the address of the result
+
+    def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Keep the arguments, or let go of them."""
+        if func.namespace != "_c10d_functional":
+            return
+        if func._opname == "wait_tensor":
+            self.given.pop(args[0].untyped_storage()._cdata, None)
+        elif isinstance(result, Tensor):
+            self.given[result.untyped_storage()._cdata] = args
 
 
 class FakeTrainer(Trainer):
@@ -150,7 +168,7 @@ class FakeTrainer(Trainer):
         self.memory.label("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])
         if self.pipeline:
             MicrobatchReplay(self.pipeline, self.memory, self.work, self.label_what_training_made).install()
-        with self.fake_mode, observing(self.memory, self.work):
+        with self.fake_mode, observing(self.memory, self.work, _MessagesUnderWay()):
             self.train_step(iter(self.dataloader))
 
     def count_own_parameters(self) -> int:

@@ -1,0 +1,83 @@
+"""Layouts drawn at random: combinations that nobody has thought of."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.equivalence.layouts import PROBLEM, SCHEDULES, Layout, Options
+from tests.equivalence.runs import make_config
+from torchtitan.tools.errors import UserError
+
+_CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
+    "data_parallel_replicate_degree": {},
+    "data_parallel_shard_degree": {
+        "parallelism__fsdp_reshard_after_forward": ("default", "always", "never"),
+        "training__enable_cpu_offload": (False, True),
+    },
+    "context_parallel_degree": {"parallelism__context_parallel_load_balancer": ("headtail", "none")},
+    "tensor_parallel_degree": {"parallelism__disable_loss_parallel": (False, True)},
+    "pipeline_parallel_degree": {
+        "parallelism__pipeline_parallel_schedule": SCHEDULES,
+        "parallelism__pipeline_parallel_microbatch_size": (1, 2),
+        "parallelism__pipeline_parallel_first_stage_less_layers": (1, 0),
+        "parallelism__pipeline_parallel_last_stage_less_layers": (1, 0),
+    },
+}
+"""What may be chosen where a degree is above 1."""
+
+_CHOICES_OF_ALL: Mapping[str, Sequence[Any]] = {
+    "activation_checkpoint__mode": ("none", "none", "full", "selective"),
+    "activation_checkpoint__selective_option": ("op", "2"),
+    "compile__enable": (False, False, False, True),
+    "compile__backend": ("aot_eager",),
+    "training__max_norm": (0.5, 0.5, float("inf")),
+    "loss__chunk_tokens": (100, 33, 0),
+    "dataloader__document_mask": (True, True, False),
+    "model__n_layers": (4, 3, 6, 8),
+    "model__n_kv_heads": (4, 2, 8),
+    "model__tie_embeddings": (False, False, True),
+    "model__vocab_size": (2048, 2051),
+}
+
+
+def draw_layouts(count: int, seed: int, extra: Options) -> Iterator[Layout]:
+    """Layouts of two or four processes that the configuration accepts, sorted by that number.
+
+    Args:
+        count: how many.
+        seed: decides which.
+        extra: options that all of them get besides.
+    """
+    generator = random.Random(seed)
+    drawn: list[Layout] = []
+    while len(drawn) < count:
+        layout = _draw(generator)
+        if _is_accepted(layout, extra):
+            drawn.append(layout)
+    yield from sorted(drawn, key=lambda layout: layout.processes)
+
+
+def _draw(generator: random.Random) -> Layout:
+    degrees = dict.fromkeys(_CHOICES, 1)
+    processes = generator.choice((2, 4))
+    for _ in range(processes // 2):  # 4 is 2 x 2
+        degrees[generator.choice(list(_CHOICES))] *= 2
+    options: dict[str, Any] = {f"parallelism__{name}": degree for name, degree in degrees.items()}
+    possible = [_CHOICES[name] for name, degree in degrees.items() if degree > 1]
+    for choices in (*possible, _CHOICES_OF_ALL):
+        options |= {name: generator.choice(values) for name, values in choices.items()}
+    options["optimizer__name"], options["optimizer__lr"] = generator.choice((("SGD", 0.3), ("AdamW", 3e-4)))
+    samples = PROBLEM["training__global_batch_size"]
+    ranks = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
+    options["training__local_batch_size"] = samples // ranks // generator.choice((1, 2, 4))
+    told = [f"{name.partition('__')[2]}={value}" for name, value in options.items() if value not in (1, False)]
+    return Layout(" ".join(told), processes, options)
+
+
+def _is_accepted(layout: Layout, extra: Options) -> bool:
+    try:
+        make_config(Path("never written to"), {**extra, **layout.options}).check_layout(layout.processes)
+    except UserError:
+        return False
+    return True

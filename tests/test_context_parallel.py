@@ -1,0 +1,129 @@
+"""Context parallelism: which tokens a rank has, and attention over all of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.processes import run_processes
+from torchtitan.distributed import initialize_weights
+from torchtitan.distributed.context_parallel import (
+    LoadBalancer,
+    SequenceShards,
+    apply_context_parallel,
+    shard_sequences,
+)
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3 import SHARDING
+from torchtitan.models.llama3.model import Llama3Model
+
+BALANCERS: tuple[LoadBalancer, ...] = ("headtail", "none")
+LENGTH, VOCABULARY = 24, 61
+
+
+# --- which tokens -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("balancer", BALANCERS)
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+def test_each_token_is_on_one_rank(degree, balancer):
+    shards = SequenceShards(degree, balancer)
+    of_ranks = [shards.tokens_of_rank(rank, LENGTH).tolist() for rank in range(degree)]
+    assert sorted(sum(of_ranks, [])) == list(range(LENGTH))
+    assert {len(tokens) for tokens in of_ranks} == {LENGTH // degree}
+    assert shards.tokens_of_all(LENGTH).tolist() == sum(of_ranks, [])
+
+
+def test_pieces():
+    assert SequenceShards(2, "headtail").tokens_of_rank(0, 8).tolist() == [0, 1, 6, 7]
+    assert SequenceShards(2, "headtail").tokens_of_rank(1, 8).tolist() == [2, 3, 4, 5]
+    assert SequenceShards(2, "none").tokens_of_rank(1, 8).tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_causal_attention_costs_all_ranks_the_same_under_headtail(degree):
+    def costs(balancer: LoadBalancer) -> list[int]:
+        """Pairs of query and key, by rank."""
+        shards = SequenceShards(degree, balancer)
+        return [int((shards.tokens_of_rank(rank, 64) + 1).sum()) for rank in range(degree)]
+
+    assert len(set(costs("headtail"))) == 1
+    assert max(costs("none")) > 2 * min(costs("none"))
+
+
+def test_a_batch_is_shared_out_with_the_positions_of_its_tokens():
+    tokens = torch.arange(16).view(2, 8)
+    batch = {"input": tokens, "labels": tokens + 1, "documents": torch.tensor([[0, 1], [1, 2]])}
+    own = shard_sequences(batch, SequenceShards(2, "headtail"), rank=1)
+    assert own["input"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert own["labels"].tolist() == [[3, 4, 5, 6], [11, 12, 13, 14]]
+    assert own["positions"].tolist() == [[2, 3, 4, 5]] * 2  # made up: there were none
+    assert own["documents"] is batch["documents"]
+    assert "positions" not in batch
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(2, -1)
+    own = shard_sequences({**batch, "positions": packed}, SequenceShards(2, "none"), rank=1)
+    assert own["positions"].tolist() == [[1, 2, 3, 4]] * 2
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def make_model() -> Llama3Model:
+    sizes = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
+    model = Llama3Model.Config(rope=RoPEConfig(), **sizes).build()
+    initialize_weights(model, 0)
+    # Initial projections are so small that attention is nearly even and adds little, whatever it sees.
+    for block in model.layers.values():
+        for projection in (block.attention.wq, block.attention.wk, block.attention.wv, block.attention.wo):
+            projection.weight.data *= 10
+    return model
+
+
+def make_batch(packed: bool) -> dict[str, Tensor]:
+    """Documents that end inside of ranks' pieces and at their ends, others in each sample."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (3, LENGTH), generator=generator)
+    batch = {"input": tokens, "labels": tokens.roll(-1, 1)}
+    if packed:
+        lengths = ((LENGTH,), (5, 1, 12, 6), (6, 6, 6, 6))
+        batch["positions"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    return batch
+
+
+def logits_and_gradients(model: Llama3Model, batch: dict[str, Tensor], weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of the sum over all tokens of their logits by `weights`."""
+    logits = model(batch["input"], batch.get("positions"))
+    (logits * weights).sum().backward()
+    return logits.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+def compare_with_whole_sequences(folder: Path, balancer: LoadBalancer) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    shards = SequenceShards(2, balancer)
+    weights = torch.randn(3, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    outputs = []
+    for packed in (False, True):
+        batch = make_batch(packed)
+        expected, expected_gradients = logits_and_gradients(make_model(), batch, weights)
+        model = make_model()
+        apply_context_parallel(model, mesh, SHARDING, shards)
+        tokens = shards.tokens_of_rank(mesh.get_local_rank(), LENGTH)
+        own = shard_sequences(batch, shards, mesh.get_local_rank())
+        logits, gradients = logits_and_gradients(model, own, weights[:, tokens])
+        # Another kernel, which adds up in another order.
+        torch.testing.assert_close(logits, expected[:, tokens], rtol=0, atol=1e-5 * expected.abs().max().item())
+        for gradient, whole in zip(gradients, expected_gradients, strict=True):
+            dist.all_reduce(gradient)
+            assert (gradient - whole).norm() < 1e-5 * whole.norm()
+        outputs.append(expected)
+    assert (outputs[0] - outputs[1]).norm() > 1e-2 * outputs[0].norm()  # documents matter
+    (folder / str(dist.get_rank())).touch()
+
+
+@pytest.mark.parametrize("balancer", BALANCERS)
+def test_attention_and_its_gradients_are_those_of_whole_sequences(tmp_path, balancer):
+    run_processes(compare_with_whole_sequences, 2, tmp_path, balancer)
+    assert len(list(tmp_path.iterdir())) == 2

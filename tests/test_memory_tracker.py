@@ -1,0 +1,256 @@
+"""Memory, communication and operations, counted: against sums done by hand, on real tensors and on fake ones."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils.checkpoint import checkpoint
+
+from torchtitan.tools.caching_allocator import peak_reserved
+from torchtitan.tools.memory_tracker import MemoryTracker
+from torchtitan.tools.operations import observing
+from torchtitan.tools.work_tracker import Channel, Volume, WorkTracker
+
+KIB, MIB = 2**10, 2**20
+
+
+@pytest.fixture(params=["real", "fake"])
+def tensors(request):
+    """The test runs once with real tensors, and once with fake ones."""
+    with FakeTensorMode() if request.param == "fake" else contextlib.nullcontext():
+        yield
+
+
+def kib(n, **options):
+    """A tensor of n KiB."""
+    return torch.zeros(n, 256, **options)
+
+
+class TestMemory:
+    def test_views_and_results_in_place_are_no_memory_of_their_own(self, tensors):
+        tracker = MemoryTracker()
+        with observing(tracker):
+            a = kib(4)
+            views = [a[1:], a.view(-1), a.t(), a.detach(), a.add_(1), torch.add(a, 1, out=a)]
+            assert tracker.use().total == 4 * KIB
+            b = a + 1
+            assert tracker.use().total == 8 * KIB
+            del a
+            assert tracker.use().total == 8 * KIB
+            views.clear()
+            assert tracker.use().total == 4 * KIB
+            del b
+        assert tracker.use().total == 0
+        assert tracker.peak().total == 8 * KIB
+
+    def test_only_what_is_made_within_counts_or_what_is_labeled(self, tensors):
+        tracker = MemoryTracker()
+        old, weight = kib(4), kib(8)
+        tracker.label("parameters", [weight])
+        with observing(tracker):
+            kept = [old[1:], weight[1:], old * weight[:4]]
+        assert tracker.use().by_kind["parameters"] == 8 * KIB
+        assert tracker.use().total == 12 * KIB
+        assert kept
+        del weight
+        assert tracker.use().total == 12 * KIB  # a view holds it
+
+    def test_a_storage_is_freed_and_allocated_again(self, tensors):
+        """As FSDP does with gathered weights, past the dispatcher."""
+        tracker = MemoryTracker()
+        with observing(tracker):
+            a = kib(4)
+            a.untyped_storage().resize_(0)
+            assert tracker.use().total == 0
+            b = kib(2)
+            a.untyped_storage().resize_(4 * KIB)
+        tracker.label("gathered parameters", [a])  # counts for the time before as well
+        assert tracker.peak().by_kind["gathered parameters"] == 4 * KIB
+        assert tracker.peak().total == 6 * KIB
+        assert b is not None
+
+    def test_kinds_of_a_training_step(self, tensors):
+        """Two layers with a relu between them: 1 KiB of input, 256 KiB each of weights and hidden states of 1 KiB."""
+        tracker = MemoryTracker()
+        x, weights = kib(1), [kib(256, requires_grad=True) for _ in range(2)]
+        tracker.label("parameters", weights)
+        with observing(tracker):
+            hidden = F.linear(x, weights[0])
+            used = F.relu(hidden)
+            del hidden
+            before_backward = tracker.use()
+            F.linear(used, weights[1]).sum().backward()
+            del used
+            tracker.label("gradients", [weight.grad for weight in weights])
+        assert before_backward.by_kind["parameters"] == 512 * KIB
+        # Only relu's result is kept: for its own backward pass, and as the input of the second layer.
+        assert before_backward.total == 513 * KIB
+        end = tracker.use()
+        assert end.by_kind["parameters"] == end.by_kind["gradients"] == 512 * KIB
+        assert end.total == 1024 * KIB
+        # And the loss, and 1, its own gradient: 4 bytes each.
+        assert tracker.peak().by_kind["activations"] == 1 * KIB + 8
+
+    def test_checkpointing_keeps_the_input_alone(self, tensors):
+        weights = [kib(256, requires_grad=True) for _ in range(3)]
+
+        def layers(x):
+            for weight in weights:
+                x = F.relu(F.linear(x, weight))
+            return x
+
+        saved = {}
+        for name, run in {"none": layers, "full": lambda x: checkpoint(layers, x, use_reentrant=False)}.items():
+            tracker = MemoryTracker()
+            with observing(tracker):
+                output = run(kib(16))
+                saved[name] = tracker.use().total
+                output.sum().backward()
+            for weight in weights:
+                weight.grad = None
+        assert saved["none"] == 4 * 16 * KIB  # the input and three results
+        assert saved["full"] <= 2 * 16 * KIB + 8  # the input and the last result; torch adds an empty tensor
+
+    def test_replayed_memory_is_memory_of_its_own(self, tensors):
+        tracker = MemoryTracker()
+        with observing(tracker):
+            start = tracker.now
+            a = kib(4)
+            temporary = kib(8)
+            del temporary
+            middle = tracker.now
+            del a
+            end = tracker.now
+            twins = {}
+            tracker.replay(start, middle, twins, omit=[])
+            assert tracker.use().total == 4 * KIB
+            b = kib(2)
+            tracker.replay(middle, end, twins, omit=[])
+            assert twins == {}
+        assert tracker.use().total == 2 * KIB
+        assert tracker.peak().total == 12 * KIB
+        assert b is not None
+
+
+class TestSharded:
+    """DTensors over a fake group of 8: what counts is this rank's part."""
+
+    @pytest.fixture(autouse=True)
+    def mesh(self):
+        dist.init_process_group("fake", rank=0, world_size=8)
+        yield init_device_mesh("cpu", (8,))
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+
+    def test_shapes_of_whole_tensors_are_not_counted(self, tensors, mesh):
+        tracker, work = MemoryTracker(), WorkTracker()
+        with observing(tracker, work):
+            a = DTensor.from_local(kib(8), mesh, [Shard(0)])
+            b = DTensor.from_local(kib(256), mesh, [Shard(1)], shape=(256, 2048), stride=(2048, 1))
+            weight = distribute_tensor(torch.zeros(256, 256), mesh)
+            product = a @ weight
+        local = (8 + 256 + 256) * KIB + 8 * KIB
+        assert tracker.use().total == local
+        assert tracker.peak().total < 2 * local
+        assert work.work.flops == 2 * 8 * 256 * 256  # 8 of 64 rows
+        assert product.shape == (64, 256) and b.shape == (256, 2048)
+
+    def test_messages(self, tensors):
+        work, world = WorkTracker(), tuple(range(8))
+        with observing(work):
+            dist.all_gather_single(kib(8), kib(1))
+            dist.reduce_scatter_single(kib(1), kib(16)[:8])
+            dist.all_reduce(kib(1))
+            dist.all_reduce(kib(1))
+            dist.send(kib(2), 1)
+        assert work.work.volumes == {
+            Channel("all-gather", world): Volume(1, 8 * KIB, 7 * KIB),
+            Channel("reduce-scatter", world): Volume(1, 8 * KIB, 7 * KIB),
+            Channel("all-reduce", world): Volume(2, 2 * KIB, 3.5 * KIB),
+            Channel("send", world): Volume(1, 2 * KIB, 2 * KIB),
+        }
+
+    def test_functional_messages_and_their_backward(self, tensors):
+        import torch.distributed._functional_collectives as funcol
+
+        work, world = WorkTracker(), tuple(range(8))
+        with observing(work):
+            x = kib(1, requires_grad=True)
+            funcol.all_gather_single_autograd(x, 0, dist.group.WORLD).sum().backward()
+            funcol.wait_tensor(funcol.all_reduce(kib(1), "sum", dist.group.WORLD))
+        assert {channel: volume.n_bytes for channel, volume in work.work.volumes.items()} == {
+            Channel("all-gather", world): 8 * KIB,
+            Channel("reduce-scatter", world): 8 * KIB,
+            Channel("all-reduce", world): KIB,
+        }
+
+
+class TestOperations:
+    def test_products_forward_and_backward(self, tensors):
+        work = WorkTracker()
+        x, weight = torch.zeros(6, 4, requires_grad=True), torch.zeros(5, 4, requires_grad=True)
+        with observing(work):
+            F.linear(x, weight).sum().backward()
+        assert work.work.flops == 3 * 2 * 6 * 4 * 5
+
+    def test_products_in_place_and_into_a_result(self, tensors):
+        work = WorkTracker()
+        a, b, c = torch.zeros(2, 3), torch.zeros(3, 4), torch.zeros(2, 4)
+        with observing(work):
+            c.addmm_(a, b)
+            torch.mm(a, b, out=c)
+        assert work.work.flops == 2 * 2 * 2 * 3 * 4
+
+    def test_attention(self, tensors):
+        """Two products of 2 B H L² D each forward, twice as much backward; key/value heads are fewer."""
+        work = WorkTracker()
+        q, k, v = (torch.zeros(2, heads, 16, 8, requires_grad=True) for heads in (4, 2, 2))
+        with observing(work):
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+        assert work.work.flops == 3 * 2 * (2 * 2 * 4 * 16 * 16 * 8)
+
+
+class TestReserved:
+    """Rules of PyTorch's CUDA allocator, in sizes that make each of them show."""
+
+    def test_small_allocations_share_a_segment(self):
+        assert peak_reserved([(1, 1)]) == 2 * MIB
+        assert peak_reserved([(key, 512) for key in range(4096)]) == 2 * MIB
+        assert peak_reserved([(key, 513) for key in range(2049)]) == 4 * MIB
+
+    def test_middling_ones_share_a_large_segment_and_big_ones_have_their_own(self):
+        assert peak_reserved([(1, 2 * MIB)]) == 20 * MIB
+        assert peak_reserved([(key, 2 * MIB) for key in range(10)]) == 20 * MIB
+        assert peak_reserved([(1, 10 * MIB + 1)]) == 12 * MIB
+
+    def test_what_is_freed_is_used_again_and_stays_reserved(self):
+        assert peak_reserved([(1, 64 * MIB), (1, 0), (2, 40 * MIB), (3, 24 * MIB)]) == 64 * MIB
+
+    def test_neighbors_that_are_free_become_one(self):
+        events = [(1, 64 * MIB), (1, 0), (2, 32 * MIB), (3, 32 * MIB), (2, 0), (3, 0), (4, 64 * MIB)]
+        assert peak_reserved(events) == 64 * MIB
+
+    def test_the_smallest_block_that_suffices_is_taken(self):
+        events = [(1, 64 * MIB), (2, 32 * MIB), (1, 0), (2, 0), (3, 32 * MIB), (4, 64 * MIB)]
+        assert peak_reserved(events) == 96 * MIB
+
+    def test_a_hole_that_is_too_small_is_lost(self):
+        """Fragmentation: 96 MiB are free, in pieces of which none holds 64 MiB."""
+        events = [(key, 32 * MIB) for key in range(6)] + [(key, 0) for key in (0, 2, 4)] + [(9, 64 * MIB)]
+        assert peak_reserved(events) == (6 * 32 + 64) * MIB
+
+
+def test_the_tracker_holds_nothing_alive():
+    tracker = MemoryTracker()
+    with observing(tracker):
+        a = kib(4)
+    del a
+    gc.collect()
+    assert tracker.use().total == 0

@@ -1,0 +1,159 @@
+"""Degrees of parallelism: how they are resolved, refused, and made into a mesh."""
+
+import contextlib
+from collections.abc import Iterator
+from math import prod
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3 import model_registry
+from torchtitan.protocols import BaseModel
+from torchtitan.tools.errors import UserError
+
+SIZES = [
+    {"dp_shard": 2},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_shard": 2, "cp": 2},
+    {"cp": 2, "tp": 2},
+    {"pp": 2, "tp": 3},
+    {"pp": 2, "dp_replicate": 3, "dp_shard": 2, "cp": 2, "tp": 2},
+]
+
+
+@contextlib.contextmanager
+def fake_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Within, this process has that place in a process group that does not communicate."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def make_dims(**sizes: int) -> ParallelDims:
+    return ParallelDims(world_size=prod(sizes.values()), **sizes)
+
+
+def model_config() -> BaseModel.Config:
+    """8 heads, 4 key/value heads, feed-forward of width 768."""
+    return model_registry("debugmodel").model
+
+
+def test_the_remaining_ranks_share_the_weights():
+    config = ParallelismConfig(tensor_parallel_degree=2, data_parallel_replicate_degree=3)
+    dims = ParallelDims.from_config(config, world_size=24)
+    assert dims == ParallelDims(world_size=24, dp_replicate=3, dp_shard=4, tp=2)
+    assert ParallelDims.from_config(ParallelismConfig(), world_size=1) == ParallelDims(world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "message"),
+    [
+        (
+            {"data_parallel_shard_degree": 3},
+            4,
+            "data_parallel_shard_degree 3 x data_parallel_replicate_degree 1 = 3 is not the number of processes, 4",
+        ),
+        ({"tensor_parallel_degree": 3}, 4, "tensor_parallel_degree 3 = 3 is not the number of processes, 4"),
+        ({"tensor_parallel_degree": 4}, 2, "tensor_parallel_degree 4 = 4 is not the number of processes, 2"),
+        (
+            {"context_parallel_degree": 2, "pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
+            4,
+            "context_parallel_degree 2 x pipeline_parallel_degree 2 = 8 is not the number of processes, 4",
+        ),
+        ({"tensor_parallel_degree": 0}, 1, "--parallelism.tensor_parallel_degree is 0, and must be at least 1"),
+        ({"context_parallel_degree": -1}, 1, "--parallelism.context_parallel_degree is -1"),
+        ({"pipeline_parallel_degree": 0}, 1, "--parallelism.pipeline_parallel_degree is 0"),
+        ({"data_parallel_replicate_degree": 0}, 1, "--parallelism.data_parallel_replicate_degree is 0"),
+        ({"data_parallel_shard_degree": 0}, 1, "--parallelism.data_parallel_shard_degree is 0"),
+    ],
+)
+def test_degrees_that_do_not_make_up_the_processes_are_named(degrees, world_size, message):
+    with pytest.raises(UserError) as error:
+        ParallelDims.from_config(ParallelismConfig(**degrees), world_size)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changed", "seq_len", "message"),
+    [
+        ({"tp": 3}, {}, 48, "--parallelism.tensor_parallel_degree 3 does not divide --model.n_heads 8"),
+        ({"tp": 8}, {}, 64, "--parallelism.tensor_parallel_degree 8 does not divide --model.n_kv_heads 4"),
+        ({"tp": 4}, {"ffn_dim": 766}, 64, "--parallelism.tensor_parallel_degree 4 does not divide --model.ffn_dim 766"),
+        ({"tp": 4}, {}, 62, "--parallelism.tensor_parallel_degree 4 = 4 does not divide --training.seq_len 62"),
+        (
+            {"cp": 2},
+            {},
+            62,
+            "--parallelism.context_parallel_degree 2 x 2 (for the load balancer `headtail`) = 4 does not divide "
+            "--training.seq_len 62",
+        ),
+        (
+            {"tp": 2, "cp": 2},
+            {},
+            68,
+            "--parallelism.tensor_parallel_degree 2 x --parallelism.context_parallel_degree 2 x 2 (for the load "
+            "balancer `headtail`) = 8 does not divide --training.seq_len 68",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be_shared_out_are_named(sizes, changed, seq_len, message):
+    model = model_config()
+    for name, value in changed.items():
+        setattr(model, name, value)
+    with pytest.raises(UserError) as error:
+        make_dims(**sizes).check_fits(model, seq_len)
+    assert str(error.value) == message
+
+
+def test_sizes_that_can_be_shared_out():
+    make_dims(tp=4).check_fits(model_config(), 64)
+    make_dims(cp=3).check_fits(model_config(), 66)  # heads are not split
+    contiguous = ParallelDims(world_size=2, cp=2, cp_load_balancer="none")
+    contiguous.check_fits(model_config(), 62)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_coordinates_are_those_of_the_mesh(sizes):
+    """Computed without a mesh, since the data loader and the loss need them in a single process too."""
+    dims = make_dims(**sizes)
+    shares: dict[int, list[int]] = {}
+    leaders = []
+    for rank in range(dims.world_size):
+        with fake_rank(rank, dims.world_size):
+            mesh = dims.build_mesh("cpu")
+            for name in ("pp", "dp_replicate", "tp"):
+                assert dims.coordinate(name) == mesh.get_local_rank(name)
+            assert dims.coordinate("dp_shard") * dims.cp + dims.coordinate("cp") == mesh.get_local_rank("fsdp")
+            assert dims.context_mesh(mesh).get_local_rank() == dims.coordinate("cp")
+            assert dims.context_mesh(mesh).size() == dims.cp
+            shares.setdefault(dims.dp_rank, []).append(rank)
+            if dims.is_batch_leader:
+                leaders.append(dims.dp_rank)
+            assert dims.is_tensor_leader == (mesh.get_local_rank("tp") == 0)
+    assert sorted(shares) == sorted(leaders) == list(range(dims.dp_degree))
+    assert {len(ranks) for ranks in shares.values()} == {dims.pp * dims.cp * dims.tp}
+    assert dims.gradient_degree * dims.pp * dims.tp == dims.world_size
+
+
+def test_tensor_parallel_ranks_are_neighbours():
+    """They communicate most, and neighbours are on one host."""
+    dims = make_dims(pp=2, dp_shard=2, cp=2, tp=2)
+    with fake_rank(5, 16):
+        mesh = dims.build_mesh("cpu")
+        assert mesh["tp"].mesh.tolist() == [4, 5]
+        assert dims.context_mesh(mesh).mesh.tolist() == [5, 7]
+        assert mesh["fsdp"].mesh.tolist() == [1, 3, 5, 7]
+        assert mesh["pp"].mesh.tolist() == [5, 13]
+
+
+def test_a_single_process_has_no_mesh():
+    dims = ParallelDims(world_size=1)
+    assert dims.build_mesh("cpu") is None
+    assert dims.dp_rank == 0
+    assert dims.is_batch_leader
+    assert dims.is_tensor_leader

@@ -1,0 +1,183 @@
+"""The loss on a vocabulary that is shared out, against torch's cross entropy on whole logits; and a whole model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.processes import run_processes
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.distributed import initialize_weights
+from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3 import SHARDING
+from torchtitan.models.llama3.model import Llama3Model
+
+BATCH, LENGTH, DIM = 2, 6, 16
+PROCESSES = 2
+
+
+class ZLoss(CrossEntropyLoss):
+    """Adds the squared logarithm of the normaliser (PaLM, arXiv:2204.02311, section 5): a user's own loss, with
+    operations that torch has no vocabulary-sharded form of."""
+
+    def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        valid = labels_N != IGNORE_INDEX
+        penalty = torch.logsumexp(logits_NV.float(), dim=-1) ** 2
+        return super().from_logits(logits_NV, labels_N) + 0.1 * (penalty * valid).sum()
+
+
+def whole_loss(hidden: Tensor, weight: Tensor, labels: Tensor, with_z: bool) -> Tensor:
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
+    if with_z:
+        valid = labels.flatten() != -100
+        loss = loss + 0.1 * logits[valid].logsumexp(-1).square().sum()
+    return loss
+
+
+def make_tensors(vocabulary: int, valid: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, output weights and labels of both halves of the vocabulary, some of them ignored."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    hidden = torch.randn(BATCH, LENGTH, DIM, generator=generator)
+    weight = torch.randn(vocabulary, DIM, generator=generator)
+    labels = torch.randint(0, vocabulary, (BATCH, LENGTH), generator=generator)
+    labels[0, :3], labels[1, 0], labels[1, -1] = -100, vocabulary - 1, 0
+    return hidden, weight, labels if valid else torch.full_like(labels, -100)
+
+
+def value_and_gradients(loss: Callable[..., Tensor], hidden: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    value = loss(hidden, weight, *args)
+    # A factor behind the loss, as the division by the number of tokens is.
+    (value * 0.37).backward()
+    return [value.detach(), hidden.grad, weight.grad]
+
+
+def assert_equal(results: list[Tensor], expected: list[Tensor]) -> None:
+    """To float32's rounding: sums over the vocabulary and over chunks in another order."""
+    for result, reference in zip(results, expected, strict=True):
+        whole = result.full_tensor() if isinstance(result, DTensor) else result
+        torch.testing.assert_close(whole, reference, rtol=1e-5, atol=1e-5)
+
+
+def make_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (PROCESSES,), mesh_dim_names=("tp",))
+
+
+def compare_losses(folder: Path) -> None:
+    """Chunks of some, one and no tokens; a vocabulary of two halves, of unequal parts, and of fewer rows than ranks."""
+    mesh = make_mesh()
+    for vocabulary in (40, 41, 1):
+        for chunk_tokens in (0, 1, 5, 100):
+            for kind in (CrossEntropyLoss, ZLoss):
+                for placement in (Shard(1), Replicate()):
+                    compare_loss(mesh, vocabulary, kind.Config(chunk_tokens=chunk_tokens).build(), placement)
+    (folder / str(dist.get_rank())).touch()
+
+
+def compare_loss(mesh: DeviceMesh, vocabulary: int, loss: CrossEntropyLoss, placement: Any) -> None:
+    for valid in (True, False):
+        hidden, weight, labels = make_tensors(vocabulary, valid)
+        expected = value_and_gradients(whole_loss, hidden, weight, labels, isinstance(loss, ZLoss))
+        sharded_hidden = distribute_tensor(hidden, mesh, [placement])
+        sharded_weight = distribute_tensor(weight, mesh, [Shard(0)])
+        results = value_and_gradients(loss, sharded_hidden, sharded_weight, labels)
+        assert results[1].placements == (placement,)
+        assert results[2].placements == (Shard(0),)
+        assert_equal(results, expected)
+        with torch.no_grad():
+            assert_equal([loss(sharded_hidden, sharded_weight, labels)], expected[:1])
+
+
+def test_a_shared_vocabulary_gives_the_loss_and_gradients_of_the_whole(tmp_path):
+    run_processes(compare_losses, PROCESSES, tmp_path)
+    assert len(list(tmp_path.iterdir())) == PROCESSES
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that an operation has returned, of this rank's own where it is a DTensor."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, with the rank's own tensors
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+def measure_tensors(folder: Path) -> None:
+    mesh = make_mesh()
+    vocabulary = 4000
+    hidden, weight, labels = make_tensors(vocabulary)
+    tokens = BATCH * LENGTH
+
+    def largest(loss: CrossEntropyLoss, disable_loss_parallel: bool = False) -> int:
+        tensors = [distribute_tensor(hidden, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Shard(0)])]
+        if disable_loss_parallel:
+            tensors = [tensor.full_tensor() for tensor in tensors]
+        with LargestTensor() as mode:
+            value_and_gradients(loss, *tensors, labels)
+        return mode.elements
+
+    own_weight = weight.numel() // PROCESSES
+    own_logits = tokens * vocabulary // PROCESSES
+    assert own_logits < own_weight < tokens * vocabulary
+    assert largest(CrossEntropyLoss.Config(chunk_tokens=0).build()) == own_weight
+    assert largest(CrossEntropyLoss.Config(chunk_tokens=5).build()) == own_weight
+    assert largest(CrossEntropyLoss.Config(chunk_tokens=0).build(), disable_loss_parallel=True) >= tokens * vocabulary
+    (folder / str(dist.get_rank())).touch()
+
+
+def test_logits_of_the_whole_vocabulary_never_exist(tmp_path):
+    """Nor are the weights gathered: nothing is larger than a rank's own rows of them. The control sees both."""
+    run_processes(measure_tensors, PROCESSES, tmp_path)
+    assert len(list(tmp_path.iterdir())) == PROCESSES
+
+
+# --- a whole model ----------------------------------------------------------------------------------------------------
+
+
+def make_model(**options: Any) -> Llama3Model:
+    sizes = {"vocab_size": 41, "dim": DIM, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 24}
+    return Llama3Model.Config(rope=RoPEConfig(), **sizes, **options).build()
+
+
+def compare_models(folder: Path, tied: bool) -> None:
+    mesh = make_mesh()
+    tokens = torch.randint(0, 41, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    expected = make_model(tie_embeddings=tied)
+    initialize_weights(expected, 0)
+    loss = CrossEntropyLoss.Config(chunk_tokens=5).build()
+    expected(tokens, head=loss, labels_BL=tokens).backward()
+    for disable_loss_parallel in (False, True):
+        model = make_model(tie_embeddings=tied)
+        apply_tensor_parallel(model, mesh, SHARDING, disable_loss_parallel=disable_loss_parallel)
+        initialize_weights(model, 0)
+        model(tokens, head=loss, labels_BL=tokens).backward()
+        named = dict(model.named_parameters())
+        assert isinstance(named["layers.0.attention.wq.weight"], DTensor)
+        assert named["layers.0.attention.wq.weight"].placements == (Shard(0),)
+        assert named["layers.1.attention.wo.weight"].placements == (Shard(1),)
+        for name, parameter in expected.named_parameters():
+            gradient = named[name].grad.full_tensor()
+            assert (gradient - parameter.grad).norm() < 1e-5 * parameter.grad.norm(), name
+    (folder / str(dist.get_rank())).touch()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_a_model_are_those_of_a_single_process(tmp_path, tied):
+    run_processes(compare_models, PROCESSES, tmp_path, tied)
+    assert len(list(tmp_path.iterdir())) == PROCESSES
