@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.processes import run_processes
+from tests.training import train
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, TrainingConfig
@@ -222,6 +223,11 @@ def test_without_compilation_there_is_nothing_to_report(log):
     with RecompileMonitor().watch(1):
         step(make_model(), make_loss(), seed=0)
     assert log.messages == []
+
+
+def test_the_trainer_reports(tmp_path, log):
+    train(tmp_path, compile__enable=True, compile__backend="aot_eager")
+    assert [message for message in log.messages if "compiled" in message] == ["compiled 2 graphs in step 1"]
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

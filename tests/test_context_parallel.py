@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.processes import run_processes
+from tests.equivalence.workers import Workers
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.context_parallel import (
     LoadBalancer,
@@ -123,7 +123,13 @@ def compare_with_whole_sequences(folder: Path, balancer: LoadBalancer) -> None:
     (folder / str(dist.get_rank())).touch()
 
 
+@pytest.fixture(scope="module")
+def workers():
+    with Workers(2) as workers:
+        yield workers
+
+
 @pytest.mark.parametrize("balancer", BALANCERS)
-def test_attention_and_its_gradients_are_those_of_whole_sequences(tmp_path, balancer):
-    run_processes(compare_with_whole_sequences, 2, tmp_path, balancer)
+def test_attention_and_its_gradients_are_those_of_whole_sequences(workers, tmp_path, balancer):
+    workers.run(compare_with_whole_sequences, tmp_path, balancer)
     assert len(list(tmp_path.iterdir())) == 2

@@ -4,18 +4,17 @@ import contextlib
 import dataclasses
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import torchtitan.dry_run.microbatch_replay as microbatch_replay
 from tests.processes import run_processes
 from tests.training import TINY, flags, tiny_config
+from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.fake_trainer import FakeTrainer, without_data
@@ -52,7 +51,7 @@ class RealTrainer(FakeTrainer):
 
 
 def run_for_real(layout, folder):
-    microbatch_replay._templates = lambda schedule, stage: list(range(schedule._n_microbatches))
+    microbatch_replay._can_replay = lambda schedule, stage: False
     trainer = RealTrainer(without_data(config_of(layout, folder)))
     trainer.measure_step()
     (Path(folder) / f"rank{trainer.rank}.json").write_text(json.dumps(dataclasses.asdict(report_of(trainer))))
@@ -66,13 +65,123 @@ def test_equals_a_real_run(layout, tmp_path):
         predicted = dataclasses.asdict(expected)
         for key in ("parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "executed_flops", "stages"):
             assert predicted[key] == real[key], key
-        # What a run reads and sums to report its loss is left out of a dry run: some numbers.
-        assert predicted["peak_bytes"] == pytest.approx(real["peak_bytes"], abs=2**10)
+        # What a run reads and sums to report its loss is left out of a dry run: some numbers. And torch waits at once
+        # for functional communication of fake tensors, where a real tensor that is sent is held until the result is
+        # used: one of 2 x 32 tokens of 64 float32 numbers, at most.
+        tolerance = 2**10 + ("TP" in layout) * 2 * 32 * 64 * 4
+        assert predicted["peak_bytes"] == pytest.approx(real["peak_bytes"], abs=tolerance)
         for kind, n_bytes in real["peak"].items():
-            assert predicted["peak"][kind] == pytest.approx(n_bytes, abs=2**10), kind
+            assert predicted["peak"][kind] == pytest.approx(n_bytes, abs=tolerance), kind
         assert messages_of(predicted) == messages_of(real)
         assert real["peak_bytes"] > 2**20
 
 
 def messages_of(report):
     return [traffic for traffic in report["communication"] if traffic["kind"] != "all-reduce"]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
+def test_replayed_microbatches_are_like_computed_ones(schedule, tmp_path, monkeypatch):
+    options = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
+    config = tiny_config(
+        tmp_path,
+        model__n_layers=4,
+        training__local_batch_size=6,
+        training__mixed_precision_param="bfloat16",
+        **{f"parallelism__{name}": value for name, value in options.items()},
+    )
+    replayed = dry_run(config, 4)
+    monkeypatch.setattr(microbatch_replay, "_can_replay", lambda schedule, stage: False)
+    for expected, report in zip(dry_run(config, 4), replayed, strict=True):
+        # Exact but for the scaled losses, 4 bytes each, of which a replayed one keeps no graph.
+        assert report.peak_bytes == pytest.approx(expected.peak_bytes, abs=64)
+        same = {"peak": None, "peak_bytes": 0, "peak_reserved_bytes": 0}
+        assert dataclasses.replace(report, **same) == dataclasses.replace(expected, **same)
+        for kind, n_bytes in expected.peak.items():
+            assert report.peak[kind] == pytest.approx(n_bytes, rel=0.05, abs=64), kind
+
+
+def test_operations_are_those_of_the_formula_where_nothing_is_recomputed(tmp_path):
+    """The formula counts the weights of norms as if they multiplied matrices: 5 of 64 elements in half a million."""
+    (report,) = dry_run(tiny_config(tmp_path), 1)
+    assert report.executed_flops == pytest.approx(report.model_flops, rel=1e-2)
+    (recomputed,) = dry_run(tiny_config(tmp_path, activation_checkpoint__mode="full"), 1)
+    assert recomputed.model_flops == report.model_flops
+    assert 1.05 < recomputed.executed_flops / report.executed_flops < 4 / 3
+
+
+def test_weights_in_cpu_memory_are_not_on_the_device(tmp_path):
+    (on_device,) = dry_run(tiny_config(tmp_path), 2)
+    (offloaded,) = dry_run(tiny_config(tmp_path, training__enable_cpu_offload=True), 2)
+    assert offloaded.parameter_bytes == on_device.parameter_bytes > 0
+    assert offloaded.peak["parameters"] == offloaded.peak["optimizer"] == 0
+    assert offloaded.peak_bytes < on_device.peak_bytes
+    assert offloaded.peak_reserved_bytes < on_device.peak_reserved_bytes
+
+
+def test_names_of_axes():
+    dims = ParallelDims(world_size=32, pp=2, dp_shard=2, cp=2, tp=4)
+    assert axis_of((0, 1, 2, 3), dims) == "tp"
+    assert axis_of((0, 4, 8, 12), dims) == "dp_shard+cp"
+    assert axis_of((1, 17), dims) == "pp"
+    assert axis_of(tuple(range(32)), dims) == "pp+dp_shard+cp+tp"
+
+
+def command_line(folder, *words, **environment):
+    command = [sys.executable, "-m", "torchtitan.cli.main", "train", *flags({**TINY, "dump_folder": folder}), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_command_line(tmp_path):
+    """512 ranks, with neither a GPU nor data."""
+    words = ["--dataloader.dataset=/nowhere", "--parallelism.tensor_parallel_degree=2", "--training.steps=3"]
+    result = command_line(tmp_path, *words, COMM_MODE="fake_backend", NGPU="512")
+    assert result.returncode == 0, result.stderr
+    for title in ("Held by each rank", "Peak of a step", "Communication of a step", "Operations of a step"):
+        assert title in result.stdout
+    document = json.loads((tmp_path / "dry_run.json").read_text())
+    assert document["world_size"] == 512
+    (rank,) = document["ranks"]
+    assert rank["peak_bytes"] == sum(rank["peak"].values()) <= rank["peak_reserved_bytes"]
+    assert {"dp_shard", "tp"} <= {traffic["axis"] for traffic in rank["communication"]}
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_refuses_what_the_run_would_refuse(tmp_path):
+    words = ["--parallelism.tensor_parallel_degree=3", "--parallelism.data_parallel_shard_degree=1"]
+    dry = command_line(tmp_path, *words, COMM_MODE="fake_backend", NGPU="3")
+    real = command_line(tmp_path, *words, NGPU="3")
+    assert dry.returncode == real.returncode == 2
+    assert "tensor_parallel_degree 3 does not divide" in dry.stderr
+    assert message_of(dry.stderr) == message_of(real.stderr)
+
+
+def message_of(text):
+    """The last line, without its time."""
+    return text.splitlines()[-1].partition(" ")[2]
+
+
+def test_refuses_another_mode_by_name(tmp_path):
+    result = command_line(tmp_path, COMM_MODE="fake")
+    assert result.returncode == 2
+    assert "COMM_MODE is 'fake'" in result.stderr
+
+
+def test_refuses_a_memory_budget(tmp_path):
+    options = {"activation_checkpoint__mode": "memory_budget", "compile__enable": True, "compile__backend": "aot_eager"}
+    with pytest.raises(UserError, match="memory_budget"):
+        dry_run(tiny_config(tmp_path, **options), 2)
+
+
+@pytest.mark.slow
+def test_8b_is_within_15_percent_of_what_was_published(tmp_path):
+    """82.4 GiB reserved, on 8 H100 of 95 GiB, local batch 2; see docs/dry_run.md. In a minute and in 2 GiB."""
+    options = ["--training.local_batch_size=2", "--activation_checkpoint.mode=selective", "--loss.chunk_tokens=0"]
+    words = ["--module", "llama3", "--config", "llama3_8b", "--dump_folder", str(tmp_path), *options]
+    start = time.perf_counter()
+    (report,) = dry_run(ConfigManager().parse_args(words).config, 8)
+    assert report.parameters == 8_030_261_248 // 8
+    assert report.parameter_bytes == report.gradient_bytes == report.optimizer_bytes // 2 == 4 * report.parameters
+    assert report.peak_reserved_bytes / 2**30 == pytest.approx(82.4, rel=0.16)
+    assert time.perf_counter() - start < 300

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes import run_processes
+from tests.training import read_metrics, tiny_config, train
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.lr_scheduler import LRScheduler
@@ -175,6 +176,25 @@ def test_the_norm_shows_what_is_not_finite():
     with torch.no_grad():
         model.norm.weight[3] = float("nan")
     assert not torch.tensor(Run(model, early=True).train(0).numbers).isfinite().any()
+
+
+def test_through_the_trainer(tmp_path):
+    """The plain trainer, whose step calls `step` after the backward pass all the same."""
+    runs = {}
+    for early in (True, False):
+        folder = tmp_path / str(early)
+        trainer = train(folder, training__max_norm="inf", optimizer__early_step_in_backward=early)
+        runs[early] = read_metrics(folder, "loss", "grad_norm"), list(trainer.model_parts[0].parameters())
+    (early_numbers, early_weights), (numbers, weights) = runs[True], runs[False]
+    assert [line[:2] for line in early_numbers] == [line[:2] for line in numbers]
+    assert [line[2] for line in early_numbers] == pytest.approx([line[2] for line in numbers], rel=1e-6)
+    for weight, expected in zip(early_weights, weights, strict=True):
+        assert torch.equal(weight, expected)
+
+
+def test_the_trainer_s_configuration_is_checked(tmp_path):
+    with pytest.raises(UserError, match=r"--optimizer\.early_step_in_backward does not go with clipping"):
+        tiny_config(tmp_path, optimizer__early_step_in_backward=True).check(world_size=1)
 
 
 # --- several processes ------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_the_experiment_is_written_as_the_user_s_own():
     assert "torchtitan new" not in text
     assert "class MySecondTryTrainer(Trainer)" in text
     assert "def my_second_try_debugmodel() -> MySecondTryTrainer.Config" in text
-    for step in ("zero_grad()", ".backward()", "clip_grad_norm(", "optimizer.step()"):
+    for step in ("zero_grad()", ".backward()", "clip_gradients()", "optimizer.step()"):
         assert step in text
 
 

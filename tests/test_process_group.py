@@ -3,6 +3,8 @@
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from tests.processes import run_processes
 from torchtitan.config import CommConfig
 from torchtitan.distributed import process_group
+from torchtitan.distributed.attempt_store import attempt_store
 
 
 def use_and_leave(folder: Path) -> None:
@@ -79,6 +82,30 @@ def wait_in_vain(folder: Path) -> None:
 def test_timeouts_take_effect(tmp_path: Path) -> None:
     run_processes(wait_in_vain, 3, tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_each_attempt_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun, whose store keeps what the processes of the attempt before wrote, one of which died half-way."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+
+    def attempt(order: list[int]) -> set[str]:
+        """What the ranks, one starting after the other, read after rank 0 has written."""
+        with ThreadPoolExecutor(3) as threads:
+            started = []
+            for rank in order:
+                started.append(threads.submit(attempt_store, rank, 3, timedelta(seconds=60)))
+                time.sleep(0.2)
+            stores = [one.result(60) for one in started]
+        assert not any(store.check(["key"]) for store in stores), "what an earlier attempt wrote is seen"
+        stores[0].set("key", str(order))
+        return {store.get("key").decode() for store in stores}
+
+    assert attempt([0, 1, 2]) == {"[0, 1, 2]"}
+    assert attempt([2, 0, 1]) == {"[2, 0, 1]"}
+    dist.PrefixStore("torchtitan", server).set("hello/1", "a process that then died")
+    assert attempt([0, 2, 1]) == {"[0, 2, 1]"}
 
 
 def test_cuda_is_told_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

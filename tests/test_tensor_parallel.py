@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.processes import run_processes
+from tests.equivalence.workers import Workers
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
@@ -33,6 +34,12 @@ class ZLoss(CrossEntropyLoss):
         valid = labels_N != IGNORE_INDEX
         penalty = torch.logsumexp(logits_NV.float(), dim=-1) ** 2
         return super().from_logits(logits_NV, labels_N) + 0.1 * (penalty * valid).sum()
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with Workers(PROCESSES) as workers:
+        yield workers
 
 
 def whole_loss(hidden: Tensor, weight: Tensor, labels: Tensor, with_z: bool) -> Tensor:
@@ -74,13 +81,12 @@ def make_mesh() -> DeviceMesh:
 
 
 def compare_losses(folder: Path) -> None:
-    """Chunks of some, one and no tokens; a vocabulary of two halves, of unequal parts, and of fewer rows than ranks."""
+    """In chunks and all at once, with a vocabulary of two halves and of unequal parts."""
     mesh = make_mesh()
-    for vocabulary in (40, 41, 1):
-        for chunk_tokens in (0, 1, 5, 100):
-            for kind in (CrossEntropyLoss, ZLoss):
-                for placement in (Shard(1), Replicate()):
-                    compare_loss(mesh, vocabulary, kind.Config(chunk_tokens=chunk_tokens).build(), placement)
+    for vocabulary in (40, 41):
+        for kind in (CrossEntropyLoss, ZLoss):
+            for chunk_tokens, placement in ((0, Shard(1)), (5, Shard(1)), (5, Replicate())):
+                compare_loss(mesh, vocabulary, kind.Config(chunk_tokens=chunk_tokens).build(), placement)
     (folder / str(dist.get_rank())).touch()
 
 
@@ -98,8 +104,8 @@ def compare_loss(mesh: DeviceMesh, vocabulary: int, loss: CrossEntropyLoss, plac
             assert_equal([loss(sharded_hidden, sharded_weight, labels)], expected[:1])
 
 
-def test_a_shared_vocabulary_gives_the_loss_and_gradients_of_the_whole(tmp_path):
-    run_processes(compare_losses, PROCESSES, tmp_path)
+def test_a_shared_vocabulary_gives_the_loss_and_gradients_of_the_whole(workers, tmp_path):
+    workers.run(compare_losses, tmp_path)
     assert len(list(tmp_path.iterdir())) == PROCESSES
 
 
@@ -113,7 +119,8 @@ class LargestTensor(TorchDispatchMode):
             return NotImplemented  # it comes again, with the rank's own tensors
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor):
+            # DTensor finds out about an operation by trying it on fakes of the whole tensors, which have no memory.
+            if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                 self.elements = max(self.elements, value.numel())
         return result
 
@@ -141,9 +148,9 @@ def measure_tensors(folder: Path) -> None:
     (folder / str(dist.get_rank())).touch()
 
 
-def test_logits_of_the_whole_vocabulary_never_exist(tmp_path):
+def test_logits_of_the_whole_vocabulary_never_exist(workers, tmp_path):
     """Nor are the weights gathered: nothing is larger than a rank's own rows of them. The control sees both."""
-    run_processes(measure_tensors, PROCESSES, tmp_path)
+    workers.run(measure_tensors, tmp_path)
     assert len(list(tmp_path.iterdir())) == PROCESSES
 
 
@@ -178,6 +185,6 @@ def compare_models(folder: Path, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_gradients_of_a_model_are_those_of_a_single_process(tmp_path, tied):
-    run_processes(compare_models, PROCESSES, tmp_path, tied)
+def test_gradients_of_a_model_are_those_of_a_single_process(workers, tmp_path, tied):
+    workers.run(compare_models, tmp_path, tied)
     assert len(list(tmp_path.iterdir())) == PROCESSES

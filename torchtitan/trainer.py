@@ -23,7 +23,7 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import Configurable
 from torchtitan.distributed import initialize_weights
-from torchtitan.distributed.compile import compile_loss
+from torchtitan.distributed.compile import RecompileMonitor, compile_loss
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm
 from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
@@ -121,6 +121,7 @@ class Trainer(Configurable):
         self.checkpointer = self.build_checkpointer()
         self.checkpoint_loaded = False
         self.validator = self.build_validator()
+        self.recompile_monitor = RecompileMonitor()
         self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
         self.profiler = config.profiling.build(dump_folder=config.dump_folder, device=self.device, rank=self.rank)
@@ -162,6 +163,12 @@ class Trainer(Configurable):
     def count_total_steps(self) -> int:
         """The last step: `training.steps`, or what `training.epochs` comes to where the data's size is known."""
         epochs, samples = self.config.training.epochs, self.dataloader.samples_per_epoch
+        if epochs is not None and samples is None and self.config.optimizer.early_step_in_backward:
+            # The end of a stream is found only after a backward pass.
+            raise UserError(
+                "--optimizer.early_step_in_backward does not go with --training.epochs of a stream: the step that finds "
+                "its end would change the weights (--training.steps ends a run too)"
+            )
         if epochs is None or samples is None:
             return self.config.training.steps
         return math.ceil(epochs * samples / self.global_batch_size)
@@ -324,7 +331,8 @@ class Trainer(Configurable):
         """Step after step; why there is no further one."""
         batches = iter(self.dataloader)
         while self.should_continue_training():
-            outcome = self.train_step(batches)
+            with self.recompile_monitor.watch(self.step + 1):
+                outcome = self.train_step(batches)
             if outcome.data_exhausted:
                 return "data ended"
             self.complete_step(outcome)
@@ -418,6 +426,8 @@ class Trainer(Configurable):
 
     def clip_gradients(self) -> Tensor:
         """Scale gradients down to `training.max_norm`; their total norm before that, over all ranks."""
+        if self.config.optimizer.early_step_in_backward:
+            return self.optimizer.early_grad_norm()
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         pipeline = self.mesh.get_group("pp") if self.mesh and self.pipeline else None
         return clip_grad_norm(parameters, self.config.training.max_norm, pipeline)
@@ -439,7 +449,8 @@ class Trainer(Configurable):
         )
 
     def handle_nonfinite(self, outcome: StepOutcome, micro_batches: list[Batch]) -> None:
-        """Stop the run, or go on without this step, as `training.on_nonfinite` says; weights are untouched so far.
+        """Stop the run, or go on without this step, as `training.on_nonfinite` says; weights are untouched so far
+        (but by an early step in the backward pass).
 
         Raises:
             NonFiniteError: with the step and the documents that it was computed from, of all ranks.

@@ -12,7 +12,7 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.optimizer import Optimizer, check_early_step
 from torchtitan.components.profiling import Profiler
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.components.validate import Validator
@@ -133,8 +133,12 @@ class TrainerConfig(Configurable.Config):
         dims.check_fits(self.model_spec.model, self.training.seq_len)
         if dims.pp > 1:
             PipelinePlan.from_config(self.parallelism, self.model_spec.model, self.training.local_batch_size)
+        for name in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
+            if dims.pp == 1 and getattr(self.parallelism, name) is not None:
+                raise UserError(f"--parallelism.{name} needs --parallelism.pipeline_parallel_degree above 1")
         check_activation_checkpoint(self.activation_checkpoint, self.compile)
         check_compile(self.compile)
+        check_early_step(self.optimizer, self.training, self.parallelism, dims.dp_degree)
         self.training.resolve_global_batch_size(dims.dp_degree)
         if self.training.enable_cpu_offload and dims.dp_shard * dims.cp == 1:
             raise UserError(

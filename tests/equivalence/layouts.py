@@ -13,10 +13,10 @@ PROBLEM: Options = {
     "training__global_batch_size": 16,
     "training__mixed_precision_param": "float32",
     # Between the smallest and the largest norm of these steps, so that some are clipped and some are not.
-    "training__max_norm": 0.5,
+    "training__max_norm": 0.9,
     "model__n_layers": 4,
     "optimizer__name": "SGD",
-    "optimizer__lr": 0.3,
+    "optimizer__lr": 0.1,
     # No divisor of the tokens in a local batch.
     "loss__chunk_tokens": 100,
     "validator__enable": True,
@@ -179,7 +179,7 @@ FOUR_PROCESSES: dict[str, Options] = {
     "PP 2 1F1B x FSDP 2, CPU offload": {**PP2, **OFFLOAD},
     "PP 2 1F1B x DDP 2": {**PP2, **DDP2},
     "PP 2 DualPipeV x DDP 2": {**PP2, **DDP2, **schedule("DualPipeV")},
-    **{f"PP 2 {name} x TP 2": {**PP2, **TP2, **schedule(name)} for name in SCHEDULES},
+    **{f"PP 2 {name} x TP 2": {**PP2, **TP2, **schedule(name), **PAIRS} for name in SCHEDULES},
     "PP 2 1F1B x TP 2, uneven vocabulary, AdamW": {**PP2, **TP2, **UNEVEN_VOCABULARY, **ADAMW},
     "PP 2 1F1B x TP 2, whole logits": {**PP2, **TP2, **WHOLE_LOGITS},
     **{f"PP 2 {name} x CP 2": {**PP2, **CP2, **schedule(name)} for name in ("1F1B", "LoopedBFS", *SPLIT_SCHEDULES)},

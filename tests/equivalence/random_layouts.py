@@ -31,7 +31,7 @@ _CHOICES_OF_ALL: Mapping[str, Sequence[Any]] = {
     "activation_checkpoint__selective_option": ("op", "2"),
     "compile__enable": (False, False, False, True),
     "compile__backend": ("aot_eager",),
-    "training__max_norm": (0.5, 0.5, float("inf")),
+    "training__max_norm": (0.9, 0.9, float("inf")),
     "loss__chunk_tokens": (100, 33, 0),
     "dataloader__document_mask": (True, True, False),
     "model__n_layers": (4, 3, 6, 8),
@@ -67,7 +67,7 @@ def _draw(generator: random.Random) -> Layout:
     possible = [_CHOICES[name] for name, degree in degrees.items() if degree > 1]
     for choices in (*possible, _CHOICES_OF_ALL):
         options |= {name: generator.choice(values) for name, values in choices.items()}
-    options["optimizer__name"], options["optimizer__lr"] = generator.choice((("SGD", 0.3), ("AdamW", 3e-4)))
+    options["optimizer__name"], options["optimizer__lr"] = generator.choice((("SGD", 0.1), ("AdamW", 3e-4)))
     samples = PROBLEM["training__global_batch_size"]
     ranks = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
     options["training__local_batch_size"] = samples // ranks // generator.choice((1, 2, 4))

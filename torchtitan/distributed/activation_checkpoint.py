@@ -15,6 +15,7 @@ from torchtitan.config import ActivationCheckpointConfig, CompileConfig
 from torchtitan.tools.errors import UserError
 
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}
+"""What a linear layer is computed by: without bias, with it, and on MPS."""
 
 
 def check_activation_checkpoint(config: ActivationCheckpointConfig, compile: CompileConfig) -> None:
@@ -29,8 +30,8 @@ def check_activation_checkpoint(config: ActivationCheckpointConfig, compile: Com
 def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpointConfig) -> None:
     """Make the blocks in `model.layers`, a `ModuleDict` by layer number, forget what `config` does not say to keep.
 
-    In place, before compilation and data parallelism. Wrapped blocks keep their attributes, and the names of their
-    parameters in `named_parameters` and `state_dict`.
+    In place, before compilation and data parallelism. Wrapped blocks keep their attributes, and their parameters' names
+    in `state_dict`; `canonical_name` gives them for those in `named_parameters`.
     """
     # Torch has this setting for the whole process alone; 1 is its own value, which an earlier model may have changed.
     functorch_config.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
@@ -61,7 +62,8 @@ def _show_compiled_functions_to_policies() -> None:
 
 @functools.cache
 def _always_kept() -> frozenset[Any]:
-    """Attention in all of torch's implementations, and communication but for all-gathers, whose results are large."""
+    """Attention in all of torch's implementations, and communication, but for the gathering of what is there in parts:
+    its results are large."""
     ops: Any = torch.ops
     higher_order: Any = torch.ops.higher_order
     return frozenset(

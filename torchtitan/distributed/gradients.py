@@ -78,4 +78,5 @@ def _norm(gradients: Sequence[Tensor]) -> Tensor:
         torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.promote_types(gradient.dtype, torch.float32))
         for gradient in gradients
     ]
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(norms) for norms in row_norms]))
+    norms = [torch.linalg.vector_norm(norms) if norms.ndim else norms for norms in row_norms]
+    return torch.linalg.vector_norm(torch.stack(norms))

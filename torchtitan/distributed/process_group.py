@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torchtitan.config import CommConfig
+from torchtitan.distributed.attempt_store import attempt_store
 
 _made_here = False  # whether this module made the process group, and so is to destroy it
 
@@ -33,7 +34,15 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         # With the device, NCCL connects here, where a failure belongs, and need not guess the device of a barrier.
         device_id = device if device_type == "cuda" else None
-        dist.init_process_group(backend, timeout=timedelta(seconds=comm.init_timeout_seconds), device_id=device_id)
+        timeout = timedelta(seconds=comm.init_timeout_seconds)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            rank, size = int(os.environ["RANK"]), world_size()
+            store = attempt_store(rank, size, timeout)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
+            )
+        else:
+            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         _made_here = True
     return device
 

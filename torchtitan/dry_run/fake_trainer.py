@@ -1,17 +1,14 @@
 """A trainer whose tensors have shapes and no memory, in a run of which it is the only process."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -24,7 +21,7 @@ from torchtitan.config import CompileConfig
 from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
 from torchtitan.protocols import BaseModel
 from torchtitan.tools.memory_tracker import MemoryTracker
-from torchtitan.tools.operations import Observer, observing
+from torchtitan.tools.operations import observing
 from torchtitan.tools.work_tracker import Work, WorkTracker
 from torchtitan.trainer import StepOutcome, Trainer
 
@@ -60,6 +57,11 @@ class ZeroBatches(BaseDataLoader):
         self.shape = (local_batch_size, seq_len)
 
     def __next__(self) -> Batch:
+        return self.batch
+
+    @functools.cached_property
+    def batch(self) -> Batch:
+        """The only one: on a device there would never be two."""
         return {name: torch.zeros(self.shape, dtype=torch.int64) for name in ("input", "labels")}
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,23 +90,6 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
     )
 
 
-class _MessagesUnderWay(Observer):
-    """Keeps what a rank gives to asynchronous communication until it waits for the result, as torch does; but the
-    communication of fake tensors forgets it at once."""
-
-    def __init__(self) -> None:
-        self.given: dict[int, tuple[Any, ...]] = {}  # by the address of the result
-
-    def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Keep the arguments, or let go of them."""
-        if func.namespace != "_c10d_functional":
-            return
-        if func._opname == "wait_tensor":
-            self.given.pop(args[0].untyped_storage()._cdata, None)
-        elif isinstance(result, Tensor):
-            self.given[result.untyped_storage()._cdata] = args
-
-
 class FakeTrainer(Trainer):
     """Builds all that a trainer builds, with fake tensors; `measure_step` makes one step and measures it.
 
@@ -114,6 +99,10 @@ class FakeTrainer(Trainer):
     fake_mode: FakeTensorMode
     memory: MemoryTracker
     work: WorkTracker
+    n_computed: int
+    """Micro-batches of the step that have been computed."""
+    work_of_second: Work
+    """What computing the last of them took."""
 
     def init_distributed(self) -> torch.device:
         """The process group is there already; whatever this machine has, tensors pretend to be on its CPU."""
@@ -144,7 +133,7 @@ class FakeTrainer(Trainer):
         return torch.ones((), device=self.device, dtype=self.statistics_dtype)
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
-        """The first two micro-batches are computed; all later ones only work like the second, and use no more memory."""
+        """Computes the first two; what comes later works like the second, and needs no more memory."""
         if self.n_computed == 2:
             self.work.work += self.work_of_second
             return torch.zeros((), device=self.device)
@@ -168,7 +157,7 @@ class FakeTrainer(Trainer):
         self.memory.label("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])
         if self.pipeline:
             MicrobatchReplay(self.pipeline, self.memory, self.work, self.label_what_training_made).install()
-        with self.fake_mode, observing(self.memory, self.work, _MessagesUnderWay()):
+        with self.fake_mode, observing(self.memory, self.work):
             self.train_step(iter(self.dataloader))
 
     def count_own_parameters(self) -> int:

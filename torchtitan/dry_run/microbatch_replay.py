@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torchtitan.tools.work_tracker import Work, WorkTracker
 
 @dataclass
 class _Sample:
-    """What a computation of one micro-batch did to the memory, from one moment to another; its work and its result."""
+    """What a computation for one micro-batch did to the memory, from one moment to another; its work and its result."""
 
     start: int
     end: int
@@ -30,17 +30,24 @@ class _Sample:
 
 
 class MicrobatchReplay:
-    """Computes the first micro-batch of each stage, in which weights are gathered and gradients begin to exist, and one
-    more for each way in which the schedule computes backward passes: at once, or inputs and weights one after the other.
+    """Computes the first micro-batch of each stage, in which weights are gathered and gradients begin to exist, and the
+    second. All others do to memory and work exactly what that one did.
 
-    All others do to memory and work exactly what that one did. What they hand to another stage, or to the loss, is a
-    tensor of the right shape, and its memory lasts as long as the schedule holds on to it.
+    What a replayed one hands to another stage, or to the loss, is a tensor of the right shape, and its memory lasts as
+    long as the schedule holds on to it. Schedules whose backward passes are split in two, or do not come in the order
+    of the forward passes, have every micro-batch computed: there, no single one stands for all.
+
+    Args:
+        pipeline: of this rank; its schedule must not have run.
+        memory: follows the memory of the run.
+        work: counts the work of the run.
+        after_backward: called after each backward pass that is computed.
     """
 
     def __init__(
         self, pipeline: Pipeline, memory: MemoryTracker, work: WorkTracker, after_backward: Callable[[], None]
     ):
-        self.schedule = pipeline._schedule
+        self.schedule: Any = pipeline._schedule
         self.memory = memory
         self.work = work
         self.after_backward = after_backward
@@ -50,53 +57,37 @@ class MicrobatchReplay:
     def install(self) -> None:
         """Put this between the schedule and its stages."""
         self.schedule._warmup_p2p = _skip_vote
-        single = getattr(self.schedule, "_stage", None)
-        for stage in [single] if single else self.schedule._stages:
-            templates = _templates(self.schedule, stage.stage_index)
-            stage.forward_one_chunk = functools.partial(self.forward, stage, stage.forward_one_chunk, templates)
-            stage.backward_one_chunk = functools.partial(self.backward, stage, stage.backward_one_chunk, templates)
-            stage.backward_weight_one_chunk = functools.partial(
-                self.backward_weight, stage, stage.backward_weight_one_chunk, templates
-            )
+        multiple = isinstance(self.schedule, PipelineScheduleMulti)
+        for stage in self.schedule._stages if multiple else [self.schedule._stage]:
+            replays = _can_replay(self.schedule, stage.stage_index)
+            stage.forward_one_chunk = functools.partial(self.forward, stage, stage.forward_one_chunk, replays)
+            stage.backward_one_chunk = functools.partial(self.backward, stage, stage.backward_one_chunk, replays)
 
     def forward(
-        self, stage: Any, compute: Callable[..., Any], templates: list[int], chunk: int, *args: Any, **kwargs: Any
+        self, stage: Any, compute: Callable[..., Any], replays: bool, microbatch: int, *args: Any, **kwargs: Any
     ) -> Any:
         """`stage.forward_one_chunk`."""
-        template = templates[chunk]
-        if chunk == template:
-            return self._sample((stage.stage_index, template, "forward"), lambda: compute(chunk, *args, **kwargs))
-        output = self._replay((stage.stage_index, template, "forward"), (stage.stage_index, chunk))
-        stage.fwd_cache[chunk] = ((output,), [])
+        key = (stage.stage_index, "forward")
+        if microbatch < 2 or not replays:
+            return self._sample(key, lambda: compute(microbatch, *args, **kwargs))
+        output = self._replay(key, (stage.stage_index, microbatch))
+        stage.fwd_cache[microbatch] = ((output,), [])
         return output
 
-    def backward(
-        self, stage: Any, compute: Callable[..., Any], templates: list[int], chunk: int, **kwargs: Any
-    ) -> None:
+    def backward(self, stage: Any, compute: Callable[..., Any], replays: bool, microbatch: int, **kwargs: Any) -> None:
         """`stage.backward_one_chunk`."""
-        template = templates[chunk]
+        key = (stage.stage_index, "backward")
 
         def gradients_of_inputs() -> Any:
-            compute(chunk, **kwargs)
-            return stage.bwd_cache[chunk]
+            compute(microbatch, **kwargs)
+            return stage.bwd_cache[microbatch]
 
-        if chunk == template:
-            self._sample((stage.stage_index, template, "backward"), gradients_of_inputs)
+        if microbatch < 2 or not replays:
+            self._sample(key, gradients_of_inputs)
             self.after_backward()
         else:
-            del stage.fwd_cache[chunk]
-            stage.bwd_cache[chunk] = self._replay((stage.stage_index, template, "backward"), (stage.stage_index, chunk))
-
-    def backward_weight(
-        self, stage: Any, compute: Callable[..., Any], templates: list[int], chunk: int, **kwargs: Any
-    ) -> None:
-        """`stage.backward_weight_one_chunk`."""
-        template = templates[chunk]
-        if chunk == template:
-            self._sample((stage.stage_index, template, "weight"), lambda: compute(chunk, **kwargs))
-            self.after_backward()
-        else:
-            self._replay((stage.stage_index, template, "weight"), (stage.stage_index, chunk))
+            del stage.fwd_cache[microbatch]
+            stage.bwd_cache[microbatch] = self._replay(key, (stage.stage_index, microbatch))
 
     def _sample(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         start, before = self.memory.now, self.work.work
@@ -111,7 +102,11 @@ class MicrobatchReplay:
         self.work.work += sample.work
         twins = self.twins.setdefault(microbatch, {})
         self.memory.replay(sample.start, sample.end, twins, omit=sample.allocations)
-        return tree_map_only(functools.partial, lambda make: make(), sample.result)
+        result = tree_map_only(functools.partial, lambda make: make(), sample.result)
+        tensors = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
+        for tensor, original in zip(tensors, sample.allocations, strict=True):
+            self.memory.label_like(original, tensor)
+        return result
 
 
 def _skip_vote(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
@@ -120,27 +115,20 @@ def _skip_vote(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
         stage._inference_mode = InferenceMode.STATIC
 
 
-def _templates(schedule: Any, stage: int) -> list[int]:
-    """For each micro-batch of a stage, the one that is computed in its place; itself, where it is computed."""
-    microbatches = range(schedule._n_microbatches)
+def _can_replay(schedule: Any, stage: int) -> bool:
+    """Whether the second micro-batch of a stage stands for all later ones."""
     backward = [
         action
         for action in _actions(schedule)
         if action.stage_index == stage and action.computation_type in (BACKWARD_INPUT, FULL_BACKWARD)
     ]
-    order = [action.microbatch_index for action in backward]
-    if order != sorted(order):  # the second is not among the first whose backward pass is computed
-        return list(microbatches)
-    split = {action.microbatch_index for action in backward if action.computation_type == BACKWARD_INPUT}
-    firsts: dict[bool, int] = {}
-    for microbatch in microbatches[1:]:
-        firsts.setdefault(microbatch in split, microbatch)
-    return [0, *(firsts[microbatch in split] for microbatch in microbatches[1:])]
+    order = [action.microbatch_index for action in backward if action.microbatch_index is not None]
+    split = any(action.computation_type == BACKWARD_INPUT for action in backward)
+    return order == sorted(order) and not split
 
 
 def _actions(schedule: Any) -> Iterator[_Action]:
-    """What this rank does, one after the other; nothing, where a schedule's code says it and no list: there, backward
-    passes are not split."""
+    """What this rank does, one after the other; nothing for GPipe and 1F1B, whose code says it instead of a list."""
     if isinstance(schedule, PipelineScheduleMulti):
         for action in schedule.pipeline_order[schedule.rank]:
             if action is not None:

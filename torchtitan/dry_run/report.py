@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,14 +60,15 @@ def _check(config: Trainer.Config, world_size: int) -> None:
     config.check_layout(world_size)
     if config.activation_checkpoint.mode == "memory_budget":
         raise UserError(
-            "--activation_checkpoint.mode memory_budget leaves the choice to the compiler, which a dry run does not use: "
-            "try none, selective and full"
+            "--activation_checkpoint.mode memory_budget leaves the choice to the compiler, which a dry run does not "
+            "use: try none, selective or full"
         )
     if config.compile.enable:
         logger.warning("--compile.enable: a dry run compiles nothing; the numbers are those of the run without it")
 
 
 def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
+    exception_hook = sys.excepthook  # a process group puts its rank in front of a traceback, each one anew
     if world_size > 1:
         dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
@@ -76,6 +78,7 @@ def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        sys.excepthook = exception_hook
         # Torch remembers the process groups of one rank's mesh, and takes the next rank's for the same.
         _clear_sharding_prop_cache()
 

@@ -33,10 +33,13 @@ class Allocation:
     n_bytes: int
     owner: "Owner"
     outlived_backward: bool = False  # whether a backward pass began while it lasted
+    twin_of: "Allocation | None" = None
 
     @property
     def kind(self) -> MemoryKind:
         """What it is for, by what is known of it so far."""
+        if self.twin_of is not None:
+            return self.twin_of.kind
         return self.owner.label or ("activations" if self.outlived_backward else "temporary")
 
 
@@ -122,6 +125,11 @@ class MemoryTracker(Observer):
         owner = self._owners.get(tensor.untyped_storage()._cdata)
         return owner.current if owner else None
 
+    def label_like(self, allocation: Allocation | None, tensor: Tensor) -> None:
+        """Say that the memory of a plain tensor is for what that allocation is for."""
+        if (own := self.allocation_of(tensor)) is not None:
+            own.twin_of = allocation
+
     def replay(
         self, start: int, end: int, twins: dict[Allocation, Allocation], omit: Sequence[Allocation | None]
     ) -> None:
@@ -135,11 +143,10 @@ class MemoryTracker(Observer):
             omit: allocations that are not made again.
         """
         for allocation, sign in self._events[start:end]:
-            if sign < 0:
-                self._free(twins.pop(allocation).owner if allocation in twins else Owner())
-            elif allocation not in omit:
-                self._allocate(Owner(label=allocation.owner.label), allocation.n_bytes)
-                twins[allocation] = self._events[-1][0]
+            if sign < 0 and allocation in twins:
+                self._free(twins.pop(allocation).owner)
+            elif sign > 0 and allocation not in omit:
+                twins[allocation] = self._allocate(Owner(), allocation.n_bytes, twin_of=allocation)
 
     def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Follow the storages that the operation made."""
@@ -170,10 +177,11 @@ class MemoryTracker(Observer):
             self._owners[address] = Owner(weakref.ref(storage, lambda _: self._free(self._owners.pop(address))))
         return self._owners[address]
 
-    def _allocate(self, owner: Owner, n_bytes: int) -> None:
-        owner.current = Allocation(n_bytes, owner)
-        self._live[owner.current] = None
-        self._events.append((owner.current, 1))
+    def _allocate(self, owner: Owner, n_bytes: int, twin_of: Allocation | None = None) -> Allocation:
+        allocation = owner.current = Allocation(n_bytes, owner, twin_of=twin_of)
+        self._live[allocation] = None
+        self._events.append((allocation, 1))
+        return allocation
 
     def _free(self, owner: Owner) -> None:
         allocation, owner.current = owner.current, None

@@ -111,10 +111,10 @@ def _count_bytes(value: Any) -> int:
 def _group_in(values: list[Any]) -> dist.ProcessGroup:
     """The process group among an operation's arguments, itself or by its name, which comes last of the strings."""
     for value in values:
-        if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
+        if isinstance(value, torch.ScriptObject) and str(value._type()).endswith(".ProcessGroup"):
             return dist.ProcessGroup.unbox(value)
     name = [value for value in values if isinstance(value, str)][-1]
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
 
 
 def _formula_of(func: OpOverload) -> Callable[..., int] | None:

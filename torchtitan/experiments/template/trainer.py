@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.components.data.dataloader import Batch
-from torchtitan.distributed.gradients import clip_grad_norm
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import StepOutcome, Trainer
 
@@ -42,8 +41,7 @@ class TemplateTrainer(Trainer):
             (mean_loss * self.parallel_dims.gradient_degree).backward()
             loss += mean_loss.detach()
 
-        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
-        grad_norm = clip_grad_norm(parameters, self.config.training.max_norm)
+        grad_norm = self.clip_gradients()
 
         # The one moment at which the host waits for the device: is the step sound, is somebody asking to stop?
         outcome = self.read_outcome(loss, grad_norm, n_tokens)

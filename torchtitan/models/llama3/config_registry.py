@@ -6,7 +6,7 @@ from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.validate import Validator
-from torchtitan.config import TrainingConfig
+from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
@@ -35,7 +35,7 @@ def llama3_3b() -> Trainer.Config:
 
 def llama3_8b() -> Trainer.Config:
     """Llama 3.1 8B."""
-    return _published("8B", "Llama-3.1-8B", lr=3e-4, local_batch_size=1, steps=10_000)
+    return _published("8B", "Llama-3.1-8B", lr=3e-4, local_batch_size=2, steps=10_000)
 
 
 def llama3_70b() -> Trainer.Config:
@@ -60,6 +60,7 @@ def _published(flavor: str, assets: str, *, lr: float, local_batch_size: int, st
         training=TrainingConfig(steps=steps, seq_len=8192, local_batch_size=local_batch_size),
         optimizer=Optimizer.Config(lr=lr),
         lr_scheduler=LRScheduler.Config(warmup_steps=600, decay_type="cosine", min_lr_factor=0.1),
+        activation_checkpoint=ActivationCheckpointConfig(mode="selective"),
         metrics=MetricsProcessor.Config(enable_tensorboard=True),
         checkpoint=CheckpointManager.Config(enable=True, interval=500),
     )

@@ -1,0 +1,293 @@
+"""Every parallel layout trains like a single process, and the comparison that says so can fail."""
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.equivalence.__main__ import BEGIN, END, as_markdown, cells, choose_layouts, parse_arguments, write_docs
+from tests.equivalence.layouts import Layout, all_layouts
+from tests.equivalence.matrix import Matrix, Row
+from tests.equivalence.random_layouts import draw_layouts
+from tests.equivalence.runs import Differences, InconsistentRanks, Outcome, compare, merge_weights
+from tests.equivalence.workers import WorkerFailure, Workers
+from tests.training import RaggedDataLoader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.initialize import canonical_name
+from torchtitan.trainer import Trainer
+
+LAYOUTS = {layout.name: layout for layout in all_layouts()}
+
+DEFAULT = (
+    "FSDP 2, AC selective op",
+    "DDP 2",
+    "TP 2, uneven vocabulary",
+    "CP 2",
+    "PP 2 ZBVZeroBubble",
+    "HSDP 2 x 2",
+    "FSDP 2 x TP 2",
+    "TP 2 x CP 2",
+    "PP 2 1F1B x FSDP 2",
+    "PP 2 DualPipeV x TP 2",
+)
+"""Each dimension, and the main compositions; the others take minutes."""
+
+
+@pytest.fixture(scope="module")
+def matrix() -> Iterator[Matrix]:
+    with Matrix() as matrix:
+        yield matrix
+
+
+def layout_parameters() -> Iterator[Any]:
+    for name, layout in LAYOUTS.items():
+        if not layout.long:
+            is_fast = layout.refused or name in DEFAULT
+            yield pytest.param(layout, id=name, marks=() if is_fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("layout", layout_parameters())
+def test_layout(matrix, layout):
+    """Loss, gradient norm and validation loss of ten steps, and the weights at their end, or a refusal."""
+    row = matrix.run_one(layout)
+    assert row.passed, f"{row.verdict} {row.differences}\n{row.failure}"
+
+
+@pytest.mark.slow
+def test_random_layouts_on_a_text(assets):
+    extra = {name: assets / "text" / "tinyshakespeare.txt" for name in ("dataloader__dataset", "validator__dataset")}
+    with Matrix(extra) as matrix:
+        rows = list(matrix.run(draw_layouts(4, seed=3, extra=extra)))
+    assert [row.verdict for row in rows] == ["equal"] * 4
+
+
+# --- that it can fail -------------------------------------------------------------------------------------------------
+
+
+class ForgetfulDims(ParallelDims):
+    """Takes no notice of context parallelism where gradients are scaled."""
+
+    @property
+    def gradient_degree(self) -> int:
+        return self.dp_degree
+
+
+class WrongScale(Trainer):
+    """The loss is right, and the gradients are those of another one."""
+
+    def __init__(self, config: Trainer.Config):
+        super().__init__(config)
+        dims = self.parallel_dims
+        self.parallel_dims = ForgetfulDims(**{name: getattr(dims, name) for name in dims.__dataclass_fields__})
+
+
+class ZeroedGradient(Trainer):
+    """One matrix of one layer does not learn."""
+
+    def clip_gradients(self) -> Tensor:
+        for part in self.model_parts:
+            for name, parameter in part.named_parameters():
+                if canonical_name(name) == "layers.1.attention.wq.weight":
+                    parameter.grad = torch.zeros_like(parameter)
+        return super().clip_gradients()
+
+
+class LosesThird(CrossEntropyLoss):
+    """Every third micro-batch counts nothing."""
+
+    calls = 0
+
+    def __call__(self, hidden_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor) -> Tensor:
+        self.calls += 1
+        loss = super().__call__(hidden_BLD, weight_VD, labels_BL)
+        return loss * 0 if self.calls % 3 == 0 else loss
+
+
+class DroppedMicroBatch(Trainer):
+    """Of those that pass through a pipeline, some are lost."""
+
+    def build_loss(self) -> Any:
+        return LosesThird(self.config.model_spec.loss)
+
+
+class Swapping(RaggedDataLoader):
+    """Hands out two neighbouring batches in the wrong order; the first of them is number `swapped`, from 0."""
+
+    swapped: int
+
+    def __next__(self) -> dict[str, Tensor]:
+        if not hasattr(self, "batches"):
+            read = super().__next__
+            first = [read() for _ in range(self.swapped + 2)]
+            first[-2:] = reversed(first[-2:])
+            self.batches = itertools.chain(first, iter(read, None))
+        return next(self.batches)
+
+
+class SwapsWithinStep(Swapping):
+    """Both are of the second global batch."""
+
+    swapped = 2
+
+
+class SwapsSteps(Swapping):
+    """One is of the first global batch, one of the second."""
+
+    swapped = 1
+
+
+MISTAKES = {
+    "gradient scale": ("CP 2", WrongScale, RaggedDataLoader, {"grad_norm", "weights"}),
+    "gradient of a layer": ("FSDP 2", ZeroedGradient, RaggedDataLoader, {"grad_norm", "weights"}),
+    "data order": ("FSDP 2", Trainer, SwapsSteps, {"loss", "grad_norm", "weights"}),
+    "micro-batch": ("PP 2 1F1B", DroppedMicroBatch, RaggedDataLoader, {"loss", "grad_norm", "weights"}),
+}
+"""Layout, what is wrong with it, and by which numbers it is caught, at least."""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_caught(matrix, mistake):
+    name, trainer_class, loader, caught_by = MISTAKES[mistake]
+    layout = LAYOUTS[name]
+    differences = compare(matrix.outcome(layout, trainer_class, loader), matrix.reference(layout))
+    assert not differences.agree
+    # Ten times the bound: not by chance.
+    assert {field for field in caught_by if getattr(differences, field) > 1e-4} == caught_by, differences
+
+
+def test_the_order_within_a_global_batch_does_not_matter(matrix):
+    """So what is caught of the data's order above is that, and not the loader."""
+    layout = LAYOUTS["FSDP 2"]
+    assert compare(matrix.outcome(layout, Trainer, SwapsWithinStep), matrix.reference(layout)).agree
+
+
+ONES = Outcome(losses=[2.0, 1.0], grad_norms=[1.0, 1.0], validation_losses=[3.0], weights={"w": torch.ones(4)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "expected"),
+    [
+        ({}, "loss", 0.0),
+        ({"losses": [2.0, 1.1]}, "loss", 0.1),
+        ({"losses": [2.0]}, "loss", math.inf),
+        ({"grad_norms": [1.0, math.nan]}, "grad_norm", math.nan),
+        ({"validation_losses": []}, "validation_loss", math.inf),
+        ({"weights": {"w": torch.tensor([1.0, 1.0, 1.0, 1.2])}}, "weights", 0.1),
+        ({"weights": {"w": torch.full((4,), math.nan)}}, "weights", math.nan),
+        ({"weights": {}}, "weights", math.inf),
+        ({"weights": {"w": torch.ones(4), "v": torch.ones(1)}}, "weights", math.inf),
+    ],
+)
+def test_differences(changes, field, expected):
+    differences = compare(replace(ONES, **changes), ONES)
+    assert getattr(differences, field) == pytest.approx(expected, nan_ok=True)
+    assert differences.agree == (expected == 0)
+
+
+def test_weights_that_ranks_do_not_agree_on_are_told():
+    first, second = {"a": torch.ones(2)}, {"b": torch.zeros(2)}
+    assert list(merge_weights([first, second, first, second], copies=2)) == ["a", "b"]
+    with pytest.raises(InconsistentRanks, match="a is on 2 ranks, and should be on 1"):
+        merge_weights([first, first], copies=1)
+    with pytest.raises(InconsistentRanks, match="b is on 1 ranks, and should be on 2"):
+        merge_weights([first, {**first, **second}], copies=2)
+    with pytest.raises(InconsistentRanks, match="a differs from rank to rank"):
+        merge_weights([first, {"a": torch.tensor([1.0, 1.0 + 1e-6])}], copies=2)
+
+
+# --- the machinery ----------------------------------------------------------------------------------------------------
+
+
+def add_ranks(folder: Any) -> None:
+    total = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(total)
+    (folder / f"{dist.get_rank()}: {total.item()}").touch()
+
+
+def fail_on_second_rank() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("what went wrong")
+    dist.barrier()
+
+
+def die_on_second_rank() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_a_failure_of_one_rank_is_told_and_the_next_run_is_a_fresh_one(tmp_path):
+    with Workers(2) as workers:
+        workers.run(add_ranks, tmp_path)
+        for failing, told in ((fail_on_second_rank, "ValueError: what went wrong"), (die_on_second_rank, "died")):
+            begun = time.monotonic()
+            with pytest.raises(WorkerFailure, match=f"rank 1: [^$]*{told}"):
+                workers.run(failing)
+            assert time.monotonic() - begun < 30  # not the limit of a collective
+            workers.run(add_ranks, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"0: 3", "1: 3"}
+
+
+def make_row(**options: Any) -> Row:
+    return Row(Layout("TP 2", 2, {}, refused=options.pop("refused", False)), seconds=1.0, **options)
+
+
+CLOSE = Differences(loss=1e-7, grad_norm=2e-7, validation_loss=0.0, weights=3e-8, worst_weight="w")
+
+
+@pytest.mark.parametrize(
+    ("row", "passed", "verdict"),
+    [
+        (make_row(differences=CLOSE), True, "equal"),
+        (make_row(differences=replace(CLOSE, grad_norm=1.1e-5)), False, "different"),
+        (make_row(refusal="no"), False, "refused, unexpectedly: no"),
+        (make_row(refusal="no", refused=True), True, "refused: no"),
+        (make_row(refused=True), False, "not refused, as it should be"),
+        (make_row(failure="Traceback\nValueError: x\n"), False, "failed: ValueError: x"),
+    ],
+)
+def test_verdicts(row, passed, verdict):
+    assert row.passed == passed
+    assert cells(row)[-1] == verdict
+
+
+def test_the_table_goes_between_the_markers(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Title\n{BEGIN}\nold\n{END}\nend\n")
+    table = as_markdown([make_row(differences=CLOSE)])
+    write_docs(page, table)
+    assert page.read_text() == f"# Title\n{BEGIN}\n{table}\n{END}\nend\n"
+    assert table.splitlines()[-1] == "| TP 2 | 2 | 1e-07 | 2e-07 | 0e+00 | 3e-08 | equal |"
+
+
+def test_the_command_line_chooses():
+    short = choose_layouts(parse_arguments([]), {})
+    everything = choose_layouts(parse_arguments(["--long"]), {})
+    assert {layout.processes for layout in short} == {2, 4}
+    assert {layout.processes for layout in everything} == {2, 4, 8}
+    assert [layout.name for layout in choose_layouts(parse_arguments(["--only", "^CP 4$"]), {})] == ["CP 4"]
+    drawn = choose_layouts(parse_arguments(["--random", "6", "--seed", "1"]), {})
+    assert drawn == choose_layouts(parse_arguments(["--random", "6", "--seed", "1"]), {})
+    assert drawn != choose_layouts(parse_arguments(["--random", "6", "--seed", "2"]), {})
+    assert len(drawn) == 6
+
+
+def test_what_is_computed_is_told_from_how():
+    layout = LAYOUTS["FSDP 2 x TP 2, tied embeddings, uneven vocabulary"]
+    assert layout.reference_options == {
+        "training__local_batch_size": 4,
+        "model__tie_embeddings": True,
+        "model__vocab_size": 2051,
+    }
+    assert layout.options["training__local_batch_size"] == 4  # twice 2 x 4 samples are 16
+    assert LAYOUTS["PP 2 1F1B"].options["training__local_batch_size"] == 8
+    assert LAYOUTS["FSDP 2, step in backward"].options["training__local_batch_size"] == 8
