@@ -65,10 +65,9 @@ def test_equals_a_real_run(layout, tmp_path):
         predicted = dataclasses.asdict(expected)
         for key in ("parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "executed_flops", "stages"):
             assert predicted[key] == real[key], key
-        # What a run reads and sums to report its loss is left out of a dry run: some numbers. And torch waits at once
-        # for functional communication of fake tensors, where a real tensor that is sent is held until the result is
-        # used: one of 2 x 32 tokens of 64 float32 numbers, at most.
-        tolerance = 2**10 + ("TP" in layout) * 2 * 32 * 64 * 4
+        # What a run reads and sums to report its loss is left out of a dry run: some numbers. And real communication
+        # between the layers holds what is sent until the result is used: 2 x 32 tokens of 64 float32 numbers, at most.
+        tolerance = 2**10 + (layout in ("TP", "PP")) * 2 * 32 * 64 * 4
         assert predicted["peak_bytes"] == pytest.approx(real["peak_bytes"], abs=tolerance)
         for kind, n_bytes in real["peak"].items():
             assert predicted["peak"][kind] == pytest.approx(n_bytes, abs=tolerance), kind
@@ -182,6 +181,7 @@ def test_8b_is_within_15_percent_of_what_was_published(tmp_path):
     start = time.perf_counter()
     (report,) = dry_run(ConfigManager().parse_args(words).config, 8)
     assert report.parameters == 8_030_261_248 // 8
-    assert report.parameter_bytes == report.gradient_bytes == report.optimizer_bytes // 2 == 4 * report.parameters
-    assert report.peak_reserved_bytes / 2**30 == pytest.approx(82.4, rel=0.16)
+    assert report.parameter_bytes == report.gradient_bytes == 4 * report.parameters
+    assert report.optimizer_bytes == 8 * report.parameters + 4 * 291  # two moments, and a step count for each tensor
+    assert report.peak_reserved_bytes / 2**30 == pytest.approx(82.4, rel=0.15)
     assert time.perf_counter() - start < 300

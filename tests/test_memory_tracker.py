@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
-from torchtitan.tools.caching_allocator import peak_reserved
+from torchtitan.tools.caching_allocator import CachingAllocator
 from torchtitan.tools.memory_tracker import MemoryTracker
 from torchtitan.tools.operations import observing
 from torchtitan.tools.work_tracker import Channel, Volume, WorkTracker
@@ -217,6 +217,17 @@ class TestOperations:
         assert work.work.flops == 3 * 2 * (2 * 2 * 4 * 16 * 16 * 8)
 
 
+def peak_reserved(events):
+    """Bytes reserved in the end of a sequence of (key, bytes allocated, or 0: freed[, stream])."""
+    allocator = CachingAllocator()
+    for key, n_bytes, *stream in events:
+        if n_bytes:
+            allocator.allocate(key, n_bytes, *stream)
+        else:
+            allocator.free(key)
+    return allocator.reserved
+
+
 class TestReserved:
     """Rules of PyTorch's CUDA allocator, in sizes that make each of them show."""
 
@@ -232,6 +243,9 @@ class TestReserved:
 
     def test_what_is_freed_is_used_again_and_stays_reserved(self):
         assert peak_reserved([(1, 64 * MIB), (1, 0), (2, 40 * MIB), (3, 24 * MIB)]) == 64 * MIB
+
+    def test_but_not_by_another_stream(self):
+        assert peak_reserved([(1, 64 * MIB), (1, 0), (2, 64 * MIB, "other")]) == 128 * MIB
 
     def test_neighbors_that_are_free_become_one(self):
         events = [(1, 64 * MIB), (1, 0), (2, 32 * MIB), (3, 32 * MIB), (2, 0), (3, 0), (4, 64 * MIB)]

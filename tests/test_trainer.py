@@ -99,53 +99,6 @@ class TestLoss:
         assert read_metrics(tmp_path, "loss", "grad_norm") == [(step, 0.0, 0.0) for step in range(1, 5)]
 
 
-LAYOUTS = {
-    "fsdp-2": (2, {}),
-    "ddp-2": (2, {"parallelism__data_parallel_replicate_degree": 2}),
-    "fsdp-4": (4, {}),
-    "hsdp-2x2": (4, {"parallelism__data_parallel_replicate_degree": 2}),
-    "fsdp-2-always": (2, {"parallelism__fsdp_reshard_after_forward": "always"}),
-    "fsdp-2-never": (2, {"parallelism__fsdp_reshard_after_forward": "never"}),
-}
-TWENTY_STEPS = {
-    "training__steps": 20,
-    "training__global_batch_size": 8,
-    "training__mixed_precision_param": "float32",
-    "validator__enable": True,
-    "validator__steps": 2,
-}
-
-
-@pytest.fixture(scope="module")
-def single_process_run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("single")
-    train(folder, **TWENTY_STEPS)
-    return folder
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[] if name in ("fsdp-2", "hsdp-2x2") else pytest.mark.slow) for name in LAYOUTS]
-)
-def test_every_layout_gives_the_same_numbers(layout, single_process_run, tmp_path):
-    processes, options = LAYOUTS[layout]
-    launch(tmp_path, processes, **TWENTY_STEPS, **options)
-    lines = read_metrics(tmp_path, "loss", "grad_norm", "n_tokens_seen")
-    expected = read_metrics(single_process_run, "loss", "grad_norm", "n_tokens_seen")
-    # DESIGN's bound for float32: only the order of sums differs between layouts.
-    assert lines == [pytest.approx(line, rel=1e-5) for line in expected]
-    assert len(lines) == 20
-    assert read_validation(tmp_path) == [pytest.approx(line, rel=1e-5) for line in read_validation(single_process_run)]
-
-
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_tied_embeddings_give_the_same_numbers(replicas, tmp_path):
-    options = {**TWENTY_STEPS, "training__steps": 5, "model__tie_embeddings": True}
-    launch(tmp_path / "two", 2, **options, parallelism__data_parallel_replicate_degree=replicas)
-    train(tmp_path / "one", **options)
-    two, one = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("two", "one"))
-    assert two == [pytest.approx(line, rel=1e-5) for line in one]
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_bfloat16_computes_close_to_float32(tmp_path, processes):
     launch(tmp_path, processes, training__mixed_precision_param="bfloat16", training__global_batch_size=8)

@@ -31,9 +31,11 @@ from torchtitan.distributed.process_group import (
     destroy_process_group,
     gather_objects,
     init_process_group,
+    set_timeouts,
     sum_over_ranks,
     world_size,
 )
+from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import BaseModel
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import RunFailure, UserError
@@ -124,6 +126,9 @@ class Trainer(Configurable):
         self.recompile_monitor = RecompileMonitor()
         self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
+        self.watchdog = Watchdog(
+            first_step_seconds=config.comm.init_timeout_seconds, step_seconds=config.comm.step_timeout_seconds
+        )
         self.profiler = config.profiling.build(dump_folder=config.dump_folder, device=self.device, rank=self.rank)
 
     # --- building ---------------------------------------------------------------------------------------------------
@@ -323,16 +328,21 @@ class Trainer(Configurable):
             self.load_checkpoint()
             self.describe_run()
             self.metrics.start(self.step)
-            with self.profiler:
+            with self.profiler, self.watchdog:
                 ending = self.train_until_it_ends()
             self.finish(ending)
 
     def train_until_it_ends(self) -> Ending:
         """Step after step; why there is no further one."""
         batches = iter(self.dataloader)
+        comm, first_step = self.config.comm, self.step + 1
+        set_timeouts(comm.init_timeout_seconds)  # torch gives a mesh's groups 30 minutes of its own
         while self.should_continue_training():
-            with self.recompile_monitor.watch(self.step + 1):
+            step = self.step + 1
+            with self.watchdog.step(step), self.recompile_monitor.watch(step):
                 outcome = self.train_step(batches)
+            if step == first_step:
+                set_timeouts(comm.train_timeout_seconds)
             if outcome.data_exhausted:
                 return "data ended"
             self.complete_step(outcome)
@@ -347,16 +357,21 @@ class Trainer(Configurable):
     def train_step(self, batches: Iterator[Batch]) -> StepOutcome:
         """One optimizer step over the next global batch."""
         self.optimizer.zero_grad()
+        self.watchdog.phase("data")
         micro_batches = self.next_micro_batches(batches)
+        self.watchdog.phase("forward and backward")
         n_tokens = self.count_valid_tokens(micro_batches)
         loss = torch.zeros((), device=self.device)
         for batch in micro_batches:
             loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
+        self.watchdog.phase("gradient clipping")
         grad_norm = self.clip_gradients()
+        self.watchdog.phase("reading the outcome")
         outcome = self.read_outcome(loss, grad_norm, n_tokens)
         if not outcome.is_finite:
             self.handle_nonfinite(outcome, micro_batches)
         elif not outcome.data_exhausted:
+            self.watchdog.phase("optimizer step")
             self.optimizer.step()
             for converter in self.converters:
                 converter.post_optimizer_hook(self.model_parts)

@@ -13,7 +13,7 @@ PROBLEM: Options = {
     "training__global_batch_size": 16,
     "training__mixed_precision_param": "float32",
     # Between the smallest and the largest norm of these steps, so that some are clipped and some are not.
-    "training__max_norm": 0.9,
+    "training__max_norm": 2.2,
     "model__n_layers": 4,
     "optimizer__name": "SGD",
     "optimizer__lr": 0.1,

@@ -31,7 +31,7 @@ _CHOICES_OF_ALL: Mapping[str, Sequence[Any]] = {
     "activation_checkpoint__selective_option": ("op", "2"),
     "compile__enable": (False, False, False, True),
     "compile__backend": ("aot_eager",),
-    "training__max_norm": (0.9, 0.9, float("inf")),
+    "training__max_norm": (2.2, 2.2, float("inf")),
     "loss__chunk_tokens": (100, 33, 0),
     "dataloader__document_mask": (True, True, False),
     "model__n_layers": (4, 3, 6, 8),

@@ -5,7 +5,6 @@ from math import prod
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fake_trainer import FakeTrainer
-from torchtitan.tools.caching_allocator import peak_reserved
 from torchtitan.tools.memory_tracker import MemoryKind
 from torchtitan.tools.work_tracker import CommunicationKind, Volume
 
@@ -66,7 +65,7 @@ def report_of(trainer: FakeTrainer) -> RankReport:
         optimizer_bytes=held["optimizer"],
         peak=peak.by_kind,
         peak_bytes=peak.total,
-        peak_reserved_bytes=peak_reserved(memory.events(without=not_on_device)),
+        peak_reserved_bytes=memory.reserved(without=not_on_device),
         communication=_by_axis(trainer, dims),
         model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
         executed_flops=trainer.work.work.flops,

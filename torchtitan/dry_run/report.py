@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _GIB = 2**30
+_WIDTH_OF_A_FILE = 120
 _COLUMN_OF_KIND: dict[MemoryKind, str] = {
     "parameters": "weights",
     "gradients": "gradients",
@@ -39,12 +40,12 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
         UserError: where the run itself would refuse its configuration, and for what cannot be tried without it.
     """
     _check(config, world_size)
-    config = without_data(config)
-    config.check(world_size)
+    tried = without_data(config)
+    tried.check(world_size)
     pipeline_degree = config.parallelism.pipeline_parallel_degree
     reports = []
     for rank in range(0, world_size, world_size // pipeline_degree):
-        reports.append(_try_rank(config, rank, world_size))
+        reports.append(_try_rank(tried, rank, world_size))
         if pipeline_degree > 1:
             logger.info("rank %d: %.2f GiB at most", rank, reports[-1].peak_bytes / _GIB)
     _print(reports)
@@ -94,7 +95,7 @@ def _document(config: Trainer.Config, world_size: int, reports: Sequence[RankRep
 def _print(reports: Sequence[RankReport]) -> None:
     from rich.console import Console
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
     for table in (_state_table(reports), _peak_table(reports), _communication_table(reports), _work_table(reports)):
         console.print(table)
 

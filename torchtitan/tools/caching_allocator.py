@@ -1,7 +1,8 @@
 """How much memory PyTorch's CUDA allocator would reserve for a sequence of allocations."""
 
 import bisect
-from collections.abc import Hashable, Iterable
+from collections import defaultdict
+from collections.abc import Hashable
 
 _MIB = 2**20
 _ROUNDING = 512
@@ -16,36 +17,37 @@ _SEGMENT_UNIT = 2 * _MIB
 
 
 class CachingAllocator:
-    """The rules of PyTorch's CUDA allocator with its default settings, for one stream and a device that is not full.
+    """The rules of PyTorch's CUDA allocator with its default settings, for a device that is not full.
 
-    Freed memory stays reserved. An allocation takes the smallest free block that is large enough, of which the rest
-    becomes a block of its own where that is at least 512 bytes (small allocations) or more than 1 MiB (large ones);
-    neighbors that are free become one. Where no block is large enough, another segment is reserved. See "Memory
-    management" in https://docs.pytorch.org/docs/stable/notes/cuda.html and c10/cuda/CUDACachingAllocator.cpp.
+    Freed memory stays reserved, for its stream alone. An allocation takes the smallest free block that is large enough,
+    of which the rest becomes a block of its own where that is at least 512 bytes (small allocations) or more than 1 MiB
+    (large ones); neighbors that are free become one. Where no block is large enough, another segment is reserved. See
+    "Memory management" in https://docs.pytorch.org/docs/stable/notes/cuda.html and c10/cuda/CUDACachingAllocator.cpp.
     """
 
     def __init__(self) -> None:
         self.reserved = 0
         """Bytes; they never become fewer."""
-        self._pools = {"small": _FreeBlocks(), "large": _FreeBlocks()}
-        self._used: dict[Hashable, tuple[str, int, int]] = {}  # pool, address, size
+        self._pools: dict[Hashable, _FreeBlocks] = defaultdict(_FreeBlocks)
+        self._used: dict[Hashable, tuple[_FreeBlocks, int, int]] = {}  # where it goes, address, size
         self._end = 0
 
-    def allocate(self, key: Hashable, n_bytes: int) -> None:
-        """Make an allocation, to be freed by its `key`."""
+    def allocate(self, key: Hashable, n_bytes: int, stream: Hashable = None) -> None:
+        """Make an allocation on a stream, to be freed by its `key`."""
         size = -(-max(n_bytes, 1) // _ROUNDING) * _ROUNDING
-        name = "small" if size <= _SMALL else "large"
-        address, block = self._pools[name].take(size) or self._reserve(size)
+        is_small = size <= _SMALL
+        pool = self._pools[stream, is_small]
+        address, block = pool.take(size) or self._reserve(size)
         rest = block - size
-        if rest >= _ROUNDING if name == "small" else rest > _SMALL:
-            self._pools[name].add(address + size, rest)
+        if rest >= _ROUNDING if is_small else rest > _SMALL:
+            pool.add(address + size, rest)
             block = size
-        self._used[key] = (name, address, block)
+        self._used[key] = (pool, address, block)
 
     def free(self, key: Hashable) -> None:
         """End an allocation."""
-        name, address, size = self._used.pop(key)
-        self._pools[name].add(address, size)
+        pool, address, size = self._used.pop(key)
+        pool.add(address, size)
 
     def _reserve(self, size: int) -> tuple[int, int]:
         """Address and size of a new segment."""
@@ -95,14 +97,3 @@ class _FreeBlocks:
         del self._by_size[bisect.bisect_left(self._by_size, (size, address))]
         del self._size_at[address]
         del self._start_of_end[address + size]
-
-
-def peak_reserved(events: Iterable[tuple[Hashable, int]]) -> int:
-    """Bytes reserved in the end of a sequence of (key, bytes allocated, or 0: freed)."""
-    allocator = CachingAllocator()
-    for key, n_bytes in events:
-        if n_bytes:
-            allocator.allocate(key, n_bytes)
-        else:
-            allocator.free(key)
-    return allocator.reserved

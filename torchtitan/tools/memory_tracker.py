@@ -17,11 +17,15 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
+from torchtitan.tools.caching_allocator import CachingAllocator
 from torchtitan.tools.operations import Observer
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"]
 """What memory is for. The first four are what `MemoryTracker.label` said; `activations` is what was made outside of a
 backward pass and lasted until one; `temporary` is the rest."""
+
+_FSDP_COMMUNICATION = ("_allgather_base_", "_reduce_scatter_base_")
+"""Each has a stream on which its result is allocated: a gathered layer, or a layer's sharded gradients."""
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
@@ -32,7 +36,10 @@ class Allocation:
 
     n_bytes: int
     owner: "Owner"
-    outlived_backward: bool = False  # whether a backward pass began while it lasted
+    stream: str | None = None
+    """Where it would be made on a GPU: None, or for what FSDP's communication makes, the name of the operation."""
+    outlived_backward: bool = False
+    """Whether a backward pass began while it lasted."""
     twin_of: "Allocation | None" = None
 
     @property
@@ -114,11 +121,17 @@ class MemoryTracker(Observer):
                 most, moment = live, index + 1
         return self.use(moment, without)
 
-    def events(self, without: Collection[MemoryKind] = ()) -> Iterator[tuple[Allocation, int]]:
-        """Allocations in their order, with the bytes allocated, and again with 0 where they are freed."""
+    def reserved(self, without: Collection[MemoryKind] = ()) -> int:
+        """Bytes that PyTorch's CUDA allocator would have reserved by now, see `CachingAllocator`."""
+        allocator = CachingAllocator()
         for allocation, sign in self._events:
-            if allocation.kind not in without:
-                yield allocation, allocation.n_bytes if sign > 0 else 0
+            if allocation.kind in without:
+                continue
+            if sign > 0:
+                allocator.allocate(allocation, allocation.n_bytes, allocation.stream)
+            else:
+                allocator.free(allocation)
+        return allocator.reserved
 
     def allocation_of(self, tensor: Tensor) -> Allocation | None:
         """The memory of a plain tensor; None where it is not followed."""
@@ -146,11 +159,14 @@ class MemoryTracker(Observer):
             if sign < 0 and allocation in twins:
                 self._free(twins.pop(allocation).owner)
             elif sign > 0 and allocation not in omit:
-                twins[allocation] = self._allocate(Owner(), allocation.n_bytes, twin_of=allocation)
+                twins[allocation] = twin = self._allocate(Owner(), allocation.n_bytes)
+                twin.twin_of, twin.stream = allocation, allocation.stream
 
     def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Follow the storages that the operation made."""
         self._note_backward_pass()
+        if func._opname in _FSDP_COMMUNICATION and (buffer := self.allocation_of(args[0])) is not None:
+            buffer.stream = func._opname
         made = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
         if not made:
             return
@@ -177,8 +193,8 @@ class MemoryTracker(Observer):
             self._owners[address] = Owner(weakref.ref(storage, lambda _: self._free(self._owners.pop(address))))
         return self._owners[address]
 
-    def _allocate(self, owner: Owner, n_bytes: int, twin_of: Allocation | None = None) -> Allocation:
-        allocation = owner.current = Allocation(n_bytes, owner, twin_of=twin_of)
+    def _allocate(self, owner: Owner, n_bytes: int) -> Allocation:
+        allocation = owner.current = Allocation(n_bytes, owner)
         self._live[allocation] = None
         self._events.append((allocation, 1))
         return allocation
