@@ -136,6 +136,7 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     # It prints its whole schedule where a stage fails, hundreds of lines; the traceback is told anyway.
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
     dist.init_process_group("gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
