@@ -85,6 +85,8 @@ def _parse_and_run(words: list[str]) -> None:
     # Imported once the launcher is watched: torch takes seconds, and must not outlive it either.
     from torchtitan.config.manager import ConfigManager
 
+    if "COMM_MODE" in os.environ:
+        raise UserError("the environment variable COMM_MODE is for `torchtitan train`, which makes a dry run by itself")
     with _printing_once() if _repeats() else contextlib.nullcontext():
         job = ConfigManager("python -m torchtitan.train").parse_args(words)
     if not is_launched():

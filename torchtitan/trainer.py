@@ -19,6 +19,7 @@ from torchtitan.components.checkpoint import CheckpointManager, ModelState, Rand
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import parameter_names
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import Configurable
@@ -112,10 +113,11 @@ class Trainer(Configurable):
             converter.convert(model)
         self.loss = self.build_loss()
         self.pipeline_plan = self.plan_pipeline()
+        all_names = parameter_names(model) if self.pipeline_plan else None
         self.model_parts = self.parallelize(model)
         self.init_weights()
         self.pipeline = self.build_pipeline()
-        self.optimizer = config.optimizer.build(model_parts=self.model_parts)
+        self.optimizer = config.optimizer.build(model_parts=self.model_parts, all_names=all_names)
         self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.total_steps)
 
         self.step = 0
@@ -198,13 +200,20 @@ class Trainer(Configurable):
         return loss
 
     def plan_pipeline(self) -> PipelinePlan | None:
-        """Which modules make up each pipeline stage; None without pipeline parallelism."""
+        """Which modules make up each pipeline stage; None without pipeline parallelism.
+
+        Raises:
+            UserError: for a trainer with a forward pass of its own, which a pipeline would not call.
+        """
+        config = self.config
         if self.parallel_dims.pp == 1:
             return None
-        training = self.config.training
-        return PipelinePlan.from_config(
-            self.config.parallelism, self.config.model_spec.model, training.local_batch_size
-        )
+        if type(self).forward is not Trainer.forward and type(self).build_pipeline is Trainer.build_pipeline:
+            raise UserError(
+                f"{type(self).__name__} has a forward pass of its own, and a pipeline has that of its stages: override "
+                "build_pipeline too, or train without --parallelism.pipeline_parallel_degree"
+            )
+        return PipelinePlan.from_config(config.parallelism, config.model_spec.model, config.training.local_batch_size)
 
     def parallelize(self, model: BaseModel) -> list[nn.Module]:
         """The model, shared out over the ranks; a list, since a pipeline rank may hold several stages of it."""
@@ -234,18 +243,9 @@ class Trainer(Configurable):
             part.train()
 
     def build_pipeline(self) -> Pipeline | None:
-        """What runs this rank's pipeline stages together with those of the other ranks.
-
-        Raises:
-            UserError: for a trainer with a forward pass of its own, which a pipeline would not call.
-        """
+        """What runs this rank's pipeline stages together with those of the other ranks."""
         if self.pipeline_plan is None:
             return None
-        if type(self).forward is not Trainer.forward:
-            raise UserError(
-                f"{type(self).__name__} has a forward pass of its own, and a pipeline has that of its stages: override "
-                "build_pipeline too, or train without --parallelism.pipeline_parallel_degree"
-            )
         assert self.mesh is not None
         config, dims = self.config, self.parallel_dims
         hidden = torch.empty(
@@ -336,7 +336,8 @@ class Trainer(Configurable):
         """Step after step; why there is no further one."""
         batches = iter(self.dataloader)
         comm, first_step = self.config.comm, self.step + 1
-        set_timeouts(comm.init_timeout_seconds)  # torch gives a mesh's groups 30 minutes of its own
+        # Torch gives a mesh's groups 30 minutes of its own. The watchdog comes first: it can name a rank that hangs.
+        set_timeouts(comm.init_timeout_seconds + comm.naming_seconds)
         while self.should_continue_training():
             step = self.step + 1
             with self.watchdog.step(step), self.recompile_monitor.watch(step):
@@ -470,7 +471,8 @@ class Trainer(Configurable):
         Raises:
             NonFiniteError: with the step and the documents that it was computed from, of all ranks.
         """
-        local = [self.dataloader.describe(row) for batch in micro_batches for row in batch.get("documents", [])]
+        own = micro_batches if self.parallel_dims.is_batch_leader else []
+        local = [self.dataloader.describe(row) for batch in own for row in batch.get("documents", [])]
         documents = [document for of_rank in gather_objects(local) for document in of_rank]
         shown = "; ".join(documents[:_DOCUMENTS_SHOWN]) or "not known"
         more = f" and {len(documents) - _DOCUMENTS_SHOWN} more" if len(documents) > _DOCUMENTS_SHOWN else ""

@@ -49,6 +49,8 @@ class Optimizer(Configurable):
         config: which optimizer, and its hyper-parameters.
         model_parts: the model, or the pipeline stages of it that this rank holds, with their weights: the moments lie
             where they lie. Parameters that require no gradient are left out.
+        all_names: canonical names of the parameters of the whole model, where `model_parts` are only some of its
+            stages; None: they are all of it.
 
     Raises:
         UserError: see `Config.validate`; also where no parameter requires a gradient.
@@ -113,12 +115,13 @@ class Optimizer(Configurable):
 
     config: Config
 
-    def __init__(self, config: Config, *, model_parts: Sequence[nn.Module]):
+    def __init__(self, config: Config, *, model_parts: Sequence[nn.Module], all_names: Sequence[str] | None = None):
         super().__init__(config)
         self.model_parts = list(model_parts)
-        if not any(parameter.requires_grad for part in self.model_parts for parameter in part.parameters()):
+        trained = any(parameter.requires_grad for part in self.model_parts for parameter in part.parameters())
+        if not trained and all_names is None:
             raise UserError("there is nothing to train: no parameter of the model requires a gradient")
-        self._warn_of_idle_groups()
+        self._warn_of_idle_groups(all_names or [name for part in self.model_parts for name in parameter_names(part)])
         self.optimizers_of_part = [self.make_optimizers(self._grouped_parameters(part)) for part in self.model_parts]
         for group in self.param_groups:
             group["initial_lr"] = group["lr"]
@@ -195,6 +198,8 @@ class Optimizer(Configurable):
                 made.append(torch.optim.Muon(muon, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
             return made + ([self._make_adam(torch.optim.AdamW, rest)] if rest else [])
         settings = self._group_settings(groups)
+        if not settings:  # a pipeline stage in which nothing is trained
+            return []
         if config.name == "SGD":
             momentum = config.momentum or 0.0
             # Not fused in any case: torch 2.13 has no fused SGD for sharded parameters.
@@ -223,9 +228,8 @@ class Optimizer(Configurable):
                 groups[self._group_of(name)].append((name, parameter))
         return groups
 
-    def _warn_of_idle_groups(self) -> None:
+    def _warn_of_idle_groups(self, names: Sequence[str]) -> None:
         """A pattern that was meant for some parameters and takes none is a typo, or stands behind a wider one."""
-        names = [canonical_name(name) for part in self.model_parts for name, _ in part.named_parameters()]
         taken = {self._group_of(name) for name in names}
         for key, group in self.config.param_groups.items():
             if key not in taken:
@@ -302,6 +306,11 @@ def _row_norms(gradient: Tensor) -> Tensor:
     """What is kept of a gradient for the total norm: the norm of each row, as exact as `total_norm`'s own."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     return torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype)
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """Canonical names of a model's parameters."""
+    return [canonical_name(name) for name, _ in model.named_parameters()]
 
 
 def _check_pattern(option: str, pattern: str) -> None:

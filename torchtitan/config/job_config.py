@@ -1,7 +1,7 @@
 """The sections of a job that belong to no single component: training, parallelism, communication, debugging."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torchtitan.tools.errors import UserError
 
@@ -148,6 +148,12 @@ class ParallelismConfig:
     """The modules of each stage by name, instead of sharing them out automatically; the names in one stage are
     separated by commas: "tok_embeddings,layers.0,layers.1" "layers.2,layers.3,norm,output"."""
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of inputs and of weights are computed at different times, from the same results."""
+        schedules = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        return self.pipeline_parallel_degree > 1 and self.pipeline_parallel_schedule in schedules
+
     def validate(self) -> None:
         """Raise `UserError` for degrees and sizes that no run could use; `ParallelDims` checks how they fit."""
         sizes = {
@@ -181,8 +187,8 @@ class ActivationCheckpointConfig:
     `memory_budget` lets the compiler choose (needs --compile.enable)."""
 
     selective_option: str = "op"
-    """`op`: keep the results of attention, of communication and of every second matrix product. A number n: recompute
-    every n-th layer in full, and keep everything of the others."""
+    """`op`: keep the results of attention, of reduce-scatter and all-to-all, and of every second matrix product. A
+    number n: recompute every n-th layer in full, and keep everything of the others."""
 
     memory_budget: float = 0.5
     """Part of the memory of `none` that the compiler may use, from 0 (recompute as much as possible) to 1."""
@@ -227,11 +233,20 @@ class CommConfig:
     """Seconds after which a step that has not ended is taken for hanging: every rank prints where it stands, and the
     run ends. It counts from the second step on; the first has `init_timeout_seconds`. 0: never."""
 
+    naming_seconds: ClassVar[int] = 60
+    """What a collective may take beyond the limit of its step: time to find out and to say which rank hangs."""
+
     def validate(self) -> None:
-        """Raise `UserError` for a time limit that is not positive."""
+        """Raise `UserError` for a time limit that is not positive, or that ends the run before a hang is named."""
         require_at_least(1, comm__init_timeout_seconds=self.init_timeout_seconds)
         require_at_least(1, comm__train_timeout_seconds=self.train_timeout_seconds)
         require_at_least(0, comm__step_timeout_seconds=self.step_timeout_seconds)
+        least = self.step_timeout_seconds + self.naming_seconds
+        if 0 < self.step_timeout_seconds and self.train_timeout_seconds < least:
+            raise UserError(
+                f"--comm.train_timeout_seconds {self.train_timeout_seconds} must be at least {least}, to leave "
+                f"{self.naming_seconds} s beyond --comm.step_timeout_seconds to name the rank that hangs"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,16 +11,27 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from torchtitan.config import ActivationCheckpointConfig, CompileConfig
+from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.tools.errors import UserError
 
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}
 """What a linear layer is computed by: without bias, with it, and on MPS."""
 
 
-def check_activation_checkpoint(config: ActivationCheckpointConfig, compile: CompileConfig) -> None:
-    """Raise `UserError` for a memory budget that no compiler would keep to."""
-    if config.mode == "memory_budget" and not (compile.enable and "model" in compile.components):
+def check_activation_checkpoint(
+    config: ActivationCheckpointConfig, compile: CompileConfig, parallelism: ParallelismConfig
+) -> None:
+    """Raise `UserError` for a memory budget that no compiler would keep to, and for what a pipeline cannot do."""
+    compiled = compile.enable and "model" in compile.components
+    selects_results = config.mode == "selective" and config.selective_option == "op"
+    if selects_results and parallelism.splits_backward and not compiled:
+        # What was kept is let go of after the first part of the backward pass, and the second asks for it again.
+        raise UserError(
+            "--activation_checkpoint.mode selective, of single results (`op`), does not go with "
+            f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}, whose backward passes "
+            "come in two parts: choose --activation_checkpoint.selective_option 2, mode full, or --compile.enable"
+        )
+    if config.mode == "memory_budget" and not compiled:
         raise UserError(
             "--activation_checkpoint.mode memory_budget is a setting of the compiler, and needs --compile.enable with "
             "`model` among --compile.components"
@@ -62,8 +73,8 @@ def _show_compiled_functions_to_policies() -> None:
 
 @functools.cache
 def _always_kept() -> frozenset[Any]:
-    """Attention in all of torch's implementations, and communication, but for the gathering of what is there in parts:
-    its results are large."""
+    """Attention in all of torch's implementations, and communication that leaves each rank a part only: what is
+    gathered is large."""
     ops: Any = torch.ops
     higher_order: Any = torch.ops.higher_order
     return frozenset(

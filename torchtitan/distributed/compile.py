@@ -15,14 +15,14 @@ from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
-_SCHEDULES_THAT_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""They compute the gradients of inputs and of weights one after the other, from the same saved tensors."""
-
 
 def check_compile(config: CompileConfig) -> None:
-    """Raise `UserError` for a backend that torch does not know, or that cannot compile on this machine."""
+    """Raise `UserError` where there is nothing to compile, and for a backend that torch does not know, or that cannot
+    compile on this machine."""
     if not config.enable:
         return
+    if not config.components:
+        raise UserError("--compile.enable with no --compile.components: there is nothing to compile (model, loss)")
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         raise UserError(f"--compile.backend is '{config.backend}', and torch knows {known}; to debug: aot_eager, eager")
@@ -54,8 +54,7 @@ def apply_compile(model: nn.Module, config: CompileConfig, parallelism: Parallel
         parallelism: says in which order a pipeline computes.
     """
     # Memory of saved tensors is given to the first half of a backward pass, and the second would read what it left.
-    is_split = parallelism.pipeline_parallel_schedule in _SCHEDULES_THAT_SPLIT_BACKWARD
-    functorch_config.donated_buffer = not (parallelism.pipeline_parallel_degree > 1 and is_split)
+    functorch_config.donated_buffer = not parallelism.splits_backward
     # A list of documents' lengths would be part of the compiled code, which the next batch could not use.
     model.mask.dense = True  # type: ignore[union-attr]
     if model.tok_embeddings is not None:

@@ -44,16 +44,15 @@ class SequenceShards:
 
 
 def shard_sequences(batch: Mapping[str, Tensor], shards: SequenceShards, rank: int) -> dict[str, Tensor]:
-    """This rank's part of a batch: of `input`, `labels` and `positions` (B, T) its tokens, all else as it is.
+    """This rank's part of a batch: of all that is said of each token, shape (B, T, …), its tokens; all else as it is.
 
     `positions` are made where the batch has none: by themselves, the tokens of a part would be taken for neighbours.
     """
     length = batch["input"].shape[1]
     tokens = shards.tokens_of_rank(rank, length).to(batch["input"].device)
     whole = {"positions": torch.arange(length, device=tokens.device).expand_as(batch["input"]), **batch}
-    return {
-        name: value[:, tokens] if name in ("input", "labels", "positions") else value for name, value in whole.items()
-    }
+    per_token = batch["input"].shape
+    return {name: value[:, tokens] if value.shape[:2] == per_token else value for name, value in whole.items()}
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, shards: SequenceShards) -> None:

@@ -48,6 +48,11 @@ class PipelinePlan:
         """
         groups = model.pipeline_modules()
         if config.module_fqns_per_model_part is not None:
+            if config.pipeline_parallel_layers_per_stage is not None:
+                raise UserError(
+                    "--parallelism.module_fqns_per_model_part says what the stages are: leave out "
+                    "--parallelism.pipeline_parallel_layers_per_stage"
+                )
             stages = _stages_by_name(config.module_fqns_per_model_part, groups)
         else:
             stages = _stages_by_weight(config, groups)
@@ -212,7 +217,7 @@ class Pipeline:
         ]
         self.has_first = any(stage.is_first for stage in stages)
         self.has_last = any(stage.is_last for stage in stages)
-        self._schedule = get_schedule_class(plan.schedule)(
+        self.schedule = get_schedule_class(plan.schedule)(
             stages[0] if _is_single(plan.schedule) else stages,
             n_microbatches=plan.n_microbatches,
             loss_fn=lambda summed_loss, labels: self._scaled(summed_loss),
@@ -227,18 +232,18 @@ class Pipeline:
             That loss on the rank with the last stage, 0 on the others.
         """
         self._scaled = scaled
-        return self._run(self._schedule.step, batch)
+        return self._run(self.schedule.step, batch)
 
     @torch.no_grad()
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """The summed loss of a batch on the rank with the last stage, 0 on the others."""
         self._scaled = _unscaled
-        with _forward_only(self._schedule):
-            return self._run(self._schedule.eval, batch)
+        with _forward_only(self.schedule):
+            return self._run(self.schedule.eval, batch)
 
     def _run(self, run: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
         tokens, labels = batch["input"], batch["labels"]
-        # A stage's input may be a part of the sequence only, so that it cannot make up positions.
+        # A stage's input may be a part of the sequence only, so that it cannot make up positions itself.
         positions = batch.get("positions", torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
         losses: list[Tensor] = []
         run(
@@ -247,6 +252,7 @@ class Pipeline:
             losses=losses,
             return_outputs=False,
             positions_BL=positions,
+            packed="positions" in batch,
             head=self.head,
             labels_BL=labels,
         )

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -54,18 +55,23 @@ def apply_tensor_parallel(
         mesh: of the one dimension of tensor parallelism.
         plan: see `ShardingPlan`.
         disable_loss_parallel: hand whole hidden states and output weights to the model's head.
+
+    Raises:
+        ValueError: if a parameter belongs to no module in `plan`, by name.
     """
     present = {name for name, _ in model.named_modules()}
     for pattern, sharding in plan.tensor.items():
         if "*" in pattern or pattern in present:
             parallelize_module(model, mesh, {pattern: _style(sharding)})
+    missed = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if missed:
+        # Each rank would train its own copy of it, from its own part of the sequence.
+        raise ValueError(f"the sharding plan does not say what tensor parallelism does with {', '.join(missed)}")
     if disable_loss_parallel:
-        model.register_forward_pre_hook(_gather_for_head, with_kwargs=True)
+        model.register_forward_pre_hook(_use_whole_tensors, with_kwargs=True)
 
 
-def _gather_for_head(
+def _use_whole_tensors(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if "head" in kwargs:
-        kwargs = {**kwargs, "head": gather_for_head(kwargs["head"])}
-    return args, kwargs
+    return args, {**kwargs, "head": gather_for_head(kwargs.get("head", F.linear))}

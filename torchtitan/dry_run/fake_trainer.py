@@ -86,6 +86,7 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
         dataloader=ZeroBatches.Config(),
         validator=Validator.Config(),
         checkpoint=CheckpointManager.Config(),
+        training=dataclasses.replace(config.training, epochs=None),
         compile=CompileConfig(),
     )
 

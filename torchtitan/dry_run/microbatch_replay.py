@@ -47,7 +47,7 @@ class MicrobatchReplay:
     def __init__(
         self, pipeline: Pipeline, memory: MemoryTracker, work: WorkTracker, after_backward: Callable[[], None]
     ):
-        self.schedule: Any = pipeline._schedule
+        self.schedule: Any = pipeline.schedule
         self.memory = memory
         self.work = work
         self.after_backward = after_backward

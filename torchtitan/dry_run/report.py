@@ -39,7 +39,7 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     Raises:
         UserError: where the run itself would refuse its configuration, and for what cannot be tried without it.
     """
-    _check(config, world_size)
+    _check(config)
     tried = without_data(config)
     tried.check(world_size)
     pipeline_degree = config.parallelism.pipeline_parallel_degree
@@ -55,10 +55,9 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     return reports
 
 
-def _check(config: Trainer.Config, world_size: int) -> None:
+def _check(config: Trainer.Config) -> None:
     for component in (config.tokenizer, config.dataloader, config.validator, config.checkpoint):
         component.validate()
-    config.check_layout(world_size)
     if config.activation_checkpoint.mode == "memory_budget":
         raise UserError(
             "--activation_checkpoint.mode memory_budget leaves the choice to the compiler, which a dry run does not "

@@ -23,7 +23,7 @@ class ShardingPlan:
     """What of a model is split over ranks. Names are those of modules; `*` stands for every layer's number."""
 
     tensor: Mapping[str, TensorSharding]
-    """Tensor parallelism: module → how it is treated. What is not named is the same on every rank."""
+    """Tensor parallelism: module → how it is treated. Every module with parameters of its own is named."""
 
     attention: str
     """Context parallelism: the modules `attend(queries, keys, values, mask)`, whose keys and values are gathered."""

@@ -129,7 +129,13 @@ class Decoder(BaseModel):
         return TruncatedNormal(self.config.dim**-0.5 if self.config.tie_embeddings else 1.0)
 
     def forward(
-        self, tokens_BL: Tensor, positions_BL: Tensor | None = None, *, head: Head = F.linear, **head_inputs: Any
+        self,
+        tokens_BL: Tensor,
+        positions_BL: Tensor | None = None,
+        *,
+        packed: bool = True,
+        head: Head = F.linear,
+        **head_inputs: Any,
     ) -> Tensor:
         """Logits (B, L, V), or whatever `head` computes from the last hidden states and the output weights.
 
@@ -139,9 +145,10 @@ class Decoder(BaseModel):
             tokens_BL: token ids; of a pipeline stage other than the first, hidden states (B, L, D).
             positions_BL: each token's position within its document, starting at 0 with every document; tokens attend
                 to the earlier ones of their document only. None: every sample is one document.
+            packed: whether positions may start again within a sample; without it, attention is simply causal.
             head: called with hidden states, output weights and `head_inputs`.
         """
-        mask: AttentionMask = self.mask(positions_BL)
+        mask: AttentionMask = self.mask(positions_BL if packed else None)
         if positions_BL is None:
             positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)[None]
         rope = rope_cos_sin(self.config.rope, self.config.head_dim, positions_BL)
