@@ -56,7 +56,7 @@ def test_the_remaining_ranks_share_the_weights():
         (
             {"data_parallel_shard_degree": 3},
             4,
-            "data_parallel_shard_degree 3 x data_parallel_replicate_degree 1 = 3 is not the number of processes, 4",
+            "--parallelism: data_parallel_shard_degree 3 = 3 is not the number of processes, 4",
         ),
         ({"tensor_parallel_degree": 3}, 4, "tensor_parallel_degree 3 = 3 is not the number of processes, 4"),
         ({"tensor_parallel_degree": 4}, 2, "tensor_parallel_degree 4 = 4 is not the number of processes, 2"),

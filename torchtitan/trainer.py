@@ -122,6 +122,7 @@ class Trainer(Configurable):
 
         self.step = 0
         self.n_tokens_seen = 0
+        self.has_data = True
         self.checkpointer = self.build_checkpointer()
         self.checkpoint_loaded = False
         self.validator = self.build_validator()

@@ -4,7 +4,6 @@ A loss is a function of the last hidden states and the output weights rather tha
 as its `head`: a large vocabulary's logits are the largest tensor of a training step, and need not exist.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config import Configurable
-from torchtitan.distributed.loss_parallel import share_vocabulary
+from torchtitan.distributed.loss_parallel import LogitsLoss, share_vocabulary
 from torchtitan.tools.errors import UserError
 
 IGNORE_INDEX = -100
 """The label of a token that is not predicted."""
-
-LogitsLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 class CrossEntropyLoss(Configurable):

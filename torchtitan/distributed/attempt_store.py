@@ -27,7 +27,10 @@ def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     greetings = dist.PrefixStore("torchtitan", store)
     own = uuid.uuid4().hex
     deadline = time.monotonic() + timeout.total_seconds()
-    prefix = _welcome(greetings, own, world_size, deadline) if rank == 0 else _greet(greetings, own, rank, deadline)
+    try:
+        prefix = _welcome(greetings, own, world_size, deadline) if rank == 0 else _greet(greetings, own, rank, deadline)
+    except dist.DistStoreError as error:  # a key that was waited for did not come
+        raise _absent() from error
     return dist.PrefixStore(prefix, store)
 
 
@@ -59,5 +62,9 @@ def _greet(store: dist.Store, own: str, rank: int, deadline: float) -> str:
 
 def _pause(deadline: float) -> None:
     if time.monotonic() > deadline:
-        raise TimeoutError("the processes of this attempt did not all come (--comm.init_timeout_seconds)")
+        raise _absent()
     time.sleep(_POLL_SECONDS)
+
+
+def _absent() -> TimeoutError:
+    return TimeoutError("the processes of this attempt did not all come (--comm.init_timeout_seconds)")

@@ -10,6 +10,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
 LogitsLoss = Callable[[Tensor, Tensor], Tensor]
+"""(logits (N, V), labels (N,)) → the loss summed over the N tokens."""
 
 
 def share_vocabulary(

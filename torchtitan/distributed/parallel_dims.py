@@ -50,12 +50,10 @@ class ParallelDims:
             shard = max(1, world_size // prod(others.values()))
         degrees = {"data_parallel_shard_degree": shard, **others}
         if prod(degrees.values()) != world_size:
-            named = " x ".join(
-                f"{name} {degree}"
-                for name, degree in degrees.items()
-                if degree != 1 or name in ("data_parallel_shard_degree", "data_parallel_replicate_degree")
+            named = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "1"
+            raise UserError(
+                f"--parallelism: {named} = {prod(degrees.values())} is not the number of processes, {world_size} (NGPU)"
             )
-            raise UserError(f"{named} = {prod(degrees.values())} is not the number of processes, {world_size}")
         return cls(
             world_size=world_size,
             dp_replicate=config.data_parallel_replicate_degree,
