@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.equivalence.layouts import PROBLEM, SCHEDULES, Layout, Options
+from tests.equivalence.layouts import ADAMW, PROBLEM, SCHEDULES, Layout, Options
 from tests.equivalence.runs import make_config
 from torchtitan.tools.errors import UserError
 
@@ -67,7 +67,7 @@ def _draw(generator: random.Random) -> Layout:
     possible = [_CHOICES[name] for name, degree in degrees.items() if degree > 1]
     for choices in (*possible, _CHOICES_OF_ALL):
         options |= {name: generator.choice(values) for name, values in choices.items()}
-    options["optimizer__name"], options["optimizer__lr"] = generator.choice((("SGD", 0.1), ("AdamW", 3e-4)))
+    options |= generator.choice(({}, ADAMW))
     samples = PROBLEM["training__global_batch_size"]
     ranks = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
     options["training__local_batch_size"] = samples // ranks // generator.choice((1, 2, 4))

@@ -73,6 +73,10 @@ class ParallelDims:
         for name, size in model.tensor_parallel_sizes.items():
             if size % self.tp:
                 raise UserError(f"--parallelism.tensor_parallel_degree {self.tp} does not divide --model.{name} {size}")
+        if model.vocab_size is not None and model.vocab_size < self.tp:
+            raise UserError(
+                f"--parallelism.tensor_parallel_degree {self.tp} is above --model.vocab_size {model.vocab_size}"
+            )
         pieces = self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
         if seq_len % pieces:
             degrees = {"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp}
@@ -137,7 +141,10 @@ class ParallelDims:
         if self.world_size == 1:
             return None
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.dp_shard * self.cp, "tp": self.tp}
-        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if sizes["fsdp"] > 1 and sizes["tp"] > 1:
+            mesh["fsdp", "tp"]._flatten()  # for DTensor to sum over both at once
+        return mesh
 
     def context_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The one dimension of context parallelism, inside that of "fsdp"."""

@@ -1,5 +1,7 @@
 """Applies the parallelisms of a run to a model, once for all families."""
 
+import warnings
+
 import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -13,6 +15,9 @@ from torchtitan.distributed.context_parallel import apply_context_parallel
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan.protocols.sharding import ShardingPlan
+
+# Nothing here changes hidden states in place.
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning)
 
 
 def parallelize_decoder(
