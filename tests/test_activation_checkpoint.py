@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tests.processes import run_processes
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.config import ActivationCheckpointConfig, CompileConfig
+from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing, check_activation_checkpoint
 from torchtitan.distributed.initialize import canonical_name
@@ -211,9 +211,21 @@ def test_names_and_initial_weights_stay():
 def test_a_memory_budget_without_the_compiler_is_refused(compile):
     config = ActivationCheckpointConfig(mode="memory_budget")
     with pytest.raises(UserError, match=r"--activation_checkpoint\.mode memory_budget .* needs --compile\.enable"):
-        check_activation_checkpoint(config, compile)
-    check_activation_checkpoint(config, CompileConfig(enable=True))
-    check_activation_checkpoint(MODES["full"], compile)
+        check_activation_checkpoint(config, compile, ParallelismConfig())
+    check_activation_checkpoint(config, CompileConfig(enable=True), ParallelismConfig())
+    check_activation_checkpoint(MODES["full"], compile, ParallelismConfig())
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_single_results_are_not_kept_for_a_backward_pass_in_two_parts(schedule):
+    """Torch raises "Trying to backward an extra time" there; the equivalence matrix has the compiled case, which works."""
+    parallelism = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
+    op = ActivationCheckpointConfig(mode="selective")
+    with pytest.raises(UserError, match=f"selective.*{schedule}.*in two parts"):
+        check_activation_checkpoint(op, CompileConfig(), parallelism)
+    check_activation_checkpoint(op, CompileConfig(enable=True), parallelism)
+    check_activation_checkpoint(op, CompileConfig(), ParallelismConfig(pipeline_parallel_degree=2))
+    check_activation_checkpoint(ActivationCheckpointConfig(mode="full"), CompileConfig(), parallelism)
 
 
 @pytest.fixture
