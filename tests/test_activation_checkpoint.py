@@ -218,7 +218,7 @@ def test_a_memory_budget_without_the_compiler_is_refused(compile):
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 def test_single_results_are_not_kept_for_a_backward_pass_in_two_parts(schedule):
-    """Torch raises "Trying to backward an extra time" there; the equivalence matrix has the compiled case, which works."""
+    """Torch raises "Trying to backward an extra time" there; the equivalence matrix has the compiled case: it works."""
     parallelism = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
     op = ActivationCheckpointConfig(mode="selective")
     with pytest.raises(UserError, match=f"selective.*{schedule}.*in two parts"):
