@@ -56,14 +56,29 @@ def test_the_remaining_ranks_share_the_weights():
         (
             {"data_parallel_shard_degree": 3},
             4,
-            "--parallelism: data_parallel_shard_degree 3 = 3 is not the number of processes, 4",
+            "--parallelism.data_parallel_shard_degree 3 is not the number of processes, 4",
         ),
-        ({"tensor_parallel_degree": 3}, 4, "tensor_parallel_degree 3 = 3 is not the number of processes, 4"),
-        ({"tensor_parallel_degree": 4}, 2, "tensor_parallel_degree 4 = 4 is not the number of processes, 2"),
+        (
+            {"tensor_parallel_degree": 3},
+            4,
+            "--parallelism.tensor_parallel_degree 3 does not divide the number of processes, 4",
+        ),
+        (
+            {"tensor_parallel_degree": 4},
+            2,
+            "--parallelism.tensor_parallel_degree 4 does not divide the number of processes, 2",
+        ),
+        (
+            {"tensor_parallel_degree": 2, "context_parallel_degree": 3},
+            4,
+            "--parallelism.context_parallel_degree 3 x --parallelism.tensor_parallel_degree 2 = 6 do not divide the "
+            "number of processes, 4",
+        ),
         (
             {"context_parallel_degree": 2, "pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
             4,
-            "context_parallel_degree 2 x pipeline_parallel_degree 2 = 8 is not the number of processes, 4",
+            "--parallelism.context_parallel_degree 2 x --parallelism.pipeline_parallel_degree 2 = 8 is not the number "
+            "of processes, 4",
         ),
         ({"tensor_parallel_degree": 0}, 1, "--parallelism.tensor_parallel_degree is 0, and must be at least 1"),
         ({"context_parallel_degree": -1}, 1, "--parallelism.context_parallel_degree is -1"),
@@ -84,20 +99,20 @@ def test_degrees_that_do_not_make_up_the_processes_are_named(degrees, world_size
         ({"tp": 3}, {}, 48, "--parallelism.tensor_parallel_degree 3 does not divide --model.n_heads 8"),
         ({"tp": 8}, {}, 64, "--parallelism.tensor_parallel_degree 8 does not divide --model.n_kv_heads 4"),
         ({"tp": 4}, {"ffn_dim": 766}, 64, "--parallelism.tensor_parallel_degree 4 does not divide --model.ffn_dim 766"),
-        ({"tp": 4}, {}, 62, "--parallelism.tensor_parallel_degree 4 = 4 does not divide --training.seq_len 62"),
+        ({"tp": 4}, {}, 62, "--parallelism.tensor_parallel_degree 4 does not divide --training.seq_len 62"),
         (
             {"cp": 2},
             {},
             62,
-            "--parallelism.context_parallel_degree 2 x 2 (for the load balancer `headtail`) = 4 does not divide "
+            "--parallelism.context_parallel_degree 2, doubled by the load balancer `headtail`: 4, does not divide "
             "--training.seq_len 62",
         ),
         (
             {"tp": 2, "cp": 2},
             {},
             68,
-            "--parallelism.tensor_parallel_degree 2 x --parallelism.context_parallel_degree 2 x 2 (for the load "
-            "balancer `headtail`) = 8 does not divide --training.seq_len 68",
+            "--parallelism.tensor_parallel_degree 2 x --parallelism.context_parallel_degree 2 = 4, doubled by the load "
+            "balancer `headtail`: 8, does not divide --training.seq_len 68",
         ),
     ],
 )

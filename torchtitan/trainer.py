@@ -551,7 +551,7 @@ class Trainer(Configurable):
             return
         spec, training = self.config.model_spec, self.config.training
         logger.info(
-            "%s %s: %s parameters, vocabulary %d; %d x %d tokens per step, steps %d to %d on %d process(es), %s",
+            "%s %s: %s parameters, vocabulary %d; %d x %d tokens per step, steps %d to %d on %d process(es)%s, %s",
             spec.name,
             spec.flavor,
             f"{self.num_parameters:,}",
@@ -561,8 +561,11 @@ class Trainer(Configurable):
             self.step + 1,
             self.total_steps,
             self.parallel_dims.world_size,
+            f" ({self.parallel_dims})" if self.mesh else "",
             self.device,
         )
+        if self.pipeline_plan:
+            logger.info("%s", self.pipeline_plan)
 
     @property
     def rank(self) -> int:

@@ -26,7 +26,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.equivalence", description=__doc__)
     parser.add_argument("--long", action="store_true", help="with eight processes too, and with inductor")
     parser.add_argument(
-        "--only", metavar="PATTERN", default="", help="layouts whose name this regular expression finds"
+        "--only", metavar="PATTERN", default="", help="layouts whose name this regular expression finds: '^FSDP 2$'"
     )
     parser.add_argument("--list", action="store_true", help="name the layouts, and run none")
     parser.add_argument("--write-docs", action="store_true", help=f"replace the table in {PAGE.relative_to(PROJECT)}")
@@ -41,6 +41,9 @@ def main() -> int:
     arguments = parse_arguments()
     extra = _data_options(arguments.dataset)
     layouts = choose_layouts(arguments, extra)
+    if not layouts:
+        print(f"no layout is named like --only '{arguments.only}'; --list names them", file=sys.stderr)
+        return 2
     if arguments.list:
         for layout in layouts:
             print(f"{layout.processes} processes: {layout.name}")

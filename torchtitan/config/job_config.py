@@ -110,8 +110,8 @@ class ParallelismConfig:
     pipeline parallelism, where every micro-batch would gather them anew."""
 
     tensor_parallel_degree: int = 1
-    """Ranks that share each layer's matrices, and the sequence between them. Divides heads, key/value heads and
-    training.seq_len."""
+    """Ranks that share each layer's matrices, and the sequence between them. Divides heads, key/value heads, the
+    width of the feed-forward network and training.seq_len."""
 
     disable_loss_parallel: bool = False
     """Under tensor parallelism, gather hidden states and output weights and compute the loss on every rank, rather than
@@ -231,7 +231,8 @@ class CommConfig:
 
     step_timeout_seconds: int = 600
     """Seconds after which a step that has not ended is taken for hanging: every rank prints where it stands, and the
-    run ends. It counts from the second step on; the first has `init_timeout_seconds`. 0: never."""
+    run ends. It counts from the second step on; the first has `init_timeout_seconds`. At least 60 below
+    train_timeout_seconds, so that the rank that hangs is named first. 0: never."""
 
     naming_seconds: ClassVar[int] = 60
     """What a collective may take beyond the limit of its step: time to find out and to say which rank hangs."""

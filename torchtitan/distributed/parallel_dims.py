@@ -1,5 +1,6 @@
 """`ParallelDims`: the degrees of parallelism of a run, checked, and the device mesh made of them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -47,13 +48,13 @@ class ParallelDims:
             "pipeline_parallel_degree": config.pipeline_parallel_degree,
         }
         if shard == -1:
-            shard = max(1, world_size // prod(others.values()))
+            if world_size % prod(others.values()):
+                product, divide = _product(others), "does" if sum(d > 1 for d in others.values()) == 1 else "do"
+                raise UserError(f"{product} {divide} not divide the number of processes, {world_size} (NGPU)")
+            shard = world_size // prod(others.values())
         degrees = {"data_parallel_shard_degree": shard, **others}
         if prod(degrees.values()) != world_size:
-            named = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "1"
-            raise UserError(
-                f"--parallelism: {named} = {prod(degrees.values())} is not the number of processes, {world_size} (NGPU)"
-            )
+            raise UserError(f"{_product(degrees)} is not the number of processes, {world_size} (NGPU)")
         return cls(
             world_size=world_size,
             dp_replicate=config.data_parallel_replicate_degree,
@@ -79,10 +80,13 @@ class ParallelDims:
             )
         pieces = self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
         if seq_len % pieces:
-            degrees = {"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp}
-            named = " x ".join(f"--parallelism.{name} {degree}" for name, degree in degrees.items() if degree > 1)
-            doubled = " x 2 (for the load balancer `headtail`)" if pieces > self.tp * self.cp else ""
-            raise UserError(f"{named}{doubled} = {pieces} does not divide --training.seq_len {seq_len}")
+            named = _product({"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp})
+            doubled = f", doubled by the load balancer `headtail`: {pieces}," if pieces > self.tp * self.cp else ""
+            raise UserError(f"{named}{doubled} does not divide --training.seq_len {seq_len}")
+
+    def __str__(self) -> str:
+        """The degrees above 1, outermost first: `pp 2 x tp 2`; `one process` where there are none."""
+        return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one process"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -149,3 +153,10 @@ class ParallelDims:
     def context_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The one dimension of context parallelism, inside that of "fsdp"."""
         return mesh["fsdp"]._unflatten(0, (self.dp_shard, self.cp), ("dp_shard", "cp"))["cp"]
+
+
+def _product(degrees: Mapping[str, int]) -> str:
+    """Options of degrees and, where several are above 1, what they come to."""
+    named = {name: degree for name, degree in degrees.items() if degree > 1} or degrees
+    factors = " x ".join(f"--parallelism.{name} {degree}" for name, degree in named.items())
+    return f"{factors} = {prod(named.values())}" if len(named) > 1 else factors

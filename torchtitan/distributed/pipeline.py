@@ -65,6 +65,11 @@ class PipelinePlan:
         plan._check_schedule()
         return plan
 
+    def __str__(self) -> str:
+        """One line: the schedule, the micro-batches, and where the stages begin and end."""
+        stages = " | ".join(names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names in self.stages)
+        return f"pipeline: {self.schedule}, {self.n_microbatches} micro-batches; {stages}"
+
     def stages_of_rank(self, rank: int) -> list[int]:
         """Numbers of the stages that a pipeline rank holds."""
         if self.schedule in _V_SCHEDULES:
@@ -166,7 +171,8 @@ def _count_stages(config: ParallelismConfig, weight: int) -> int:
     if stages % degree:
         raise UserError(
             f"--parallelism.pipeline_parallel_layers_per_stage {per_stage} gives {stages} stages (embedding and head "
-            f"count as layers), which pipeline_parallel_degree {degree} does not divide"
+            f"count as layers), which pipeline_parallel_degree {degree} does not divide: choose another number, or "
+            "what they count for (--parallelism.pipeline_parallel_first_stage_less_layers, …last_stage_less_layers)"
         )
     return stages
 

@@ -42,6 +42,17 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     _check(config)
     tried = without_data(config)
     tried.check(world_size)
+    logger.info(
+        "%s %s on %d ranks (%s): local batch %d x %d tokens, activation checkpointing %s, computed in %s",
+        config.model_spec.name,
+        config.model_spec.flavor,
+        world_size,
+        tried.check_layout(world_size),
+        config.training.local_batch_size,
+        config.training.seq_len,
+        config.activation_checkpoint.mode,
+        config.training.mixed_precision_param,
+    )
     pipeline_degree = config.parallelism.pipeline_parallel_degree
     reports = []
     for rank in range(0, world_size, world_size // pipeline_degree):
