@@ -240,10 +240,12 @@ def test_the_batch_script(tmp_path: Path) -> None:
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "8",
         "SLURM_JOB_ID": "42",
+        "SLURM_CPUS_PER_TASK": "96",
     }
     command = ["bash", PROJECT / "multinode.slurm", "--training.steps", "3"]
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
     words = result.stdout.splitlines()
+    assert words[:3] == ["--kill-on-bad-exit=1", "--cpus-per-task", "96"]
     from torch.distributed.run import parse_args
 
     arguments = parse_args(words[words.index("torch.distributed.run") + 1 :])
