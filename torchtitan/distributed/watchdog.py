@@ -90,6 +90,8 @@ class Watchdog:
         self._rank = self._processes.index(own)
         if len(self._processes) > 1:
             self._roll_call = RollCall(self._rank, self._processes, self._position)
+        # A shell starts what runs in its background with this signal ignored, and then it would end no process.
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         faulthandler.register(signal.SIGQUIT, file=_STDERR, chain=True)
         self._closed.clear()
         self._main_thread = threading.current_thread()
