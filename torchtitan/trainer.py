@@ -359,12 +359,16 @@ class Trainer(Configurable):
     def train_step(self, batches: Iterator[Batch]) -> StepOutcome:
         """One optimizer step over the next global batch."""
         self.optimizer.zero_grad()
+        self.watchdog.phase("data")
         micro_batches = self.next_micro_batches(batches)
+        self.watchdog.phase("forward and backward")  # which begins with what all ranks need of each other's batches
         n_tokens = self.count_valid_tokens(micro_batches)
         loss = torch.zeros((), device=self.device)
         for batch in micro_batches:
             loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
+        self.watchdog.phase("gradient clipping")
         grad_norm = self.clip_gradients()
+        self.watchdog.phase("reading the outcome")
         outcome = self.read_outcome(loss, grad_norm, n_tokens)
         if not outcome.is_finite:
             self.handle_nonfinite(outcome, micro_batches)
@@ -377,7 +381,6 @@ class Trainer(Configurable):
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """This rank's part of the next global batch; shorter where the data ends, and empty behind its end."""
-        self.watchdog.phase("data")
         with self.metrics.timing_data():
             micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
         self.has_data = bool(micro_batches) and not self.dataloader.exhausted
@@ -385,7 +388,6 @@ class Trainer(Configurable):
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
         """Valid tokens of the global batch, on the device: what the summed loss of every rank is divided by."""
-        self.watchdog.phase("forward and backward")  # which begins with what all ranks need of each other's batches
         local = sum(self.count_own_tokens(batch) for batch in micro_batches)
         # `full` runs on the device; copying a host tensor there would wait for it.
         return sum_over_ranks(torch.full((), local, device=self.device, dtype=self.statistics_dtype))
@@ -441,7 +443,6 @@ class Trainer(Configurable):
 
     def clip_gradients(self) -> Tensor:
         """Scale gradients down to `training.max_norm`; their total norm before that, over all ranks."""
-        self.watchdog.phase("gradient clipping")
         if self.config.optimizer.early_step_in_backward:
             return self.optimizer.early_grad_norm()
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
@@ -450,7 +451,6 @@ class Trainer(Configurable):
 
     def read_outcome(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepOutcome:
         """Sum the loss over ranks, learn whether any of them was asked to stop, and read it all at once."""
-        self.watchdog.phase("reading the outcome")
         stop = self.stop_request is not None and self.stop_request.received
         flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data)]
         local = [self.own_part(loss), *flags]

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
-from torchtitan.distributed.gradients import total_norm
+from torchtitan.distributed.gradients import laid_out_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -167,11 +166,9 @@ class Optimizer(Configurable):
     @torch.no_grad()
     def _use_gradient(self, optimizer: torch.optim.Optimizer, group_index: int, parameter: nn.Parameter) -> None:
         """Update one parameter from its complete gradient, and free that."""
-        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
-            # Tensor parallelism leaves parts that are still to be summed.
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        parameter.grad = laid_out_like(parameter.grad, parameter)
         assert parameter.grad is not None
-        self._row_norms.append(_row_norms(parameter.grad))
+        self._row_norms.append(row_norms(parameter.grad))
         # Loading a state replaces the groups, and the schedule changes them, so that only their place is known before.
         groups = optimizer.param_groups
         optimizer.param_groups = [{**groups[group_index], "params": [parameter]}]
@@ -300,12 +297,6 @@ def check_early_step(
     for conflict, is_there in conflicts.items():
         if is_there:
             raise UserError(f"--optimizer.early_step_in_backward does not go with {conflict}")
-
-
-def _row_norms(gradient: Tensor) -> Tensor:
-    """What is kept of a gradient for the total norm: the norm of each row, as exact as `total_norm`'s own."""
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype)
 
 
 def parameter_names(model: nn.Module) -> list[str]:

@@ -88,4 +88,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPla
 
 def _gather_sequence(x_BLHD: Tensor, mesh: DeviceMesh) -> Tensor:
     """(B, L, H, D) of each rank → (B, degree x L, H, D); backward, the sum over ranks of each rank's part."""
-    return funcol.all_gather_single_autograd(x_BLHD.contiguous(), gather_dim=1, group=mesh)
+    gathered = funcol.all_gather_single_autograd(x_BLHD.contiguous(), gather_dim=1, group=mesh)
+    # At once, and not where it is first used: with torch 2.13 and gloo, results that were still to be waited for
+    # corrupted the heap of pipeline ranks, in every second run.
+    return funcol.wait_tensor(gathered)

@@ -29,7 +29,7 @@ def clip_grad_norm(
     """
     with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in with_gradients:
-        parameter.grad = _laid_out_like(parameter.grad, parameter)
+        parameter.grad = laid_out_like(parameter.grad, parameter)
     gradients = [parameter.grad for parameter in with_gradients if parameter.grad is not None]
     total = total_norm(gradients, pipeline)
     for group in _by_mesh(with_gradients).values():
@@ -50,11 +50,16 @@ def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None =
     return squares.sqrt().to(total.dtype)
 
 
-def _laid_out_like(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
+def laid_out_like(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
     """Under tensor parallelism a gradient can come as parts that are still to be summed, or whole for a shard."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return gradient.redistribute(placements=parameter.placements)
     return gradient
+
+
+def row_norms(gradient: Tensor) -> Tensor:
+    """Euclidean norm of each row, at least in float32: all that `total_norm` needs of a gradient."""
+    return torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
@@ -74,9 +79,6 @@ def _norm(gradients: Sequence[Tensor]) -> Tensor:
     """
     if all(gradient.device.type != "cpu" and gradient.dtype == torch.float32 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
-    row_norms = [
-        torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.promote_types(gradient.dtype, torch.float32))
-        for gradient in gradients
-    ]
-    norms = [torch.linalg.vector_norm(norms) if norms.ndim else norms for norms in row_norms]
+    of_rows = [row_norms(gradient) for gradient in gradients]
+    norms = [torch.linalg.vector_norm(norms) if norms.ndim else norms for norms in of_rows]
     return torch.linalg.vector_norm(torch.stack(norms))
