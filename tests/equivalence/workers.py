@@ -1,5 +1,6 @@
 """Gloo processes that stay, so that many short runs need not each wait for new ones to start."""
 
+import faulthandler
 import logging
 import os
 import socket
@@ -130,12 +131,9 @@ def _receive(connection: Connection) -> str | None:
 
 def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
     """What a worker does: one function after the other, until it is told to end."""
-    import faulthandler
-
     import torch.distributed as dist
 
     faulthandler.enable()
-
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
