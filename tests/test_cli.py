@@ -173,8 +173,8 @@ MISTAKES = {
 """Mistakes that are found before any process starts: the words, and what the message says."""
 
 FOUND_BY_WORKERS = {
-    "no metadata": ("--checkpoint.initial_load_path no_metadata", "no_metadata cannot be read", "FileNotFound"),
-    "emptied": ("--checkpoint.initial_load_path emptied", "emptied cannot be read", "Error("),
+    "no metadata": ("--checkpoint.initial_load_path no_metadata", "no_metadata is damaged: .metadata is missing"),
+    "emptied": ("--checkpoint.initial_load_path emptied", "emptied is damaged: __0_0.distcp has 0 bytes, and not "),
     "other shape": (
         "--checkpoint.initial_load_path outputs/checkpoint/step-4 --dump_folder other --model.ffn_dim 96",
         "model.layers.0.feed_forward.w1.weight: [128, 64] in the checkpoint, [96, 64] in this run",

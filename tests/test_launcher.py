@@ -233,11 +233,11 @@ class TestStopping:
 
 
         class Slow(CheckpointManager):
-            def save(self, step, *, last=False, stopped=False):
+            def save(self, step, *, stopped=False, **arguments):
                 if stopped:
                     print("saving", file=sys.stderr, flush=True)
                     time.sleep(SECONDS)
-                super().save(step, last=last, stopped=stopped)
+                super().save(step, stopped=stopped, **arguments)
 
 
         def debug():

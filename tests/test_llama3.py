@@ -121,7 +121,7 @@ def test_rope_frequencies_equal_transformers_for_the_published_scaling(assets):
     expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
     ours = model_registry("1B").model
     torch.testing.assert_close(
-        rope_frequencies(ours.rope, ours.head_dim, torch.device("cpu")), expected, rtol=1e-6, atol=0
+        rope_frequencies(ours.rope, ours.resolved_head_dim, torch.device("cpu")), expected, rtol=1e-6, atol=0
     )
 
 
@@ -140,7 +140,7 @@ def test_published_sizes(flavor, assets):
         "norm_eps": published["rms_norm_eps"],
         "tie_embeddings": published["tie_word_embeddings"],
         "max_seq_len": published["max_position_embeddings"],
-        "head_dim": published.get("head_dim", published["hidden_size"] // published["num_attention_heads"]),
+        "resolved_head_dim": published.get("head_dim", published["hidden_size"] // published["num_attention_heads"]),
     }
     assert {key: getattr(config, key) for key in expected} == expected
     scaling = published["rope_scaling"]

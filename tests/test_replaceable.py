@@ -293,8 +293,8 @@ class AlsoAt(CheckpointManager):
         also_at: int = 0
         """A step to save after, whatever the interval."""
 
-    def save(self, step, *, last=False, stopped=False):
-        super().save(step, last=last, stopped=stopped or step == self.config.also_at)
+    def save(self, step, *, stopped=False, **arguments):
+        super().save(step, stopped=stopped or step == self.config.also_at, **arguments)
 
 def own_debugmodel():
     config = llama3_debugmodel()

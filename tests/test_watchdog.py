@@ -215,15 +215,16 @@ class TestRuns:
 
 
         class Slow(CheckpointManager):
-            def save(self, step, *, last=False, stopped=False):
+            def save(self, step, **arguments):
                 time.sleep(5)
-                super().save(step, last=last, stopped=stopped)
+                super().save(step, **arguments)
 
 
         class SlowTrainer(Trainer):
             def validate(self):
-                super().validate()
+                loss = super().validate()
                 time.sleep(5 * self.rank)
+                return loss
 
 
         def debug():

@@ -6,9 +6,10 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy
 import torch
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
+from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in, tokenizer_folder
+from torchtitan.components.checkpoint.pretrained import export_huggingface, load_pretrained
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.metrics import MetricsProcessor
@@ -43,6 +46,9 @@ from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.signals import COMMAND_VARIABLE, StopRequest
 from torchtitan.trainer_config import TrainerConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
 
 _DOCUMENTS_SHOWN = 8
 """How many of a bad batch's documents are named."""
@@ -268,16 +274,32 @@ class Trainer(Configurable):
 
     def build_checkpointer(self) -> CheckpointManager:
         """The checkpointer over everything that a resumed run needs."""
-        return self.config.checkpoint.build(
-            dump_folder=self.config.dump_folder,
-            states={
-                "model": ModelState(self.model_parts),
-                "optimizer": self.optimizer,
-                "lr_scheduler": self.lr_scheduler,
-                "trainer": self,
-            },
+        config, spec = self.config, self.config.model_spec
+        assets = tokenizer_folder(config.hf_assets_path)
+        return config.checkpoint.build(
+            dump_folder=config.dump_folder,
+            states=self.states(),
             rank_states={"dataloader": self.dataloader, "random": RandomState()},
+            initial_loads=self.initial_loads(),
+            assets=CheckpointAssets.of(spec, files_in(assets)),
+            export=partial(export_huggingface, spec=spec, assets=assets) if "hf" in spec.formats else None,
         )
+
+    def states(self) -> dict[str, "Stateful"]:
+        """What checkpoints hold of the whole run, by name; a subclass with more models adds a `ModelState` of each."""
+        return {
+            "model": ModelState(self.model_parts),
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "trainer": self,
+        }
+
+    def initial_loads(self) -> dict[str, Callable[[], None]]:
+        """Name of a state → what loads its weights where the run begins; a subclass with more models adds theirs."""
+        config = self.config.checkpoint
+        if not config.initial_load_in_hf:
+            return {}  # one of our own checkpoints is loaded by the checkpointer itself
+        return {"model": partial(load_pretrained, config.initial_load_path, self.config.model_spec, self.model_parts)}
 
     def build_validator(self) -> Validator | None:
         """The validator, where validation is on and there is data for it."""
@@ -495,18 +517,19 @@ class Trainer(Configurable):
         if self.step % self.config.training.gc_freq == 0:
             gc.collect(1)
         last = not self.should_continue_training()
-        if self.validator and self.validator.is_due(self.step, last=last):
-            self.validate()
-        saving = self.checkpointer.is_due(self.step, last=last)
+        validation_loss = self.validate() if self.validator and self.validator.is_due(self.step, last=last) else None
+        saving = self.checkpointer.is_due(self.step, last=last, validation_loss=validation_loss)
         # Leaving a save out of the training time waits for the device, which the other steps need not do.
         with self.metrics.exclude() if saving else contextlib.nullcontext():
-            self.checkpointer.save(self.step, last=last)
+            self.checkpointer.save(self.step, last=last, validation_loss=validation_loss)
 
-    def validate(self) -> None:
-        """Validate and log it, outside of the time that counts as training."""
+    def validate(self) -> float:
+        """Validate and log it, outside of the time that counts as training; the loss."""
         assert self.validator is not None
         with self.metrics.exclude():
-            self.metrics.log_validation(self.step, **self.validator.validate())
+            measured = self.validator.validate()
+            self.metrics.log_validation(self.step, **measured)
+        return measured["validation_loss"]
 
     def report(self, outcome: StepOutcome) -> None:
         """Log the numbers of the step when they are due."""
@@ -522,10 +545,11 @@ class Trainer(Configurable):
     def finish(self, ending: Ending) -> None:
         """Report and save what is not yet, and say how the run ended."""
         self.metrics.flush()
-        if self.validator and ending == "data ended" and not self.validator.is_due(self.step, last=False):
-            self.validate()
+        validating = self.validator and ending == "data ended" and not self.validator.is_due(self.step, last=False)
+        validation_loss = self.validate() if validating else None
+        stopped = ending == "stopped"
         with self.metrics.exclude():
-            self.checkpointer.save(self.step, last=ending != "stopped", stopped=ending == "stopped")
+            self.checkpointer.save(self.step, last=not stopped, stopped=stopped, validation_loss=validation_loss)
             self.checkpointer.wait()
         if ending == "completed":
             logger.info("training completed: %d steps", self.step)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self
 import tyro
 
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint.pretrained import native_source
 from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
@@ -116,9 +117,13 @@ class TrainerConfig(Configurable.Config):
             section.validate()
         self.check_layout(world_size)
         _check_writable(Path(self.dump_folder))
-        self.checkpoint.find_start(self.dump_folder)
+        if self.checkpoint.keep_best and not self.validator.enable:
+            raise UserError("--checkpoint.keep_best keeps the lowest validation loss, and needs --validator.enable")
+        start = self.checkpoint.find_start(self.dump_folder)
         tokenizer = self.tokenizer.build(path=self.hf_assets_path)
-        self.resolve(tokenizer)
+        resolved = self.resolve(tokenizer)
+        if self.checkpoint.initial_load_in_hf and start is None:
+            native_source(self.checkpoint.initial_load_path, resolved.model_spec)
         self.dataloader.prepare(tokenizer=tokenizer)
         if validation := self.validation_dataloader():
             validation.prepare(tokenizer=tokenizer)

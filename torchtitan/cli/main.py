@@ -1,51 +1,66 @@
 """Entry point of the command `torchtitan`."""
 
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torchtitan.tools.signals import default_signals
 
-_USAGE = """usage: torchtitan COMMAND [options]
 
-commands:
-  train   train a model (torchtitan train --module llama3 --config debugmodel; --help lists every option)
-  ls      list modules, their configurations and flavors
-  new     start an experiment, or a training script of your own
+class _Command(NamedTuple):
+    function: str  # "module:name"; imported on demand, since `ls`, for one, needs no torch and answers at once
+    summary: str
 
-`torchtitan COMMAND --help` explains a command."""
+
+_COMMANDS = {
+    "train": _Command(
+        "train:train", "train a model (torchtitan train --module llama3 --config debugmodel; --help lists every option)"
+    ),
+    "generate": _Command("generate:generate", "continue a text with the model of a checkpoint"),
+    "chat": _Command("chat:chat", "talk to the model of a checkpoint"),
+    "eval": _Command("evaluate:evaluate", "measure the model of a checkpoint on questions, on a text, or by lm-eval"),
+    "inspect": _Command(
+        "inspect_checkpoint:inspect_checkpoint", "say what a checkpoint holds, and whether it is whole"
+    ),
+    "convert": _Command("convert:convert", "write a checkpoint in another format (hf, meta, dcp)"),
+    "download": _Command("download:download", "fetch a model's files from the Hugging Face hub"),
+    "ls": _Command("ls:ls", "list modules, their configurations and flavors"),
+    "new": _Command("new:new", "start an experiment, or a training script of your own"),
+}
+
+_USAGE = "\n".join(
+    [
+        "usage: torchtitan COMMAND [options]\n\ncommands:",
+        *(f"  {name:<10}{command.summary}" for name, command in _COMMANDS.items()),
+        "\n`torchtitan COMMAND --help` explains a command.",
+    ]
+)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the sub-command that the command line names; its exit code."""
     words = list(sys.argv[1:] if args is None else args)
-    command = words[0] if words else "--help"
+    name = words[0] if words else "--help"
     with default_signals():
-        return _run(command, words[1:])
-
-
-def _run(command: str, args: list[str]) -> int:
-    # Imported on demand: `ls` needs no torch, and answers at once.
-    if command == "train":
-        from torchtitan.cli.train import train
-
-        return train(args)
-    if command == "ls":
-        from torchtitan.cli.ls import ls
-
-        return ls(args)
-    if command == "new":
-        from torchtitan.cli.new import new
-
-        return new(args)
-    if command in ("-h", "--help"):
+        if name in _COMMANDS:
+            return _function(_COMMANDS[name])(words[1:])
+    if name in ("-h", "--help"):
         print(_USAGE)
         return 0
     from torchtitan.config.registry import suggest
 
-    commands = ("train", "ls", "new")
-    hint = f"{suggest(command, commands)} (there are: {', '.join(commands)})"
-    print(f"torchtitan: unknown command '{command}'{hint}", file=sys.stderr)
+    print(
+        f"torchtitan: unknown command '{name}'{suggest(name, _COMMANDS)} (there are: {', '.join(_COMMANDS)})",
+        file=sys.stderr,
+    )
     return 2
+
+
+def _function(command: _Command) -> Callable[[Sequence[str]], int]:
+    module, _, name = command.function.partition(":")
+    function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(f"torchtitan.cli.{module}"), name)
+    return function
 
 
 if __name__ == "__main__":

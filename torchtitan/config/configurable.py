@@ -1,8 +1,11 @@
 """`Configurable`: a class and, beside it, the dataclass that configures and builds it."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, get_type_hints
+
+from torchtitan.tools.errors import UserError
 
 
 class Configurable:
@@ -43,6 +46,19 @@ class Configurable:
             """The configuration as JSON-ready values: nested dictionaries, lists, strings, numbers, booleans, None."""
             return {field.name: to_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
+        @classmethod
+        def from_dict(cls, document: Mapping[str, Any]) -> Self:
+            """The configuration that `to_dict` gave as `document`; nested dictionaries become nested dataclasses.
+
+            A field that is not there has its default: it is younger than the document.
+
+            Raises:
+                torchtitan.tools.errors.UserError: for a key that is no field, and a field without default that is
+                    not there.
+            """
+            config: Self = from_plain(cls, document)
+            return config
+
     def __init__(self, config: "Configurable.Config"):
         self.config = config
 
@@ -72,6 +88,24 @@ def to_plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     raise TypeError(f"{value!r} of type {type(value).__name__} has no JSON form and cannot be a configuration value")
+
+
+def from_plain(cls: type, document: Mapping[str, Any], prefix: str = "") -> Any:
+    """The dataclass `cls` with the values that `to_plain` gave; see `Configurable.Config.from_dict`."""
+    if not isinstance(document, Mapping):
+        raise UserError(f"configuration: '{prefix.removesuffix('.')}' is {document!r}, and must hold keys")
+    fields, types = dataclasses.fields(cls), get_type_hints(cls)
+    names = {field.name for field in fields}
+    if unknown := sorted(prefix + key for key in document if key not in names):
+        raise UserError(f"configuration: unknown keys {', '.join(unknown)}")
+    required = [f for f in fields if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    if missing := [prefix + field.name for field in required if field.name not in document]:
+        raise UserError(f"configuration: missing keys {', '.join(missing)}")
+    values = {
+        name: from_plain(types[name], value, f"{prefix}{name}.") if dataclasses.is_dataclass(types[name]) else value
+        for name, value in document.items()
+    }
+    return cls(**values)
 
 
 def _derive_config(cls: type[Configurable]) -> type:

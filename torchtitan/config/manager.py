@@ -11,7 +11,13 @@ import yaml
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from torchtitan.config.configurable import Configurable
-from torchtitan.config.registry import import_failure, load_config_function, suggest
+from torchtitan.config.registry import (
+    ASSETS_PARAMETER,
+    import_failure,
+    load_config_function,
+    needs_assets,
+    suggest,
+)
 from torchtitan.tools.errors import UserError
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
@@ -61,7 +67,11 @@ class ConfigManager:
         module, config_name = (
             getattr(selected, name) or in_file[name] or default for name, default in DEFAULT_SELECTION.items()
         )
-        default = _call(load_config_function(module, config_name), module)
+        function = load_config_function(module, config_name)
+        arguments: dict[str, str] = {}
+        if needs_assets(function):
+            arguments[ASSETS_PARAMETER] = self._assets_path(config_name, overrides, document)
+        default = _call(function, arguments, module)
         if not isinstance(default, Configurable.Config):
             raise UserError(
                 f"configuration '{config_name}' of module '{module}' returned {default!r}, not a Trainer.Config"
@@ -70,6 +80,16 @@ class ConfigManager:
         _check_keys(document, known, selected.config_file)
         _check_kinds(document, known, selected.config_file)
         return Job(module, config_name, self._parse(default, [*_to_flags(document), *overrides]))
+
+    def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
+        """What the command line, or else the file, gives a configuration that is computed from a folder."""
+        option = argparse.ArgumentParser(prog=self.prog, add_help=False, allow_abbrev=False)
+        option.add_argument(f"--{ASSETS_PARAMETER}", f"--{ASSETS_PARAMETER.replace('_', '-')}", dest="path")
+        path = option.parse_known_args(overrides)[0].path
+        path = document.get(ASSETS_PARAMETER) if path is None else path
+        if not path:
+            raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
+        return str(path)
 
     def _parse(self, default: Configurable.Config, args: list[str]) -> Any:
         registry = ConstructorRegistry()
@@ -116,9 +136,9 @@ def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     )
 
 
-def _call(function: Callable[[], object], module: str) -> object:
+def _call(function: Callable[..., object], arguments: dict[str, str], module: str) -> object:
     try:
-        return function()
+        return function(**arguments)
     except ImportError as error:
         raise import_failure(module, error) from error
 

@@ -18,6 +18,9 @@ from types import ModuleType
 from torchtitan.tools.errors import UserError
 
 REGISTRY_FILE = "config_registry.py"
+ASSETS_PARAMETER = "hf_assets_path"
+"""The only parameter that a configuration function may have: it then computes the configuration from that folder."""
+
 _BUILT_IN_FOLDERS = ("models", "experiments")
 
 
@@ -46,12 +49,12 @@ def built_in_modules() -> dict[str, Path]:
 def list_module(name: str, folder: Path) -> ModuleListing:
     """Configurations and flavours of the module in `folder`, read from its source without importing it.
 
-    Configurations are the public functions without parameters of `config_registry.py`; flavours are the keys of
-    the dictionary `FLAVORS` in `__init__.py`, where there is one.
+    Configurations are the public functions of `config_registry.py` without parameters, or with `hf_assets_path` alone;
+    flavours are the keys of the dictionary `FLAVORS` in `__init__.py`, where there is one.
     """
     registry = ast.parse((folder / REGISTRY_FILE).read_text())
-    functions = [node for node in registry.body if isinstance(node, ast.FunctionDef)]
-    configs = [f.name for f in functions if not f.name.startswith("_") and not f.args.args]
+    functions = {node.name: node.args for node in registry.body if isinstance(node, ast.FunctionDef)}
+    configs = [name for name, args in functions.items() if _is_config(name, _parameters(args))]
     flavors: list[str] = []
     init = folder / "__init__.py"
     for node in ast.parse(init.read_text()).body if init.exists() else []:
@@ -64,8 +67,8 @@ def list_module(name: str, folder: Path) -> ModuleListing:
     return ModuleListing(name, configs, flavors)
 
 
-def load_config_function(module: str, config: str) -> Callable[[], object]:
-    """The function that `--module module --config config` names.
+def load_config_function(module: str, config: str) -> Callable[..., object]:
+    """The function that `--module module --config config` names; see `needs_assets` for what it is called with.
 
     Args:
         module: a short name, a dotted import path, or a folder on disk that holds a `config_registry.py`.
@@ -78,9 +81,7 @@ def load_config_function(module: str, config: str) -> Callable[[], object]:
     functions = {
         name: function
         for name, function in inspect.getmembers(registry, inspect.isfunction)
-        if function.__module__ == registry.__name__
-        and not name.startswith("_")
-        and not inspect.signature(function).parameters
+        if function.__module__ == registry.__name__ and _is_config(name, list(inspect.signature(function).parameters))
     }
     short = registry.__name__.split(".")[-2]
     for name in (config, f"{short}_{config}"):
@@ -92,6 +93,19 @@ def load_config_function(module: str, config: str) -> Callable[[], object]:
         f"unknown configuration '{config}' in module '{module}'{suggest(config, known + short_names)} "
         f"(there are: {', '.join(known) or 'none'})"
     )
+
+
+def needs_assets(function: Callable[..., object]) -> bool:
+    """Whether a configuration function computes its configuration from the folder `hf_assets_path`."""
+    return ASSETS_PARAMETER in inspect.signature(function).parameters
+
+
+def _parameters(arguments: ast.arguments) -> list[str]:
+    return [arg.arg for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def _is_config(name: str, parameters: list[str]) -> bool:
+    return not name.startswith("_") and parameters in ([], [ASSETS_PARAMETER])
 
 
 def _import_registry(module: str) -> ModuleType:

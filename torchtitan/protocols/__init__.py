@@ -1,8 +1,9 @@
-"""What a plug-in provides: a model, its specification and sharding plan, a converter."""
+"""What a plug-in provides: a model, its specification and sharding plan, its other formats, a converter."""
 
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingPlan
+from torchtitan.protocols.state_dict_adapter import ForeignFormat, StateDictAdapter
 
-__all__ = ["BaseModel", "ModelConverter", "ModelSpec", "ShardingPlan"]
+__all__ = ["BaseModel", "ForeignFormat", "ModelConverter", "ModelSpec", "ShardingPlan", "StateDictAdapter"]

@@ -1,7 +1,7 @@
 """`ModelSpec`: everything that a model family provides for one flavour, in one value."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from tyro.conf import Suppress
 from torchtitan.config import Configurable
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.sharding import ShardingPlan
+from torchtitan.protocols.state_dict_adapter import ForeignFormat
 
 ParallelizeFunction = Callable[..., nn.Module]
 
@@ -27,6 +28,9 @@ class ModelSpec:
     flavor: Suppress[str]
     """The size within the family: `8B`."""
 
+    module: Suppress[str]
+    """Import path of the family's package, `torchtitan.models.llama3`: a checkpoint says by it what it is of."""
+
     model: BaseModel.Config
     """The model; `model.build()` constructs it. Its fields are `--model.<field>` on the command line."""
 
@@ -39,6 +43,9 @@ class ModelSpec:
     parallelize: Suppress[ParallelizeFunction]
     """Applies the parallelisms to a meta-device model, or to a pipeline stage of one, in place; see
     `torchtitan.distributed.parallelize.parallelize_decoder`."""
+
+    formats: Suppress[Mapping[str, ForeignFormat]] = field(default_factory=dict)
+    """What the weights are in other formats, by format: `hf` (Hugging Face), `meta`. Empty: only our own."""
 
     def to_dict(self) -> dict[str, Any]:
         """The parts that can be set, as JSON-ready values."""

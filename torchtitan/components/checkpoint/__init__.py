@@ -1,7 +1,9 @@
 """Checkpoints: save a run's state, complete or not at all, and resume from it on any number of processes."""
 
-from torchtitan.components.checkpoint.folders import CheckpointInfo, list_checkpoints
-from torchtitan.components.checkpoint.manager import CheckpointManager, CheckpointSaveError
+from torchtitan.components.checkpoint.folders import CheckpointInfo, list_checkpoints, verify
+from torchtitan.components.checkpoint.manager import CheckpointManager
+from torchtitan.components.checkpoint.saver import CheckpointSaveError
+from torchtitan.components.checkpoint.start import load_model_state
 from torchtitan.components.checkpoint.states import ModelState, RandomState
 
 __all__ = [
@@ -11,4 +13,6 @@ __all__ = [
     "ModelState",
     "RandomState",
     "list_checkpoints",
+    "load_model_state",
+    "verify",
 ]

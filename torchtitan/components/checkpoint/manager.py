@@ -1,61 +1,52 @@
 """`CheckpointManager`: when a run saves, what it resumes from, and what becomes of older checkpoints."""
 
-import contextlib
 import dataclasses
 import difflib
-import functools
+import math
+import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 
 from torchtitan.components.checkpoint import folders
-from torchtitan.components.checkpoint.folders import CheckpointInfo, Kind, Marker
+from torchtitan.components.checkpoint.folders import Kind, Marker
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.checkpoint.saver import Assets, AsyncMode, Export, Saver
+from torchtitan.components.checkpoint.start import Start, choose_start, find_start
+from torchtitan.components.checkpoint.states import ModelState
+from torchtitan.components.checkpoint.store import Folder, LocalFolder, folder_at, inside
 from torchtitan.config.configurable import Configurable
-from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
     # Deferred at run time: torch.distributed.checkpoint takes a second to import.
     from torch.distributed.checkpoint.stateful import Stateful
 
-    from torchtitan.components.checkpoint import storage
-
-T = TypeVar("T")
-
-
-class CheckpointSaveError(RunFailure):
-    """The last save of a run failed, so its end is not on disk. The message names the checkpoint and the cause."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """What a run starts from."""
-
-    checkpoint: CheckpointInfo
-
-    resumes: bool
-    """Whether it is a checkpoint of the run itself, and not its `initial_load_path`."""
+    from torchtitan.components.checkpoint.staging import Entries
 
 
 class CheckpointManager(Configurable):
     """Saves the states of a run as `{dump_folder}/{folder}/step-N` and restores them.
 
     Works in one process without a process group, and on every rank of the default process group, where all ranks
-    construct it and call each method together; the ranks then need a file system they share. Rank 0 decides what
-    to load, renames and removes, so ranks cannot disagree.
+    construct it and call each method together; the ranks then need a file system, or a store, that they share. Rank 0
+    decides what to load, renames and removes, so ranks cannot disagree.
 
     Args:
         dump_folder: the run's folder.
         states: name → state of the whole run. `state_dict()` gives a flat dict of (D)Tensors, which are loaded in
-            place, and JSON-ready values, equal on all ranks or with different keys. "model" is what a model-only
-            checkpoint holds.
+            place, and JSON-ready values, equal on all ranks or with different keys. A model-only checkpoint holds
+            those that are a `ModelState`; `initial_load_path` is for "model".
         rank_states: name → state of this rank alone, of the same form: random numbers, positions in the data. Loaded
             by the rank of the same number; by ranks that the saved run did not have, from rank 0.
+        initial_loads: name of a state → what gives it its initial weights, called by `load` on every rank where the
+            state comes from no checkpoint and the run does not resume.
+        assets: what rank 0 writes into each checkpoint beside the states.
+        export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
 
     Raises:
         UserError: where the configuration does not hold together.
@@ -69,25 +60,38 @@ class CheckpointManager(Configurable):
         """Save checkpoints, and resume from the newest one in the folder."""
 
         folder: str = "checkpoint"
-        """The checkpoints' folder, inside the dump folder."""
+        """The checkpoints' folder, inside the dump folder; or a URL, such as s3://bucket/run."""
 
         interval: int = 500
         """Save every so many steps (and after the last one)."""
 
         initial_load_path: str = ""
-        """Start from this checkpoint (the step-N folder of another run) where the run has none of its own."""
+        """Start from this checkpoint (the step-N folder of another run, or its URL) where the run has none itself."""
 
         initial_load_model_only: bool = True
         """From initial_load_path, load the weights only and start at step 0; otherwise everything, the step too."""
 
+        initial_load_in_hf: bool = False
+        """initial_load_path is a folder of pre-trained weights, as Hugging Face's, and not a checkpoint of a run."""
+
         last_save_model_only: bool = False
         """After the last step, save the weights only. A run cannot resume from such a checkpoint."""
 
-        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-        """Write in the background while training goes on, from a copy in CPU memory (pinned: faster to copy to)."""
+        last_save_in_hf: bool = False
+        """After the last step, save the weights only, as a Hugging Face folder. A run cannot resume from it."""
+
+        export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+        """Type of the weights that last_save_model_only and last_save_in_hf write; None: as they are trained."""
+
+        async_mode: AsyncMode = "disabled"
+        """Write while training goes on, from a copy in CPU memory: in a thread (async), or in a process of its own from
+        memory that is pinned, so faster to copy to (async_with_pinned_mem; where CUDA is absent, it is not pinned)."""
 
         keep_latest_k: int = 10
         """Remove all but the newest so many checkpoints (0: keep all)."""
+
+        keep_best: bool = False
+        """Keep the checkpoint of the lowest validation loss beside the newest ones."""
 
         load_step: int = -1
         """Resume from this step (-1: the newest)."""
@@ -106,37 +110,59 @@ class CheckpointManager(Configurable):
             """Whether a run with this configuration writes checkpoints."""
             return self.enable and not self.load_only
 
+        @property
+        def last_kind(self) -> Kind:
+            """What the save after the last step holds."""
+            return "huggingface" if self.last_save_in_hf else "model_only" if self.last_save_model_only else "full"
+
         def validate(self) -> None:
             """Raise `UserError` for a wrong value; looks at no file."""
             if self.interval < 1:
                 raise UserError(f"checkpoint.interval must be at least 1 step, not {self.interval}")
             if self.keep_latest_k < 0:
                 raise UserError(f"checkpoint.keep_latest_k must be 0 (keep all) or more, not {self.keep_latest_k}")
-            if self.async_mode == "async_with_pinned_mem" and not torch.cuda.is_available():
-                raise UserError("checkpoint.async_mode async_with_pinned_mem needs CUDA, and there is none: use async")
             if self.load_step != -1 and not self.enable:
                 raise UserError(f"checkpoint.load_step {self.load_step} needs --checkpoint.enable")
+            if self.initial_load_in_hf and not self.initial_load_path:
+                raise UserError("checkpoint.initial_load_in_hf needs checkpoint.initial_load_path, the folder to load")
+            if self.initial_load_in_hf and not self.initial_load_model_only:
+                raise UserError(
+                    "checkpoint.initial_load_model_only False does not go with checkpoint.initial_load_in_hf: "
+                    "such a folder holds the model only"
+                )
+            if self.export_dtype and self.last_kind == "full":
+                raise UserError(
+                    f"checkpoint.export_dtype {self.export_dtype} needs --checkpoint.last_save_model_only or "
+                    "--checkpoint.last_save_in_hf: what a run resumes from is saved as it is trained"
+                )
+            self._validate_place()
+
+        def _validate_place(self) -> None:
+            place = folder_at(self.folder)
+            if self.last_save_in_hf and not isinstance(place, LocalFolder):
+                raise UserError(f"checkpoint.last_save_in_hf writes to a disk, and checkpoint.folder is {place}")
+            if self.async_mode != "async_with_pinned_mem":
+                return
+            if not sys.platform.startswith("linux"):
+                raise UserError("checkpoint.async_mode async_with_pinned_mem needs Linux; use async")
+            if str(place).startswith("memory://"):
+                raise UserError(
+                    f"checkpoint.async_mode async_with_pinned_mem: no other process sees {place}; use async"
+                )
+
+        def place(self, dump_folder: str) -> Folder:
+            """Where the checkpoints of a run in `dump_folder` lie."""
+            return inside(dump_folder, self.folder)
 
         def find_start(self, dump_folder: str) -> Start | None:
-            """The checkpoint that a run in `dump_folder` would start from now; None: from nothing.
+            """The checkpoint that a run in `dump_folder` would start from now; None: from nothing that is one.
+
+            It looks at markers only; `CheckpointManager.load` verifies the files.
 
             Raises:
-                UserError: where one is named that cannot be loaded.
+                UserError: where one is named that cannot be loaded, or all of the run's own are known to be damaged.
             """
-            folder = Path(dump_folder) / self.folder
-            if self.load_step != -1:
-                return Start(folders.find_step(folder, self.load_step), resumes=True)
-            if self.enable and (newest := folders.newest_full(folder)):
-                return Start(newest, resumes=True)
-            if not self.initial_load_path:
-                return None
-            start = Start(folders.open_checkpoint(Path(self.initial_load_path)), resumes=False)
-            if start.checkpoint.kind == "model_only" and not self.initial_load_model_only:
-                raise UserError(
-                    f"checkpoint.initial_load_path: {self.initial_load_path} holds the model only, "
-                    "so it cannot be loaded with checkpoint.initial_load_model_only False"
-                )
-            return start
+            return find_start(self, self.place(dump_folder))
 
     def __init__(
         self,
@@ -145,34 +171,43 @@ class CheckpointManager(Configurable):
         dump_folder: str,
         states: "Mapping[str, Stateful]",
         rank_states: "Mapping[str, Stateful] | None" = None,
+        initial_loads: Mapping[str, Callable[[], None]] | None = None,
+        assets: Assets | None = None,
+        export: Export | None = None,
     ):
         self.config: CheckpointManager.Config = config
-        self.dump_folder = dump_folder
-        self.folder = Path(dump_folder) / config.folder
+        self.folder = config.place(dump_folder)
         self.states = dict(states)
         self.rank_states = dict(rank_states or {})
-        self._check_names()
+        self.initial_loads = dict(initial_loads or {})
+        self._check(can_export=export is not None)
         # A group of its own, so that a save in the background never mixes with what training sends; on the CPU.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._rank = self._group.rank() if self._group else 0
-        self._world_size = self._group.size() if self._group else 1
-        self._executor = _background_thread()
-        self._in_flight: Future[None] | None = None
-        self._stager: storage.Stager | None = None
-        self._saved_step = 0
-        self._failure = ""
+        self._ranks = Ranks(dist.new_group(backend="gloo") if dist.is_initialized() else None)
+        self._saver = Saver(
+            self.folder,
+            self._ranks,
+            async_mode=config.async_mode,
+            assets=assets,
+            export=export,
+            prune=self._prune,
+        )
+        # The lowest validation loss of a complete checkpoint, and what it was before the most recent save.
+        self._best_loss = self._former_best_loss = math.inf
 
-    def is_due(self, step: int, *, last: bool = False) -> bool:
-        """Whether `save(step, last=last)` saves, provided that the checkpoint of `step` is not there yet.
+    def is_due(self, step: int, *, last: bool = False, validation_loss: float | None = None) -> bool:
+        """Whether `save` with these arguments saves, provided that the checkpoint of `step` is not there yet.
 
         It touches no file, process or device, and is the same on every rank.
         """
         if not self.config.saves:
             return False
         first = step == 1 and self.config.enable_first_step_checkpoint
-        return last or first or step % self.config.interval == 0
+        best = self.config.keep_best and validation_loss is not None and validation_loss < self._best_loss
+        return last or first or best or step % self.config.interval == 0
 
-    def save(self, step: int, *, last: bool = False, stopped: bool = False) -> None:
+    def save(
+        self, step: int, *, last: bool = False, stopped: bool = False, validation_loss: float | None = None
+    ) -> None:
         """Save the checkpoint of `step` if one is due and not yet there.
 
         A save that fails is a warning, since training goes on and the next one may succeed.
@@ -181,58 +216,64 @@ class CheckpointManager(Configurable):
             step: the number of training steps done.
             last: training is done; saves, the model only if so configured.
             stopped: training stops here to be resumed later; saves.
+            validation_loss: what was measured after `step`, equal on all ranks; with `keep_best`, the lowest so far
+                makes a save due.
 
         Raises:
             CheckpointSaveError: where the save fails and is the last or stopped one.
         """
         ends = last or stopped
-        if not self.is_due(step, last=ends):
+        if not self.is_due(step, last=ends, validation_loss=validation_loss):
             return
         begun = time.perf_counter()
         self.wait()
-        if step == self._saved_step:
+        kind = self.config.last_kind if last else "full"
+        if step == self._saver.step:
+            if kind != self._saver.kind:
+                # It may be the only one that the run can resume from.
+                logger.warning("step %d is saved in full, and stays so; torchtitan convert makes other forms", step)
             return
-        model_only = last and self.config.last_save_model_only
-        marker = Marker(step=step, kind="model_only" if model_only else "full", world_size=self._world_size)
-        entries = self._encode(marker.kind)
+        marker = Marker(step=step, kind=kind, world_size=self._ranks.size, validation_loss=validation_loss)
+        entries = self._encode(kind)
+        # Before the save ends, so that it is the same on every rank in every step; `wait` corrects it.
+        self._former_best_loss = self._best_loss
+        if validation_loss is not None:
+            self._best_loss = min(self._best_loss, validation_loss)
         if ends or self.config.async_mode == "disabled":
-            self._write(marker, entries, begun)
+            self._saver.save(marker, entries, begun)
         else:
-            staged = self._stage(entries)
-            self._in_flight = self._executor.submit(self._write, marker, staged, begun, time.perf_counter())
+            self._saver.save_in_background(marker, entries, begun)
         if ends:
-            self._raise_failure()
+            self._saver.raise_failure()
 
     def load(self) -> int:
         """Restore what the configuration says, and return the step the run is at: 0 where it begins.
 
-        Raises:
-            UserError: where a named checkpoint cannot be loaded, or one does not fit the states.
-        """
-        from torchtitan.components.checkpoint import storage
+        What is loaded is verified first. Where the newest checkpoint of the run is damaged, a warning says so, and an
+        older one takes its place.
 
-        start = self._on_rank_zero(self._choose_start)
+        Raises:
+            UserError: where a named checkpoint is damaged or cannot be loaded, all of the run's own are damaged, or one
+                does not fit the states.
+        """
+        start = choose_start(self.config, self.folder, self._ranks)
+        loaded = self._restore(start) if start else set()
+        resumes = start is not None and start.resumes
+        for name, give_weights in self.initial_loads.items():
+            if not resumes and name not in loaded:
+                give_weights()
         if start is None:
             return 0
-        checkpoint = start.checkpoint
-        model_only = not start.resumes and self.config.initial_load_model_only
-        assert checkpoint.marker is not None, "only complete checkpoints are chosen"
-        saved_rank = self._rank if self._rank < checkpoint.marker.world_size else 0
-        names = {"model"} if model_only else {*self.states, *self.rank_states}
-        names -= set(self.config.exclude_from_loading)
-        states = {name: state for name, state in self.states.items() if name in names}
-        rank_states = {name: state for name, state in self.rank_states.items() if name in names}
-        storage.load(checkpoint.path, states, rank_states, saved_rank, self._group)
-        if start.resumes:
-            self._saved_step = checkpoint.step
-        logger.info("loaded %s%s", checkpoint.path, ", the model only" if model_only else "")
-        return 0 if model_only else checkpoint.step
+        if resumes:
+            self._saver.step = start.checkpoint.step
+            self._best_loss = self._ranks.first_decides(lambda: self._best_loss_until(start.checkpoint.step))
+        return 0 if self._loads_model_only(start) else start.checkpoint.step
 
     def wait(self) -> None:
         """Wait until the save that is under way in the background, if any, has ended."""
-        if self._in_flight:
-            self._in_flight.result()
-            self._in_flight = None
+        self._saver.wait()
+        if self._saver.failure:
+            self._best_loss = self._former_best_loss
 
     def close(self) -> None:
         """Wait for the save under way and let go of threads and memory. Call it before the process group ends.
@@ -240,13 +281,10 @@ class CheckpointManager(Configurable):
         Raises:
             CheckpointSaveError: where the run's most recent save failed.
         """
-        self.wait()
-        self._executor.shutdown()
-        if self._stager:
-            self._stager.close()
-        self._raise_failure()
+        self._saver.close()
+        self._saver.raise_failure()
 
-    def _check_names(self) -> None:
+    def _check(self, *, can_export: bool) -> None:
         names = [*self.states, *self.rank_states]
         assert len(names) == len(set(names)), "a name in states and rank_states"
         for name in self.config.exclude_from_loading:
@@ -254,108 +292,56 @@ class CheckpointManager(Configurable):
                 near = difflib.get_close_matches(name, names, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
                 raise UserError(f"checkpoint.exclude_from_loading: there is no state {name!r}; {hint}")
+        if self.config.last_save_in_hf and not can_export:
+            raise UserError("checkpoint.last_save_in_hf: this model has no Hugging Face form")
+        if self.config.initial_load_in_hf and "model" not in self.initial_loads:
+            raise UserError("checkpoint.initial_load_in_hf: this model cannot be loaded from a Hugging Face form")
 
-    def _encode(self, kind: Kind) -> "dict[str, storage.Entries]":
+    def _loads_model_only(self, start: Start) -> bool:
+        return not start.resumes and self.config.initial_load_model_only
+
+    def _restore(self, start: Start) -> set[str]:
+        """Load from `start` what is to be loaded, and return the names of the states."""
         from torchtitan.components.checkpoint import storage
 
-        if kind == "model_only":
-            return {"model": storage.encode("model", self.states["model"].state_dict())}
-        states = {name: state.state_dict() for name, state in self.states.items()}
-        states |= {storage.rank_key(name, self._rank): state.state_dict() for name, state in self.rank_states.items()}
+        checkpoint, model_only = start.checkpoint, self._loads_model_only(start)
+        assert checkpoint.marker is not None, "only complete checkpoints are chosen"
+        saved_rank = self._ranks.rank if self._ranks.rank < checkpoint.marker.world_size else 0
+        names = {"model"} if model_only else {*self.states, *self.rank_states}
+        names -= set(self.config.exclude_from_loading)
+        states = {name: state for name, state in self.states.items() if name in names}
+        rank_states = {name: state for name, state in self.rank_states.items() if name in names}
+        storage.load(checkpoint.path, states, rank_states, saved_rank, self._ranks)
+        logger.info("loaded %s%s", checkpoint.path, ", the model only" if model_only else "")
+        return names
+
+    def _encode(self, kind: Kind) -> "dict[str, Entries]":
+        from torchtitan.components.checkpoint import storage
+
+        if kind == "full":
+            states = {name: state.state_dict() for name, state in self.states.items()}
+            states |= {
+                storage.rank_key(name, self._ranks.rank): state.state_dict() for name, state in self.rank_states.items()
+            }
+        else:
+            models = {name: state for name, state in self.states.items() if isinstance(state, ModelState)}
+            assert "model" in models, "the weights to save are a ModelState"
+            states = {name: self._as_exported(state.state_dict()) for name, state in models.items()}
         return {name: storage.encode(name, state_dict) for name, state_dict in states.items()}
 
-    def _stage(self, entries: "dict[str, storage.Entries]") -> "dict[str, storage.Entries]":
-        from torchtitan.components.checkpoint import storage
-
-        if self._stager is None:
-            self._stager = storage.Stager(pin_memory=self.config.async_mode == "async_with_pinned_mem")
-        return self._stager.stage(entries)
-
-    def _write(
-        self, marker: Marker, entries: "dict[str, storage.Entries]", begun: float, unblocked: float | None = None
-    ) -> None:
-        """Write, commit and prune; in the background in an asynchronous save, where training went on at `unblocked`."""
-        from torch.distributed.checkpoint import CheckpointException
-
-        from torchtitan.components.checkpoint import storage
-
-        step = marker.step
-        try:
-            partial = self._on_rank_zero(lambda: folders.start_partial(self.folder, step))
-            storage.write(partial, entries, self._group)
-            path = self._on_rank_zero(lambda: folders.commit(partial, marker))
-        except OSError as error:
-            self._fail(step, error)
-            return
-        except CheckpointException as error:
-            self._fail(step, storage.failure_cause(error))
-            return
-        self._saved_step, self._failure = step, ""
-        blocked = (unblocked or time.perf_counter()) - begun
-        logger.info("saved %s; training was blocked for %.2f s", path, blocked)
-        if self._rank == 0:
-            self._prune(step)
-
-    def _fail(self, step: int, cause: BaseException) -> None:
-        """Report a save that failed, and remove what it wrote."""
-        if not isinstance(cause, Exception):
-            raise cause  # Ctrl-C, which DCP takes for a failure of the save
-        path = self.folder / f"step-{step}"
-        self._failure = f"{path} could not be saved: {type(cause).__name__}: {cause}"
-        logger.warning("%s; older checkpoints are as they were", self._failure)
-        if self._rank == 0:
-            # What cannot be removed now is removed when the step is saved again or the run starts again.
-            with contextlib.suppress(OSError):
-                folders.discard_incomplete(self.folder, step)
-
-    def _raise_failure(self) -> None:
-        """Raise the failure of the most recent save, once."""
-        failure, self._failure = self._failure, ""
-        if failure:
-            raise CheckpointSaveError(failure)
+    def _as_exported(self, weights: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+        if self.config.export_dtype is None:
+            return weights
+        dtype = getattr(torch, self.config.export_dtype)
+        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
 
     def _prune(self, step: int) -> None:
         try:
-            folders.prune(self.folder, step, self.config.keep_latest_k)
+            folders.prune(self.folder, step, self.config.keep_latest_k, keep_best=self.config.keep_best)
         except OSError as error:
             logger.warning("an old checkpoint in %s could not be removed: %s", self.folder, error)
 
-    def _choose_start(self) -> Start | None:
-        start = self.config.find_start(self.dump_folder)
-        for info in folders.list_checkpoints(self.folder) if self.config.enable else []:
-            if info.path.suffix == ".partial":
-                logger.warning("%s was left by a save that did not end", info.path)
-                if not self.config.load_only:
-                    folders.remove_checkpoint(info.path)
-            elif not info.complete:
-                logger.warning("skipped %s: %s", info.path, info.fault or "it is not complete")
-            elif start is None or not start.resumes or info.step > start.checkpoint.step:
-                reason = "it holds the model only" if info.kind == "model_only" else "an older step was asked for"
-                logger.warning("skipped %s: %s", info.path, reason)
-        return start
-
-    def _on_rank_zero(self, decide: Callable[[], T]) -> T:
-        """What `decide` returns on rank 0, on every rank; what it raises there is raised on every rank."""
-        outcome: list[Any] = [None, None]
-        if self._rank == 0:
-            try:
-                outcome[0] = decide()
-            except Exception as error:  # all of them: the other ranks wait for an answer
-                outcome[1] = error
-        if self._group:
-            dist.broadcast_object_list(outcome, src=0, group=self._group)
-        result, raised = outcome
-        if raised:
-            raise raised
-        return result
-
-
-def _background_thread() -> ThreadPoolExecutor:
-    """An executor of one thread that has the CUDA device of the calling one.
-
-    A new thread begins with device 0, and DCP, which asks for that device's stream, would open a context on it.
-    """
-    in_thread: Callable[[], None] | None = None
-    if torch.cuda.is_initialized():
-        in_thread = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=in_thread)
+    def _best_loss_until(self, step: int) -> float:
+        complete = [info for info in folders.list_checkpoints(self.folder) if info.complete and not info.damage]
+        best = folders.best([info for info in complete if info.step <= step])
+        return best.validation_loss if best and best.validation_loss is not None else math.inf

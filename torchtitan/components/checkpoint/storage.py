@@ -1,4 +1,4 @@
-"""What a checkpoint holds and how it is written and read: states as the entries of torch.distributed.checkpoint (DCP).
+"""What a checkpoint holds and how it is read: states as the entries of torch.distributed.checkpoint (DCP).
 
 A state's tensors are entries under their own names, so that DCP can shard and reshard them; all its other values are
 one entry, a JSON string, so that their structure may differ between the state that was saved and the one that loads.
@@ -9,43 +9,24 @@ DCP takes a second to import: import this module where it is used, not at the to
 import hashlib
 import json
 import pickle
-import warnings
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.checkpoint.staging import Entries
+from torchtitan.components.checkpoint.store import Folder, LocalFolder
+from torchtitan.components.checkpoint.writing import failure_cause
 from torchtitan.tools.errors import UserError
 
-Entries = dict[str, torch.Tensor | str]
 SavedEntries = dict[str, TensorStorageMetadata | BytesStorageMetadata]
 
 _SHOWN_PROBLEMS = 5
-
-# DCP says so at each save and load of a single process, where nothing is amiss.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-
-T = TypeVar("T")
-
-
-class _Writer(dcp.FileSystemWriter):
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # torch.save ends with an error of its own that hides the system's, say "No space left on device".
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
 
 
 def encode(name: str, state_dict: Mapping[str, Any]) -> Entries:
@@ -73,58 +54,17 @@ def decode(entries: Entries, template: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(template.get(key), tuple) else value for key, value in state_dict.items()}
 
 
-class Stager:
-    """Copies entries into CPU memory, for a save that goes on while training changes what they were made from.
-
-    Args:
-        pin_memory: copy into pinned memory, which is faster from a GPU, and keep it for the next copy, since to pin
-            it takes far longer than to copy into it.
-    """
-
-    def __init__(self, *, pin_memory: bool):
-        self.pin_memory = pin_memory
-        self._options = StagingOptions(
-            use_pinned_memory=pin_memory,
-            use_non_blocking_copy=pin_memory,
-            use_shared_memory=False,
-            use_async_staging=False,
-        )
-        self._stager = DefaultStager(self._options)
-
-    def stage(self, states: Mapping[str, Entries]) -> dict[str, Entries]:
-        """A copy of `states`, complete when this returns; with pinned memory, good until the next call."""
-        staged = self._stager.stage(dict(states))
-        assert isinstance(staged, dict), "staged in this thread"
-        if not self.pin_memory:
-            self._stager.close()
-            self._stager = DefaultStager(self._options)
-        return staged
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self._stager.close()
-
-
-def write(path: Path, states: Mapping[str, Entries], group: dist.ProcessGroup | None) -> None:
-    """Write `states` into the folder `path`, every rank its part; `group` None: this process alone.
-
-    Raises:
-        CheckpointException: on every rank, where it failed on any.
-    """
-    dcp.save(dict(states), storage_writer=_Writer(path), process_group=group, no_dist=group is None)
-
-
 def rank_key(name: str, rank: int) -> str:
     """The name under which the state `name` of `rank` alone is saved."""
     return f"{name}.rank{rank}"
 
 
 def load(
-    path: Path,
+    path: Folder,
     states: Mapping[str, Stateful],
     rank_states: Mapping[str, Stateful],
     saved_rank: int,
-    group: dist.ProcessGroup | None,
+    ranks: Ranks,
 ) -> None:
     """Load the checkpoint in `path` into `states`, which must fit it, and `rank_states`, which take what it has.
 
@@ -140,27 +80,26 @@ def load(
             excluded = f"to go on without, list {name} in checkpoint.exclude_from_loading"
             raise UserError(f"{path} was saved without a state {name!r}; {excluded}")
     templates = {name: state.state_dict() for name, state in states.items()}
-    _check_tensors(path, templates, saved, group)
+    _check_tensors(path, templates, saved, ranks)
     targets: dict[str, Entries] = {name: dict(_tensors(template)) for name, template in templates.items()}
     targets |= {keys[name]: _empty_tensors(saved[keys[name]]) for name in rank_states}
     request = {key: tensors | _strings(saved[key]) for key, tensors in targets.items()}
     try:
-        dcp.load(request, storage_reader=dcp.FileSystemReader(path), process_group=group, no_dist=group is None)
+        dcp.load(request, storage_reader=_reader(path), process_group=ranks.group, no_dist=ranks.group is None)
     except dcp.CheckpointException as error:
         raise UserError(f"{path} cannot be read ({failure_cause(error)!r}); load another checkpoint") from error
     for name, state in {**states, **rank_states}.items():
         state.load_state_dict(decode(request[keys[name]], templates.get(name, {})))
 
 
-def failure_cause(error: dcp.CheckpointException) -> BaseException:
-    """The first of the errors, by rank, that `error` was raised for."""
-    return error.failures[min(error.failures)][0]
+def _reader(path: Folder) -> dcp.FileSystemReader:
+    return dcp.FileSystemReader(path.path) if isinstance(path, LocalFolder) else FsspecReader(str(path))
 
 
-def _saved_entries(path: Path) -> dict[str, SavedEntries]:
+def _saved_entries(path: Folder) -> dict[str, SavedEntries]:
     """What the checkpoint in `path` holds: state → entry → its form. Reads no tensor."""
     try:
-        metadata = dcp.FileSystemReader(path).read_metadata()
+        metadata = _reader(path).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"{path} cannot be read ({error!r}); load another checkpoint") from error
     saved: dict[str, SavedEntries] = {}
@@ -171,10 +110,10 @@ def _saved_entries(path: Path) -> dict[str, SavedEntries]:
 
 
 def _check_tensors(
-    path: Path,
+    path: Folder,
     templates: Mapping[str, Mapping[str, Any]],
     saved: Mapping[str, SavedEntries],
-    group: dist.ProcessGroup | None,
+    ranks: Ranks,
 ) -> None:
     """Compare names and shapes of the tensors before any is loaded.
 
@@ -183,9 +122,9 @@ def _check_tensors(
     wanted = {f"{state}.{entry}": tensor.shape for state in templates for entry, tensor in _tensors(templates[state])}
     stored = {f"{state}.{entry}": form.size for state in templates for entry, form in _tensor_forms(saved[state])}
     problems = [_problem(name, stored.get(name), size) for name, size in wanted.items() if stored.get(name) != size]
-    ranks = _all_gather((problems, [name in wanted for name in stored]), group)
-    problems = list(dict.fromkeys(problem for rank_problems, _ in ranks for problem in rank_problems))
-    held = [any(held_by_rank) for held_by_rank in zip(*(rank_held for _, rank_held in ranks), strict=True)]
+    of_ranks = ranks.gather((problems, [name in wanted for name in stored]))
+    problems = list(dict.fromkeys(problem for rank_problems, _ in of_ranks for problem in rank_problems))
+    held = [any(held_by_rank) for held_by_rank in zip(*(rank_held for _, rank_held in of_ranks), strict=True)]
     problems += [_problem(name, stored[name], None) for name, is_held in zip(stored, held, strict=True) if not is_held]
     if problems:
         shown = "".join(f"\n  {problem}" for problem in problems[:_SHOWN_PROBLEMS])
@@ -215,11 +154,3 @@ def _empty_tensors(entries: SavedEntries) -> Entries:
 
 def _strings(entries: SavedEntries) -> Entries:
     return {entry: "" for entry, form in entries.items() if isinstance(form, BytesStorageMetadata)}
-
-
-def _all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    if group is None:
-        return [value]
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values

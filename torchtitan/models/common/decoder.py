@@ -44,6 +44,9 @@ class Decoder(BaseModel):
         n_kv_heads: int
         """Key/value heads; divides n_heads."""
 
+        head_dim: int | None = None
+        """Width of one head, even. None: dim / n_heads."""
+
         ffn_dim: int
         """Width of the feed-forward network."""
 
@@ -57,9 +60,9 @@ class Decoder(BaseModel):
         """Rotary position embedding."""
 
         @property
-        def head_dim(self) -> int:
-            """Width of one head."""
-            return self.dim // self.n_heads
+        def resolved_head_dim(self) -> int:
+            """Width of one head, as given or as it follows from `dim`."""
+            return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
@@ -89,7 +92,9 @@ class Decoder(BaseModel):
                 raise UserError(f"--model.vocab_size is {self.vocab_size}, and must be at least 1")
             if not 0 < self.norm_eps < math.inf:
                 raise UserError(f"--model.norm_eps is {self.norm_eps}, and must be above 0")
-            if self.dim % self.n_heads or self.head_dim % 2:
+            if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
+                raise UserError(f"--model.head_dim is {self.head_dim}, and must be even and at least 2")
+            if self.head_dim is None and (self.dim % self.n_heads or self.resolved_head_dim % 2):
                 raise UserError(
                     f"--model.dim {self.dim} must give each of --model.n_heads {self.n_heads} an even width"
                 )
@@ -151,7 +156,7 @@ class Decoder(BaseModel):
         mask: AttentionMask = self.mask(positions_BL if packed else None)
         if positions_BL is None:
             positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)[None]
-        rope = rope_cos_sin(self.config.rope, self.config.head_dim, positions_BL)
+        rope = rope_cos_sin(self.config.rope, self.config.resolved_head_dim, positions_BL)
         hidden_BLD = tokens_BL if self.tok_embeddings is None else self.tok_embeddings(tokens_BL)
         for block in self.layers.values():
             hidden_BLD = block(hidden_BLD, rope, mask)
@@ -178,7 +183,7 @@ class Decoder(BaseModel):
         multiplied = self.num_parameters()
         if not config.tie_embeddings and self.tok_embeddings is not None:
             multiplied -= self.tok_embeddings.weight.numel()
-        return 6 * multiplied + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
+        return 6 * multiplied + 12 * config.n_layers * config.n_heads * config.resolved_head_dim * seq_len
 
 
 def depth_scaled_std(index: int, base: float = 0.02) -> float:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,8 +17,11 @@ class RoPEConfig:
     theta: float = 500_000.0
     """Base of the geometric series of wavelengths."""
 
+    scaling: Literal["llama3", "linear"] = "llama3"
+    """What scaling_factor divides: `llama3`, low frequencies; `linear`, all of them (position interpolation)."""
+
     scaling_factor: float = 1.0
-    """How much longer the context is than the one trained at first: low frequencies are divided by it. 1: unscaled."""
+    """How much longer the context is than the one trained at first: frequencies are divided by it. 1: unscaled."""
 
     low_freq_factor: float = 1.0
     """Wavelengths above original_max_seq_len / this are scaled in full."""
@@ -44,13 +48,14 @@ class RoPEConfig:
 def rope_frequencies(config: RoPEConfig, head_dim: int, device: torch.device) -> Tensor:
     """Angular frequency of each rotated pair, float32, shape (head_dim / 2,).
 
-    Scaling follows section 3.4 of "The Llama 3 Herd of Models" as released: frequencies with long wavelengths are
-    divided by the factor, those with short ones kept, those between interpolated linearly in 1 / wavelength.
+    Linear scaling is position interpolation (Chen et al. 2023, arXiv:2306.15595). Llama 3's follows section 3.4 of
+    "The Llama 3 Herd of Models" as released: frequencies with long wavelengths are divided by the factor, those with
+    short ones kept, those between interpolated linearly in 1 / wavelength.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = config.theta**-exponents
-    if config.scaling_factor == 1.0:
-        return frequencies
+    if config.scaling == "linear" or config.scaling_factor == 1.0:
+        return frequencies / config.scaling_factor
     # Turns that a pair makes within the original context: many for high frequencies, few for low ones.
     turns = config.original_max_seq_len * frequencies / (2 * math.pi)
     kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)

@@ -5,6 +5,7 @@ import dataclasses
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.distributed.parallelize import parallelize_decoder
 from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3 import hugging_face, meta
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols import ModelSpec, ShardingPlan
 from torchtitan.tools.errors import UserError
@@ -60,6 +61,23 @@ FLAVORS = {
 }
 
 
+FORMATS = {"hf": hugging_face.FORMAT, "meta": meta.FORMAT}
+
+
+def model_spec(model: Llama3Model.Config, flavor: str) -> ModelSpec:
+    """The specification of a model of any sizes, which are called `flavor`."""
+    return ModelSpec(
+        name="llama3",
+        flavor=flavor,
+        module=__name__,
+        model=model,
+        loss=CrossEntropyLoss.Config(),
+        sharding=SHARDING,
+        parallelize=parallelize_decoder,
+        formats=FORMATS,
+    )
+
+
 def model_registry(flavor: str) -> ModelSpec:
     """The specification of a flavour, made anew, so that changing it changes nothing else.
 
@@ -69,11 +87,4 @@ def model_registry(flavor: str) -> ModelSpec:
     if flavor not in FLAVORS:
         raise UserError(f"llama3 has no flavor '{flavor}' (there are: {', '.join(FLAVORS)})")
     model = FLAVORS[flavor]
-    return ModelSpec(
-        name="llama3",
-        flavor=flavor,
-        model=dataclasses.replace(model, rope=dataclasses.replace(model.rope)),
-        loss=CrossEntropyLoss.Config(),
-        sharding=SHARDING,
-        parallelize=parallelize_decoder,
-    )
+    return model_spec(dataclasses.replace(model, rope=dataclasses.replace(model.rope)), flavor)

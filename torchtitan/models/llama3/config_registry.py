@@ -1,5 +1,7 @@
 """Training configurations of Llama 3: `--module llama3 --config debugmodel`."""
 
+from pathlib import Path
+
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.lr_scheduler import LRScheduler
@@ -7,7 +9,9 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
-from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3 import model_registry, model_spec
+from torchtitan.models.llama3.hugging_face import from_config_json
+from torchtitan.models.pretrained import DESCRIPTIONS, read_description
 from torchtitan.trainer import Trainer
 
 
@@ -46,6 +50,31 @@ def llama3_70b() -> Trainer.Config:
 def llama3_405b() -> Trainer.Config:
     """Llama 3.1 405B."""
     return _published("405B", "Llama-3.1-405B", lr=8e-5, local_batch_size=1, steps=10_000)
+
+
+def llama3_from_hf(hf_assets_path: str) -> Trainer.Config:
+    """Fine-tunes the Llama-like model in a Hugging Face folder: `--config from_hf --hf_assets_path DIR`.
+
+    DIR's config.json gives the sizes, its other files weights and tokenizer. The rest is a start for full fine-tuning:
+    a low rate with a short warm-up, samples of at most 2048 tokens, on C4; another data set is `--dataloader.dataset`.
+
+    Raises:
+        UserError: where DIR has no config.json, or one that describes a model that Llama 3's code does not compute.
+    """
+    model = from_config_json(read_description(Path(hf_assets_path), DESCRIPTIONS["hf"]))
+    return Trainer.Config(
+        model_spec=model_spec(model, "from_hf"),
+        hf_assets_path=hf_assets_path,
+        dataloader=PretrainDataLoader.Config(dataset="c4", num_workers=2),
+        training=TrainingConfig(steps=1000, seq_len=min(2048, model.max_seq_len), local_batch_size=1),
+        optimizer=Optimizer.Config(lr=2e-5),
+        lr_scheduler=LRScheduler.Config(warmup_steps=50, decay_type="cosine", min_lr_factor=0.1),
+        activation_checkpoint=ActivationCheckpointConfig(mode="selective"),
+        metrics=MetricsProcessor.Config(enable_tensorboard=True),
+        checkpoint=CheckpointManager.Config(
+            enable=True, interval=500, initial_load_path=hf_assets_path, initial_load_in_hf=True
+        ),
+    )
 
 
 def _published(flavor: str, assets: str, *, lr: float, local_batch_size: int, steps: int) -> Trainer.Config:

@@ -21,7 +21,7 @@ class Llama3Block(nn.Module):
             dim=config.dim,
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
+            head_dim=config.resolved_head_dim,
             init_std=_INIT_STD,
             out_init_std=std,
         )

@@ -1,0 +1,163 @@
+"""`python -m tests.kill_test`: kills and resumes runs, prints a table of them, and writes it into the documentation."""
+
+import argparse
+import datetime
+import os
+import platform
+import random
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tests.conftest import PROJECT
+from tests.kill_test.campaign import Campaign, Outcome
+from tests.kill_test.modes import MODES, ROUNDING, Mode
+from tests.kill_test.records import Difference
+
+PAGE = PROJECT / "docs" / "checkpoints.md"
+BEGIN, END = "<!-- kill:begin -->", "<!-- kill:end -->"
+COLUMNS = ("mode", "kills", "inside a save", "resumed after step", "logged numbers", "last checkpoint")
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.kill_test", description=__doc__)
+    parser.add_argument("--kills", type=int, default=20, help="per mode (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="decides when they come (default: 0)")
+    parser.add_argument("--only", metavar="PATTERN", default="", help="modes whose name this regular expression finds")
+    parser.add_argument("--list", action="store_true", help="name the modes, and run none")
+    parser.add_argument("--dataset", type=Path, help="train on this text file instead of one that is made up")
+    parser.add_argument("--write-docs", action="store_true", help=f"replace the table in {PAGE.relative_to(PROJECT)}")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for: 0 if all modes pass, 1 if one does not, 2 for a mistake in it."""
+    arguments = parse_arguments(words)
+    modes = [mode for mode in MODES if re.search(arguments.only, mode.name)]
+    if mistake := find_mistake(arguments, modes):
+        print(mistake, file=sys.stderr)
+        return 2
+    if arguments.list:
+        print("\n".join(mode.name for mode in modes))
+        return 0
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP: one process reads a checkpoint
+    outcomes, failed = run(modes, arguments)
+    Console(width=None if sys.stdout.isatty() else 200).print(as_table(outcomes))
+    if arguments.write_docs and not failed:
+        write_docs(PAGE, f"{describe(arguments)}\n\n{as_markdown(outcomes)}")
+    return 1 if failed else 0
+
+
+def find_mistake(arguments: argparse.Namespace, modes: Sequence[Mode]) -> str:
+    """Why the command line cannot be obeyed; empty where it can."""
+    if not modes:
+        return f"no mode is named like --only '{arguments.only}'; --list names them"
+    if arguments.kills < 1:
+        return f"--kills is {arguments.kills}, and must be at least 1"
+    if arguments.write_docs and (missing := [marker for marker in (BEGIN, END) if marker not in PAGE.read_text()]):
+        return f"--write-docs: {PAGE.relative_to(PROJECT)} has no marker {' and no marker '.join(missing)}"
+    return ""
+
+
+def run(modes: Sequence[Mode], arguments: argparse.Namespace) -> tuple[list[Outcome], bool]:
+    """The outcomes of all modes that came to their end, and whether some did not, or did not pass."""
+    workplace = Path(tempfile.mkdtemp(prefix="kill-test-"))
+    dataset = arguments.dataset.resolve() if arguments.dataset else write_text(workplace / "text.txt", arguments.seed)
+    campaign = Campaign(workplace, dataset, arguments.kills, arguments.seed)
+    outcomes, failed = [], False
+    for mode in modes:
+        try:
+            outcomes.append(outcome := campaign.run(mode))
+        except Exception:  # the other modes are to be seen nevertheless
+            failed = True
+            tell(f"{mode.name}, seed {arguments.seed}: failed\n{traceback.format_exc()}")
+        else:
+            failed |= not outcome.passed
+            tell(f"{mode.name}, seed {arguments.seed}: {verdict(outcome)}")
+    if failed:
+        tell(f"what the runs left behind is in {workplace}")
+    else:
+        shutil.rmtree(workplace)
+    return outcomes, failed
+
+
+def tell(text: str) -> None:
+    """Print it at once, beside the table."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def write_text(path: Path, seed: int) -> Path:
+    """A text of some thousand sentences of made-up words."""
+    generator = random.Random(seed)
+    words = ["".join(generator.choices("aeioulnrstm", k=generator.randint(2, 7))) for _ in range(500)]
+    sentences = (" ".join(generator.choices(words, k=generator.randint(4, 12))) for _ in range(3000))
+    path.write_text("".join(f"{sentence.capitalize()}.\n" for sentence in sentences))
+    return path
+
+
+def verdict(outcome: Outcome) -> str:
+    """In words."""
+    if outcome.passed:
+        return "equal"
+    compared = {"logged numbers": outcome.lines, "last checkpoint": outcome.state}
+    texts = [f"{name} {as_text(outcome, difference)} {difference.place}" for name, difference in compared.items()]
+    return ", ".join([*map(str.rstrip, texts), *outcome.faults])
+
+
+def describe(arguments: argparse.Namespace) -> str:
+    """Where the table's numbers are from."""
+    words = ["--kills", str(arguments.kills), "--seed", str(arguments.seed)]
+    words += ["--only", arguments.only] if arguments.only else []
+    words += ["--dataset", arguments.dataset.name] if arguments.dataset else []
+    machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    return f"`{shlex.join(['python', '-m', 'tests.kill_test', *words])}`, {datetime.date.today()}, {machine}:"
+
+
+def cells(outcome: Outcome) -> tuple[str, ...]:
+    """An outcome's text, by `COLUMNS`."""
+    steps = ", ".join(map(str, outcome.resumed_steps))
+    differences = [as_text(outcome, difference) for difference in (outcome.lines, outcome.state)]
+    return (outcome.mode.name, str(outcome.kills), str(outcome.kills_in_save), steps, *differences)
+
+
+def as_text(outcome: Outcome, difference: Difference) -> str:
+    """For the table."""
+    if difference.value == 0:
+        return "identical"
+    return f"{'equal to' if difference.value <= outcome.mode.tolerance else 'DIFFERENT by'} {difference.value:.0e}"
+
+
+def as_table(outcomes: Iterable[Outcome]) -> Table:
+    """For the terminal."""
+    title = f"killed runs and ones left alone; differences are relative, and {ROUNDING:.0e} is allowed for rounding"
+    table = Table(*COLUMNS, title=title)
+    for outcome in outcomes:
+        table.add_row(*cells(outcome), style=None if outcome.passed else "red")
+    return table
+
+
+def as_markdown(outcomes: Iterable[Outcome]) -> str:
+    """For the documentation."""
+    head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    return "\n".join([*head, *("| " + " | ".join(cells(outcome)) + " |" for outcome in outcomes)])
+
+
+def write_docs(page: Path, table: str) -> None:
+    """Put the table between the markers of a page, which has both."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

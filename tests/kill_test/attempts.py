@@ -1,0 +1,204 @@
+"""One attempt at a run: its processes, and the moment at which they are killed."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from tests.conftest import PROJECT
+from tests.kill_test.modes import INTERVAL, Options, Victim
+from tests.training import flags
+
+_TIMEOUT_SECONDS = 600
+"""After this long, an attempt that neither ends nor comes to a moment hangs."""
+_POLL_SECONDS = 0.0005
+
+Event = Literal["start", "step", "save", "written", "renamed", "complete"]
+"""The processes are started; a step is done; `step-N.partial` is there; its tensors are in it; it is now `step-N`; it
+has its marker, and older ones are about to be removed."""
+
+_EVENTS: tuple[Event, ...] = ("save", "complete", "written", "step", "start", "save", "renamed", "step")
+"""In turn, so that few kills have some of each."""
+
+
+class AttemptFailed(Exception):
+    """An attempt ended in another way than it should have, or not at all; the message has what it printed."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill: some time after an event."""
+
+    event: Event
+
+    step: int
+    """The first one whose event counts."""
+
+    delay: float
+    """Seconds."""
+
+
+def draw_moment(generator: random.Random, kill: int, saved: int, start_seconds: float) -> Moment:
+    """A moment for a kill, within the next two saves.
+
+    Args:
+        kill: its number, from 0.
+        saved: the step of the newest checkpoint.
+        start_seconds: about how long it takes from the command to the first step.
+    """
+    event = _EVENTS[kill % len(_EVENTS)]
+    longest = {"start": start_seconds, "step": 0.2}.get(event, 0.02)
+    return Moment(event, saved + generator.randint(1, 2 * INTERVAL), generator.uniform(0, longest))
+
+
+class Attempt:
+    """A run of `torchtitan train` in a process group of its own. Use it in a `with` statement: whatever still runs
+    behind it is ended.
+
+    Args:
+        workplace: the current folder of the processes.
+        options: of the command line; the checkpoints' folder is the default one.
+        processes: how many.
+    """
+
+    def __init__(self, workplace: Path, options: Options, processes: int):
+        self._processes = processes
+        self.printed = ""
+        """What the processes have written to standard error."""
+        self.resumed_step: int | None = None
+        """0 where it began anew, None as long as it has not said."""
+        self.done_step = 0
+        """The last step that it has reported."""
+        self._checkpoints = workplace / options["dump_folder"] / "checkpoint"
+        environment = {
+            **os.environ,
+            "NGPU": str(processes),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(PROJECT),
+            "TORCHTITAN_CACHE": str(workplace / "cache"),
+        }
+        module = ["--module", "tests.kill_test", "--config", "noisy_debugmodel"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "torchtitan.cli.main", "train", *module, *flags(dict(options))],
+            cwd=workplace,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process that was started has not ended."""
+        return self._process.poll() is None
+
+    def wait_for(self, moment: Moment) -> None:
+        """Until it has come, or the attempt has ended.
+
+        Raises:
+            AttemptFailed: if neither happens in time.
+        """
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        while self.is_running and not self._has_come(moment):
+            if time.monotonic() > deadline:
+                raise AttemptFailed(f"{moment} does not come:\n{self.printed}")
+            time.sleep(_POLL_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(moment.delay)
+
+    def kill_at(self, moment: Moment, victim: Victim, generator: random.Random) -> bool:
+        """SIGKILL at that moment; whether the attempt ended by it, and not before. Then none of its processes is left.
+
+        Raises:
+            AttemptFailed: if the moment does not come, or some of its processes do not end.
+        """
+        ranks = self._ranks() if victim == "rank" else []
+        self.wait_for(moment)
+        if not self.is_running:
+            return False
+        # What has not been waited for still has its number.
+        if victim == "all":
+            os.killpg(self._process.pid, signal.SIGKILL)
+            return self._wait() == -signal.SIGKILL
+        rank = generator.choice(ranks)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+        return self._wait() == -signal.SIGKILL or f"process {rank}, was ended by SIGKILL" in self.printed
+
+    def check_success(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            AttemptFailed: if the exit code is not 0.
+        """
+        if (code := self._wait()) != 0:
+            raise AttemptFailed(f"exit code {code}:\n{self.printed}")
+
+    def _wait(self) -> int:
+        """The exit code, when no process of the attempt is left."""
+        self._reader.join(_TIMEOUT_SECONDS)  # it ends when the last process that holds standard error does
+        if self._reader.is_alive():
+            raise AttemptFailed(f"some of its processes do not end:\n{self.printed}")
+        return self._process.wait()
+
+    def _ranks(self) -> list[int]:
+        """Numbers of the processes that train, once the launcher has started all; none where it ends before."""
+        if self._processes == 1:
+            return [self._process.pid]
+        while self.is_running:
+            listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True, check=True)
+            pairs = [line.split() for line in listed.stdout.splitlines()]
+            children = [int(pid) for parent, pid in pairs if int(parent) == self._process.pid]
+            if len(children) == self._processes:
+                return children
+            time.sleep(0.1)
+        return []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._reader.is_alive():  # and so is a process of the group
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                self.printed += line
+                if match := re.search(r"INFO step +(\d+)/", line):
+                    self.done_step = int(match[1])
+                elif match := re.search(r" steps (\d+) to \d+ on |the run is complete: (\d+) of ", line):
+                    self.resumed_step = int(match[1]) - 1 if match[1] else int(match[2])
+
+    def _has_come(self, moment: Moment) -> bool:
+        if moment.event == "start":
+            return True
+        if moment.event == "step":
+            return self.done_step >= moment.step
+        # Not before: what an earlier attempt left is still there.
+        return self.resumed_step is not None and furthest_save(self._checkpoints, moment.event) >= moment.step
+
+
+def furthest_save(checkpoints: Path, event: Event) -> int:
+    """The highest step whose save has come as far as `event`; 0 where none has."""
+    file = {"written": ".metadata", "complete": "complete.json"}.get(event, "")
+    steps = [0]
+    for name in os.listdir(checkpoints) if checkpoints.exists() else ():
+        match = re.fullmatch(r"step-(\d+)(\..+)?", name)
+        reached = match and (not match[2] or event in ("save", "written"))
+        if match and reached and (checkpoints / name / file).exists():
+            steps.append(int(match[1]))
+    return max(steps)

@@ -1,0 +1,172 @@
+"""Kills a run again and again, resumes it, and compares it with one that was left alone."""
+
+import random
+import re
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.kill_test.attempts import Attempt, Moment, draw_moment
+from tests.kill_test.modes import INTERVAL, Mode, Options
+from tests.kill_test.records import (
+    Difference,
+    Line,
+    State,
+    compare_lines,
+    compare_states,
+    read_lines,
+    read_state,
+    without_ranks,
+)
+
+_KILLED_FOLDER, _REFERENCE_FOLDER = "killed", "left-alone"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run that was left alone."""
+
+    lines: list[Line]
+    state: State
+    start_seconds: float
+    """From the command to the first step."""
+
+
+@dataclass
+class Outcome:
+    """What became of a run that was killed."""
+
+    mode: Mode
+
+    kills: int = 0
+    """Those that ended an attempt."""
+
+    kills_in_save: int = 0
+    """Of these, those that left an unfinished checkpoint behind."""
+
+    resumed_steps: list[int] = field(default_factory=list)
+    """After which steps the attempts went on, where they got as far as to say so."""
+
+    lines: Difference = field(default_factory=Difference)
+    """Of all lines that were ever logged."""
+
+    state: Difference = field(default_factory=Difference)
+    """Of everything in the last checkpoint."""
+
+    faults: list[str] = field(default_factory=list)
+    """What else is not as it should be."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the kills left no trace."""
+        return not self.faults and max(self.lines.value, self.state.value) <= self.mode.tolerance
+
+
+class Campaign:
+    """The kill test, mode by mode.
+
+    Args:
+        workplace: an empty folder; what a run leaves behind stays there if it did not pass.
+        dataset: a text file.
+        kills: per mode.
+        seed: decides on the moments.
+        options: given to all runs besides.
+    """
+
+    def __init__(self, workplace: Path, dataset: Path, kills: int, seed: int, options: Options | None = None):
+        self.workplace = workplace
+        self.kills = kills
+        self.seed = seed
+        # No attempt gets further than two saves, give or take a step, so the run is not over before the last kill.
+        self.steps = kills * 2 * INTERVAL
+        self._options: Options = {"dataloader.dataset": dataset, "training.steps": self.steps, **(options or {})}
+        self._references: dict[tuple[int, ...], Reference] = {}
+
+    def run(self, mode: Mode) -> Outcome:
+        """Kill and resume a run until it is done.
+
+        Raises:
+            AttemptFailed: if an attempt ends in another way than by its last step or a kill.
+        """
+        reference = self.reference(mode)
+        generator = random.Random(f"{self.seed} {mode.name}")
+        folder = self.workplace / _KILLED_FOLDER / re.sub(r"\W+", "-", mode.name)
+        outcome = Outcome(mode)
+        while self._make_attempt(outcome, generator, folder, reference):
+            pass
+        self._check_end(outcome, folder, reference)
+        if outcome.passed:
+            shutil.rmtree(folder)
+        return outcome
+
+    def reference(self, mode: Mode) -> Reference:
+        """The run that is left alone, on the smallest of the mode's numbers of processes; made once."""
+        if mode.processes not in self._references:
+            folder = self.workplace / _REFERENCE_FOLDER / str(len(self._references))
+            begun = time.monotonic()
+            options = {**mode.options, **self._options, "dump_folder": folder}
+            with Attempt(self.workplace, options, mode.processes[0]) as run:
+                run.wait_for(Moment("step", step=1, delay=0))
+                start_seconds = time.monotonic() - begun
+                run.check_success()
+            lines, state = read_lines(folder), read_state(folder / "checkpoint" / f"step-{self.steps}")
+            assert len(lines) == self.steps, "a run that was left alone has a line for each step"
+            shutil.rmtree(folder)
+            self._references[mode.processes] = Reference(lines, state, start_seconds)
+        return self._references[mode.processes]
+
+    def _make_attempt(self, outcome: Outcome, generator: random.Random, folder: Path, reference: Reference) -> bool:
+        """Whether it was killed before the end of the run."""
+        mode, before = outcome.mode, Checkpoints.read(folder)
+        options = {**mode.options, **self._options, "dump_folder": folder, "checkpoint.async_mode": mode.async_mode}
+        with Attempt(self.workplace, options, generator.choice(mode.processes)) as attempt:
+            killed = False
+            if outcome.kills < self.kills:
+                moment = draw_moment(generator, outcome.kills, before.newest, reference.start_seconds)
+                killed = attempt.kill_at(moment, mode.victim, generator)
+            if not killed:
+                attempt.check_success()
+        after = Checkpoints.read(folder)
+        outcome.kills += killed
+        outcome.kills_in_save += killed and bool(after.unfinished - before.unfinished)
+        outcome.lines = max(outcome.lines, compare_lines(read_lines(folder), reference.lines))
+        if attempt.resumed_step is not None:
+            outcome.resumed_steps.append(attempt.resumed_step)
+            if attempt.resumed_step != before.newest:
+                outcome.faults.append(f"went on after step {attempt.resumed_step}, and {before.newest} was saved")
+        if after.newest < before.newest:
+            outcome.faults.append(f"the checkpoint of step {before.newest} is gone, and there is none of a later one")
+        return killed
+
+    def _check_end(self, outcome: Outcome, folder: Path, reference: Reference) -> None:
+        if (n_lines := len(read_lines(folder))) != self.steps:
+            outcome.faults.append(f"{n_lines} of {self.steps} steps are logged at the end")
+        if left := sorted(str(path.relative_to(folder)) for path in folder.rglob("*.partial")):
+            outcome.faults.append(f"left behind: {', '.join(left)}")
+        last = folder / "checkpoint" / f"step-{self.steps}"
+        if not (last / "complete.json").exists():
+            outcome.faults.append(f"there is no complete checkpoint of step {self.steps}")
+            return
+        states = [read_state(last), reference.state]
+        if outcome.mode.tolerance > 0:
+            states = [without_ranks(state) for state in states]
+        outcome.state = compare_states(*states)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What there is in a run's folder at a moment when none of its processes runs."""
+
+    newest: int
+    """The step of the newest complete one; 0 where there is none."""
+
+    unfinished: frozenset[tuple[str, int]]
+    """Name and inode of what a save has begun and not ended, and so is newer than `newest`."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Checkpoints":
+        """Of the run in `folder`."""
+        found = [(path, int(re.split(r"\D", path.name[5:])[0])) for path in folder.glob("checkpoint/step-*")]
+        newest = max((step for path, step in found if (path / "complete.json").exists()), default=0)
+        return cls(newest, frozenset((path.name, path.stat().st_ino) for path, step in found if step > newest))

@@ -1,0 +1,79 @@
+"""What is killed, how it saves, and what has to come out the same: the rows of the kill test's table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Options = Mapping[str, Any]
+"""Options of the command line, without the dashes."""
+
+Victim = Literal["all", "rank"]
+"""What SIGKILL is sent to: all processes of the run, or one that trains, whose end the others have to notice."""
+
+INTERVAL = 3
+"""Steps from one save to the next."""
+
+ROUNDING = 1e-5
+"""Relative. What the order of float32 sums may change, where attempts have different numbers of processes."""
+
+RUN: Options = {
+    "model.n_layers": 2,
+    "training.seq_len": 32,
+    "training.local_batch_size": 1,
+    "training.global_batch_size": 4,
+    "metrics.log_freq": 1,
+    "optimizer.lr": 1e-4,
+    "lr_scheduler.warmup_steps": 2,
+    "validator.enable": False,
+    "checkpoint.enable": True,
+    "checkpoint.interval": INTERVAL,
+    "checkpoint.keep_latest_k": 2,
+    "debug.deterministic": True,
+}
+"""Steps of a tenth of a second, and checkpoints of tens of megabytes, so that a save takes about as long as a step."""
+
+
+def _count(processes: int) -> str:
+    return f"{processes} process{'es' * (processes > 1)}"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One row of the table."""
+
+    name: str
+
+    processes: tuple[int, ...]
+    """Their number; of several, each attempt draws one."""
+
+    async_mode: str
+    """`checkpoint.async_mode` of the attempts. The run that is left alone always saves in the foreground."""
+
+    victim: Victim = "all"
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative difference allowed; 0: bit-identical."""
+        return 0.0 if len(self.processes) == 1 else ROUNDING
+
+    @property
+    def options(self) -> Options:
+        """What the attempts and the run that is left alone have in common.
+
+        Random numbers belong to a process, so a run that changes their number cannot depend on them.
+        """
+        return {**RUN, "noise": 0.1 if self.tolerance == 0 else 0.0}
+
+
+MODES = (
+    *(
+        Mode(f"{_count(processes)}, {async_mode}", (processes,), async_mode)
+        for processes in (1, 2)
+        for async_mode in ("disabled", "async", "async_with_pinned_mem")
+    ),
+    *(
+        Mode(f"{_count(processes)}, {async_mode}, one rank killed", (processes,), async_mode, victim="rank")
+        for processes, async_mode in ((1, "async_with_pinned_mem"), (2, "async"), (2, "async_with_pinned_mem"))
+    ),
+    Mode("1, 2 or 4 processes, async", (1, 2, 4), "async"),
+)

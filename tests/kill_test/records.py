@@ -1,0 +1,105 @@
+"""What a run leaves behind, and how that of two runs is compared."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_EXACT = ("step", "lr", "n_tokens_seen")
+_COMPUTED = ("loss", "grad_norm")
+"""What depends on the order of floating-point sums."""
+
+Line = dict[str, Any]
+"""Of metrics.jsonl, without what depends on the time it took."""
+
+State = dict[str, Tensor | str]
+"""Every entry of a checkpoint under its name in the file, such as "model.tok_embeddings.weight"; tensors whole, and all
+other values in strings of JSON, under names that are digests of them."""
+
+
+def read_lines(folder: Path) -> list[Line]:
+    """The training lines of a run; what follows the last line end is torn."""
+    path = folder / "metrics.jsonl"
+    whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    return [{key: line[key] for key in (*_EXACT, *_COMPUTED)} for line in map(json.loads, whole)]
+
+
+def read_state(checkpoint: Path) -> State:
+    """Of the folder of a checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    forms = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    state: State = {
+        name: torch.empty(form.size, dtype=form.properties.dtype) if isinstance(form, TensorStorageMetadata) else ""
+        for name, form in forms.items()
+    }
+    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    return state
+
+
+def without_ranks(state: State) -> State:
+    """What does not belong to one of the processes that saved it, and the first one's position in the data."""
+    of_others = re.compile(r"(?!dataloader\.rank0)\w+\.rank\d+\.")
+    return {name: value for name, value in state.items() if not of_others.match(name)}
+
+
+@dataclass(frozen=True, order=True)
+class Difference:
+    """The largest difference between what two runs hold."""
+
+    value: float = 0.0
+    """Relative. 0: equal, bit for bit. Infinite: something is missing, or differs that must be equal everywhere."""
+
+    place: str = ""
+    """Where it is; empty where there is none."""
+
+
+def compare_lines(lines: Sequence[Line], expected: Sequence[Line]) -> Difference:
+    """Of a run that got as far as `lines`, from the first lines of a whole one."""
+    if len(lines) > len(expected):
+        return Difference(math.inf, f"{len(lines)} lines")
+    pairs = zip(lines, expected, strict=False)
+    differences = [_compare_line(*pair, number) for number, pair in enumerate(pairs, start=1)]
+    return max(differences, key=lambda difference: difference.value, default=Difference())
+
+
+def _compare_line(line: Line, expected: Line, number: int) -> Difference:
+    values = {key: 0.0 if line[key] == expected[key] else math.inf for key in _EXACT}
+    values |= {key: _relative(abs(line[key] - expected[key]), abs(expected[key])) for key in _COMPUTED}
+    return _largest(values, f" of line {number}")
+
+
+def compare_states(state: State, expected: State) -> Difference:
+    """Of two checkpoints; for a tensor it is ‖Δ‖ / ‖w‖."""
+    names = sorted({*state, *expected})
+    return _largest({name: _compare_entry(state.get(name), expected.get(name)) for name in names})
+
+
+def _largest(values: dict[str, float], suffix: str = "") -> Difference:
+    name = max(values, key=lambda name: values[name])
+    return Difference(values[name], f"{name}{suffix}") if values[name] > 0 else Difference()
+
+
+def _compare_entry(value: Tensor | str | None, expected: Tensor | str | None) -> float:
+    if not (isinstance(value, Tensor) and isinstance(expected, Tensor)):
+        return 0.0 if value == expected else math.inf
+    if value.dtype != expected.dtype or value.shape != expected.shape:
+        return math.inf
+    if torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in (value, expected))):
+        return 0.0
+    value, expected = value.double(), expected.double()
+    difference = _relative((value - expected).norm().item(), expected.norm().item())
+    return max(difference, math.ulp(0.0))  # 0.0 equals -0.0, and has other bits
+
+
+def _relative(difference: float, size: float) -> float:
+    if difference == 0:
+        return 0.0
+    return difference / size if size > 0 and math.isfinite(difference) else math.inf

@@ -1,0 +1,291 @@
+"""Evaluation against transformers' logits, and against lm-eval where it is installed."""
+
+import importlib.util
+import json
+import math
+import statistics
+
+import pytest
+import torch
+
+from torchtitan.cli.evaluate import evaluate
+from torchtitan.components.evaluation import (
+    Question,
+    Request,
+    Score,
+    Scorer,
+    multiple_choice,
+    read_questions,
+    text_perplexity,
+)
+from torchtitan.components.evaluation.multiple_choice import encode_pairs
+from torchtitan.components.evaluation.perplexity import windows
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.models.pretrained import load_model
+from torchtitan.tools.errors import UserError
+
+BOS, CONTEXT = 1, 512
+
+
+@pytest.fixture(scope="module")
+def stories(assets):
+    return assets / "stories260K" / "hf-converted"
+
+
+@pytest.fixture(scope="module")
+def model(stories):
+    return load_model(stories, device="cpu").model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(stories):
+    return PretrainedTokenizer.Config().build(path=stories)
+
+
+@pytest.fixture(scope="module")
+def reference(stories):
+    """transformers' log-probabilities: ids → (L - 1, V), those of each next token."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
+
+    @torch.no_grad()
+    def logprobs(ids):
+        return theirs(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+
+    return logprobs
+
+
+# Scores.
+
+
+def random_request(generator, context, continuation):
+    ids = torch.randint(3, 512, (context + continuation,), generator=generator).tolist()
+    return Request([BOS, *ids[: context - 1]], ids[context - 1 : context - 1 + continuation])
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_scores_equal_transformers(model, reference, tokenizer, batch_size):
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1, 1), (1, 20), (30, 2), (7, 7), (100, 40), (512, 1), (473, 40)]
+    requests = [random_request(generator, *size) for size in sizes]
+    # What greedy decoding says: this model's own beginning of a story.
+    requests.append(Request([BOS], tokenizer.encode("Once upon a time, there was a little girl", add_bos=False)))
+    told = []
+    scores = Scorer(model, batch_size=batch_size).score(requests, lambda done, total: told.append((done, total)))
+    for request, score in zip(requests, scores, strict=True):
+        logprobs = reference(request.context + request.continuation)[len(request.context) - 1 :]
+        expected = logprobs[range(len(request.continuation)), request.continuation].sum().item()
+        # Each of up to 40 float32 terms of order 10 is rounded.
+        assert score.logprob == pytest.approx(expected, rel=1e-5, abs=1e-4)
+        assert score.is_greedy is (logprobs.argmax(-1).tolist() == request.continuation)
+        assert not score.truncated
+    assert scores[-1].is_greedy and not scores[0].is_greedy
+    assert told[-1] == (len(requests), len(requests)) and len(told) == math.ceil(len(requests) / batch_size)
+
+
+def test_a_context_that_is_too_long_loses_its_beginning(model, reference):
+    request = random_request(torch.Generator().manual_seed(1), 600, 5)
+    [score] = Scorer(model).score([request])
+    ids = (request.context + request.continuation)[-CONTEXT - 1 :]
+    expected = reference(ids)[-5:][range(5), request.continuation].sum().item()
+    assert score.truncated and score.logprob == pytest.approx(expected, rel=1e-5, abs=1e-4)
+    with pytest.raises(UserError, match="513"):
+        Scorer(model).score([Request([BOS], [5] * 513)])
+
+
+def test_scoring_leaves_the_model_as_it_was(model):
+    model.train()
+    Scorer(model).score([Request([BOS], [5])])
+    assert model.training
+    model.eval()
+    with pytest.raises(UserError, match="batch_size is 0"):
+        Scorer(model, batch_size=0)
+
+
+# Multiple choice.
+
+
+def test_the_border_between_context_and_continuation(assets, tokenizer):
+    gpt2 = PretrainedTokenizer.Config().build(path=assets / "gpt2-tokenizer")
+    whole = gpt2.encode("The cat sat")
+    [plain] = encode_pairs(gpt2, [("The cat", " sat")])
+    assert (plain.context, plain.continuation) == (whole[:2], whole[2:])
+    # A blank at the context's end is a part of the word behind it.
+    assert encode_pairs(gpt2, [("The cat ", "sat")]) == [plain]
+    # An empty context: GPT-2 has no BOS, and its EOS stands between documents.
+    assert encode_pairs(gpt2, [("", "The cat")]) == [Request([gpt2.eos_id], whole[:2])]
+    [story] = encode_pairs(tokenizer, [("Once", " upon")])
+    assert [*story.context, *story.continuation] == tokenizer.encode("Once upon") and story.context[0] == BOS
+    assert encode_pairs(tokenizer, [("", "Once")]) == [Request([BOS], tokenizer.encode("Once", add_bos=False))]
+    with pytest.raises(UserError, match="adds no token"):
+        encode_pairs(gpt2, [("The", "")])
+
+
+class FixedScores:
+    """A scorer that knows the answers beforehand."""
+
+    def __init__(self, logprobs):
+        self.logprobs = logprobs
+
+    def score(self, requests, progress):
+        assert len(requests) == len(self.logprobs)
+        return [Score(logprob, is_greedy=False, truncated=logprob < -90) for logprob in self.logprobs]
+
+
+def test_accuracies_and_their_errors(tokenizer):
+    questions = [
+        Question("Q", ["a", "bb"], 0),  # by sum the first; per byte the second
+        Question("Q", ["éé", "bbb"], 1),  # by sum a tie, of which the first counts; per byte the first
+        Question("Q", ["a", "b", "c"], 2),
+        Question("Q", ["a", "b"], 1),
+    ]
+    result = multiple_choice(FixedScores([-2, -3, -6, -6, -3, -2, -1, -99, -1]), tokenizer, questions)
+    hits, norm_hits = [1, 0, 1, 1], [0, 0, 1, 1]
+    assert (result.accuracy, result.accuracy_norm) == (0.75, 0.5)
+    assert result.accuracy_stderr == pytest.approx(statistics.stdev(hits) / 2)
+    assert result.accuracy_norm_stderr == pytest.approx(statistics.stdev(norm_hits) / 2)
+    assert (result.questions, result.truncated) == (4, 1)
+    assert multiple_choice(FixedScores([-1, -2]), tokenizer, questions[:1]).accuracy_stderr is None
+
+
+def test_between_query_and_choice_stands_one_blank(tokenizer):
+    seen = []
+
+    class Spy(FixedScores):
+        def score(self, requests, progress):
+            seen.extend(tokenizer.decode(request.context[1:] + request.continuation) for request in requests)
+            return super().score(requests, progress)
+
+    questions = [Question("Eat", ["figs", " nuts"], 0), Question("Eat\n", ["figs"], 0), Question("", ["figs"], 0)]
+    multiple_choice(Spy([-1] * 4), tokenizer, questions)
+    assert seen == ["Eat figs", "Eat nuts", "Eat\nfigs", "figs"]
+
+
+@pytest.mark.parametrize("name", ["arc_easy", "openbook_qa", "piqa"])
+def test_real_questions(model, tokenizer, reference, assets, name):
+    """The scores of a loop over transformers' logits, choice by choice, give the same."""
+    questions = read_questions(assets / "eval" / f"{name}.jsonl", limit=8)
+    result = multiple_choice(Scorer(model, batch_size=3), tokenizer, questions)
+    hits = []
+    for question in questions:
+        blank = "" if question.query.endswith("\n") else " "
+        scores = []
+        for choice in question.choices:
+            ids = tokenizer.encode(question.query + blank + choice)
+            given = len(tokenizer.encode(question.query.rstrip()))
+            logprobs = reference(ids)[given - 1 :]
+            scores.append(logprobs[range(len(ids) - given), ids[given:]].sum().item())
+        hits.append(scores.index(max(scores)) == question.gold)
+    assert result.accuracy == sum(hits) / 8
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2"),
+        ("[]", "line 2"),
+        ('{"query": "a", "choices": ["b"]}', "line 2"),
+        ('{"query": "a", "choices": [], "gold": 0}', "not empty"),
+        ('{"query": "a", "choices": ["b", " "], "gold": 0}', "not empty"),
+        ('{"query": "a", "choices": ["b"], "gold": true}', "number"),
+        ('{"query": "a", "choices": ["b"], "gold": 1}', "gold is 1"),
+    ],
+)
+def test_lines_that_are_no_questions_are_named(tmp_path, line, message):
+    file = tmp_path / "questions.jsonl"
+    good = '{"query": "a\u2028b", "choices": ["b"], "gold": 0}\n'
+    file.write_text(good + line)
+    with pytest.raises(UserError, match=message):
+        read_questions(file)
+    assert read_questions(file, limit=1) == [Question("a\u2028b", ["b"], 0)]
+    file.write_text("\n")
+    with pytest.raises(UserError, match="no questions"):
+        read_questions(file)
+
+
+# Perplexity.
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+@pytest.mark.parametrize("length", [2, 5, 6, 9, 10, 23])
+def test_windows_score_each_token_once_with_half_a_context(size, length):
+    ids = list(range(length))
+    scored = 0
+    for request in windows(ids, size):
+        both = request.context + request.continuation
+        assert both == list(range(both[0], both[-1] + 1)) and len(both) <= size + 1
+        assert request.continuation[0] == scored + 1
+        assert len(request.context) >= min(request.continuation[0], size // 2)
+        scored = request.continuation[-1]
+    assert scored == length - 1
+
+
+@pytest.mark.parametrize("characters", [300, 5000])
+def test_perplexity_equals_a_loop_over_transformers_logits(model, tokenizer, reference, assets, characters):
+    text = (assets / "text" / "tinyshakespeare.txt").read_text()[:characters] + "é"
+    result = text_perplexity(Scorer(model), tokenizer, text)
+    ids = [BOS, *tokenizer.encode(text, add_bos=False)]
+    nats = -reference(ids[: CONTEXT + 1])[range(min(CONTEXT, len(ids) - 1)), ids[1 : CONTEXT + 1]].sum().item()
+    for begin in range(CONTEXT + 1, len(ids), CONTEXT // 2):
+        end = min(begin + CONTEXT // 2, len(ids))
+        logprobs = reference(ids[end - 1 - CONTEXT : end])[begin - end :]
+        nats -= logprobs[range(end - begin), ids[begin:end]].sum().item()
+    assert (len(ids) > CONTEXT) is (characters > 1000)
+    # Float32 rounding of each term.
+    assert result.loss == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
+    assert result.bits_per_byte == pytest.approx(nats / math.log(2) / (characters + 2), rel=1e-5)
+    assert (result.tokens, result.bytes) == (len(ids) - 1, characters + 2)
+
+
+def test_an_empty_text_has_no_perplexity(model, tokenizer):
+    with pytest.raises(UserError, match="empty"):
+        text_perplexity(Scorer(model), tokenizer, "")
+
+
+# The command.
+
+
+def run(capsys, *args):
+    code = evaluate([str(arg) for arg in args])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_eval_prints_json_and_a_table(model, tokenizer, stories, assets, capsys, tmp_path):
+    questions, text = assets / "eval" / "piqa.jsonl", tmp_path / "text.md"
+    text.write_text("Once upon a time")
+    args = ["--checkpoint", stories, "--device", "cpu", "--tasks", questions, text, "--limit", 10, "--batch_size", 4]
+    code, out, err = run(capsys, *args)
+    results = json.loads(out)["results"]
+    expected = multiple_choice(Scorer(model), tokenizer, read_questions(questions, 10))
+    assert code == 0 and results[str(questions)]["accuracy"] == expected.accuracy
+    assert results[str(text)]["tokens"] == len(tokenizer.encode("Once upon a time", add_bos=False))
+    assert "accuracy" in err and "bits_per_byte" in err
+    code, out, _ = run(capsys, *args, "--output", tmp_path / "results.json")
+    assert code == 0 and out == ""
+    assert json.loads((tmp_path / "results.json").read_text())["results"] == results
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--tasks", "missing.jsonl"], "no file missing.jsonl"),
+        (["--tasks", "README.md", "--limit", "0"], "--limit is 0"),
+        (["--tasks", "README.md", "--output", "/nowhere/x"], "no folder /nowhere"),
+        (["--tasks", "README.md", "--include_path", "/nowhere"], "/nowhere is not a folder"),
+        (["--tasks", "no_such_task"], "no_such_task"),
+    ],
+)
+def test_mistakes_are_messages(stories, capsys, monkeypatch, tmp_path, args, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("text")
+    code, out, err = run(capsys, "--checkpoint", stories, "--device", "cpu", *args)
+    assert code == 2 and out == "" and message in err and "Traceback" not in err
+
+
+def test_an_absent_lm_eval_is_a_message(stories, capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find_spec(name))
+    code, _, err = run(capsys, "--checkpoint", stories, "--tasks", "hellaswag")
+    assert code == 2 and "hellaswag" in err and "pip install 'torchtitan[eval]'" in err

@@ -1,0 +1,516 @@
+"""Weights in files: what is read and written is compared with safetensors, torch.save and DCP themselves."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.processes import run_processes
+from torchtitan.components.checkpoint.formats import (
+    ConvertedSource,
+    ForeignView,
+    MetaSource,
+    TensorSource,
+    format_of,
+    load_weights,
+    open_source,
+    write_huggingface,
+    write_huggingface_index,
+    write_meta,
+)
+from torchtitan.components.checkpoint.formats.dcp import DcpSource, state_forms, write_dcp
+from torchtitan.components.checkpoint.formats.load import local_slices
+from torchtitan.protocols.state_dict_adapter import (
+    Concatenated,
+    RopePermutation,
+    Row,
+    Stacked,
+    StateDictAdapter,
+    TensorForm,
+)
+from torchtitan.tools.errors import UserError
+
+WRITERS = {"hf": write_huggingface, "meta": write_meta, "dcp": write_dcp}
+
+
+def example() -> dict[str, Tensor]:
+    """Every kind of tensor: types of all widths, a scalar, an empty one, odd sizes."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"layers.{i}.weight": torch.randn(6, 5, generator=generator) for i in range(3)}
+    tensors["half"] = torch.randn(7, 3, generator=generator).half()
+    tensors["bfloat16"] = torch.randn(3, 5, 2, generator=generator).bfloat16()
+    tensors["float8"] = torch.randn(5, generator=generator).to(torch.float8_e4m3fn)
+    tensors["float8_wide"] = torch.randn(5, 3, generator=generator).to(torch.float8_e5m2)
+    tensors["double"] = torch.randn(2, generator=generator, dtype=torch.float64)
+    tensors["flags"] = torch.tensor([True, False, True])
+    tensors["scalar"] = torch.tensor(3)
+    tensors["empty"] = torch.empty(0, 4)
+    return tensors
+
+
+def forms_of(tensors: dict[str, Tensor]) -> dict[str, TensorForm]:
+    return {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
+
+
+def same(tensor: Tensor, expected: Tensor) -> bool:
+    """Equal to the bit, and of the same form."""
+    flat = (x.reshape(-1).contiguous().view(torch.uint8) for x in (tensor, expected))
+    return TensorForm.of(tensor) == TensorForm.of(expected) and torch.equal(*flat)
+
+
+def save(folder: Path, format: str, tensors: dict[str, Tensor], **options) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    WRITERS[format](folder, forms_of(tensors), tensors.__getitem__, **options)
+    if format == "dcp":
+        # Sources read what is written, before it is committed too.
+        assert not (folder / "complete.json").exists()
+    return folder
+
+
+def opened(folder: Path, format: str) -> TensorSource:
+    return DcpSource(folder) if format == "dcp" else open_source(folder)
+
+
+def reference_hf(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def reference_meta(folder: Path) -> dict[str, Tensor]:
+    file = folder / "consolidated.00.pth"
+    mapped, read = (torch.load(file, weights_only=True, mmap=mmap) for mmap in (True, False))
+    assert all(same(mapped[name], read[name]) for name in read)
+    return read
+
+
+def reference_dcp(folder: Path) -> dict[str, Tensor]:
+    saved = {name: torch.empty_like(tensor) for name, tensor in example().items()}
+    dcp.load({"model": saved}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return saved
+
+
+REFERENCES = {"hf": reference_hf, "meta": reference_meta, "dcp": reference_dcp}
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_what_is_written_is_read_by_us_and_by_the_formats_own_library(tmp_path, format):
+    tensors = example()
+    save(tmp_path, format, tensors)
+    assert format_of(tmp_path) == format
+    source, reference = opened(tmp_path, format), REFERENCES[format](tmp_path)
+    assert dict(source.forms) == forms_of(tensors) == forms_of(reference)
+    for name, tensor in tensors.items():
+        assert same(source.read(name), tensor), name
+        assert same(reference[name], tensor), name
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_parts_of_tensors(tmp_path, format):
+    tensors = example()
+    source = opened(save(tmp_path, format, tensors), format)
+    parts = [
+        ("layers.1.weight", (slice(2, 6), slice(1, 3))),
+        ("layers.1.weight", (slice(0, 6), slice(4, 5))),
+        ("bfloat16", (slice(1, 2), slice(0, 5), slice(1, 2))),
+        ("half", (slice(3, 3), slice(0, 3))),
+        ("float8", (slice(4, 5),)),
+        ("scalar", ()),
+    ]
+    for name, slices in parts:
+        assert same(source.read(name, slices), tensors[name][slices].clone()), (name, slices)
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_writing_asks_for_each_tensor_once_and_converts_it(tmp_path, format):
+    tensors = {name: tensor for name, tensor in example().items() if tensor.dtype == torch.float32}
+    forms = {name: TensorForm(tensor.shape, torch.bfloat16) for name, tensor in tensors.items()}
+    asked = []
+
+    def make(name: str) -> Tensor:
+        asked.append(name)
+        return tensors[name].t().contiguous().t()  # lies in memory in another order
+
+    WRITERS[format](tmp_path, forms, make)
+    assert sorted(asked) == sorted(tensors)
+    source = opened(tmp_path, format)
+    assert all(same(source.read(name), tensor.bfloat16()) for name, tensor in tensors.items())
+
+
+def test_what_others_wrote_is_read(tmp_path):
+    tensors = example()
+    (tmp_path / "hf").mkdir()
+    save_file(tensors, tmp_path / "hf/model.safetensors")
+    (tmp_path / "meta").mkdir()
+    # Two tensors in one storage, as a slice that was saved.
+    both = torch.arange(24.0).reshape(6, 4)
+    torch.save({**tensors, "first": both[:2], "rest": both[2:]}, tmp_path / "meta/consolidated.00.pth")
+    hf, meta = open_source(tmp_path / "hf"), open_source(tmp_path / "meta")
+    assert all(same(hf.read(name), tensor) and same(meta.read(name), tensor) for name, tensor in tensors.items())
+    assert same(meta.read("rest", (slice(1, 3), slice(0, 4))), both[3:5].clone())
+
+
+# Hugging Face
+
+
+def test_files_of_limited_size_and_their_index(tmp_path):
+    tensors = example()
+    save(tmp_path, "hf", tensors, max_file_bytes=200)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    names = sorted(set(index["weight_map"].values()))
+    assert len(names) > 2
+    assert names == [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "model.safetensors.index.json"]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    for name in names:
+        with safe_open(tmp_path / name, "pt") as file:
+            held = {key for key, in_file in index["weight_map"].items() if in_file == name}
+            assert (set(file.keys()), file.metadata()) == (held, {"format": "pt"})
+            assert sum(tensors[key].nbytes for key in held) <= 200
+    source = open_source(tmp_path)
+    assert all(same(source.read(name), tensor) for name, tensor in tensors.items())
+
+
+def test_several_processes_can_share_the_files(tmp_path):
+    tensors = example()
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    save(alone, "hf", tensors, max_file_bytes=200)
+    for rank in range(2):
+        with pytest.raises(UserError):  # not all is there yet
+            open_source(save(shared, "hf", tensors, max_file_bytes=200, only_files=lambda i, rank=rank: i % 2 == rank))
+    write_huggingface_index(shared, forms_of(tensors), max_file_bytes=200)
+    files = {path.name: path.read_bytes() for path in alone.iterdir()}
+    assert {path.name: path.read_bytes() for path in shared.iterdir()} == files
+
+
+@pytest.mark.parametrize("format", ["hf", "meta"])
+def test_a_write_that_was_cut_short_cannot_be_opened(tmp_path, format):
+    tensors = example()
+
+    def make(name: str) -> Tensor:
+        if name == "half":
+            raise KeyboardInterrupt
+        return tensors[name]
+
+    options = {"max_file_bytes": 200} if format == "hf" else {}
+    with pytest.raises(KeyboardInterrupt):
+        WRITERS[format](tmp_path, forms_of(tensors), make, **options)
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        open_source(tmp_path)
+
+
+def test_a_type_that_safetensors_does_not_have(tmp_path):
+    with pytest.raises(UserError, match=r"phase is of type torch\.complex64"):
+        save(tmp_path, "hf", {"phase": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_damaged_hugging_face_folders(tmp_path):
+    save(tmp_path, "hf", example(), max_file_bytes=200)
+    index = tmp_path / "model.safetensors.index.json"
+    first = tmp_path / json.loads(index.read_text())["weight_map"]["layers.0.weight"]
+    content = first.read_bytes()
+    first.write_bytes(content[:-3])
+    with pytest.raises(UserError, match=rf"{first.name} cannot be read"):
+        open_source(tmp_path)
+    first.unlink()
+    with pytest.raises(UserError, match=rf"incomplete.*{first.name}"):
+        open_source(tmp_path)
+    save_file({"other": torch.zeros(1)}, first)
+    with pytest.raises(UserError, match=rf"{first.name} lacks tensors.*layers\.0\.weight"):
+        open_source(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(UserError, match="index.json cannot be read"):
+        open_source(tmp_path)
+
+
+def test_a_folder_without_a_checkpoint(tmp_path):
+    with pytest.raises(UserError, match=r"none is not a folder"):
+        format_of(tmp_path / "none")
+    with pytest.raises(UserError, match=r"no \.metadata .* no model\.safetensors .* no consolidated"):
+        format_of(tmp_path)
+
+
+# Meta
+
+
+def split(tensors: dict[str, Tensor], axes: dict[str, int | None], folder: Path, dim: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(2):
+        parts = {name: t if axes[name] is None else t.chunk(2, axes[name])[rank] for name, t in tensors.items()}
+        torch.save({name: part.clone() for name, part in parts.items()}, folder / f"consolidated.{rank:02d}.pth")
+    (folder / "params.json").write_text(json.dumps({"dim": dim}))
+    return folder
+
+
+@pytest.mark.parametrize("embedding_axis", [0, 1])
+def test_tensor_parallel_shards_are_joined(tmp_path, embedding_axis):
+    """Square weights, and an embedding as tall as it is wide: shapes alone would not say how they were cut."""
+    axes = {"tok_embeddings.weight": embedding_axis, "norm.weight": None, "output.weight": 0}
+    axes |= {f"layers.0.attention.{name}.weight": axis for name, axis in {"wq": 0, "wk": 0, "wv": 0, "wo": 1}.items()}
+    axes |= {f"layers.0.feed_forward.{name}.weight": axis for name, axis in {"w1": 0, "w2": 1, "w3": 0}.items()}
+    tensors = {name: torch.randn(8) if axis is None else torch.randn(8, 8) for name, axis in axes.items()}
+    source = MetaSource(split(tensors, axes, tmp_path, dim=8))
+    assert dict(source.forms) == forms_of(tensors)
+    for name, tensor in tensors.items():
+        assert same(source.read(name), tensor), name
+        part = (slice(3, 6), slice(2, 7))[: tensor.ndim]
+        assert same(source.read(name, part), tensor[part].clone()), name
+
+
+def test_damaged_meta_folders(tmp_path):
+    tensors = {"output.weight": torch.randn(4, 6), "norm.weight": torch.randn(6)}
+    axes = {"output.weight": 0, "norm.weight": None}
+    split(tensors, axes, tmp_path, dim=6)
+    first, second = tmp_path / "consolidated.00.pth", tmp_path / "consolidated.01.pth"
+    whole = torch.load(second)
+    torch.save({**whole, "norm.weight": torch.zeros(6)}, second)
+    with pytest.raises(UserError, match=r"norm\.weight differs between"):
+        open_source(tmp_path).read("norm.weight")
+    torch.save({"norm.weight": whole["norm.weight"]}, second)
+    with pytest.raises(UserError, match=r"do not hold the same tensors: output\.weight"):
+        open_source(tmp_path)
+    torch.save({**whole, "output.weight": torch.zeros(2, 5)}, second)
+    with pytest.raises(UserError, match=r"shapes of output\.weight in the files do not fit"):
+        open_source(tmp_path)
+    second.write_bytes(first.read_bytes()[:-40])
+    with pytest.raises(UserError, match=r"consolidated\.01\.pth cannot be read"):
+        open_source(tmp_path)
+    first.unlink()
+    with pytest.raises(UserError, match=r"there is no consolidated\.00\.pth"):
+        open_source(tmp_path)
+
+
+def test_a_weight_that_is_cut_in_an_unknown_way_is_refused(tmp_path):
+    split({"layers.0.gate.weight": torch.randn(4, 4)}, {"layers.0.gate.weight": 0}, tmp_path, dim=4)
+    with pytest.raises(UserError, match=r"along which dimension layers\.0\.gate\.weight was cut"):
+        open_source(tmp_path)
+
+
+# DCP
+
+
+def save_states(folder: str) -> None:
+    """Two states, one of them sharded over the processes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module = nn.Linear(5, 7, bias=False)
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(35.0).reshape(7, 5))
+    fully_shard(module, mesh=mesh)
+    dcp.save({"model": module.state_dict(), "other": {"x": torch.ones(3)}}, checkpoint_id=folder)
+
+
+def test_a_sharded_checkpoint_is_read_by_state(tmp_path):
+    run_processes(save_states, 2, str(tmp_path / "saved"))
+    expected = torch.arange(35.0).reshape(7, 5)
+    source = DcpSource(tmp_path / "saved")
+    assert same(source.read("weight"), expected)
+    assert same(source.read("weight", (slice(2, 6), slice(1, 4))), expected[2:6, 1:4].clone())
+    assert same(DcpSource(tmp_path / "saved", state="other").read("x"), torch.ones(3))
+    forms = state_forms(tmp_path / "saved")
+    assert forms == {"model": {"weight": TensorForm.of(expected)}, "other": {"x": TensorForm.of(torch.ones(3))}}
+    with pytest.raises(UserError, match="without a state 'reference'; it has model, other"):
+        DcpSource(tmp_path / "saved", state="reference")
+
+
+def test_damaged_dcp_folders(tmp_path):
+    tensors = {"weight": torch.randn(64, 64)}
+    save(tmp_path, "dcp", tensors)
+    source = DcpSource(tmp_path)
+    for file in tmp_path.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"cannot be read.*weight"):
+        source.read("weight")
+    (tmp_path / ".metadata").write_bytes(b"\x80")
+    with pytest.raises(UserError, match=r"\.metadata cannot be read"):
+        DcpSource(tmp_path)
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_a_full_disk_is_an_error_of_the_system(tmp_path, format):
+    """DCP wraps errors, and torch.save hides them behind one of its own."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    names = ("__0_0.distcp", "__0_1.distcp", "consolidated.00.pth.tmp", "model.safetensors.tmp")
+    for name in names:
+        (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="disk full" if format == "meta" else "No space left"):
+        save(tmp_path, format, {"weight": torch.randn(64, 64)})
+
+
+# Conversion
+
+
+class CountingSource(TensorSource):
+    """Tensors in memory; remembers what is read."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.tensors = tensors
+        self.forms = forms_of(tensors)
+        self.elements: dict[str, int] = {}
+
+    def read(self, name, slices=None):
+        tensor = self.tensors[name] if slices is None else self.tensors[name][slices]
+        self.elements[name] = self.elements.get(name, 0) + tensor.numel()
+        return tensor.clone()
+
+
+ROWS = [
+    Row("embedding", "embed"),
+    Row("layers.*.q", "l.*.q", RopePermutation(4)),
+    Row(("layers.*.gate", "layers.*.up"), "l.*.gate_up", Concatenated(0)),
+    Row("layers.*.experts", tuple(f"l.*.experts.{i}" for i in range(3)), Stacked(0)),
+]
+
+
+def converted_example() -> tuple[dict[str, Tensor], StateDictAdapter]:
+    native = {"embedding": torch.randn(6, 8)}
+    for layer in range(2):
+        sizes = {"q": (8, 8), "gate": (5, 8), "up": (3, 8), "experts": (3, 4, 2)}
+        native |= {f"layers.{layer}.{name}": torch.randn(*size) for name, size in sizes.items()}
+    return native, StateDictAdapter(ROWS, n_layers=2)
+
+
+def test_a_source_is_seen_under_the_other_names_and_back():
+    native, adapter = converted_example()
+    view = ForeignView(CountingSource(native), adapter)
+    foreign = CountingSource({name: view.read(name) for name in view.forms})
+    assert dict(view.forms) == dict(foreign.forms)
+    assert torch.equal(foreign.tensors["l.0.gate_up"], torch.cat([native["layers.0.gate"], native["layers.0.up"]]))
+    back = ConvertedSource(foreign, adapter, forms_of(native))
+    assert dict(back.forms) == forms_of(native)
+    for name, tensor in native.items():
+        assert same(back.read(name), tensor), name
+        part = (slice(1, 3), *(slice(0, size) for size in tensor.shape[1:]))
+        assert same(back.read(name, part), tensor[part].clone()), name
+
+
+def test_a_row_of_several_tensors_is_read_once():
+    native, adapter = converted_example()
+    source = CountingSource(native)
+    view = ForeignView(source, adapter)
+    for name in view.forms:
+        view.read(name)
+    assert source.elements == {name: tensor.numel() for name, tensor in native.items()}
+
+
+def test_dtypes_are_those_of_the_files():
+    native, adapter = converted_example()
+    halves = {name: tensor.bfloat16() for name, tensor in native.items()}
+    foreign = ForeignView(CountingSource(halves), adapter)
+    assert {form.dtype for form in ConvertedSource(foreign, adapter, forms_of(native)).forms.values()} == {
+        torch.bfloat16
+    }
+
+
+def test_tied_weights_are_compared_piece_by_piece(monkeypatch):
+    import torchtitan.components.checkpoint.formats.convert as convert
+
+    monkeypatch.setattr(convert, "_COMPARED_ELEMENTS", 4)
+    adapter = StateDictAdapter([Row("embedding", "embed")], n_layers=0, tied={"head": "embed"})
+    embedding = torch.randn(5, 2)
+    tensors = {"embed": embedding, "head": embedding.clone()}
+    ConvertedSource(CountingSource(tensors), adapter, {"embedding": TensorForm.of(embedding)})
+    tensors["head"][4, 1] += 1
+    with pytest.raises(UserError, match="head differs from embed"):
+        ConvertedSource(CountingSource(tensors), adapter, {"embedding": TensorForm.of(embedding)})
+
+
+# Loading
+
+
+class Block(nn.Module):
+    """Sizes that no number of processes divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 14, bias=False)
+        self.down = nn.Linear(14, 5, bias=True)
+        self.tiny = nn.Parameter(torch.zeros(1, 3))
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.register_buffer("buffer", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+def block_weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(x.shape, generator=generator) for name, x in Block().state_dict().items()}
+
+
+def load_sharded(folder: str, tensor_parallel: int) -> None:
+    shape = (dist.get_world_size() // tensor_parallel, tensor_parallel)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    model = Block()
+    if tensor_parallel > 1:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"], ignored_params={model.scalar})
+    expected = block_weights()
+    for path in sorted(Path(folder).iterdir()):
+        for tensor in model.state_dict().values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(float("nan"))
+        source = CountingSource({name: open_source(path).read(name) for name in expected})
+        load_weights(source, [model], dist.group.WORLD)
+        for name, tensor in model.state_dict().items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            assert same(whole.detach(), expected[name]), (path.name, name)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            assert source.elements.get(name, 0) == local.numel(), "no more is read than this process holds"
+            if isinstance(tensor, DTensor):
+                assert same(local.detach(), open_source(path).read(name, local_slices(tensor)))
+
+
+@pytest.mark.parametrize(("processes", "tensor_parallel"), [(2, 1), (4, 2)])
+def test_every_process_reads_its_own_part(tmp_path, processes, tensor_parallel):
+    """FSDP, and FSDP over tensor parallelism, where the same dimension is cut twice."""
+    for format in WRITERS:
+        save(tmp_path / format, format, block_weights())
+    run_processes(load_sharded, processes, str(tmp_path), tensor_parallel)
+
+
+def test_values_take_the_parameters_type():
+    model = Block().to(torch.bfloat16)
+    load_weights(CountingSource(block_weights()), [model])
+    assert all(same(x, block_weights()[name].bfloat16()) for name, x in model.state_dict().items())
+
+
+def test_weights_that_do_not_fit_are_named():
+    weights = block_weights()
+    weights["extra"] = weights.pop("up.weight")
+    weights["tiny"] = torch.zeros(3, 1)
+    with pytest.raises(UserError) as raised:
+        load_weights(CountingSource(weights), [Block()])
+    for fault in ("up.weight missing", "extra not in the model", "tiny [3, 1] where the model has [1, 3]"):
+        assert fault in str(raised.value)
+
+
+def load_parts(folder: str) -> None:
+    """Each process has a part of the model, as the stages of a pipeline."""
+    rank = dist.get_rank()
+    source = open_source(folder)
+    stage = nn.ModuleDict({str(rank): nn.Linear(2, 2, bias=False)})
+    load_weights(source, [stage], dist.group.WORLD)
+    assert same(stage[str(rank)].weight.detach(), source.read(f"{rank}.weight"))
+    with pytest.raises(UserError, match=r"1\.weight not in the model"):
+        load_weights(source, [nn.ModuleDict({"0": nn.Linear(2, 2, bias=False)})], dist.group.WORLD)
+    wrong = nn.ModuleDict({str(rank): nn.Linear(2, 2 + rank, bias=False)})
+    with pytest.raises(UserError, match=r"1\.weight \[2, 2\] where the model has \[3, 2\]"):  # on rank 0 too
+        load_weights(source, [wrong], dist.group.WORLD)
+
+
+def test_parts_of_a_model_in_several_processes(tmp_path):
+    save(tmp_path, "hf", {f"{i}.weight": torch.randn(2, 2) for i in range(2)})
+    run_processes(load_parts, 2, str(tmp_path))

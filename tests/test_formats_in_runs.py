@@ -1,0 +1,233 @@
+"""Runs that begin from, and end in, what other tools read; and what a run must know of its own checkpoints."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training import launch, read_metrics, tiny_config, train
+from torchtitan.components.checkpoint import ModelState, list_checkpoints
+from torchtitan.components.checkpoint.pretrained import load_pretrained
+from torchtitan.models.pretrained import load_model
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Trainer
+
+FLOAT32 = {"training__mixed_precision_param": "float32"}
+TIED = {**FLOAT32, "model__tie_embeddings": True}
+
+
+def make_pretrained(folder: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> Path:
+    """A Hugging Face folder of a random Llama with the sizes of the tiny runs, but for the vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=2048,
+        max_position_embeddings=2048,
+        rope_theta=10_000.0,
+        rms_norm_eps=1e-5,
+        initializer_range=0.2,
+        **sizes,
+    )
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """As transformers reads them."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return model.state_dict()
+
+
+def from_folder(folder: Path) -> dict[str, object]:
+    return {"checkpoint__initial_load_path": folder, "checkpoint__initial_load_in_hf": True}
+
+
+LAST_IN_HF = {"checkpoint__enable": True, "checkpoint__interval": 3, "checkpoint__last_save_in_hf": True}
+
+
+def test_begins_from_hugging_face_and_ends_in_it(tmp_path):
+    """A run of which the learning rate is 0 gives back, byte by byte, what it began from."""
+    source = make_pretrained(tmp_path / "source")
+    train(tmp_path / "run", **FLOAT32, **from_folder(source), **LAST_IN_HF, optimizer__lr=0, optimizer__weight_decay=0)
+    before, after = weights_of(source), weights_of(tmp_path / "run" / "checkpoint" / "step-4")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) and tensor.dtype == after[name].dtype
+
+
+def test_the_export_is_the_trained_model(tmp_path):
+    trainer = train(tmp_path, **TIED, **LAST_IN_HF, checkpoint__export_dtype="bfloat16")
+    folder = tmp_path / "checkpoint" / "step-4"
+    (model,) = trainer.model_parts
+    exported = weights_of(folder)
+    expected = model.tok_embeddings.weight.to(torch.bfloat16)
+    assert torch.equal(exported["model.embed_tokens.weight"], expected)
+    assert torch.equal(exported["lm_head.weight"], expected)  # transformers ties it again
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(folder).decode(trainer.tokenizer.encode("Once upon a time")).endswith("time")
+
+
+def test_a_run_goes_on_after_a_hugging_face_end(tmp_path, caplog):
+    """It cannot resume from the export, so it repeats the steps behind the last full checkpoint, to the bit."""
+    options = {**FLOAT32, **LAST_IN_HF, "lr_scheduler__total_steps": 8}
+    train(tmp_path / "run", **options)
+    assert [info.kind for info in list_checkpoints(tmp_path / "run" / "checkpoint")] == ["full", "huggingface"]
+    train(tmp_path / "run", **{**options, "training__steps": 8})
+    train(tmp_path / "straight", **{**options, "training__steps": 8})
+    losses = read_metrics(tmp_path / "run", "loss", "grad_norm")
+    assert [step for step, *_ in losses] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert losses == read_metrics(tmp_path / "straight", "loss", "grad_norm")
+    assert "step-4: it holds" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (2, {}),
+        (4, {"parallelism__tensor_parallel_degree": 2}),
+        (4, {"parallelism__pipeline_parallel_degree": 2, "parallelism__tensor_parallel_degree": 2}),
+    ],
+    ids=["fsdp", "fsdp-tp", "pp-tp"],
+)
+def test_in_any_layout(tmp_path, processes, layout):
+    """Loaded straight into shards, trained like one process, exported from shards."""
+    options = {**FLOAT32, **from_folder(make_pretrained(tmp_path / "source")), "training__global_batch_size": 8}
+    launch(tmp_path / "many", processes, **options, **layout, **LAST_IN_HF)
+    train(tmp_path / "one", **options, **LAST_IN_HF)
+    many, one = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("many", "one"))
+    # DESIGN's bound for float32.
+    assert many == [pytest.approx(line, rel=1e-5) for line in one]
+    weights, expected = (weights_of(tmp_path / name / "checkpoint" / "step-4") for name in ("many", "one"))
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (weights[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+def test_the_wrong_model_is_refused_before_the_run(tmp_path):
+    source = make_pretrained(tmp_path / "source")
+    with pytest.raises(UserError, match=r"missing from the checkpoint: model\.layers\.2\."):
+        tiny_config(tmp_path / "run", **from_folder(source), model__n_layers=3).check(world_size=1)
+    with pytest.raises(UserError, match="must be"):
+        tiny_config(tmp_path / "run", **from_folder(source), model__ffn_dim=96).check(world_size=1)
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        (tmp_path / "empty").mkdir()
+        tiny_config(tmp_path / "run", **from_folder(tmp_path / "empty")).check(world_size=1)
+
+
+def test_a_model_in_bfloat16_is_trained_in_float32(tmp_path):
+    source = make_pretrained(tmp_path / "source", torch.bfloat16)
+    trainer = train(tmp_path / "run", **FLOAT32, **from_folder(source), training__steps=1)
+    assert {parameter.dtype for parameter in trainer.model_parts[0].parameters()} == {torch.float32}
+
+
+def test_any_checkpoint_can_be_opened(tmp_path):
+    """The folder of a step says by itself which model it is of."""
+    trainer = train(tmp_path, **FLOAT32, checkpoint__enable=True)
+    loaded = load_model(tmp_path / "checkpoint" / "step-4", device="cpu")
+    assert loaded.spec.model == trainer.config.model_spec.model
+    for (name, expected), weight in zip(
+        trainer.model_parts[0].named_parameters(), loaded.model.parameters(), strict=True
+    ):
+        assert torch.equal(weight, expected), name
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path):
+    losses = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5}
+
+    class Scripted(Trainer):
+        def validate(self):
+            super().validate()
+            return losses[self.step]
+
+    options = {"validator__enable": True, "validator__freq": 2, "validator__steps": 1, "training__steps": 8}
+    keep = {"checkpoint__enable": True, "checkpoint__keep_best": True, "checkpoint__interval": 100}
+    train(tmp_path, Scripted, **FLOAT32, **options, **keep, checkpoint__keep_latest_k=1)
+    kept = {info.step: info.validation_loss for info in list_checkpoints(tmp_path / "checkpoint")}
+    assert kept == {4: 3.0, 8: 3.5}
+
+
+def test_keep_best_needs_validation(tmp_path):
+    with pytest.raises(UserError, match="--validator.enable"):
+        tiny_config(tmp_path, checkpoint__enable=True, checkpoint__keep_best=True).check(world_size=1)
+
+
+def test_resume_with_another_batch_size(tmp_path):
+    """The data goes on behind the last sample that was trained on."""
+    options = {**FLOAT32, "checkpoint__enable": True, "lr_scheduler__total_steps": 8}
+    seen: list[torch.Tensor] = []
+
+    class Watching(Trainer):
+        def post_dataloading_process(self, batch):
+            seen.extend(batch["input"])
+            return super().post_dataloading_process(batch)
+
+    train(tmp_path / "changed", Watching, **options, training__steps=2, training__local_batch_size=2)
+    train(tmp_path / "changed", Watching, **options, training__steps=4, training__local_batch_size=4)
+    changed, seen[:] = list(seen), []
+    train(tmp_path / "plain", Watching, **options, training__steps=6, training__local_batch_size=2)
+    assert torch.equal(torch.stack(changed), torch.stack(seen))
+
+
+class Distilling(Trainer):
+    """Has a teacher beside the model that it trains."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        teacher: str = ""
+        """Checkpoint that the teacher begins from."""
+
+    config: Config
+
+    def states(self):
+        with torch.device("meta"):
+            self.teacher = self.config.model_spec.model.build()
+        self.teacher.to_empty(device=self.device)
+        return {**super().states(), "teacher": ModelState([self.teacher])}
+
+    def initial_loads(self):
+        load = lambda: load_pretrained(self.config.teacher, self.config.model_spec, [self.teacher])  # noqa: E731
+        return {**super().initial_loads(), "teacher": load}
+
+    def complete_step(self, outcome):
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(
+                0.9 * nn.utils.parameters_to_vector(self.teacher.parameters()), self.teacher.parameters()
+            )
+        super().complete_step(outcome)
+
+
+def test_several_models_in_one_run(tmp_path):
+    """Each begins from a checkpoint of its own, in a format of its own, and they are saved as one step."""
+    source = make_pretrained(tmp_path / "source")
+    train(tmp_path / "other", **FLOAT32, checkpoint__enable=True, training__steps=1)
+
+    def run(folder: Path, **options) -> Distilling:
+        config = tiny_config(folder, **FLOAT32, checkpoint__enable=True, **options)
+        values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        trainer = Distilling.Config(**values, teacher=str(tmp_path / "other" / "checkpoint" / "step-1")).build()
+        trainer.train()
+        trainer.close()
+        return trainer
+
+    straight = run(tmp_path / "straight", **from_folder(source))
+    run(tmp_path / "resumed", **from_folder(source), training__steps=2, lr_scheduler__total_steps=4)
+    resumed = run(tmp_path / "resumed", **from_folder(source))
+    assert not torch.equal(straight.teacher.norm.weight, straight.model_parts[0].norm.weight)
+    for ours, expected in ((resumed.teacher, straight.teacher), (resumed.model_parts[0], straight.model_parts[0])):
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(ours.state_dict()[name], tensor), name

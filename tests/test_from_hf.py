@@ -1,0 +1,360 @@
+"""`CONFIG=from_hf`: a model and a training configuration from a folder's config.json; config.json and params.json."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import PROJECT
+from torchtitan.config.manager import ConfigManager
+from torchtitan.config.registry import built_in_modules, list_module
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3 import FLAVORS, FORMATS, Llama3Model
+from torchtitan.models.llama3.meta import _ffn_dim, _ffn_parameters
+from torchtitan.tools.errors import UserError
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 64,
+}
+
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+}
+
+
+def from_hf(**changes: object) -> Llama3Model.Config:
+    """The model of `SMALL` with some keys changed, or left out where they are ... ."""
+    document = {key: value for key, value in {**SMALL, **changes}.items() if value is not ...}
+    return FORMATS["hf"].from_foreign(document)
+
+
+class TestConfigJson:
+    def test_sizes(self):
+        assert from_hf() == Llama3Model.Config(
+            dim=32,
+            n_layers=3,
+            n_heads=4,
+            n_kv_heads=2,
+            ffn_dim=56,
+            vocab_size=2048,
+            max_seq_len=256,
+            norm_eps=1e-6,
+            tie_embeddings=True,
+            rope=RoPEConfig(theta=10_000.0),
+        )
+
+    def test_what_is_left_out_has_transformers_defaults(self):
+        transformers = pytest.importorskip("transformers")
+        names = ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "head_dim")
+        config = from_hf(**dict.fromkeys(names, ...))
+        theirs = transformers.LlamaConfig(**{key: value for key, value in SMALL.items() if key not in names})
+        assert config.n_kv_heads == theirs.num_key_value_heads
+        assert config.norm_eps == theirs.rms_norm_eps
+        assert config.tie_embeddings == theirs.tie_word_embeddings
+        assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+        assert config.resolved_head_dim == theirs.head_dim
+
+    @pytest.mark.parametrize(("given", "kept"), [(None, None), (8, None), (10, 10)])
+    def test_the_width_of_a_head(self, given, kept):
+        assert from_hf(head_dim=given).head_dim == kept
+
+    @pytest.mark.parametrize(
+        "rope",
+        [
+            {"rope_theta": 7e5, "rope_scaling": LLAMA3_SCALING},
+            {"rope_theta": ..., "rope_parameters": {"rope_theta": 7e5, **LLAMA3_SCALING}},
+        ],
+        ids=["transformers 4", "transformers 5"],
+    )
+    def test_rope_in_both_spellings(self, rope):
+        assert from_hf(**rope).rope == RoPEConfig(
+            theta=7e5, scaling_factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, original_max_seq_len=64
+        )
+
+    @pytest.mark.parametrize("key", ["type", "rope_type"])
+    def test_linear_scaling(self, key):
+        rope = from_hf(rope_scaling={key: "linear", "factor": 2.5}).rope
+        assert rope == RoPEConfig(theta=10_000.0, scaling="linear", scaling_factor=2.5)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"model_type": "qwen2"}, "model_type is 'qwen2'.*llama or mistral"),
+            ({"model_type": ...}, "model_type is None"),
+            ({"attention_bias": True}, "attention_bias is True"),
+            ({"mlp_bias": True}, "mlp_bias is True"),
+            ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+            ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5"),
+            ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5"),
+            ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8"),
+            ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE of type 'dynamic'"),
+            ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "RoPE of type 'yarn'"),
+            ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE of type 'longrope'"),
+            ({"rope_scaling": {"rope_type": "linear"}}, ": factor is None"),
+            ({"rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": "low"}}, "low_freq_factor is 'low'"),
+            ({"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2.0}}, r"RoPE's attention_factor is 2\.0"),
+            ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "RoPE's full_attention"),
+            ({"rope_theta": "1e4"}, "rope_theta is '1e4'"),
+            ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
+            ({"head_dim": 8.5}, r"head_dim is 8\.5"),
+            ({"head_dim": 9}, r"--model\.head_dim is 9"),
+            ({"hidden_size": ...}, "hidden_size is None, and must be a whole number"),
+            ({"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
+            ({"num_key_value_heads": 3}, "n_kv_heads 3 must divide"),
+            ({"model_type": "mistral", "sliding_window": 128}, "sliding_window is 128, below .* 256"),
+            ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window is 4096, below .* 8192"),
+        ],
+    )
+    def test_what_is_not_computed_is_refused_by_name(self, changes, message):
+        with pytest.raises(UserError, match=message):
+            from_hf(**changes)
+
+    @pytest.mark.parametrize("window", [None, 256, 4096])
+    def test_a_window_as_long_as_the_context_is_none(self, window):
+        assert from_hf(model_type="mistral", sliding_window=window) == from_hf()
+
+    def test_unknown_keys_are_told(self, caplog):
+        with caplog.at_level(logging.WARNING):
+            from_hf(pretraining_tp=2, use_cache=True, attention_dropout=0.0)
+            assert not caplog.records
+            from_hf(residual_multiplier=2.0, z_norm=1)
+        assert "residual_multiplier, z_norm" in caplog.text
+
+    def test_what_we_write_is_read_back(self):
+        models = [from_hf(), from_hf(head_dim=10), from_hf(rope_scaling=LLAMA3_SCALING)]
+        models += [from_hf(rope_scaling={"type": "linear", "factor": 2.0})]
+        for model in models:
+            assert FORMATS["hf"].from_foreign(FORMATS["hf"].to_foreign(model)) == model
+
+    @pytest.mark.parametrize(
+        ("name", "flavor"),
+        [
+            ("meta-llama--Llama-3.2-1B", "1B"),
+            ("meta-llama--Meta-Llama-3.1-8B", "8B"),
+            ("meta-llama--Meta-Llama-3.1-405B", "405B"),
+        ],
+    )
+    def test_published_models_are_our_flavors(self, assets, name, flavor):
+        document = json.loads((assets / "hf-configs" / f"{name}_config.json").read_text())
+        assert FORMATS["hf"].from_foreign(document) == FLAVORS[flavor]
+
+    def test_other_published_models_of_the_family(self, assets):
+        def read(name: str) -> Llama3Model.Config:
+            document = json.loads((assets / "hf-configs" / f"{name}_config.json").read_text())
+            return FORMATS["hf"].from_foreign(document)
+
+        first = read("meta-llama--Meta-Llama-3-8B-Instruct")
+        assert (first.max_seq_len, first.rope) == (8192, RoPEConfig())
+        mistral = read("mistralai--Mistral-7B-Instruct-v0.3")
+        assert (mistral.vocab_size, mistral.rope.theta, mistral.max_seq_len) == (32768, 1e6, 32768)
+
+    def test_published_models_of_other_families_are_refused(self, assets):
+        refused = set()
+        for path in (assets / "hf-configs").glob("*_config.json"):
+            document = json.loads(path.read_text())
+            if document["model_type"] not in ("llama", "mistral"):
+                with pytest.raises(UserError, match=document["model_type"]):
+                    FORMATS["hf"].from_foreign(document)
+                refused.add(document["model_type"])
+        assert {"qwen2", "qwen3", "qwen3_moe", "gemma2", "mixtral", "deepseek_v3", "gpt_oss"} <= refused
+
+
+class TestParamsJson:
+    PUBLISHED = {
+        "8B": {
+            "dim": 4096,
+            "ffn_dim_multiplier": 1.3,
+            "multiple_of": 1024,
+            "n_heads": 32,
+            "n_kv_heads": 8,
+            "n_layers": 32,
+            "norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "use_scaled_rope": True,
+            "vocab_size": 128_256,
+        }
+    }
+
+    def test_the_published_file_is_our_flavor(self):
+        assert FORMATS["meta"].from_foreign(self.PUBLISHED["8B"]) == FLAVORS["8B"]
+        assert FORMATS["meta"].to_foreign(FLAVORS["8B"]) == self.PUBLISHED["8B"]
+
+    @pytest.mark.parametrize("flavor", FLAVORS.keys() - {"debugmodel"})
+    def test_every_flavor_comes_back(self, flavor):
+        assert FORMATS["meta"].from_foreign(FORMATS["meta"].to_foreign(FLAVORS[flavor])) == FLAVORS[flavor]
+
+    def test_every_width_comes_out_exactly(self):
+        for dim in (64, 100, 4096):
+            for ffn_dim in [*range(1, 200), 172, 1023, 1024, 1025, 14336, 53248, 99_991]:
+                assert _ffn_dim(dim, *_ffn_parameters(dim, ffn_dim)) == ffn_dim
+
+    def test_llama_2(self):
+        """Its file says neither RoPE's base nor the vocabulary; 11008 is the width in Hugging Face's config.json."""
+        document = {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-5}
+        with pytest.raises(UserError, match="vocab_size is -1.*rows of tok_embeddings.weight"):
+            FORMATS["meta"].from_foreign(document | {"vocab_size": -1})
+        config = FORMATS["meta"].from_foreign(document | {"vocab_size": 32_000})
+        assert (config.ffn_dim, config.n_kv_heads, config.rope.theta) == (11_008, 32, 10_000.0)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"vision_chunk_size": 448}, "vision_chunk_size"),
+            ({"dim": "4096"}, "dim is '4096'"),
+            ({"torchtitan": {"depth": 3}}, "under 'torchtitan': depth"),
+        ],
+    )
+    def test_what_is_not_computed_is_refused_by_name(self, changes, message):
+        with pytest.raises(UserError, match=message):
+            FORMATS["meta"].from_foreign(self.PUBLISHED["8B"] | changes)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"head_dim": 10}, "no model.head_dim.* 10 "),
+            ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+            ({"rope_scaling": LLAMA3_SCALING}, "'original_max_seq_len': 64"),
+        ],
+    )
+    def test_what_metas_code_cannot_compute_is_not_written(self, changes, message):
+        with pytest.raises(UserError, match=message):
+            FORMATS["meta"].to_foreign(from_hf(**changes))
+
+
+def parse(*args: object):
+    return ConfigManager().parse_args(["--module", "llama3", "--config", "from_hf", *map(str, args)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    return folder
+
+
+class TestFromHf:
+    @pytest.mark.parametrize("flag", ["--hf_assets_path", "--hf-assets-path"])
+    def test_the_folder_gives_model_tokenizer_and_weights(self, folder, flag):
+        config = parse(flag, folder).config
+        assert config.model_spec.model == from_hf()
+        assert (config.hf_assets_path, config.checkpoint.initial_load_path) == (str(folder), str(folder))
+        assert config.checkpoint.initial_load_in_hf
+        assert config.training.seq_len == 256  # the model's context is shorter than 2048
+
+    def test_an_explicit_option_wins(self, folder):
+        config = parse(f"--hf_assets_path={folder}", "--model.n_layers", 2, "--model.rope.theta", "5e5").config
+        assert (config.model_spec.model.n_layers, config.model_spec.model.rope.theta) == (2, 5e5)
+        assert config.model_spec.model.dim == 32
+
+    def test_a_saved_run_is_the_same_again(self, folder, tmp_path):
+        job = parse("--hf_assets_path", folder, "--model.norm_eps", "1e-4", "--optimizer.lr", "3e-5")
+        job.save(tmp_path / "config.yaml")
+        again = ConfigManager().parse_args(["--config_file", str(tmp_path / "config.yaml")])
+        assert again.config == job.config
+        moved = folder.rename(tmp_path / "moved")
+        args = ["--config_file", str(tmp_path / "config.yaml"), "--hf_assets_path", str(moved)]
+        assert ConfigManager().parse_args(args).config.model_spec == job.config.model_spec
+
+    @pytest.mark.parametrize("args", [(), ("--hf_assets_path=",), ("--help",)])
+    def test_without_a_folder(self, args):
+        with pytest.raises(UserError, match="configuration 'from_hf' needs --hf_assets_path"):
+            parse(*args)
+
+    def test_folders_that_cannot_be_used(self, folder):
+        with pytest.raises(UserError, match="no folder '.*elsewhere'"):
+            parse("--hf_assets_path", folder / "elsewhere")
+        (folder / "config.json").write_text(json.dumps(SMALL | {"model_type": "gemma2"}))
+        with pytest.raises(UserError, match="model_type is 'gemma2'"):
+            parse("--hf_assets_path", folder)
+        (folder / "config.json").unlink()
+        with pytest.raises(UserError, match="model' has no config.json"):
+            parse("--hf_assets_path", folder)
+
+    def test_it_is_listed(self):
+        assert "llama3_from_hf" in list_module("llama3", built_in_modules()["llama3"]).configs
+
+    def test_help_shows_the_folders_values(self, folder, capsys):
+        with pytest.raises(SystemExit):
+            parse("--hf_assets_path", folder, "--help")
+        assert "2e-05" in capsys.readouterr().out
+
+
+class TestOwnConfigurations:
+    """A configuration function of the user's may take the folder too, and no other parameter."""
+
+    @pytest.fixture
+    def module(self, tmp_path):
+        package = tmp_path / "own_from_hf"
+        package.mkdir()
+        (package / "config_registry.py").write_text(
+            "from torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
+            "def tuned(*, hf_assets_path: str):\n"
+            "    config = llama3_debugmodel()\n"
+            "    config.dump_folder = f'{hf_assets_path}/out'\n"
+            "    return config\n"
+            "def helper(size):\n"
+            "    return size\n"
+        )
+        yield package
+        for name in [name for name in sys.modules if name.startswith("own_from_hf")]:
+            del sys.modules[name]
+
+    def test_it_is_called_with_the_folder(self, module):
+        args = ["--module", str(module), "--config", "tuned", "--hf_assets_path", "there"]
+        assert ConfigManager().parse_args(args).config.dump_folder == "there/out"
+
+    def test_another_parameter_makes_it_no_configuration(self, module):
+        assert list_module("own_from_hf", module).configs == ["tuned"]
+        with pytest.raises(UserError, match="unknown configuration 'helper'"):
+            ConfigManager().parse_args(["--module", str(module), "--config", "helper"])
+
+
+def test_the_command_ends_with_the_message(tmp_path):
+    command = [sys.executable, "-m", "torchtitan.cli.main", "train", "--config", "from_hf"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
+    assert result.returncode == 2
+    assert "needs --hf_assets_path" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_training_begins_at_the_models_own_loss(assets, tmp_path):
+    """The first loss of a run is that of transformers' model on the same tokens, not that of random weights."""
+    transformers = pytest.importorskip("transformers")
+    folder = assets / "stories260K/hf-converted"
+    args = ["--dataloader.dataset", "stories", "--dataloader.num_workers", 0, "--dump_folder", tmp_path]
+    args += ["--training.steps", 1, "--training.seq_len", 64, "--training.mixed_precision_param", "float32"]
+    trainer = parse("--hf_assets_path", folder, *args, "--metrics.no_enable_tensorboard").config.build()
+    seen: list[dict[str, torch.Tensor]] = []
+    forward = trainer.forward
+    trainer.forward = lambda batch: (seen.append(batch), forward(batch))[1]
+    trainer.load_checkpoint()
+    trainer.train()
+    trainer.close()
+    (batch,) = seen
+    assert batch["positions"].tolist() == [list(range(64))]  # the sample lies within one story
+    logits = transformers.AutoModelForCausalLM.from_pretrained(folder)(batch["input"]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["loss"] == pytest.approx(expected.item(), rel=1e-5)  # float32 rounding of a mean of 64

@@ -1,0 +1,253 @@
+"""Chat templates against transformers, and the commands `generate` and `chat`."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.training import train
+from torchtitan.cli.chat import chat
+from torchtitan.cli.generate import generate
+from torchtitan.components.chat_template import CHATML, ChatTemplate, load_chat_template
+from torchtitan.components.generation import generate as generate_ids
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.tools.errors import UserError
+
+TURNS = [
+    {"role": "user", "content": "What is 2 < 3 & 'é'?"},
+    {"role": "assistant", "content": 'True, I "think".'},
+    {"role": "user", "content": "  Why?\n"},
+]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds <two> numbers — é.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]},
+    },
+}
+CALL = [
+    TURNS[0],
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "abcdefghi", **TOOL, "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
+    {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "3"},
+]
+CONVERSATIONS = {
+    "question": (TURNS[:1], {}),
+    "turns": (TURNS, {}),
+    "system": ([{"role": "system", "content": "Be <brief>."}, *TURNS], {}),
+    "tools": (TURNS, {"tools": [TOOL]}),
+    "a call": (CALL, {"tools": [TOOL]}),
+}
+
+
+@pytest.fixture(scope="module")
+def reference(assets):
+    """transformers' tokenizer with the folder's chat template."""
+    transformers = pytest.importorskip("transformers")
+
+    def load(name):
+        settings = json.loads((assets / name / "tokenizer_config.json").read_text())
+        file = (
+            assets / ("mistral-v0.3-tokenizer" if "mistral" in name else "stories260K/hf-converted") / "tokenizer.json"
+        )
+        tokens = {key: settings.get(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        return transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(file), chat_template=settings["chat_template"], **tokens
+        )
+
+    return load
+
+
+@pytest.mark.parametrize("name", ["mistral-v0.3-tokenizer", "qwen3-chat-template"])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("prompted", [True, False])
+def test_templates_render_as_in_transformers(assets, reference, name, conversation, prompted):
+    messages, options = CONVERSATIONS[conversation]
+    expected = reference(name).apply_chat_template(messages, tokenize=False, add_generation_prompt=prompted, **options)
+    template = load_chat_template(assets / name)
+    assert template.render(messages, add_generation_prompt=prompted, **options) == expected
+
+
+def test_a_template_reads_its_options(assets, reference):
+    template = load_chat_template(assets / "qwen3-chat-template")
+    for thinking in (True, False):
+        expected = reference("qwen3-chat-template").apply_chat_template(
+            TURNS, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        )
+        assert template.render(TURNS, add_generation_prompt=True, enable_thinking=thinking) == expected
+
+
+def test_token_ids_equal_transformers(assets, reference):
+    name = "mistral-v0.3-tokenizer"
+    rendered = load_chat_template(assets / name).render(TURNS, add_generation_prompt=True)
+    ids = PretrainedTokenizer.Config().build(path=assets / name).encode(rendered, add_bos=False, allow_special=True)
+    expected = reference(name).apply_chat_template(TURNS, add_generation_prompt=True, return_dict=False)
+    assert ids == expected
+
+
+def test_a_refusing_template_is_a_message(assets):
+    template = load_chat_template(assets / "mistral-v0.3-tokenizer")
+    with pytest.raises(UserError, match="alternate"):
+        template.render([TURNS[0], TURNS[0]], add_generation_prompt=True)
+
+
+def test_templates_run_in_a_sandbox():
+    template = ChatTemplate("{{ messages.append(1) }}")
+    with pytest.raises(UserError, match="refuses"):
+        template.render(TURNS, add_generation_prompt=False)
+    with pytest.raises(UserError, match="line 2"):
+        ChatTemplate("\n{% if %}")
+
+
+def test_where_a_template_is_found(tmp_path):
+    def rendered():
+        return load_chat_template(tmp_path).render([], add_generation_prompt=False)
+
+    assert load_chat_template(tmp_path) is None
+    settings = {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}settings"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert rendered() == "<s>settings"
+    named = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert rendered() == "named"
+    (tmp_path / "chat_template.jinja").write_text("{% generation %}file{% endgeneration %}{{ strftime_now('%%') }}")
+    assert rendered() == "file%"
+
+
+def test_chatml():
+    rendered = ChatTemplate(CHATML).render(TURNS[:1], add_generation_prompt=True)
+    assert rendered == f"<|im_start|>user\n{TURNS[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+
+
+# The commands.
+
+
+@pytest.fixture(scope="module")
+def stories(assets):
+    return str(assets / "stories260K" / "hf-converted")
+
+
+def run(capsys, command, *args):
+    code = command([str(arg) for arg in args])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_generate_prints_the_text_alone(stories, assets, capsys):
+    expected = (assets / "stories260K" / "expected_greedy_200steps.txt").read_text()
+    code, out, err = run(capsys, generate, "--checkpoint", stories, "--temperature", 0, "--device", "cpu")
+    assert (code, out) == (0, expected + "\n")
+    assert "prompt: 1 tokens" in err and "generated: 200 tokens" in err and "tokens/s" in err
+
+
+def test_several_prompts_and_stop_strings(stories, capsys, tmp_path):
+    (tmp_path / "prompt.txt").write_text("Lily\n")
+    prompts = ["--prompt", "Once upon", "--prompt", "The cat", "--prompt_file", tmp_path / "prompt.txt"]
+    args = ["--checkpoint", stories, "--device", "cpu", "--max_new_tokens", 20, *prompts]
+    code, out, _ = run(capsys, generate, *args, "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [line["prompt"] for line in lines] == ["Once upon", "The cat", "Lily"]
+    assert all(line["finish_reason"] == "length" and len(line["tokens"]) == 20 for line in lines)
+    _, plain, _ = run(capsys, generate, *args, "--no_cache")
+    assert plain == "".join(f"{line['prompt']}{line['text']}\n" for line in lines)
+    _, stopped, _ = run(capsys, generate, *args[:6], "--prompt", "Once upon", "--stop", "e, t", "--json")
+    line = json.loads(stopped)
+    assert line["finish_reason"] == "stop" and len(line["tokens"]) < 20
+    assert lines[0]["text"].startswith(line["text"] + "e, t")
+
+
+def test_seeds_decide_what_is_drawn(stories, capsys):
+    args = ["--checkpoint", stories, "--device", "cpu", "--max_new_tokens", 30, "--temperature", 1, "--top_p", 0.9]
+    texts = [run(capsys, generate, *args, "--top_k", 40, "--seed", seed)[1] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--checkpoint", "/nowhere"], "/nowhere is not a folder"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--top_p", "0"], "top_p is 0.0"),
+        (["--max_new_tokens", "600"], "context of 512"),
+        (["--prompt_file", "/nowhere"], "/nowhere cannot be read"),
+    ],
+)
+def test_mistakes_are_messages(stories, capsys, args, message):
+    code, out, err = run(capsys, generate, "--checkpoint", stories, "--device", "cpu", *args)
+    assert code == 2 and out == "" and message in err and "Traceback" not in err
+
+
+def test_a_runs_checkpoint_continues_text(tmp_path, capsys):
+    trainer = train(tmp_path, checkpoint__enable=True, training__steps=2)
+    step = tmp_path / "checkpoint" / "step-2"
+    args = ["--device", "cpu", "--max_new_tokens", 12, "--prompt", "Once", "--json"]
+    code, out, _ = run(capsys, generate, "--checkpoint", step, *args)
+    [expected] = generate_ids(trainer.model_parts[0], [trainer.tokenizer.encode("Once")], max_new_tokens=12)
+    assert code == 0 and json.loads(out)["tokens"] == expected.ids
+    for folder in (tmp_path, tmp_path / "checkpoint"):
+        code, out, err = run(capsys, generate, "--checkpoint", folder, *args)
+        assert code == 2 and out == "" and str(step) in err
+
+
+def test_another_models_tokenizer_is_refused(stories, assets, capsys):
+    code, _, err = run(capsys, generate, "--checkpoint", stories, "--tokenizer", assets / "gpt2-tokenizer")
+    assert code == 2 and "50257" in err and "512" in err
+
+
+def test_a_reader_that_leaves_ends_it_silently(stories):
+    code = (
+        "import sys\nfrom torchtitan.cli.generate import generate\n"
+        "from torchtitan.tools.signals import default_signals\nwith default_signals(): generate(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, "--checkpoint", stories, "--device", "cpu", "--max_new_tokens", "200"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.read(4) == "Once"
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.fixture
+def chat_model(stories, tmp_path):
+    """A model with a template in which the whole conversation can be seen."""
+    folder = tmp_path / "chat"
+    shutil.copytree(stories, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    )
+    return folder
+
+
+def talk(capsys, monkeypatch, lines, *args):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    return run(capsys, chat, "--device", "cpu", "--max_new_tokens", 30, "--stop", "\n", "--stop", ".", *args)
+
+
+def test_chat_answers_each_line_and_remembers(chat_model, capsys, monkeypatch):
+    lines = ["Tell me a story", "", "Tell me a story", "/reset", "Tell me a story", "/exit", "more"]
+    code, out, _ = talk(capsys, monkeypatch, lines, "--checkpoint", chat_model)
+    first, second, third = out.splitlines()
+    assert code == 0 and first == third != second
+    # The same by `generate`, with the conversation written out.
+    prompt = f"user: Tell me a story\nassistant: {first}\nuser: Tell me a story\n"
+    args = ["--checkpoint", chat_model, "--device", "cpu", "--max_new_tokens", 30, "--stop", "\n", "--stop", "."]
+    assert run(capsys, generate, *args, "--prompt", prompt)[1] == prompt + second + "\n"
+
+
+def test_a_conversation_beyond_the_context_is_a_message(chat_model, capsys, monkeypatch):
+    code, out, err = talk(capsys, monkeypatch, ["word " * 600, "Hello"], "--checkpoint", chat_model)
+    assert code == 0 and len(out.splitlines()) == 1
+    assert "context 512" in err and "/reset" in err
+
+
+def test_without_a_template_chat_is_refused(stories, capsys, monkeypatch):
+    code, out, err = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories)
+    assert code == 2 and out == "" and "no chat template" in err and "--template chatml" in err
+    code, out, _ = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--template", "chatml")
+    assert code == 0 and len(out.splitlines()) == 1

@@ -1,0 +1,410 @@
+"""A run that is killed and resumed ends like one that is left alone; and the kill test can fail."""
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+
+from tests.kill_test import __main__ as command
+from tests.kill_test import campaign
+from tests.kill_test.attempts import Attempt, AttemptFailed, Event, Moment, draw_moment, furthest_save
+from tests.kill_test.campaign import Campaign, Checkpoints, Outcome
+from tests.kill_test.modes import INTERVAL, MODES, ROUNDING, RUN
+from tests.kill_test.records import (
+    Difference,
+    Line,
+    State,
+    compare_lines,
+    compare_states,
+    read_lines,
+    read_state,
+    without_ranks,
+)
+from tests.kill_test.trainer import NoisyTrainer
+from tests.training import train
+from torchtitan.trainer import Trainer
+
+MODE = {mode.name: mode for mode in MODES}
+
+
+# --- runs that are killed ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1 process, async",
+        pytest.param("1 process, async_with_pinned_mem, one rank killed", marks=pytest.mark.slow),
+        pytest.param("2 processes, async, one rank killed", marks=pytest.mark.slow),
+        pytest.param("1, 2 or 4 processes, async", marks=pytest.mark.slow),
+    ],
+)
+def test_kills_leave_no_trace(tmp_path: Path, name: str) -> None:
+    """The first and the third of them are aimed inside a save, the second after one."""
+    text = command.write_text(tmp_path / "text.txt", seed=0)
+    outcome = Campaign(tmp_path, text, kills=3, seed=0).run(MODE[name])
+    assert outcome.passed, outcome
+    assert outcome.kills == 3 and outcome.kills_in_save > 0, outcome
+    assert outcome.resumed_steps[0] == 0 and outcome.resumed_steps[-1] > 0
+
+
+@pytest.mark.slow
+def test_a_forgotten_state_is_caught(tmp_path: Path) -> None:
+    text = command.write_text(tmp_path / "text.txt", seed=0)
+    options = {"checkpoint.exclude_from_loading": ["optimizer"]}
+    outcome = Campaign(tmp_path, text, kills=2, seed=0, options=options).run(MODE["1 process, disabled"])
+    assert not outcome.passed and not outcome.faults
+    assert outcome.lines.value > ROUNDING and outcome.state.value > ROUNDING
+
+
+def test_a_run_that_ends_by_itself_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho a mistake >&2\nexit 2\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    with Attempt(tmp_path, {"dump_folder": tmp_path}, processes=1) as attempt:
+        assert not attempt.kill_at(Moment("step", step=1, delay=60), "all", random.Random(0))
+        with pytest.raises(AttemptFailed, match="exit code 2:\na mistake"):
+            attempt.check_success()
+
+
+# --- resumed runs that forget something -------------------------------------------------------------------------------
+
+STEPS = 2 * INTERVAL
+
+
+class SkipsBatch(NoisyTrainer):
+    """When it resumes, it loses a batch."""
+
+    def load_checkpoint(self) -> None:
+        super().load_checkpoint()
+        if self.step == INTERVAL:
+            next(self.dataloader)
+
+
+class LosesStep(NoisyTrainer):
+    """When it resumes, it counts a step that it does not make."""
+
+    def load_checkpoint(self) -> None:
+        super().load_checkpoint()
+        self.step += self.step == INTERVAL
+
+
+def train_noisy(
+    folder: Path, text: Path, trainer_class: type[Trainer] = NoisyTrainer, **options: Any
+) -> tuple[list[Line], State]:
+    small = {"model.dim": 64, "model.ffn_dim": 128, "training.steps": STEPS, "noise": 0.1}
+    module = {"module": "tests.kill_test", "config": "noisy_debugmodel"}
+    data = {"dataloader.dataset": text, "dataloader.cache_dir": text.parent / "cache"}
+    train(folder, trainer_class, **{**RUN, **small, **module, **data, **options})
+    return read_lines(folder), read_state(folder / "checkpoint" / f"step-{STEPS}")
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[Line], State]:
+    folder = tmp_path_factory.mktemp("whole")
+    text = command.write_text(folder / "text.txt", seed=0)
+    return text, folder / "run", *train_noisy(folder / "run", text)
+
+
+def without(name: str) -> dict[str, Any]:
+    return {"checkpoint.exclude_from_loading": [name]}
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "options", "caught"),
+    [
+        pytest.param(NoisyTrainer, {}, False, id="nothing"),
+        pytest.param(NoisyTrainer, without("optimizer"), True, id="optimizer"),
+        pytest.param(NoisyTrainer, without("random"), True, id="random numbers"),
+        pytest.param(NoisyTrainer, without("dataloader"), True, id="position in the data"),
+        pytest.param(NoisyTrainer, without("lr_scheduler"), True, id="learning rate schedule"),
+        pytest.param(SkipsBatch, {}, True, id="a batch"),
+        pytest.param(LosesStep, {}, True, id="a step"),
+    ],
+)
+def test_what_a_resumed_run_forgets(
+    whole_run: Any, tmp_path: Path, trainer_class: type[Trainer], options: dict[str, Any], caught: bool
+) -> None:
+    """It is caught in the logged numbers and in the last checkpoint, and not only by the strictest measure."""
+    text, folder, lines, state = whole_run
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    resumed = train_noisy(tmp_path, text, trainer_class, **{"checkpoint.load_step": INTERVAL, **options})
+    differences = [compare_lines(resumed[0], lines), compare_states(resumed[1], state)]
+    assert [difference.value > (ROUNDING if caught else 0) for difference in differences] == [caught, caught], (
+        differences
+    )
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+def make_lines(count: int) -> list[Line]:
+    numbers = range(1, count + 1)
+    return [{"step": n, "lr": 0.1 * n, "n_tokens_seen": 8 * n, "loss": 1 / n, "grad_norm": 2.0 * n} for n in numbers]
+
+
+class TestComparison:
+    @pytest.mark.parametrize(
+        ("change", "value", "place"),
+        [
+            (lambda lines: lines, 0.0, ""),
+            (lambda lines: lines[:2], 0.0, ""),
+            (lambda lines: [], 0.0, ""),
+            (lambda lines: [*lines, lines[-1]], math.inf, "4 lines"),
+            (lambda lines: [lines[0], lines[2]], math.inf, "step of line 2"),
+            (lambda lines: [lines[0], lines[0], lines[1]], math.inf, "step of line 2"),
+            (lambda lines: [lines[0] | {"lr": math.nextafter(0.1, 1)}], math.inf, "lr of line 1"),
+            (lambda lines: [lines[0] | {"loss": math.nan}], math.inf, "loss of line 1"),
+            (lambda lines: [lines[0] | {"loss": 1.0 + 2**-52}], 2**-52, "loss of line 1"),
+            (lambda lines: [lines[0] | {"grad_norm": 2.5, "loss": 1.125}], 0.25, "grad_norm of line 1"),
+        ],
+    )
+    def test_lines(self, change: Callable[[list[Line]], list[Line]], value: float, place: str) -> None:
+        assert compare_lines(change(make_lines(3)), make_lines(3)) == Difference(value, place)
+
+    @pytest.mark.parametrize(
+        ("change", "value", "place"),
+        [
+            ({}, 0.0, ""),
+            ({"b.json-1": "[2]"}, math.inf, "b.json-1"),
+            ({"c": torch.ones(1)}, math.inf, "c"),
+            ({"a": torch.ones(4).double()}, math.inf, "a"),
+            ({"a": torch.ones(2, 2)}, math.inf, "a"),
+            ({"a": torch.tensor([1.0, 1.0, 1.0, 2.0])}, 0.5, "a"),
+            ({"a": torch.full((4,), math.nan)}, math.inf, "a"),
+            ({"zero": torch.tensor(-0.0)}, math.ulp(0.0), "zero"),
+            ({"bytes": torch.tensor([3, 5], dtype=torch.uint8)}, 0.2, "bytes"),
+        ],
+    )
+    def test_states(self, change: State, value: float, place: str) -> None:
+        """The difference of the bytes: 1 of the norm of (3, 4), which is 5."""
+        expected: State = {
+            "a": torch.ones(4),
+            "b.json-1": "[1]",
+            "bytes": torch.tensor([3, 4], dtype=torch.uint8),
+            "zero": torch.tensor(0.0),
+        }
+        assert compare_states({**expected, **change}, expected) == Difference(value, place)
+        missing = {name: entry for name, entry in expected.items() if name != "a"}
+        assert compare_states(missing, expected) == Difference(math.inf, "a")
+
+    def test_a_torn_line_is_left_out(self, tmp_path: Path) -> None:
+        assert read_lines(tmp_path) == []
+        text = "".join(json.dumps({**line, "step_time": 1.0}) + "\n" for line in make_lines(3))
+        (tmp_path / "metrics.jsonl").write_text(text[:-1])
+        assert read_lines(tmp_path) == make_lines(2)
+
+    def test_what_belongs_to_a_process(self) -> None:
+        names = ["model.rank0.weight", "random.rank0.cpu", "dataloader.rank0.json-1", "dataloader.rank1.json-1"]
+        assert list(without_ranks(dict.fromkeys(names, ""))) == ["dataloader.rank0.json-1"]
+        assert list(without_ranks({"model.layers.0.rank0.weight": "", "optimizer.rank": ""})) == [
+            "model.layers.0.rank0.weight",
+            "optimizer.rank",
+        ]
+
+    def test_the_tolerance_is_the_modes(self) -> None:
+        rounded = Difference(ROUNDING, "loss of line 1")
+        exact, elastic = MODE["1 process, async"], MODE["1, 2 or 4 processes, async"]
+        assert Outcome(exact).passed and Outcome(elastic, lines=rounded, state=rounded).passed
+        assert not Outcome(exact, lines=rounded).passed and not Outcome(exact, state=rounded).passed
+        assert not Outcome(elastic, state=Difference(math.nextafter(ROUNDING, 1), "w")).passed
+        assert not Outcome(elastic, faults=["a step is missing"]).passed
+
+
+# --- what else is checked ---------------------------------------------------------------------------------------------
+
+
+class FakeAttempt:
+    """Three steps and a save, and then it is killed; `wrong` is called with it after that."""
+
+    number = 0
+    wrong: Callable[["FakeAttempt"], None] = staticmethod(lambda attempt: None)
+
+    def __init__(self, workplace: Path, options: dict[str, Any], processes: int):
+        type(self).number += 1
+        self.folder = Path(options["dump_folder"])
+        self.checkpoints = self.folder / "checkpoint"
+        self.steps = options["training.steps"]
+        self.resumed_step = Checkpoints.read(self.folder).newest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_for(self, moment: Moment) -> None:
+        pass
+
+    def kill_at(self, *_: object) -> bool:
+        self.train(self.resumed_step + INTERVAL)
+        self.wrong(self)
+        return True
+
+    def check_success(self) -> None:
+        self.train(self.steps)
+        if "left-alone" not in self.folder.parts:
+            self.wrong(self)
+
+    def train(self, last: int) -> None:
+        for step in range(INTERVAL, last + 1, INTERVAL):
+            (self.checkpoints / f"step-{step}").mkdir(parents=True, exist_ok=True)
+            (self.checkpoints / f"step-{step}/complete.json").touch()
+        (self.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in make_lines(last)))
+
+
+def loses_checkpoint(attempt: FakeAttempt) -> None:
+    if attempt.number == 3:
+        for marker in attempt.checkpoints.glob("*/complete.json"):
+            marker.unlink()
+
+
+def begins_anew(attempt: FakeAttempt) -> None:
+    attempt.resumed_step = 0
+
+
+def leaves_partial(attempt: FakeAttempt) -> None:
+    (attempt.checkpoints / "step-1.partial").mkdir(exist_ok=True)
+
+
+def loses_last_line(attempt: FakeAttempt) -> None:
+    path = attempt.folder / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def loses_last_checkpoint(attempt: FakeAttempt) -> None:
+    (attempt.checkpoints / f"step-{attempt.steps}/complete.json").unlink(missing_ok=True)
+
+
+class TestFaults:
+    @pytest.mark.parametrize(
+        ("wrong", "fault"),
+        [
+            (lambda attempt: None, None),
+            (loses_checkpoint, "the checkpoint of step 3 is gone, and there is none of a later one"),
+            (begins_anew, "went on after step 0, and 3 was saved"),
+            (leaves_partial, "left behind: checkpoint/step-1.partial"),
+            (loses_last_line, "23 of 24 steps are logged at the end"),
+            (loses_last_checkpoint, "there is no complete checkpoint of step 24"),
+        ],
+    )
+    def test_each_is_told(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: Callable[[FakeAttempt], None], fault: str | None
+    ) -> None:
+        monkeypatch.setattr(FakeAttempt, "wrong", staticmethod(wrong))
+        monkeypatch.setattr(FakeAttempt, "number", 0)
+        monkeypatch.setattr(campaign, "Attempt", FakeAttempt)
+        monkeypatch.setattr(campaign, "read_state", lambda path: {"w": torch.ones(1)})
+        outcome = Campaign(tmp_path, tmp_path / "text.txt", kills=4, seed=0).run(MODE["1 process, async"])
+        assert outcome.passed == (fault is None)
+        assert fault is None or fault in outcome.faults
+
+    def test_a_kill_inside_a_save(self, tmp_path: Path) -> None:
+        """Unfinished is what is newer than the newest complete one; an older one is about to be removed."""
+        for name in ("step-3", "step-6", "step-9", "step-12.partial"):
+            (tmp_path / "checkpoint" / name).mkdir(parents=True)
+        (tmp_path / "checkpoint/step-6/complete.json").touch()
+        before = Checkpoints.read(tmp_path)
+        assert before.newest == 6 and {name for name, _ in before.unfinished} == {"step-9", "step-12.partial"}
+        (tmp_path / "checkpoint/step-15.partial").mkdir()
+        (tmp_path / "checkpoint/step-12.partial").rename(tmp_path / "checkpoint/step-12")
+        (tmp_path / "checkpoint/step-12/complete.json").touch()
+        after = Checkpoints.read(tmp_path)
+        assert after.newest == 12 and {name for name, _ in after.unfinished - before.unfinished} == {"step-15.partial"}
+
+
+# --- moments ----------------------------------------------------------------------------------------------------------
+
+
+class TestMoments:
+    def test_how_far_a_save_has_come(self, tmp_path: Path) -> None:
+        def reached() -> list[int]:
+            events: list[Event] = ["save", "written", "renamed", "complete"]
+            return [furthest_save(tmp_path / "checkpoint", event) for event in events]
+
+        assert reached() == [0, 0, 0, 0]
+        partial, final = tmp_path / "checkpoint/step-10.partial", tmp_path / "checkpoint/step-10"
+        partial.mkdir(parents=True)
+        assert reached() == [10, 0, 0, 0]
+        (partial / ".metadata").touch()
+        assert reached() == [10, 10, 0, 0]
+        partial.rename(final)
+        assert reached() == [10, 10, 10, 0]
+        (final / "complete.json").touch()
+        (tmp_path / "checkpoint/step-9.partial").mkdir()
+        assert reached() == [10, 10, 10, 10]
+
+    def test_all_come_before_the_save_after_next(self) -> None:
+        generator = random.Random(0)
+        moments = [draw_moment(generator, kill, saved=30, start_seconds=5) for kill in range(200)]
+        assert {moment.event for moment in moments[:8]} == {"start", "step", "save", "written", "renamed", "complete"}
+        assert {moment.step for moment in moments} == set(range(31, 31 + 2 * INTERVAL))
+        assert max(moment.delay for moment in moments if moment.event == "start") > 4
+        assert max(moment.delay for moment in moments if moment.event not in ("start", "step")) < 0.02
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+class TestCommand:
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--only", "3 processes"], "no mode is named like --only '3 processes'"),
+            (["--kills", "0"], "--kills is 0"),
+            (["--write-docs"], "has no marker <!-- kill:end -->"),
+        ],
+    )
+    def test_mistakes(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any, words: list[str], message: str
+    ) -> None:
+        page = tmp_path / "docs/checkpoints.md"
+        page.parent.mkdir()
+        page.write_text(f"# Checkpoints\n{command.BEGIN}\n")
+        monkeypatch.setattr(command, "PAGE", page)
+        monkeypatch.setattr(command, "PROJECT", tmp_path)
+        assert command.main(words) == 2
+        assert message in capsys.readouterr().err
+
+    def test_the_list(self, capsys: Any) -> None:
+        assert command.main(["--list", "--only", "^1"]) == 0
+        assert capsys.readouterr().out.splitlines() == [mode.name for mode in MODES if mode.name[0] == "1"]
+
+    def test_the_table_is_put_between_its_markers(self, tmp_path: Path) -> None:
+        page = tmp_path / "page.md"
+        page.write_text(f"before\n{command.BEGIN}\nold\n{command.END}\nafter\n")
+        passed = Outcome(MODE["1 process, async"], kills=20, kills_in_save=9, resumed_steps=[0, 3, 3])
+        rounded = Difference(2e-7, "loss of line 3")
+        elastic = Outcome(MODE["1, 2 or 4 processes, async"], lines=rounded, state=replace(rounded, value=1.0))
+        command.write_docs(page, command.as_markdown([passed, elastic]))
+        lines = page.read_text().splitlines()
+        assert lines[:2] == ["before", command.BEGIN] and lines[-2:] == [command.END, "after"]
+        assert lines[4] == "| 1 process, async | 20 | 9 | 0, 3, 3 | identical | identical |"
+        assert lines[5] == "| 1, 2 or 4 processes, async | 0 | 0 |  | equal to 2e-07 | DIFFERENT by 1e+00 |"
+
+    def test_a_failure_is_told(self) -> None:
+        different = Difference(0.5, "loss of line 3")
+        outcome = Outcome(MODE["1 process, async"], lines=different, faults=["a step is missing"])
+        assert command.verdict(outcome) == (
+            "logged numbers DIFFERENT by 5e-01 loss of line 3, last checkpoint identical, a step is missing"
+        )
+
+    def test_where_the_numbers_are_from(self) -> None:
+        arguments = command.parse_arguments(["--kills", "3", "--only", "^1 process, async$", "--dataset", "a/b.txt"])
+        told = command.describe(arguments)
+        assert told.startswith(
+            "`python -m tests.kill_test --kills 3 --seed 0 --only '^1 process, async$' --dataset b.txt`, 2"
+        )
+        assert f"torch {torch.__version__}" in told
+
+    def test_the_text_is_a_function_of_the_seed(self, tmp_path: Path) -> None:
+        texts = [command.write_text(tmp_path / str(number), seed).read_text() for number, seed in enumerate((0, 0, 1))]
+        assert texts[0] == texts[1] != texts[2]

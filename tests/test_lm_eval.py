@@ -1,0 +1,138 @@
+"""Our models in lm-eval, against lm-eval's own wrapper of transformers; where lm-eval is installed, without network."""
+
+import json
+import types
+
+import pytest
+
+from torchtitan.cli.evaluate import evaluate
+from torchtitan.components.evaluation import Scorer
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.models.pretrained import load_model
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install 'torchtitan[eval]')")
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {file}}}}}
+validation_split: validation
+output_type: {kind}
+doc_to_text: "{{{{query}}}}"
+"""
+CHOICE = """
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{gold}}"
+target_delimiter: " "
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+GENERATE = """
+doc_to_target: "{{choices[gold]}}"
+generation_kwargs: {until: ["."], max_gen_toks: 20}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture(scope="module")
+def stories(assets):
+    return assets / "stories260K" / "hf-converted"
+
+
+@pytest.fixture(scope="module")
+def ours(stories):
+    from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM
+
+    tokenizer = PretrainedTokenizer.Config().build(path=stories)
+    return TorchtitanLM(Scorer(load_model(stories, device="cpu").model, batch_size=3), tokenizer, {2})
+
+
+@pytest.fixture(scope="module")
+def theirs(stories):
+    transformers = pytest.importorskip("transformers")
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(
+        pretrained=transformers.AutoModelForCausalLM.from_pretrained(stories),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(stories),
+        add_bos_token=True,
+        device="cpu",
+        max_length=512,
+    )
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def requests(*args):
+    return [types.SimpleNamespace(args=arg) for arg in args]
+
+
+STORY = "Once upon a time, there was a little girl named Lily. "
+
+
+def test_log_likelihoods_equal_theirs(ours, theirs):
+    pairs = requests(
+        ("Once upon a", " time"), ("Once upon a ", "time"), ("", "Once upon"), ("The cat", " sat."), (STORY * 60, "She")
+    )
+    for mine, expected in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True):
+        # Float32 rounding.
+        assert mine[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-4) and mine[1] == expected[1]
+
+
+def test_rolling_log_likelihoods_equal_theirs(ours, theirs):
+    texts = requests(("Once upon a time",), (STORY * 40,))
+    for mine, text in zip(ours.loglikelihood_rolling(texts), texts, strict=True):
+        # theirs, told to add BOS, would predict a second one.
+        theirs.add_bos_token = False
+        [expected] = theirs.loglikelihood_rolling([text])
+        theirs.add_bos_token = True
+        assert mine == pytest.approx(expected, rel=1e-4)
+
+
+def test_generated_texts_equal_theirs(ours, theirs):
+    options = {"until": [".", "!"], "max_gen_toks": 40, "do_sample": False}
+    contexts = requests(
+        ("Once upon a time", options),
+        ("The cat", options),
+        (STORY * 60, options),
+        ("Lily", {"until": "\n", "max_gen_toks": 5}),
+    )
+    # Theirs decodes the new tokens by themselves, where this tokenizer drops a blank in front.
+    expected = theirs.generate_until(contexts)
+    assert [text.removeprefix(" ") for text in ours.generate_until(contexts)] == expected
+
+
+def test_a_local_task_gives_the_accuracy_of_the_built_in_evaluation(stories, assets, tmp_path, capsys):
+    file = tmp_path / "questions.jsonl"
+    lines = (assets / "eval" / "openbook_qa.jsonl").read_text().splitlines()[:20]
+    file.write_text("\n".join(lines))
+    head = TASK.format(name="local_choice", file=file, kind="multiple_choice")
+    (tmp_path / "choice.yaml").write_text(head + CHOICE)
+    (tmp_path / "generate.yaml").write_text(TASK.format(name="local_text", file=file, kind="generate_until") + GENERATE)
+    args = [
+        "--checkpoint",
+        stories,
+        "--device",
+        "cpu",
+        "--include_path",
+        tmp_path,
+        "--tasks",
+        "local_choice",
+        "local_text",
+    ]
+    assert evaluate([str(arg) for arg in [*args, file]]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert results["local_choice"]["acc,none"] == results[str(file)]["accuracy"]
+    assert results["local_choice"]["acc_norm,none"] == results[str(file)]["accuracy_norm"]
+    assert results["local_choice"]["acc_stderr,none"] == pytest.approx(results[str(file)]["accuracy_stderr"])
+    assert "exact_match,none" in results["local_text"]
+
+
+def test_an_unknown_task_is_a_message(stories, capsys):
+    assert evaluate(["--checkpoint", str(stories), "--device", "cpu", "--tasks", "no_such_task"]) == 2
+    assert "no_such_task" in capsys.readouterr().err

@@ -1,0 +1,378 @@
+"""Checkpoints in other formats opened as our models: the same logits as transformers, and every byte back."""
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from torchtitan.components.checkpoint.assets import CheckpointAssets, asset_files
+from torchtitan.components.checkpoint.formats import ForeignView, HuggingFaceSource
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3 import FLAVORS, FORMATS, Llama3Model
+from torchtitan.models.pretrained import load_model, native_source, spec_of
+from torchtitan.protocols.state_dict_adapter import RopePermutation, StateDictAdapter
+from torchtitan.tools.errors import UserError
+
+transformers = pytest.importorskip("transformers")
+
+
+def scaled_down(published: Llama3Model.Config) -> Llama3Model.Config:
+    """The same ratios, tying and RoPE scaling, in a size for tests; the original context shorter than their samples."""
+    n_heads = 2 * published.n_heads // published.n_kv_heads
+    dim = 16 * n_heads
+    rope = dataclasses.replace(published.rope, original_max_seq_len=24)
+    sizes = {"vocab_size": 97, "n_layers": 2, "max_seq_len": 512, "rope": rope}
+    ffn_dim = dim * published.ffn_dim // published.dim
+    return dataclasses.replace(published, dim=dim, n_heads=n_heads, n_kv_heads=2, ffn_dim=ffn_dim, **sizes)
+
+
+ODD = Llama3Model.Config(
+    vocab_size=101,
+    dim=40,
+    n_layers=3,
+    n_heads=5,
+    n_kv_heads=1,
+    head_dim=14,
+    ffn_dim=53,
+    norm_eps=1e-3,
+    max_seq_len=77,
+    rope=RoPEConfig(theta=321.0),
+)
+LINEAR = dataclasses.replace(ODD, n_kv_heads=5, rope=RoPEConfig(theta=50.0, scaling="linear", scaling_factor=3.0))
+UNEVEN = dataclasses.replace(LINEAR, dim=38)
+"""transformers' Llama does not take it; its Mistral, the same model otherwise, does."""
+SHAPES = {name: scaled_down(config) for name, config in FLAVORS.items()}
+SHAPES |= {"odd": ODD, "linear": LINEAR, "uneven": UNEVEN}
+
+
+def reference_of(config: Llama3Model.Config) -> "transformers.PreTrainedModel":
+    """transformers' model of those sizes with random weights."""
+    rope = config.rope
+    parameters = {"rope_type": "default", "rope_theta": rope.theta}
+    if rope.scaling == "linear":
+        parameters |= {"rope_type": "linear", "factor": rope.scaling_factor}
+    elif rope.scaling_factor != 1.0:
+        parameters |= {
+            "rope_type": "llama3",
+            "factor": rope.scaling_factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_seq_len,
+        }
+    name = "Mistral" if config.dim % config.n_heads else "Llama"
+    sizes = getattr(transformers, f"{name}Config")(
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        intermediate_size=config.ffn_dim,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        num_key_value_heads=config.n_kv_heads,
+        head_dim=config.head_dim or config.dim // config.n_heads,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tie_embeddings,
+        max_position_embeddings=config.max_seq_len,
+        rope_parameters=parameters,
+        **({"sliding_window": None} if name == "Mistral" else {}),
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(sizes).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_()
+            if "q_proj" in name or "k_proj" in name:
+                # At their initial size attention is nearly uniform, which would hide a wrong rotation.
+                parameter.normal_(std=1.5 * config.dim**-0.5)
+    return model
+
+
+def save_older_spelling(model: "transformers.PreTrainedModel", folder: Path) -> None:
+    """As transformers 4 wrote it."""
+    model.save_pretrained(folder)
+    document = json.loads((folder / "config.json").read_text())
+    rope = document.pop("rope_parameters")
+    document["rope_theta"] = rope.pop("rope_theta")
+    document["rope_scaling"] = None if rope["rope_type"] == "default" else {"type": rope.pop("rope_type"), **rope}
+    document["torch_dtype"] = document.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(document))
+
+
+def tokens_for(config: Llama3Model.Config) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (2, 70), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def assert_same_logits(ours: Llama3Model, theirs: "transformers.PreTrainedModel") -> None:
+    tokens = tokens_for(ours.config)
+    # The tolerance that the project states; logits here are of size 1.
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def foreign_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint of any format as another format has them."""
+    spec, source = native_source(path)
+    view = ForeignView(source, spec.formats[name].adapter(spec.model))
+    return {key: view.read(key) for key in view.forms}
+
+
+def assert_identical(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert (tensor.shape, tensor.dtype) == (expected[name].shape, expected[name].dtype), name
+        values, expected_values = (x.contiguous().view(torch.uint8) for x in (tensor, expected[name]))
+        assert torch.equal(values, expected_values), name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+class TestEveryShape:
+    @pytest.mark.parametrize("save", [transformers.PreTrainedModel.save_pretrained, save_older_spelling])
+    def test_logits_equal_transformers(self, shape, save, tmp_path):
+        reference = reference_of(SHAPES[shape])
+        save(reference, tmp_path)
+        loaded = load_model(tmp_path, device="cpu")
+        # Where scaling is off, the fields that say how are not in the file.
+        unscaled = SHAPES[shape].rope.scaling_factor == 1.0
+        rope = RoPEConfig(theta=SHAPES[shape].rope.theta) if unscaled else SHAPES[shape].rope
+        assert loaded.spec.model == dataclasses.replace(SHAPES[shape], rope=rope)
+        assert not loaded.model.training
+        assert_same_logits(loaded.model, reference)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_every_byte_comes_back(self, shape, dtype, tmp_path):
+        reference_of(SHAPES[shape]).to(dtype).save_pretrained(tmp_path)
+        assert {p.dtype for p in load_model(tmp_path, device="cpu").model.parameters()} == {dtype}
+        assert_identical(foreign_tensors(tmp_path, "hf"), load_file(tmp_path / "model.safetensors"))
+
+    def test_transformers_opens_what_we_describe(self, shape, tmp_path):
+        reference = reference_of(SHAPES[shape])
+        reference.save_pretrained(tmp_path / "theirs")
+        (tmp_path / "ours").mkdir()
+        save_file(foreign_tensors(tmp_path / "theirs", "hf"), tmp_path / "ours/model.safetensors", {"format": "pt"})
+        document = FORMATS["hf"].to_foreign(spec_of(tmp_path / "theirs").model)
+        (tmp_path / "ours/config.json").write_text(json.dumps(document))
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+        assert type(again) is type(reference)
+        tokens = tokens_for(SHAPES[shape])
+        assert torch.equal(again(tokens).logits, reference(tokens).logits)
+
+
+def test_a_dtype_can_be_asked_for(tmp_path):
+    reference_of(ODD).to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, device="cpu", dtype=torch.float32)
+    assert_same_logits(loaded.model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+
+
+def test_the_real_model(assets):
+    folder = assets / "stories260K/hf-converted"
+    loaded = load_model(folder, device="cpu")
+    assert loaded.tokenizer_path == folder
+    assert_same_logits(loaded.model, transformers.AutoModelForCausalLM.from_pretrained(folder))
+    assert_identical(foreign_tensors(folder, "hf"), load_file(folder / "model.safetensors"))
+
+
+class TestTies:
+    """A head in the file of a model that uses its embedding instead."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        reference_of(SHAPES["1B"]).save_pretrained(tmp_path)
+        return tmp_path
+
+    def add_head(self, folder: Path, change: float) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    def test_an_equal_one_is_passed_over(self, folder):
+        self.add_head(folder, 0.0)
+        assert load_model(folder, device="cpu").model.output is None
+
+    def test_another_one_is_refused(self, folder):
+        self.add_head(folder, 1e-3)
+        with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+            load_model(folder, device="cpu")
+
+
+def metas_rows(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Row by row: what Hugging Face rotates as i and i + head_dim / 2, Meta rotates as 2i and 2i + 1."""
+    rows: list[torch.Tensor] = []
+    for head in weight.split(head_dim):
+        for i in range(head_dim // 2):
+            rows += [head[i], head[i + head_dim // 2]]
+    return torch.stack(rows)
+
+
+def metas_weights(reference: "transformers.PreTrainedModel") -> dict[str, torch.Tensor]:
+    """The weights of transformers' model under Meta's names, without our table."""
+    theirs, head_dim = reference.state_dict(), reference.config.head_dim
+    tensors = {"tok_embeddings.weight": theirs["model.embed_tokens.weight"], "norm.weight": theirs["model.norm.weight"]}
+    tensors["output.weight"] = theirs["lm_head.weight"].clone()
+    inner = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    inner |= {f"attention.w{x}": f"self_attn.{x}_proj" for x in "qkvo"}
+    inner |= {f"feed_forward.w{i}": f"mlp.{x}_proj" for i, x in ((1, "gate"), (2, "down"), (3, "up"))}
+    for layer in range(reference.config.num_hidden_layers):
+        for ours, name in inner.items():
+            weight = theirs[f"model.layers.{layer}.{name}.weight"]
+            rotated = ours in ("attention.wq", "attention.wk")
+            tensors[f"layers.{layer}.{ours}.weight"] = metas_rows(weight, head_dim) if rotated else weight
+    return tensors
+
+
+def save_meta(reference: "transformers.PreTrainedModel", config: Llama3Model.Config, folder: Path) -> None:
+    """A folder in Meta's format."""
+    folder.mkdir()
+    torch.save(metas_weights(reference), folder / "consolidated.00.pth")
+    (folder / "params.json").write_text(json.dumps(FORMATS["meta"].to_foreign(config)))
+
+
+METAS = {
+    name: dataclasses.replace(scaled, rope=dataclasses.replace(scaled.rope, original_max_seq_len=8192))
+    for name, scaled in SHAPES.items()
+    if name in FLAVORS
+} | {"odd": dataclasses.replace(ODD, n_heads=4, head_dim=None)}
+"""Shapes that Meta's format has: its RoPE scaling knows one original context only, and head_dim is dim / n_heads."""
+
+
+class TestMeta:
+    @pytest.mark.parametrize("shape", METAS)
+    def test_logits_equal_transformers_and_every_byte_comes_back(self, shape, tmp_path):
+        reference = reference_of(METAS[shape])
+        save_meta(reference, METAS[shape], tmp_path / "meta")
+        loaded = load_model(tmp_path / "meta", device="cpu")
+        assert loaded.spec.model == METAS[shape]
+        assert_same_logits(loaded.model, reference)
+        assert_identical(foreign_tensors(tmp_path / "meta", "meta"), metas_weights(reference))
+
+    def test_a_missing_permutation_shows(self, tmp_path, monkeypatch):
+        reference = reference_of(METAS["odd"])
+        save_meta(reference, METAS["odd"], tmp_path / "meta")
+        monkeypatch.setattr(RopePermutation, "to_native", lambda self, tensors, shapes: tensors)
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same_logits(load_model(tmp_path / "meta", device="cpu").model, reference)
+
+
+def test_a_permutation_too_many_shows(tmp_path, monkeypatch):
+    """Rows permuted that are in our order already, the mistake made most often with this format."""
+    reference = reference_of(SHAPES["8B"])
+    reference.save_pretrained(tmp_path)
+
+    def permuted(steps):
+        return [
+            dataclasses.replace(step, transform=RopePermutation(16)) if "q_proj" in step.foreign[0] else step
+            for step in steps
+        ]
+
+    plan = StateDictAdapter.plan
+    monkeypatch.setattr(StateDictAdapter, "plan", lambda *args: permuted(plan(*args)))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_logits(load_model(tmp_path, device="cpu").model, reference)
+
+
+class TestWhatDoesNotFit:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        reference_of(ODD).save_pretrained(tmp_path)
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"model.norm.weight": None}, r"missing from the checkpoint: model\.norm\.weight"),
+            ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(70)}, r"not in the model: .*q_proj\.bias"),
+            ({"model.layers.2.mlp.up_proj.weight": torch.zeros(52, 40)}, r"up_proj\.weight is \[52, 40\].*\[53, 40\]"),
+        ],
+    )
+    def test_tensors_are_named(self, folder, changes, message):
+        tensors = {**load_file(folder / "model.safetensors"), **changes}
+        save_file({k: v for k, v in tensors.items() if v is not None}, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=message):
+            load_model(folder, device="cpu")
+
+    def test_rope_frequencies_of_old_files_are_passed_over(self, folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(7)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        load_model(folder, device="cpu")
+
+    def test_another_family_is_named(self, folder):
+        document = json.loads((folder / "config.json").read_text()) | {"model_type": "gpt_neox"}
+        (folder / "config.json").write_text(json.dumps(document))
+        with pytest.raises(UserError, match="'gpt_neox'.* llama, mistral"):
+            load_model(folder, device="cpu")
+
+    @pytest.mark.parametrize(
+        ("text", "message"), [(None, "no config.json"), ("{", "not valid JSON"), ("[]", "object, not list")]
+    )
+    def test_a_description_that_cannot_be_used(self, folder, text, message):
+        (folder / "config.json").unlink()
+        if text is not None:
+            (folder / "config.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            spec_of(folder)
+
+    def test_no_checkpoint(self, tmp_path):
+        with pytest.raises(UserError, match="nowhere"):
+            load_model(tmp_path / "nowhere", device="cpu")
+
+
+class TestOurOwnFormat:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        from torchtitan.components.checkpoint.formats.dcp import write_dcp
+
+        reference_of(ODD).save_pretrained(tmp_path / "hf")
+        spec, source = native_source(tmp_path / "hf")
+        folder = tmp_path / "step-3"
+        folder.mkdir()
+        write_dcp(folder, source.forms, source.read)
+        CheckpointAssets.of(spec, asset_files("")).write(folder)
+        return folder
+
+    def test_it_says_what_it_is_of(self, folder):
+        loaded = load_model(folder, device="cpu")
+        assert loaded.spec.model == ODD
+        assert (loaded.spec.module, loaded.spec.flavor) == ("torchtitan.models.llama3", "pretrained")
+        assert (loaded.tokenizer_path / "tokenizer.json").is_file()
+        assert_same_logits(
+            loaded.model, transformers.AutoModelForCausalLM.from_pretrained(folder.parent / "hf", dtype=torch.float32)
+        )
+        assert_identical(foreign_tensors(folder, "hf"), load_file(folder.parent / "hf/model.safetensors"))
+
+    def describe(self, folder: Path, **changes: object) -> None:
+        path = folder / "assets/model.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    def test_a_family_outside_the_package(self, folder, tmp_path, monkeypatch):
+        self.describe(folder, module="family_of_mine")
+        with pytest.raises(UserError, match="'family_of_mine', which cannot be imported"):
+            load_model(folder, device="cpu")
+        (tmp_path / "family_of_mine.py").write_text("from torchtitan.models.llama3 import *\nFLAVORS, model_spec")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        assert spec_of(folder).model == ODD
+        del sys.modules["family_of_mine"]
+
+    def test_a_configuration_that_is_not_the_models(self, folder):
+        self.describe(folder, config={"dim": 3, "depth": 4})
+        with pytest.raises(UserError, match="unknown keys depth"):
+            load_model(folder, device="cpu")
+
+    def test_without_its_description(self, folder):
+        shutil.rmtree(folder / "assets")
+        with pytest.raises(UserError, match=r"model\.json"):
+            load_model(folder, device="cpu")
+
+
+def test_files_are_read_in_parts(tmp_path, monkeypatch):
+    """What is the same in both formats is read by slices, straight from the file."""
+    reference_of(ODD).save_pretrained(tmp_path)
+    asked = []
+    read = HuggingFaceSource.read
+    monkeypatch.setattr(HuggingFaceSource, "read", lambda self, *args: (asked.append(args), read(self, *args))[1])
+    part = native_source(tmp_path)[1].read("tok_embeddings.weight", (slice(3, 7), slice(0, 40)))
+    assert asked == [("model.embed_tokens.weight", (slice(3, 7), slice(0, 40)))]
+    assert torch.equal(part, load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"][3:7])

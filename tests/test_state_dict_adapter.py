@@ -1,0 +1,174 @@
+"""The table of a family's tensors: its transforms, both directions, and what it finds wrong."""
+
+import pytest
+import torch
+
+from torchtitan.models.common.rope import RoPEConfig, apply_rope, rope_cos_sin
+from torchtitan.models.llama3 import FORMATS, Llama3Model
+from torchtitan.protocols.state_dict_adapter import (
+    Concatenated,
+    Repeated,
+    RopePermutation,
+    Row,
+    Same,
+    Stacked,
+    StateDictAdapter,
+    TensorForm,
+    check_tied,
+    model_forms,
+)
+from torchtitan.tools.errors import UserError
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def form(*shape: int, dtype: torch.dtype = torch.float32) -> TensorForm:
+    return TensorForm(torch.Size(shape), dtype)
+
+
+@pytest.mark.parametrize(
+    ("transform", "native", "foreign"),
+    [
+        (Same(), [(3, 4)], [(3, 4)]),
+        (RopePermutation(6), [(12, 5)], [(12, 5)]),
+        (Concatenated(0), [(2, 5), (4, 5), (1, 5)], [(7, 5)]),
+        (Concatenated(1), [(5, 2), (5, 3)], [(5, 5)]),
+        (Stacked(0), [(3, 4, 5)], [(4, 5), (4, 5), (4, 5)]),
+        (Stacked(1), [(4, 2, 5)], [(4, 5), (4, 5)]),
+        (Repeated(2), [(3, 4)], [(3, 4), (3, 4)]),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, (Same, RopePermutation, Concatenated, Stacked)) else None,
+)
+def test_there_and_back_is_exact_on_every_device(transform, native, foreign):
+    for device in ("cpu", "meta"):
+        tensors = [random(*shape).to(device) for shape in native]
+        there = transform.to_foreign(tensors)
+        assert [tuple(tensor.shape) for tensor in there] == foreign
+        back = transform.to_native(there, [tensor.shape for tensor in tensors])
+        assert [tuple(tensor.shape) for tensor in back] == native
+        if device == "cpu":
+            assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
+
+
+def rotate_neighbours(x_LHD: torch.Tensor, angles_LF: torch.Tensor) -> torch.Tensor:
+    """RoPE as the paper and Meta's checkpoints have it: elements 2i and 2i + 1, a complex number, turned by angle i."""
+    pairs = torch.view_as_complex(x_LHD.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles_LF), angles_LF)[:, None]).flatten(-2)
+
+
+def test_the_permutation_is_that_of_the_definition():
+    """Attention scores with Meta's weights and rotation equal those with ours; with the same weights they do not."""
+    heads, head_dim, dim, length = 3, 10, 12, 7
+    wq, wk, x = random(heads * head_dim, dim), random(heads * head_dim, dim).flip(0), random(length, dim)
+    positions = torch.arange(length)
+    config = RoPEConfig(theta=100.0)
+    rope = rope_cos_sin(config, head_dim, positions[None])
+    angles = positions[:, None] * 100.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
+
+    def ours(weight: torch.Tensor) -> torch.Tensor:
+        return apply_rope((x @ weight.T).unflatten(-1, (heads, head_dim))[None], rope)[0]
+
+    def metas(weight: torch.Tensor) -> torch.Tensor:
+        return rotate_neighbours((x @ weight.T).unflatten(-1, (heads, head_dim)), angles)
+
+    def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("qhd,khd->hqk", q, k)
+
+    expected = scores(ours(wq), ours(wk))
+    permuted = RopePermutation(head_dim).to_foreign([wq, wk])
+    # Float32 rounding of sums over 10 products of size up to 30.
+    torch.testing.assert_close(scores(*map(metas, permuted)), expected, rtol=1e-5, atol=1e-4)
+    assert (scores(metas(wq), metas(wk)) - expected).abs().max() > 1
+
+
+def fused() -> StateDictAdapter:
+    rows = [
+        Row(("layers.*.q", "layers.*.k"), "h.*.qk", Concatenated(0)),
+        Row("layers.*.experts", ("h.*.expert0", "h.*.expert1"), Stacked(0)),
+        Row("norm", "ln"),
+    ]
+    return StateDictAdapter(rows, n_layers=2, ignored=["h.*.inv_freq"], tied={"head": "ln"})
+
+
+def native_forms() -> dict[str, TensorForm]:
+    forms = {}
+    for layer in range(2):
+        forms |= {f"layers.{layer}.q": form(4, 3), f"layers.{layer}.k": form(2, 3)}
+        forms[f"layers.{layer}.experts"] = form(2, 5, 6)
+    return {**forms, "norm": form(3, dtype=torch.bfloat16)}
+
+
+def test_rows_are_made_for_every_layer():
+    adapter = fused()
+    assert adapter.native_names == [
+        *("layers.0.q", "layers.0.k", "layers.1.q", "layers.1.k", "layers.0.experts", "layers.1.experts", "norm")
+    ]
+    assert adapter.foreign_names == [
+        *("h.0.qk", "h.1.qk", "h.0.expert0", "h.0.expert1", "h.1.expert0", "h.1.expert1", "ln")
+    ]
+
+
+def test_shapes_on_the_other_side_are_found_without_a_tensor():
+    forms = fused().foreign_forms(native_forms())
+    assert forms["h.1.qk"] == form(6, 3)
+    assert forms["h.0.expert1"] == form(5, 6)
+    assert forms["ln"] == form(3, dtype=torch.bfloat16)
+    assert forms["ln"].n_bytes == 6
+
+
+def test_what_may_be_there_is_passed_over():
+    adapter, native = fused(), native_forms()
+    foreign = adapter.foreign_forms(native) | {"h.1.inv_freq": form(2), "head": form(3)}
+    assert adapter.plan(foreign, native) == adapter.steps
+
+
+def change(forms: dict[str, TensorForm], **changes: TensorForm | None) -> dict[str, TensorForm]:
+    return {name: value for name, value in {**forms, **changes}.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ln": None}, "missing from the checkpoint: ln$"),
+        ({"h.0.qk": None, "h.1.expert0": None}, r": h\.0\.qk, h\.1\.expert0$"),
+        ({"h.2.qk": form(6, 3)}, r"^in the checkpoint, and not in the model: h\.2\.qk$"),
+        ({"h.2.inv_freq": form(1)}, r"not in the model: h\.2\.inv_freq$"),
+        ({"ln": None, "lm": form(3)}, "missing from the checkpoint: ln; in the checkpoint, and not in the model: lm$"),
+        ({"h.1.qk": form(7, 3)}, r"h\.1\.qk is \[7, 3\] and must be \[6, 3\]"),
+        ({"h.0.expert1": form(6, 5), "ln": form(3, 1)}, r"h\.0\.expert1 is \[6, 5\].*ln is \[3, 1\]"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes, message):
+    adapter, native = fused(), native_forms()
+    with pytest.raises(UserError, match=message):
+        adapter.plan(change(adapter.foreign_forms(native), **changes), native)
+
+
+def test_of_many_names_five_are_told_and_their_number():
+    with pytest.raises(UserError, match=r"missing from the checkpoint: h\.0\.qk, (\S+ ){4}… \(7 in all\)$"):
+        fused().plan({}, native_forms())
+
+
+def test_a_model_that_is_not_the_tables_is_refused():
+    with pytest.raises(UserError, match="missing from the weights: norm$"):
+        fused().foreign_forms(change(native_forms(), norm=None))
+
+
+def test_tied_weights_must_be_equal():
+    check_tied("head", torch.ones(3), "embedding", torch.ones(3))
+    with pytest.raises(UserError, match="head differs from embedding"):
+        check_tied("head", torch.ones(3), "embedding", torch.tensor([1.0, 1.0, 1.001]))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["hf", "meta"])
+def test_llamas_tables_name_every_tensor_of_the_model(name, tied):
+    config = Llama3Model.Config(
+        dim=16, n_layers=3, n_heads=4, n_kv_heads=1, ffn_dim=9, vocab_size=11, tie_embeddings=tied, rope=RoPEConfig()
+    )
+    adapter, forms = FORMATS[name].adapter(config), model_forms(config)
+    assert set(adapter.native_names) == forms.keys()
+    # In Hugging Face's format a tied head is not written; Meta's has no tying, and is written twice.
+    assert len(adapter.foreign_names) == len(forms) + (tied and name == "meta")

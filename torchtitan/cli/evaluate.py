@@ -1,0 +1,133 @@
+"""`torchtitan eval`: measures a checkpoint's model."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.cli.model_options import OpenedModel, add_model_options, open_model, run_command
+from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    from torchtitan.components.evaluation import Progress, Scorer
+
+Results = dict[str, dict[str, Any]]
+"""Metrics by task."""
+
+
+def evaluate(args: Sequence[str]) -> int:
+    """Evaluate on the tasks that the command line names; the exit code.
+
+    A table goes to standard error, the same numbers as JSON to standard output or to a file.
+    """
+    parser = argparse.ArgumentParser(
+        prog="torchtitan eval",
+        description="Measure a model. A task is a file FILE.jsonl with multiple-choice questions (query, choices, "
+        "gold), a text FILE.txt or FILE.md (perplexity, bits per byte), or the name of an lm-eval task "
+        "(pip install 'torchtitan[eval]'). Prints a table on standard error and JSON on standard output.",
+    )
+    parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK", help="files, and names of lm-eval tasks")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task; not for texts")
+    parser.add_argument(
+        "--batch_size", type=int, default=8, metavar="N", help="sequences per forward pass (default: 8)"
+    )
+    parser.add_argument(
+        "--include_path", type=Path, metavar="DIR", help="folder with lm-eval tasks of your own, in YAML"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there instead of standard output")
+    add_model_options(parser)
+    options = parser.parse_args(args)
+    return run_command("eval", lambda: _evaluate(options))
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from torchtitan.components.evaluation import Scorer
+
+    files = [task for task in options.tasks if _is_file(task)]
+    names = [task for task in options.tasks if not _is_file(task)]
+    _check(options, files, names)
+    opened = open_model(options)
+    scorer = Scorer(opened.model, batch_size=options.batch_size)
+    results: Results = {}
+    for file in files:
+        results[file] = _evaluate_file(Path(file), scorer, opened, options.limit)
+    if names:
+        results |= _evaluate_lm_eval(names, scorer, opened, options)
+    _report({"checkpoint": str(options.checkpoint), "results": results}, options.output)
+
+
+def _is_file(task: str) -> bool:
+    return Path(task).suffix in (".jsonl", ".txt", ".md")
+
+
+def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> None:
+    """Find mistakes before the model is loaded."""
+    if options.limit is not None and options.limit < 1:
+        raise UserError(f"--limit is {options.limit}, and must be at least 1")
+    if missing := [file for file in files if not Path(file).is_file()]:
+        raise UserError(f"there is no file {', '.join(missing)}")
+    if options.include_path is not None and not options.include_path.is_dir():
+        raise UserError(f"--include_path: {options.include_path} is not a folder")
+    if options.output is not None and not options.output.parent.is_dir():
+        raise UserError(f"--output: there is no folder {options.output.parent}")
+    if names and importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            f"{', '.join(names)}: neither .jsonl, .txt nor .md, so a task of lm-eval, which is not installed "
+            "(pip install 'torchtitan[eval]')"
+        )
+
+
+def _evaluate_file(path: Path, scorer: "Scorer", opened: OpenedModel, limit: int | None) -> dict[str, Any]:
+    from torchtitan.components.evaluation import multiple_choice, read_questions, text_perplexity
+
+    with _progress_bar(path.name) as progress:
+        if path.suffix == ".jsonl":
+            questions = read_questions(path, limit)
+            return dataclasses.asdict(multiple_choice(scorer, opened.tokenizer, questions, progress))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"'{path}' is not a text in UTF-8: {error}") from error
+        return dataclasses.asdict(text_perplexity(scorer, opened.tokenizer, text, progress))
+
+
+def _evaluate_lm_eval(names: list[str], scorer: "Scorer", opened: OpenedModel, options: argparse.Namespace) -> Results:
+    from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
+    from torchtitan.components.generation import stop_ids
+
+    ends = stop_ids(opened.tokenizer, opened.folder)
+    with _progress_bar("lm-eval") as progress:
+        model = TorchtitanLM(scorer, opened.tokenizer, ends, progress)
+        return evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
+
+
+@contextmanager
+def _progress_bar(name: str) -> "Iterator[Progress]":
+    """A bar on standard error, and what moves it."""
+    import rich.progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _report(document: dict[str, Any], output: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "metric", "value")
+    for task, metrics in document["results"].items():
+        for name, value in metrics.items():
+            table.add_row(task, name, f"{value:.4f}" if isinstance(value, float) else str(value))
+    Console(stderr=True).print(table)
+    text = json.dumps(document, indent=2, default=str)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + "\n")

@@ -1,0 +1,137 @@
+"""What `generate`, `chat` and `eval` have in common: a checkpoint to open, with its tokenizer."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import init_logger
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchtitan.components.generation import Sampling
+    from torchtitan.components.tokenizer import Tokenizer
+
+
+class OpenedModel(NamedTuple):
+    """A model to use, and what came with it."""
+
+    model: "nn.Module"
+
+    tokenizer: "Tokenizer"
+
+    folder: Path
+    """Of the tokenizer's files, where a chat template and generation_config.json would be too."""
+
+    context: int
+    """Tokens that the model attends over."""
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `open_model` reads."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="the folder step-N of a run's checkpoint, or a model in Hugging Face's or Meta's format",
+    )
+    group.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer (default: the one in the checkpoint)"
+    )
+    group.add_argument("--device", choices=["cpu", "cuda", "mps"], help="where to compute (default: the GPU, if any)")
+    group.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="type of the weights and of the computation (default: the one the weights are stored in)",
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `sampling_of` reads, `--max_new_tokens` and `--stop`."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max_new_tokens", type=int, default=200, metavar="N", help="tokens at most (default: 200)")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="below 1 more predictable, above 1 less; 0 (default): always the most probable token",
+    )
+    group.add_argument("--top_k", type=int, metavar="K", help="draw among the K most probable tokens only")
+    group.add_argument(
+        "--top_p", type=float, metavar="P", help="draw among the most probable tokens that together have probability P"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+    )
+
+
+def sampling_of(options: argparse.Namespace) -> "Sampling":
+    """How to draw tokens.
+
+    Raises:
+        UserError: for a value that cannot be used.
+    """
+    from torchtitan.components.generation import Sampling
+
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
+    sampling.validate()
+    return sampling
+
+
+def open_model(options: argparse.Namespace) -> OpenedModel:
+    """Load what the options name.
+
+    Raises:
+        UserError: if it is not there, or not a model.
+    """
+    import torch
+
+    from torchtitan.components.tokenizer import PretrainedTokenizer
+    from torchtitan.models.pretrained import load_model
+    from torchtitan.tools.device import device_type
+
+    _refuse_a_folder_of_checkpoints(options.checkpoint)
+    device = torch.device(options.device or device_type())
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device is cuda, and no GPU is available")
+    loaded = load_model(options.checkpoint, device=device, dtype=options.dtype and getattr(torch, options.dtype))
+    folder: Path = options.tokenizer or loaded.tokenizer_path
+    tokenizer = PretrainedTokenizer.Config().build(path=folder)
+    vocabulary = loaded.spec.model.vocab_size
+    if vocabulary is not None and tokenizer.vocab_size > vocabulary:
+        raise UserError(
+            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, and the model only {vocabulary}; "
+            "name the model's own with --tokenizer"
+        )
+    return OpenedModel(loaded.model, tokenizer, folder, loaded.spec.model.max_seq_len)
+
+
+def run_command(command: str, run: Callable[[], None]) -> int:
+    """Call `run`; the exit code: 2 for a user's mistake, whose message goes to standard error."""
+    init_logger()
+    try:
+        run()
+    except UserError as error:
+        sys.stdout.flush()
+        print(f"torchtitan {command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _refuse_a_folder_of_checkpoints(path: Path) -> None:
+    from torchtitan.components.checkpoint.folders import list_checkpoints
+
+    if not path.is_dir():
+        raise UserError(f"--checkpoint: {path} is not a folder; name the folder of a model or of a run's step-N")
+    for folder in (path, path / "checkpoint"):
+        if complete := [info for info in list_checkpoints(folder) if info.complete]:
+            raise UserError(
+                f"--checkpoint: {path} is not a checkpoint but holds some; name one, the newest is {complete[-1].path}"
+            )

@@ -1,0 +1,137 @@
+"""What a checkpoint says of its model, so that it can be opened without the run that saved it: model and tokenizer."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+FOLDER = "assets"
+"""The folder inside a checkpoint's."""
+
+_MODEL = "model.json"
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""The files beside a model's weights that are copied from one checkpoint to the next as they are."""
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class CheckpointAssets:
+    """The content of a checkpoint's folder `assets`."""
+
+    model: Mapping[str, Any]
+    """`module` (import path of the family's package), `flavor` and `config` (that of the model)."""
+
+    files: Sequence[Path]
+    """Files that are copied."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, files: Sequence[Path]) -> "CheckpointAssets":
+        """Those of a model, with `files`, such as `asset_files(hf_assets_path)`."""
+        return cls({"module": spec.module, "flavor": spec.flavor, "config": spec.model.to_dict()}, files)
+
+    def write(self, folder: Path) -> None:
+        """Write them into `folder`, that of a checkpoint."""
+        assets = folder / FOLDER
+        assets.mkdir(exist_ok=True)
+        for file in self.files:
+            shutil.copyfile(file, assets / file.name)
+        (assets / _MODEL).write_text(json.dumps(self.model, indent=2) + "\n")
+
+
+def tokenizer_folder(hf_assets_path: str | Path) -> Path:
+    """The folder with a run's tokenizer: `hf_assets_path` where it has one, otherwise that of the embedded one."""
+    return Path(hf_assets_path) if str(hf_assets_path) and has_tokenizer(Path(hf_assets_path)) else EMBEDDED_TOKENIZER
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is a tokenizer's file in `folder`."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
+
+
+def asset_files(hf_assets_path: str | Path) -> list[Path]:
+    """The files of `FILES` that a run's checkpoints carry: those in its `tokenizer_folder`."""
+    return files_in(tokenizer_folder(hf_assets_path))
+
+
+def asset_folder(checkpoint: Path) -> Path:
+    """Where the files of `FILES` lie in a checkpoint of any format: in its folder `assets`, or beside a config.json."""
+    assets = checkpoint / FOLDER
+    return assets if assets.is_dir() and not (checkpoint / "config.json").is_file() else checkpoint
+
+
+def token_ids(folder: Path) -> dict[str, Any]:
+    """`bos_token_id`, `eos_token_id` (one or several) and `pad_token_id` of the model whose files lie in `folder`.
+
+    As its generation_config.json or config.json says; where both are silent, as its tokenizer does. Those that nothing
+    says are left out, with a warning where there is a tokenizer that cannot be read.
+
+    Raises:
+        UserError: for a JSON file that cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):  # the second wins: it has all ids that end a text
+        content = _read_object(folder / name) if (folder / name).is_file() else {}
+        found |= {key: content[key] for key in _TOKEN_IDS if content.get(key) is not None}
+    if not {"bos_token_id", "eos_token_id"} <= found.keys() and has_tokenizer(folder):
+        found = _ids_of_tokenizer(folder) | found
+    return {key: found[key] for key in _TOKEN_IDS if key in found}
+
+
+def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
+    """What the checkpoint in that folder says of its model: `module`, `flavor`, `config`.
+
+    Raises:
+        UserError: where it says nothing that can be used.
+    """
+    path = Path(checkpoint) / FOLDER / _MODEL
+    if not path.is_file():
+        raise UserError(f"{checkpoint} does not say which model it is of (there is no {FOLDER}/{_MODEL} in it)")
+    content = _read_object(path)
+    if not {"module", "flavor", "config"} <= content.keys():
+        raise UserError(f"{path} must hold an object with module, flavor and config")
+    return content
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files of `FILES` that `folder` has."""
+    return [folder / name for name in FILES if (folder / name).is_file()]
+
+
+def _ids_of_tokenizer(folder: Path) -> dict[str, int]:
+    try:
+        tokenizer = PretrainedTokenizer.Config().build(path=folder)
+    except UserError as error:
+        logger.warning("the ids of BOS and EOS are not known: %s", error)
+        return {}
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return {key: value for key, value in ids.items() if value is not None}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content

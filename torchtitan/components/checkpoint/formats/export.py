@@ -1,0 +1,144 @@
+"""A whole checkpoint in any format: weights, what describes the model, tokenizer."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.components.checkpoint.assets import FOLDER, CheckpointAssets, files_in, token_ids
+from torchtitan.components.checkpoint.formats.convert import ForeignView
+from torchtitan.components.checkpoint.formats.find import Format
+from torchtitan.components.checkpoint.formats.huggingface import (
+    MAX_FILE_BYTES,
+    write_huggingface,
+    write_huggingface_index,
+)
+from torchtitan.components.checkpoint.formats.meta import PARAMETERS, write_meta
+from torchtitan.components.checkpoint.formats.source import TensorSource
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.state_dict_adapter import ForeignFormat, TensorForm
+from torchtitan.tools.errors import UserError
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def export_checkpoint(
+    folder: Path,
+    to: Format,
+    spec: ModelSpec,
+    source: TensorSource,
+    assets: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    advance: Callable[[int], None] = lambda n_bytes: None,
+    ranks: Ranks | None = None,
+) -> None:
+    """Write a model into `folder` in the format `to`, tensor by tensor, weights last.
+
+    Args:
+        folder: an existing, empty folder. In our own format (DCP) the checkpoint is complete when the caller has
+            committed it (`folders.commit`).
+        to: the format.
+        spec: the model.
+        source: its weights, under our names.
+        assets: folder with the files that go along (`assets.FILES`) and, of a Hugging Face checkpoint, a config.json.
+        dtype: of the floating-point weights that are written. None: as they are.
+        max_file_bytes: largest file of weights, in Hugging Face's format.
+        advance: called with the bytes of each tensor that has been read.
+        ranks: those who share the work, calling this together, each with a source of the whole model: in Hugging
+            Face's format each writes some of the files, otherwise the first writes all. None: this process alone.
+
+    Raises:
+        UserError: for a format or a type that cannot hold the model.
+        OSError: where it cannot be written.
+    """
+    view = source if to == "dcp" else ForeignView(source, format_for(spec, to).adapter(spec.model))
+    forms = {name: _converted(form, dtype) for name, form in view.forms.items()}
+
+    def make(name: str) -> Tensor:
+        tensor = view.read(name)
+        advance(view.forms[name].n_bytes)
+        return tensor
+
+    group = ranks or Ranks()
+    group.first_decides(lambda: _write_description(folder, to, spec, assets, forms))
+    if to == "hf":
+        share = partial(write_huggingface, only_files=lambda index: index % group.size == group.rank)
+        group.together(lambda: share(folder, forms, make, max_file_bytes=max_file_bytes))
+        group.first_decides(lambda: write_huggingface_index(folder, forms, max_file_bytes=max_file_bytes))
+    elif to == "meta":
+        group.first_decides(lambda: write_meta(folder, forms, make))
+    else:
+        from torchtitan.components.checkpoint.formats.dcp import write_dcp  # deferred: DCP takes a second to import
+
+        group.first_decides(lambda: write_dcp(folder, forms, make))
+
+
+def format_for(spec: ModelSpec, to: Format) -> ForeignFormat:
+    """What the family of `spec` says of the format `to`.
+
+    Raises:
+        UserError: where it says nothing.
+    """
+    if to not in spec.formats:
+        raise UserError(f"{spec.name} has no format '{to}' (there are: {', '.join(['dcp', *spec.formats])})")
+    return spec.formats[to]
+
+
+def config_json(spec: ModelSpec, ids: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The content of a model's config.json, which old and new versions of transformers read.
+
+    Args:
+        spec: the model.
+        ids: as `assets.token_ids` gives them.
+        dtype: of its weights.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return {**format_for(spec, "hf").to_foreign(spec.model), **ids, "dtype": name, "torch_dtype": name}
+
+
+def _write_description(
+    folder: Path,
+    to: Format,
+    spec: ModelSpec,
+    assets: Path,
+    forms: Mapping[str, TensorForm],
+) -> None:
+    """Write all but the weights."""
+    files, ids, beside = files_in(assets), token_ids(assets), folder
+    if to == "dcp":
+        CheckpointAssets.of(spec, files).write(folder)
+        beside = folder / FOLDER
+    else:
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
+    if to == "hf":
+        _write_json(folder / "config.json", config_json(spec, ids, prevailing_dtype(forms)))
+    elif to == "meta":
+        _write_json(folder / PARAMETERS, format_for(spec, "meta").to_foreign(spec.model))
+    if ids and not (beside / GENERATION_CONFIG).exists():
+        _write_json(beside / GENERATION_CONFIG, dict(ids))
+
+
+def prevailing_dtype(forms: Mapping[str, TensorForm]) -> torch.dtype:
+    """The dtype of most values."""
+    values: Counter[torch.dtype] = Counter()
+    for form in forms.values():
+        values[form.dtype] += form.shape.numel()
+    return values.most_common(1)[0][0]
+
+
+def _converted(form: TensorForm, dtype: torch.dtype | None) -> TensorForm:
+    return TensorForm(form.shape, dtype) if dtype and form.dtype.is_floating_point else form
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n")

@@ -1,0 +1,51 @@
+"""Which format a checkpoint has, by what is in its folder."""
+
+from pathlib import Path
+from typing import Literal
+
+from torchtitan.components.checkpoint.formats import huggingface, meta
+from torchtitan.components.checkpoint.formats.source import TensorSource
+from torchtitan.tools.errors import UserError
+
+Format = Literal["dcp", "hf", "meta"]
+
+DCP_METADATA = ".metadata"
+"""The file that DCP writes last into a checkpoint."""
+
+
+def format_of(path: str | Path) -> Format:
+    """The format of the checkpoint that is the folder `path`.
+
+    Raises:
+        UserError: where there is none; it says what was looked for.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; name the folder that holds the checkpoint's files")
+    if (folder / DCP_METADATA).is_file():
+        return "dcp"
+    if (folder / huggingface.WEIGHTS).is_file() or (folder / huggingface.INDEX).is_file():
+        return "hf"
+    if next(folder.glob(meta.FILES), None):
+        return "meta"
+    raise UserError(
+        f"{folder} holds no checkpoint: there is no {DCP_METADATA} (DCP), no {huggingface.WEIGHTS} or "
+        f"{huggingface.INDEX} (Hugging Face), and no {meta.FILES} (Meta)"
+    )
+
+
+def open_source(path: str | Path) -> TensorSource:
+    """The weights of the checkpoint that is the folder `path`, under the names and in the shapes that it has them.
+
+    Raises:
+        UserError: where there is no checkpoint, or one that cannot be read.
+    """
+    found = format_of(path)
+    if found == "hf":
+        return huggingface.HuggingFaceSource(path)
+    if found == "meta":
+        return meta.MetaSource(path)
+    # Deferred: DCP takes a second to import.
+    from torchtitan.components.checkpoint.formats.dcp import DcpSource
+
+    return DcpSource(path)

@@ -1,0 +1,202 @@
+"""Hugging Face checkpoints: safetensors files, and an index where there is more than one.
+
+The format of a file (https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes, little
+endian; the header, a JSON object of name → dtype, shape and place of the values; the values, one tensor after another.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.components.checkpoint.formats.source import (
+    MakeTensor,
+    Slices,
+    TensorSource,
+    damaged,
+    some,
+    value_chunks,
+)
+from torchtitan.protocols.state_dict_adapter import TensorForm
+from torchtitan.tools.errors import UserError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 5 * 2**30
+"""Largest file that is written by default."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class HuggingFaceSource(TensorSource):
+    """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        UserError: where a file is missing or damaged, or lacks tensors that the index says are in it.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._files: dict[str, Path] = {}
+        self.forms: dict[str, TensorForm] = {}
+        if (self.path / WEIGHTS).is_file():
+            self._add(self.path / WEIGHTS, None)
+            return
+        weight_map = _read_index(self.path / INDEX)
+        files = sorted(set(weight_map.values()))
+        if missing := [name for name in files if not (self.path / name).is_file()]:
+            raise UserError(f"{self.path} is incomplete: {INDEX} names files that are not there: {some(missing)}")
+        for file in files:
+            self._add(self.path / file, [name for name, in_file in weight_map.items() if in_file == file])
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """The tensor of that name, or the part of it that `slices` says; only that part is read."""
+        # Opened anew: the library maps the file into memory, and pages once read would stay in the process's.
+        with _open(self._files[name]) as file:
+            tensor: Tensor = file.get_tensor(name) if slices is None else file.get_slice(name)[slices]
+        return tensor
+
+    def _add(self, path: Path, names: list[str] | None) -> None:
+        with _open(path) as file:
+            held = list(file.keys())
+            if missing := [name for name in names or [] if name not in set(held)]:
+                raise UserError(f"{path} lacks tensors that {INDEX} says are in it: {some(missing)}")
+            for name in held if names is None else names:
+                part = file.get_slice(name)
+                if part.get_dtype() not in _DTYPES:
+                    raise UserError(f"{path}: {name} is of type {part.get_dtype()}, which is not supported")
+                self.forms[name] = TensorForm(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
+                self._files[name] = path
+
+
+def write_huggingface(
+    path: Path,
+    forms: Mapping[str, TensorForm],
+    make: MakeTensor,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    only_files: Callable[[int], bool] | None = None,
+) -> None:
+    """Write tensors as safetensors files into the folder `path`, holding one tensor at a time.
+
+    A file has its name only when all of it is written, and the index comes last: cut short, the folder cannot be
+    opened.
+
+    Args:
+        path: an existing folder.
+        forms: name → form of what is written; values of another dtype are converted.
+        make: gives each tensor when its turn comes.
+        max_file_bytes: a new file begins where this would be exceeded (one tensor may be larger).
+        only_files: which files to write, by number from 0, where several processes share the work; they agree on the
+            files since these follow from `forms` alone. One of them then calls `write_huggingface_index`, when all
+            are done.
+
+    Raises:
+        UserError: for a dtype that the format does not have.
+    """
+    for name, form in forms.items():
+        if form.dtype not in _DTYPE_NAMES:
+            raise UserError(f"{name} is of type {form.dtype}, which safetensors files do not have; export another one")
+    for index, (file, members) in enumerate(_files(forms, max_file_bytes).items()):
+        if only_files is None or only_files(index):
+            _write_file(path / file, members, make)
+    if only_files is None:
+        write_huggingface_index(path, forms, max_file_bytes=max_file_bytes)
+
+
+def write_huggingface_index(
+    path: Path, forms: Mapping[str, TensorForm], *, max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Write the index of the files that `write_huggingface` writes for `forms`; one file has none."""
+    files = _files(forms, max_file_bytes)
+    if len(files) == 1:
+        return
+    total = sum(form.n_bytes for form in forms.values())
+    weight_map = {name: file for file, members in files.items() for name in members}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    partial = path / f"{INDEX}.tmp"
+    partial.write_text(json.dumps(index, indent=2) + "\n")
+    partial.replace(path / INDEX)
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise damaged(path, error) from error
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        raise UserError(f"{path.parent} holds neither {WEIGHTS} nor {INDEX}")
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise damaged(path, error) from error
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise damaged(path, "it has no weight_map from tensors to files")
+    return weight_map
+
+
+def _files(forms: Mapping[str, TensorForm], max_file_bytes: int) -> dict[str, dict[str, TensorForm]]:
+    """File name → what is in it, filled in the order of `forms`."""
+    groups: list[dict[str, TensorForm]] = [{}]
+    size = 0
+    for name, form in forms.items():
+        if groups[-1] and size + form.n_bytes > max_file_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = form
+        size += form.n_bytes
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def _write_file(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -> None:
+    # Wide types first, as the library does, so that all values are aligned to their own size.
+    names = sorted(forms, key=lambda name: -forms[name].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        form = forms[name]
+        begin, end = end, end + form.n_bytes
+        dtype = _DTYPE_NAMES[form.dtype]
+        header[name] = {"dtype": dtype, "shape": list(form.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    partial = path.with_name(f"{path.name}.tmp")
+    with open(partial, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for name in names:
+            for chunk in value_chunks(make(name), forms[name].dtype):
+                file.write(chunk)
+        assert file.tell() == 8 + len(encoded) + end, f"{path}: a tensor had another shape than its form"
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

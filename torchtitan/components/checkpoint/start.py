@@ -1,0 +1,176 @@
+"""What a run starts from: a checkpoint of its own, or another's; verified before anything of it is loaded."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from torchtitan.components.checkpoint import folders
+from torchtitan.components.checkpoint.folders import AnyFolder, CheckpointInfo
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.checkpoint.states import ModelState
+from torchtitan.components.checkpoint.store import Folder, folder_at
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.components.checkpoint.manager import CheckpointManager
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a run starts from."""
+
+    checkpoint: CheckpointInfo
+
+    resumes: bool
+    """Whether it is a checkpoint of the run itself, and not its `initial_load_path`."""
+
+
+def find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | None:
+    """The checkpoint that a run whose own lie in `folder` would start from, by the markers alone; None: from nothing
+    that is a checkpoint.
+
+    Raises:
+        UserError: where one is named that cannot be loaded, all of the run's own are damaged, or nothing can be read.
+    """
+    try:
+        return _find_start(config, folder)
+    except OSError as error:
+        raise UserError(f"the checkpoints in {folder} cannot be looked through: {error}") from error
+
+
+def _find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | None:
+    if config.load_step != -1:
+        return Start(folders.find_step(folder, config.load_step), resumes=True)
+    if config.enable and (own := folders.resumable(folder)):
+        return Start(own[-1], resumes=True)
+    if not config.initial_load_path:
+        return None
+    if config.initial_load_in_hf:
+        if not folder_at(config.initial_load_path).exists():
+            raise UserError(f"checkpoint.initial_load_path: {config.initial_load_path} is not a folder")
+        return None
+    start = Start(folders.open_checkpoint(config.initial_load_path), resumes=False)
+    if start.checkpoint.kind == "huggingface":
+        raise UserError(
+            f"checkpoint.initial_load_path: {config.initial_load_path} holds a Hugging Face model; "
+            "add --checkpoint.initial_load_in_hf"
+        )
+    if start.checkpoint.kind == "model_only" and not config.initial_load_model_only:
+        raise UserError(
+            f"checkpoint.initial_load_path: {config.initial_load_path} holds the model only, "
+            "so it cannot be loaded with checkpoint.initial_load_model_only False"
+        )
+    return start
+
+
+def choose_start(config: "CheckpointManager.Config", folder: Folder, ranks: Ranks) -> Start | None:
+    """What `find_start` gives, verified; every rank calls it and digests its share.
+
+    Warnings name what else lies in the folder; what unfinished saves left is removed. Where the run resumes from its
+    newest checkpoint and that is damaged, a warning says so, and the next older one that is not takes its place.
+
+    Raises:
+        UserError: where a named checkpoint is damaged, or all that the run could resume from are.
+    """
+    start = ranks.first_decides(lambda: _find_and_tidy(config, folder))
+    if start is None:
+        if config.initial_load_path and config.initial_load_in_hf:
+            _verify_huggingface(folder_at(config.initial_load_path), ranks)
+        return None
+    if start.resumes and config.load_step == -1:
+        return Start(_newest_sound(config, folder, ranks), resumes=True)
+    raise_if_damaged(start.checkpoint.path, ranks)
+    return start
+
+
+def raise_if_damaged(path: Folder, ranks: Ranks) -> None:
+    """Verify the checkpoint that was asked for by name; every rank calls it.
+
+    Raises:
+        UserError: where a file of it is not as it was written.
+    """
+    if faults := folders.verify(path, ranks):
+        raise UserError(f"{path} is damaged: {_in_words(faults)}; load another checkpoint")
+
+
+def load_model_state(
+    path: AnyFolder, state: ModelState, *, saved_name: str = "model", group: dist.ProcessGroup | None = None
+) -> None:
+    """Load the weights of one model from a checkpoint into `state`, whatever its name in this run; verified before.
+
+    Args:
+        path: a step's folder.
+        state: sharded or not; every rank reads its parts.
+        saved_name: the state's name in the checkpoint.
+        group: who calls this together; None: the default process group, or this process where there is none.
+
+    Raises:
+        UserError: on every rank, where the checkpoint is damaged or does not fit.
+    """
+    from torchtitan.components.checkpoint import storage
+
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    ranks = Ranks(group)
+    checkpoint = ranks.first_decides(lambda: folders.open_checkpoint(path))
+    raise_if_damaged(checkpoint.path, ranks)
+    storage.load(checkpoint.path, {saved_name: state}, {}, 0, ranks)
+    logger.info("loaded %s of %s", saved_name, checkpoint.path)
+
+
+def _find_and_tidy(config: "CheckpointManager.Config", folder: Folder) -> Start | None:
+    start = find_start(config, folder)
+    resumed = start.checkpoint.step if start and start.resumes else -1
+    for info in folders.list_checkpoints(folder) if config.enable else []:
+        if info.path.name.endswith(".partial"):
+            logger.warning("%s was left by a save that did not end", info.path)
+            if not config.load_only:
+                folders.remove_checkpoint(info.path)
+        elif not info.complete:
+            logger.warning("skipped %s: %s", info.path, info.fault or "it is not complete")
+        elif info.step > resumed:
+            logger.warning("skipped %s: %s", info.path, _why_skipped(info))
+    return start
+
+
+def _why_skipped(info: CheckpointInfo) -> str:
+    if info.damage:
+        return f"it was found damaged: {info.damage}"
+    if info.kind != "full":
+        return f"it holds {info.holds}, so a run cannot resume from it"
+    return "an older step was asked for"
+
+
+def _newest_sound(config: "CheckpointManager.Config", folder: Folder, ranks: Ranks) -> CheckpointInfo:
+    own = ranks.first_decides(lambda: folders.resumable(folder))
+    lost: dict[int, str] = {}
+    for checkpoint in reversed(own):
+        faults = folders.verify(checkpoint.path, ranks)
+        if not faults:
+            return checkpoint
+        lost[checkpoint.step] = _in_words(faults)
+        if ranks.rank == 0:
+            logger.warning("skipped %s: it is damaged: %s", checkpoint.path, lost[checkpoint.step])
+            if not config.load_only:
+                _record(checkpoint, faults)
+    raise folders.all_damaged(folder, lost)
+
+
+def _record(checkpoint: CheckpointInfo, faults: list[str]) -> None:
+    try:
+        folders.record_damage(checkpoint, faults)
+    except OSError as error:
+        logger.warning("the damage to %s could not be noted in it: %s", checkpoint.path, error)
+
+
+def _verify_huggingface(folder: Folder, ranks: Ranks) -> None:
+    """Verify a Hugging Face folder that a run of ours saved; others have nothing to be verified by."""
+    if ranks.first_decides(lambda: folders.has_marker(folder)):
+        raise_if_damaged(folder, ranks)
+
+
+def _in_words(faults: list[str], shown: int = 5) -> str:
+    more = f"; and {len(faults) - shown} more" if len(faults) > shown else ""
+    return "; ".join(faults[:shown]) + more

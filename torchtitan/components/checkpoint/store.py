@@ -1,0 +1,322 @@
+"""Folders that checkpoints lie in: on a disk, or wherever fsspec reaches (s3://, gs://, memory://, …)."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torchtitan.tools.errors import UserError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def folder_at(path: "str | os.PathLike[str] | Folder") -> "Folder":
+    """The folder of a path or URL, whether it exists or not; file:// is a path.
+
+    Raises:
+        UserError: for a URL that nothing installed can open.
+    """
+    if isinstance(path, Folder):
+        return path
+    text = os.fspath(path)
+    if not _URL.match(text):
+        return LocalFolder(Path(text))
+    if text.startswith("file://"):
+        return LocalFolder(Path(text.removeprefix("file://")))
+    return RemoteFolder(text.rstrip("/"))
+
+
+def inside(dump_folder: str, folder: str) -> "Folder":
+    """`folder` in `dump_folder`; a URL or an absolute path stands by itself."""
+    return folder_at(folder) if _URL.match(folder) else LocalFolder(Path(dump_folder) / folder)
+
+
+class Folder(ABC):
+    """One folder, and what a checkpoint needs of the place where it lies; `str()` gives its path or URL."""
+
+    renames: ClassVar[bool]
+    """Whether a folder gets another name in one step, all or nothing."""
+
+    @abstractmethod
+    def __truediv__(self, name: str) -> "Folder":
+        """The folder `name` in this one."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The last part of the path."""
+
+    @property
+    @abstractmethod
+    def parent(self) -> "Folder":
+        """The folder that this one is in."""
+
+    @abstractmethod
+    def exists(self) -> bool:
+        """Whether it is there, and a folder."""
+
+    @abstractmethod
+    def folders(self) -> list[str]:
+        """The names of the folders in it; none where it does not exist."""
+
+    @abstractmethod
+    def files(self) -> dict[str, int]:
+        """Bytes of every file in it and in its folders, by relative name."""
+
+    @abstractmethod
+    def has_file(self, name: str) -> bool:
+        """Whether there is the file `name`."""
+
+    @abstractmethod
+    def open(self, name: str) -> io.BufferedIOBase:
+        """The file `name`, to be read."""
+
+    @abstractmethod
+    def write(self, name: str, content: bytes) -> None:
+        """Write the file `name`; when this returns it outlasts a power failure."""
+
+    @abstractmethod
+    def make(self) -> None:
+        """Create it, and those that it is in."""
+
+    @abstractmethod
+    def remove(self, first: str) -> None:
+        """Remove it with all that it holds, the file `first` before anything else."""
+
+    @abstractmethod
+    def sync(self, name: str) -> None:
+        """Make the file `name`, which something else wrote, outlast a power failure."""
+
+    @abstractmethod
+    def publish(self, name: str, marker: str, content: bytes) -> "Folder":
+        """Give it the name `name`, in place of a folder that has it, and put the file `marker` into it last of all."""
+
+    @abstractmethod
+    def filling(self) -> contextlib.AbstractContextManager[Path]:
+        """A folder on this host's disk; what is in it when the block ends is in this folder too."""
+
+    def read(self, name: str) -> bytes:
+        """The content of the file `name`."""
+        with self.open(name) as file:
+            return file.read()
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalFolder(Folder):
+    """A folder in a file system; also an `os.PathLike`."""
+
+    path: Path
+
+    renames = True
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __truediv__(self, name: str) -> "LocalFolder":
+        return LocalFolder(self.path / name)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.name
+
+    @property
+    def parent(self) -> "LocalFolder":
+        """The folder that this one is in."""
+        return LocalFolder(self.path.parent)
+
+    def exists(self) -> bool:
+        """Whether it is there, and a folder."""
+        return self.path.is_dir()
+
+    def folders(self) -> list[str]:
+        """The names of the folders in it."""
+        return [entry.name for entry in self.path.iterdir() if entry.is_dir()] if self.exists() else []
+
+    def files(self) -> dict[str, int]:
+        """Bytes of every file in it and in its folders."""
+        files = (path for path in sorted(self.path.rglob("*")) if path.is_file())
+        return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in files}
+
+    def has_file(self, name: str) -> bool:
+        """Whether there is the file `name`."""
+        return (self.path / name).is_file()
+
+    def open(self, name: str) -> io.BufferedIOBase:
+        """The file `name`, to be read."""
+        return open(self.path / name, "rb")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write the file `name`."""
+        with open(self.path / name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def make(self) -> None:
+        """Create it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def remove(self, first: str) -> None:
+        """Remove it, the file `first` before anything else."""
+        (self.path / first).unlink(missing_ok=True)
+        shutil.rmtree(self.path)
+
+    def sync(self, name: str) -> None:
+        """Make the file `name` outlast a power failure."""
+        _sync(self.path / name)
+
+    def publish(self, name: str, marker: str, content: bytes) -> "LocalFolder":
+        """Rename it to `name`, then rename the file `marker` into place."""
+        # Written before the rename, so that a full disk shows while a checkpoint to be replaced is still there.
+        self.write(f"{marker}.tmp", content)
+        for folder in [path for path in self.path.rglob("*") if path.is_dir()]:
+            _sync(folder)
+        final = self.parent / name
+        if final.exists():
+            final.remove(first=marker)
+        self.path.rename(final.path)
+        (final.path / f"{marker}.tmp").replace(final.path / marker)
+        for changed in (final, final.parent):
+            _sync(changed.path)
+        return final
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[Path]:
+        """The folder itself."""
+        yield self.path
+
+
+@contextlib.contextmanager
+def _as_os_error(url: str) -> Iterator[None]:
+    """A store's library has errors of its own: to those who save, they are what a disk's would be."""
+    try:
+        yield
+    except (OSError, UserError):
+        raise
+    except Exception as error:
+        raise OSError(f"{url}: {error!r}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFolder(Folder):
+    """A folder behind a URL, which cannot be renamed: its marker alone says whether it is complete."""
+
+    url: str
+
+    renames = False
+
+    def __post_init__(self) -> None:
+        self._open()
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> "RemoteFolder":
+        return RemoteFolder(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "RemoteFolder":
+        """The folder that this one is in."""
+        return RemoteFolder(self.url.rpartition("/")[0])
+
+    def exists(self) -> bool:
+        """Whether there is something under the URL."""
+        with self._store() as (store, root):
+            return store.isdir(root)
+
+    def folders(self) -> list[str]:
+        """The names of the folders in it."""
+        with self._store() as (store, root):
+            entries = store.ls(root, detail=True) if store.isdir(root) else []
+            return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+
+    def files(self) -> dict[str, int]:
+        """Bytes of every file in it and in its folders."""
+        with self._store() as (store, root):
+            found = store.find(root, detail=True)
+            return {path.removeprefix(root).lstrip("/"): found[path]["size"] for path in sorted(found)}
+
+    def has_file(self, name: str) -> bool:
+        """Whether there is the file `name`."""
+        with self._store() as (store, root):
+            return store.isfile(f"{root}/{name}")
+
+    def open(self, name: str) -> io.BufferedIOBase:
+        """The file `name`, to be read."""
+        with self._store() as (store, root):
+            return store.open(f"{root}/{name}", "rb")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write the file `name`; it is there as a whole or not at all."""
+        with self._store() as (store, root):
+            store.pipe_file(f"{root}/{name}", content)
+
+    def make(self) -> None:
+        """Create it, where the store has such a thing as an empty folder."""
+        with self._store() as (store, root):
+            store.makedirs(root, exist_ok=True)
+
+    def remove(self, first: str) -> None:
+        """Remove it, the file `first` before anything else."""
+        with self._store() as (store, root):
+            if store.isfile(f"{root}/{first}"):
+                store.rm_file(f"{root}/{first}")
+            store.rm(root, recursive=True)
+
+    def sync(self, name: str) -> None:
+        """Nothing: a store says that it has a file when it has it."""
+
+    def publish(self, name: str, marker: str, content: bytes) -> "RemoteFolder":
+        """Write the marker; the folder has its name from the start."""
+        assert name == self.name
+        self.write(marker, content)
+        return self
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[Path]:
+        """A temporary folder, which is uploaded."""
+        with tempfile.TemporaryDirectory() as temporary:
+            yield Path(temporary)
+            for name in LocalFolder(Path(temporary)).files():
+                self.write(name, (Path(temporary) / name).read_bytes())
+
+    @contextlib.contextmanager
+    def _store(self) -> Iterator[tuple[Any, str]]:
+        """fsspec's file system and the folder's path in it, as it is now: other processes change it too."""
+        with _as_os_error(self.url):
+            store, root = self._open()
+            store.invalidate_cache()
+            yield store, root
+
+    def _open(self) -> tuple[Any, str]:
+        from fsspec.core import url_to_fs
+
+        try:
+            return url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"{self.url} cannot be opened by what is installed here: {error}") from error
+
+
+def _sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, outlast a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

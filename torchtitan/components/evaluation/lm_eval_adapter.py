@@ -1,0 +1,137 @@
+"""Our models in lm-eval, EleutherAI's evaluation harness (https://github.com/EleutherAI/lm-evaluation-harness).
+
+Import this module only where the package `lm_eval` is installed.
+"""
+
+import itertools
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from torchtitan.components.evaluation.multiple_choice import encode_pairs
+from torchtitan.components.evaluation.scoring import Progress, Request, Scorer
+from torchtitan.components.generation import Sampling, TextStream, generate, start_id
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.errors import UserError
+
+_MAX_NEW_TOKENS = 256  # lm-eval's own default, where a task does not say
+
+
+class TorchtitanLM(LM):
+    """What lm-eval asks of a language model, text in and numbers or text out.
+
+    Args:
+        scorer: holds the model.
+        tokenizer: the model's.
+        stop_ids: tokens that end a generated text.
+        progress: told of each kind of requests, as they are answered.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        tokenizer: Tokenizer,
+        stop_ids: AbstractSet[int] = frozenset(),
+        progress: Progress | None = None,
+    ):
+        super().__init__()
+        self.scorer, self.tokenizer, self.stop_ids, self.progress = scorer, tokenizer, stop_ids, progress
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and whether it is the greedy one."""
+        pairs = encode_pairs(self.tokenizer, [request.args for request in requests])
+        return [(score.logprob, score.is_greedy) for score in self.scorer.score(pairs, self.progress)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Log-probability of each text, after BOS, in lm-eval's windows: each begins where the one before ended."""
+        start, size = start_id(self.tokenizer), self.scorer.max_seq_len
+        windows = []
+        for request in requests:
+            ids = self.tokenizer.encode(request.args[0], add_bos=False, add_eos=False)
+            pairs = map(make_disjoint_window, get_rolling_token_windows(ids, start, size, context_len=1))
+            windows.append([Request(*pair) for pair in pairs])
+        scores = iter(self.scorer.score(list(itertools.chain(*windows)), self.progress))
+        return [sum(next(scores).logprob for _ in of_text) for of_text in windows]
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Continue each context until one of the task's strings, a stop token, or the task's number of tokens."""
+        # One batch has one set of options.
+        same_options: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            same_options.setdefault(repr(request.args[1]), []).append(index)
+        texts: dict[int, str] = {}
+        size = self.scorer.batch_size
+        for indices in same_options.values():
+            for batch in (indices[i : i + size] for i in range(0, len(indices), size)):
+                contexts = [requests[index].args[0] for index in batch]
+                texts |= zip(batch, self._generate(contexts, requests[batch[0]].args[1]), strict=True)
+                if self.progress is not None:
+                    self.progress(len(texts), len(requests))
+        return [texts[index] for index in range(len(requests))]
+
+    def _generate(self, contexts: Sequence[str], options: dict[str, Any]) -> list[str]:
+        until = options.get("until") or []
+        stop = [until] if isinstance(until, str) else until
+        new_tokens = int(options.get("max_gen_toks", _MAX_NEW_TOKENS))
+        room = self.scorer.max_seq_len - new_tokens
+        if room < 1:
+            raise UserError(
+                f"the task asks for {new_tokens} new tokens (max_gen_toks), and the model's context is "
+                f"{self.scorer.max_seq_len}"
+            )
+        prompts = [ids[-room:] or [start_id(self.tokenizer)] for ids in self.tokenizer.encode_batch(contexts)]
+        streams = [TextStream(self.tokenizer, prompt, stop) for prompt in prompts]
+
+        def on_token(row: int, token: int) -> bool:
+            streams[row].push(token)
+            return streams[row].stopped
+
+        generate(
+            self.scorer.model,
+            prompts,
+            max_new_tokens=new_tokens,
+            sampling=_sampling(options),
+            stop_ids=self.stop_ids,
+            on_token=on_token,
+        )
+        for stream in streams:
+            stream.finish()
+        return [stream.text for stream in streams]
+
+
+def evaluate_tasks(
+    model: TorchtitanLM, tasks: Sequence[str], *, include_path: Path | None = None, limit: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """Metrics by task.
+
+    Args:
+        model: to evaluate.
+        tasks: names of lm-eval's own tasks, or of those in `include_path`.
+        include_path: folder with tasks in YAML.
+        limit: examples of each task; None: all.
+
+    Raises:
+        UserError: for a name that is no task.
+    """
+    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise UserError(
+            f"no lm-eval task is called {', '.join(unknown)}; a task is a name that `lm_eval ls tasks` lists, a "
+            "task of --include_path, or a file that ends in .jsonl, .txt or .md"
+        )
+    results = simple_evaluate(model, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False)
+    assert results is not None, "only the first of several processes gets results, and there is one"
+    return dict(results["results"])
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    if not options.get("do_sample", False):
+        return Sampling()
+    top_k = options.get("top_k") or None  # 0 is transformers' way to say: all
+    return Sampling(temperature=options.get("temperature", 1.0), top_k=top_k, top_p=options.get("top_p"))

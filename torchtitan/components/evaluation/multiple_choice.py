@@ -1,0 +1,150 @@
+"""Multiple choice: which of several continuations of a query a model holds for the most probable."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.components.evaluation.scoring import Progress, Request, Score, Scorer
+from torchtitan.components.generation.prompts import start_id
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One line of a file."""
+
+    query: str
+    choices: list[str]
+    gold: int
+    """Index of the right choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class MultipleChoiceResult:
+    """Shares of the questions whose right choice has the highest score; standard errors are of the mean."""
+
+    accuracy: float
+    """By the log-probability of the choice."""
+
+    accuracy_stderr: float | None
+    """None: of a single question there is none."""
+
+    accuracy_norm: float
+    """By the log-probability of the choice divided by its length in bytes of UTF-8."""
+
+    accuracy_norm_stderr: float | None
+
+    questions: int
+
+    truncated: int
+    """Questions whose query lost its beginning, as it is longer than the model's context."""
+
+
+def read_questions(path: Path, limit: int | None = None) -> list[Question]:
+    """The first `limit` questions (None: all) of a file with one JSON object per line: `query`, `choices`, `gold`.
+
+    Raises:
+        UserError: for a line that is something else, by its number.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"'{path}' cannot be read: {error}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    questions = [_parse(line, f"'{path}' line {number}") for number, line in numbered[:limit]]
+    if not questions:
+        raise UserError(f"'{path}' has no questions")
+    return questions
+
+
+def multiple_choice(
+    scorer: Scorer, tokenizer: Tokenizer, questions: Sequence[Question], progress: Progress | None = None
+) -> MultipleChoiceResult:
+    """Score every choice of every question.
+
+    Between query and choice stands a blank, unless the query ends or the choice begins with white space. Of scores that
+    are equal, the first counts.
+    """
+    requests = [
+        request
+        for question in questions
+        for request in encode_pairs(tokenizer, [(question.query, _joined(question, c)) for c in question.choices])
+    ]
+    scores = iter(scorer.score(requests, progress))
+    hits, norm_hits, truncated = [], [], 0
+    for question in questions:
+        of_choices = [next(scores) for _ in question.choices]
+        hits.append(_best([score.logprob for score in of_choices]) == question.gold)
+        norm_hits.append(_best(_per_byte(of_choices, question.choices)) == question.gold)
+        truncated += any(score.truncated for score in of_choices)
+    return MultipleChoiceResult(
+        accuracy=sum(hits) / len(hits),
+        accuracy_stderr=_stderr(hits),
+        accuracy_norm=sum(norm_hits) / len(norm_hits),
+        accuracy_norm_stderr=_stderr(norm_hits),
+        questions=len(questions),
+        truncated=truncated,
+    )
+
+
+def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Request]:
+    """Token ids of (context, continuation) pairs, by the rule of lm-eval, so that scores can be compared.
+
+    White space at the end of the context goes to the continuation. The continuation's tokens are then those of both
+    texts together beyond as many as the context alone has. An empty context is BOS (or EOS, where there is no BOS).
+    BOS is added as the tokenizer's own configuration says.
+
+    Raises:
+        UserError: for a continuation that is no token of its own.
+    """
+    moved = []
+    for context, continuation in pairs:
+        stripped = context.rstrip()
+        moved.append((stripped, context[len(stripped) :] + continuation))
+    whole = tokenizer.encode_batch([context + continuation for context, continuation in moved], add_eos=False)
+    alone = tokenizer.encode_batch([context for context, _ in moved], add_eos=False)
+    requests = []
+    for (context, continuation), whole_ids, context_ids in zip(moved, whole, alone, strict=True):
+        if not context:
+            context_ids = [start_id(tokenizer)]
+            whole_ids = whole_ids if whole_ids[:1] == context_ids else context_ids + whole_ids
+        if len(whole_ids) <= len(context_ids):
+            raise UserError(f"{continuation!r} adds no token to {context!r}, so it has no probability to compare")
+        requests.append(Request(context_ids, whole_ids[len(context_ids) :]))
+    return requests
+
+
+def _parse(line: str, place: str) -> Question:
+    try:
+        content = json.loads(line)
+        query, choices, gold = (content[key] for key in ("query", "choices", "gold"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{place} is not a JSON object with query, choices and gold") from error
+    well_formed = isinstance(query, str) and isinstance(choices, list) and type(gold) is int
+    if not (well_formed and choices and all(isinstance(choice, str) and choice.strip() for choice in choices)):
+        raise UserError(f"{place}: query must be a text, choices a list of texts that are not empty, gold a number")
+    if not 0 <= gold < len(choices):
+        raise UserError(f"{place}: gold is {gold}, and there are {len(choices)} choices, counted from 0")
+    return Question(query, choices, gold)
+
+
+def _joined(question: Question, choice: str) -> str:
+    separated = not question.query or question.query[-1].isspace() or choice[0].isspace()
+    return choice if separated else f" {choice}"
+
+
+def _per_byte(scores: Sequence[Score], choices: Sequence[str]) -> list[float]:
+    return [score.logprob / len(choice.encode()) for score, choice in zip(scores, choices, strict=True)]
+
+
+def _best(values: Sequence[float]) -> int:
+    return values.index(max(values))
+
+
+def _stderr(hits: Sequence[bool]) -> float | None:
+    """Sample standard deviation over the square root of the number."""
+    mean = sum(hits) / len(hits)
+    return math.sqrt(mean * (1 - mean) / (len(hits) - 1)) if len(hits) > 1 else None

@@ -1,0 +1,129 @@
+"""The probability that a model gives to a continuation of a context: what all evaluations here are made of."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.components.generation.generate import evaluating
+from torchtitan.tools.errors import UserError
+
+Progress = Callable[[int, int], None]
+"""Told how many requests are done, and how many there are."""
+
+_LOGITS_AT_ONCE = 2**26  # elements: a quarter of a GiB in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Token ids of a context, at least one, and of what follows it."""
+
+    context: list[int]
+    continuation: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a model says of a request."""
+
+    logprob: float
+    """Natural logarithm of the continuation's probability: the sum over its tokens."""
+
+    is_greedy: bool
+    """Whether the continuation is what greedy decoding would give."""
+
+    truncated: bool
+    """Whether the context lost tokens at its beginning, as it is longer than the model's own."""
+
+
+class Scorer:
+    """Scores requests in batches of similar length.
+
+    Args:
+        model: in one process, on the device to compute on; `max_seq_len` of its configuration is the longest sequence
+            that it is given.
+        batch_size: requests per forward pass.
+    """
+
+    def __init__(self, model: nn.Module, *, batch_size: int = 8):
+        if batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}, and must be at least 1")
+        self.model = model
+        self.max_seq_len: int = model.config.max_seq_len  # type: ignore[union-attr,assignment]
+        self.batch_size = batch_size
+        self._device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def score(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Score]:
+        """The score of each request, in their order.
+
+        A request of more than `max_seq_len` + 1 tokens loses the first of its context. (The last token is predicted,
+        and not given to the model.)
+
+        Raises:
+            UserError: for a continuation that is itself longer than the model's context.
+        """
+        for request in requests:
+            assert request.context, "a context has at least one token"
+            if len(request.continuation) > self.max_seq_len:
+                raise UserError(
+                    f"a continuation of {len(request.continuation)} tokens is longer than the model's context of "
+                    f"{self.max_seq_len} tokens"
+                )
+        # The longest first: what does not fit into memory shows at once.
+        order = sorted(range(len(requests)), key=lambda i: -len(requests[i].context) - len(requests[i].continuation))
+        scores: dict[int, Score] = {}
+        with evaluating(self.model):
+            for begin in range(0, len(order), self.batch_size):
+                batch = order[begin : begin + self.batch_size]
+                scores |= zip(batch, self._score_batch([requests[index] for index in batch]), strict=True)
+                if progress is not None:
+                    progress(len(scores), len(requests))
+        return [scores[index] for index in range(len(requests))]
+
+    def _score_batch(self, requests: Sequence[Request]) -> list[Score]:
+        sequences = [(request.context + request.continuation)[-self.max_seq_len - 1 :] for request in requests]
+        longest = max(map(len, sequences)) - 1
+        # Padding stands behind the tokens, where causal attention does not see it.
+        tokens = [sequence[:-1] + [0] * (longest + 1 - len(sequence)) for sequence in sequences]
+        # Column j predicts token j + 1: the n tokens of a continuation are predicted by the n columns before its last.
+        places = [
+            (row, len(sequence) - 1 - len(request.continuation) + i)
+            for row, (sequence, request) in enumerate(zip(sequences, requests, strict=True))
+            for i in range(len(request.continuation))
+        ]
+        rows_N, columns_N = torch.tensor(places, dtype=torch.long, device=self._device).view(-1, 2).T
+        targets = [token for request in requests for token in request.continuation]
+        logprobs_N, greedy_N = self._logprobs(tokens, rows_N, columns_N, torch.tensor(targets, device=self._device))
+        lengths = [len(request.continuation) for request in requests]
+        return [
+            Score(
+                logprob=logprobs.sum(dtype=torch.float64).item(),
+                is_greedy=bool(greedy.all()),
+                truncated=len(request.context) + len(request.continuation) > self.max_seq_len + 1,
+            )
+            for request, logprobs, greedy in zip(
+                requests, logprobs_N.split(lengths), greedy_N.split(lengths), strict=True
+            )
+        ]
+
+    def _logprobs(
+        self, tokens: list[list[int]], rows_N: Tensor, columns_N: Tensor, targets_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability (float32) of each target at its place in the batch, and whether it is the most probable."""
+
+        def head(hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
+            chunk = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])
+            parts = []
+            for hidden_ND, targets in zip(
+                hidden_BLD[rows_N, columns_N].split(chunk), targets_N.split(chunk), strict=True
+            ):
+                logits_NV = F.linear(hidden_ND, weight_VD).float()
+                chosen_N = logits_NV.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
+                parts.append(torch.stack((chosen_N, (logits_NV.argmax(dim=-1) == targets).float())))
+            return torch.cat(parts, dim=1).cpu()
+
+        logprobs_N, greedy_N = self.model(torch.tensor(tokens, device=self._device), packed=False, head=head)
+        return logprobs_N, greedy_N.bool()

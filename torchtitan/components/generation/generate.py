@@ -1,0 +1,233 @@
+"""Continues token sequences with a model: what `torchtitan generate` and training methods call."""
+
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from torchtitan.components.generation.kv_cache import KVCache
+from torchtitan.components.generation.sampling import Sampler, Sampling
+from torchtitan.distributed.parallelize import free_gathered_weights
+from torchtitan.tools.errors import UserError
+
+FinishReason = Literal["stop", "length"]
+
+OnToken = Callable[[int, int], bool]
+"""Called with a row's number and its next token, in the order of the rows; True ends the row."""
+
+_PADDING = 0  # any token will do: nothing attends to it
+
+
+@dataclass(slots=True)
+class Generation:
+    """What one prompt was continued with."""
+
+    ids: list[int] = field(default_factory=list)
+    """The new tokens, with the stop token, if there was one, as the last."""
+
+    logprobs: list[float] = field(default_factory=list)
+    """Natural logarithm of each new token's probability under the model itself, that is at temperature 1 and before
+    top_k and top_p."""
+
+    finish_reason: FinishReason = "length"
+    """`stop`: by a stop token, or because `on_token` said so. `length`: it has max_new_tokens."""
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_ids: AbstractSet[int] = frozenset(),
+    on_token: OnToken | None = None,
+    use_cache: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> list[Generation]:
+    """Continue each of `prompts`, all in one batch; each ends by itself.
+
+    Works for a model as it is and under FSDP, DDP, tensor parallelism, activation checkpointing, compilation (whose
+    blocks run uncompiled meanwhile) and autocast, not under pipeline or context parallelism. The model is in evaluation
+    mode meanwhile.
+
+    Args:
+        model: on the device to compute on.
+        prompts: token ids, at least one each, of any lengths.
+        max_new_tokens: per prompt, stop token included.
+        sampling: how tokens are drawn; None: always the most probable one.
+        stop_ids: tokens that end a row. `on_token` is not told of them.
+        on_token: told of each token as it is chosen.
+        use_cache: keep keys and values; without, every token costs a forward pass of all before it.
+        group: of several processes that must make their forward passes together (FSDP, tensor parallelism): they go
+            on until all rows of all of them are done. Each may have prompts of its own, under tensor parallelism all
+            have the same.
+
+    Raises:
+        UserError: if there is nothing to continue, or if a prompt and its continuation are longer than the model's
+            context (`model.config.max_seq_len`).
+    """
+    _check(model, prompts, max_new_tokens)
+    rows = _Rows(len(prompts), max_new_tokens, stop_ids, on_token)
+    sampler = Sampler(sampling or Sampling(), len(prompts))
+    next_logits = _cached_logits if use_cache else _recomputed_logits
+    with evaluating(model), next_logits(model, prompts, max_new_tokens) as step:
+        tokens_B: Tensor | None = None
+        while not _all_done(rows, group):
+            logits_BV = step(tokens_B).float()
+            tokens_B = sampler.draw(logits_BV)
+            logprobs_B = logits_BV.log_softmax(dim=-1).gather(1, tokens_B.to(logits_BV.device)[:, None])[:, 0]
+            rows.extend(tokens_B.tolist(), logprobs_B.tolist())
+    return rows.generations
+
+
+class _Rows:
+    """The rows of a batch as they grow, each until it is done."""
+
+    def __init__(self, n_rows: int, max_new_tokens: int, stop_ids: AbstractSet[int], on_token: OnToken | None):
+        self.generations = [Generation() for _ in range(n_rows)]
+        self.unfinished = set(range(n_rows)) if max_new_tokens > 0 else set()
+        self._max_new_tokens, self._stop_ids, self._on_token = max_new_tokens, stop_ids, on_token
+
+    def extend(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Append each row's next token; those of finished rows mean nothing."""
+        for row in sorted(self.unfinished):
+            generation = self.generations[row]
+            generation.ids.append(tokens[row])
+            generation.logprobs.append(logprobs[row])
+            stopped = tokens[row] in self._stop_ids
+            if not stopped and self._on_token is not None:
+                stopped = self._on_token(row, tokens[row])
+            if stopped:
+                generation.finish_reason = "stop"
+            if stopped or len(generation.ids) == self._max_new_tokens:
+                self.unfinished.discard(row)
+
+
+def _check(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    if not prompts or not all(prompts):
+        raise UserError("each prompt must have at least one token (an empty text begins with BOS)")
+    if max_new_tokens < 0:
+        raise UserError(f"max_new_tokens is {max_new_tokens}, and must be 0 or more")
+    longest, context = max(map(len, prompts)), cast(Any, model).config.max_seq_len
+    if longest + max_new_tokens > context:
+        raise UserError(
+            f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} are more than the model's context of "
+            f"{context} tokens (its max_seq_len); shorten one of them"
+        )
+
+
+def _all_done(rows: _Rows, group: dist.ProcessGroup | None) -> bool:
+    if group is None:
+        return not rows.unfinished
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+    unfinished = torch.tensor(len(rows.unfinished), device=device)
+    dist.all_reduce(unfinished, group=group)
+    return unfinished.item() == 0
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards in the one it was in, without weights that FSDP gathered."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        free_gathered_weights(model)
+        model.train(was_training)
+
+
+# The two ways to the logits of the next token. Both yield `step(tokens_B)`, which appends a token to each row (at first
+# there is None: the prompts themselves) and gives (B, V).
+
+_Step = Callable[[Tensor | None], Tensor]
+
+
+@contextmanager
+def _cached_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[_Step]:
+    degree = _tensor_parallel_degree(model)
+    tokens_BL, positions_BL = _left_padded(prompts, degree, _device_of(model))
+    next_positions_B = positions_BL[:, -1]
+    length = tokens_BL.shape[1]
+
+    with KVCache(model, length + max_new_tokens + degree - 1) as cache:
+
+        def step(new_B: Tensor | None) -> Tensor:
+            nonlocal next_positions_B
+            if new_B is None:
+                cache.expect(positions_BL >= 0)
+                logits_BV = _logits_at(model, length - 1, tokens_BL, positions_BL.clamp(min=0), packed=False)
+                cache.advance(length)
+                return logits_BV
+            next_positions_B = next_positions_B + 1
+            # Tensor parallelism shares the tokens of a sample out evenly: those behind the first are padding.
+            one_BL = new_B.to(tokens_BL.device)[:, None].expand(-1, degree)
+            cache.expect(torch.arange(degree, device=one_BL.device).expand_as(one_BL) == 0)
+            logits_BV = _logits_at(model, 0, one_BL, next_positions_B[:, None].expand_as(one_BL), packed=False)
+            cache.advance(1)
+            return logits_BV
+
+        yield step
+
+
+@contextmanager
+def _recomputed_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[_Step]:
+    degree, device = _tensor_parallel_degree(model), _device_of(model)
+    sequences = [list(prompt) for prompt in prompts]
+
+    def step(new_B: Tensor | None) -> Tensor:
+        if new_B is not None:
+            for sequence, token in zip(sequences, new_B.tolist(), strict=True):
+                sequence.append(token)
+        tokens_BL, positions_BL = _left_padded(sequences, degree, device)
+        # Each token of the padding, at position 0, is a document of its own to the model.
+        return _logits_at(model, tokens_BL.shape[1] - 1, tokens_BL, positions_BL.clamp(min=0))
+
+    yield step
+
+
+def _left_padded(sequences: Sequence[Sequence[int]], multiple: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and their positions, (B, L) with L a multiple of `multiple`; the positions of padding are below 0."""
+    longest = -(-max(map(len, sequences)) // multiple) * multiple
+    paddings = [longest - len(sequence) for sequence in sequences]
+    tokens = [[_PADDING] * padding + list(sequence) for padding, sequence in zip(paddings, sequences, strict=True)]
+    positions_BL = torch.arange(longest, device=device) - torch.tensor(paddings, device=device)[:, None]
+    return torch.tensor(tokens, device=device), positions_BL
+
+
+def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, positions_BL: Tensor, **inputs: bool) -> Tensor:
+    """Logits (B, V) of the token in column `index`."""
+
+    def head(hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
+        if isinstance(hidden_BLD, DTensor):
+            hidden_BLD = hidden_BLD.full_tensor()
+        hidden_BD = hidden_BLD[:, index]
+        if not isinstance(weight_VD, DTensor):
+            return F.linear(hidden_BD, weight_VD)
+        # Each tensor-parallel rank has its part of the vocabulary; their logits are fewer than the weights.
+        shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
+        return cast(DTensor, F.linear(shared_BD, weight_VD)).full_tensor()
+
+    logits: Tensor = model(tokens_BL, positions_BL, head=head, **inputs)
+    return logits
+
+
+def _tensor_parallel_degree(model: nn.Module) -> int:
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
+            return parameter.device_mesh["tp"].size()
+    return 1
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model computes; what FSDP offloads lies elsewhere."""
+    parameter = next(model.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

@@ -1,0 +1,44 @@
+"""What begins a text and what ends it, for a model that comes with these files."""
+
+import json
+from pathlib import Path
+
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.errors import UserError
+
+
+def start_id(tokenizer: Tokenizer) -> int:
+    """The token that an empty text is continued from: BOS, or EOS (the border between documents) where there is none.
+
+    Raises:
+        UserError: if the tokenizer has neither.
+    """
+    token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    if token_id is None:
+        raise UserError("the tokenizer has neither BOS nor EOS to begin an empty text with; give a text to begin from")
+    return token_id
+
+
+def stop_ids(tokenizer: Tokenizer, folder: Path) -> set[int]:
+    """The tokens that end a text: the tokenizer's EOS, and all that `eos_token_id` names in `folder`, in
+    `generation_config.json` or, where that says nothing, in `config.json`.
+
+    Raises:
+        UserError: if such a file is not what it should be.
+    """
+    own = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        if path.is_file() and (declared := _declared_ids(path)):
+            return own | declared
+    return own
+
+
+def _declared_ids(path: Path) -> set[int]:
+    try:
+        declared = json.loads(path.read_bytes()).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"'{path}' does not hold a JSON object: {error}") from error
+    ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise UserError(f"'{path}' has eos_token_id {declared!r}, and must have an id or a list of ids")
+    return set(ids)
