@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from torchtitan.components.checkpoint import storage, writing
 from torchtitan.components.checkpoint.formats.find import DCP_METADATA
@@ -60,14 +61,24 @@ class DcpSource(TensorSource):
         chunk = ChunkStorageMetadata(torch.Size(part.start for part in wanted), torch.Size(shape))
         saved = self._metadata.state_dict_metadata[key]
         assert isinstance(saved, TensorStorageMetadata), "a form is a tensor's"
-        plan = LoadPlan(create_read_items_for_chunk_list(key, saved, [chunk]))
-        reader = dcp.FileSystemReader(self.path)
-        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        items = create_read_items_for_chunk_list(key, saved, [chunk])
         try:
-            reader.read_data(plan, _ReadInto(out)).wait()
+            if slices is None and len(items) == len(saved.chunks) == 1:
+                return self._load(items[0])
+            reader = dcp.FileSystemReader(self.path)
+            reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            reader.read_data(LoadPlan(items), _ReadInto(out)).wait()
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise damaged(self.path, f"{name}: {error!r}".split("\n")[0]) from error
         return out
+
+    def _load(self, item: ReadItem) -> Tensor:
+        """A tensor that lies in one piece; DCP's reader would hold it twice."""
+        place = self._metadata.storage_data[item.storage_index]
+        with open(self.path / place.relative_path, "rb") as file:
+            view: Any = _create_file_view(file, place.offset, place.length)
+            tensor: Tensor = torch.load(view, map_location="cpu", weights_only=True)
+        return tensor
 
 
 def state_forms(path: Path) -> dict[str, dict[str, TensorForm]]:
