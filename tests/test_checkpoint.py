@@ -334,7 +334,7 @@ def test_a_killed_save_leaves_no_checkpoint(tmp_path: Path, async_mode: str, log
         dump_folder=str(tmp_path), states={"model": ModelState([nn.Linear(4, 4)])}
     )
     assert manager.load() == 1
-    assert "step-2.partial was left by a save that did not end" in log.text
+    assert "step-2.partial was left by a save, or a removal, that did not end" in log.text
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-1"]
 
 
@@ -355,12 +355,16 @@ def test_a_removal_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: p
     def refuse(path: Path) -> None:
         raise PermissionError(f"cannot remove {path}")
 
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    run = Run(tmp_path, keep_latest_k=1)
-    run.manager.load()
-    run.train_and_save(1)  # complete, although the old ones cannot be removed
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        run = Run(tmp_path, keep_latest_k=1)
+        run.manager.load()
+        run.train_and_save(1)  # complete, although the old ones cannot be removed
     assert [info.step for info in list_checkpoints(tmp_path / "checkpoint") if not info.complete] == [1]
-    assert (tmp_path / "checkpoint/step-1/.metadata").exists()
+    assert (tmp_path / "checkpoint/step-1.removed.partial/.metadata").exists()
+    Run(tmp_path).manager.load()  # a run that starts removes what was left
+    assert steps(tmp_path) == [2, 3]
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-3"]
 
 
 BAD_MARKERS: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {

@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchtitan.components.checkpoint.assets import CheckpointAssets, asset_files
+from torchtitan.components.checkpoint import folders
+from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in
 from torchtitan.components.checkpoint.formats import ForeignView, HuggingFaceSource
+from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import FLAVORS, FORMATS, Llama3Model
 from torchtitan.models.pretrained import load_model, native_source, spec_of
@@ -327,11 +329,19 @@ class TestOurOwnFormat:
 
         reference_of(ODD).save_pretrained(tmp_path / "hf")
         spec, source = native_source(tmp_path / "hf")
-        folder = tmp_path / "step-3"
-        folder.mkdir()
-        write_dcp(folder, source.forms, source.read)
-        CheckpointAssets.of(spec, asset_files("")).write(folder)
-        return folder
+        partial = folders.start_partial(tmp_path, 3)
+        path = Path(str(partial))
+        write_dcp(path, source.forms, source.read)
+        CheckpointAssets.of(spec, files_in(EMBEDDED_TOKENIZER)).write(path)
+        return Path(str(folders.commit(partial, folders.Marker(step=3, kind="model_only", world_size=1))))
+
+    def test_a_damaged_one_is_not_opened(self, folder):
+        file = next(folder.glob("*.distcp"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=f"is damaged.*{file.name}"):
+            load_model(folder, device="cpu")
 
     def test_it_says_what_it_is_of(self, folder):
         loaded = load_model(folder, device="cpu")
@@ -350,7 +360,7 @@ class TestOurOwnFormat:
     def test_a_family_outside_the_package(self, folder, tmp_path, monkeypatch):
         self.describe(folder, module="family_of_mine")
         with pytest.raises(UserError, match="'family_of_mine', which cannot be imported"):
-            load_model(folder, device="cpu")
+            spec_of(folder)
         (tmp_path / "family_of_mine.py").write_text("from torchtitan.models.llama3 import *\nFLAVORS, model_spec")
         monkeypatch.syspath_prepend(str(tmp_path))
         assert spec_of(folder).model == ODD
@@ -359,12 +369,12 @@ class TestOurOwnFormat:
     def test_a_configuration_that_is_not_the_models(self, folder):
         self.describe(folder, config={"dim": 3, "depth": 4})
         with pytest.raises(UserError, match="unknown keys depth"):
-            load_model(folder, device="cpu")
+            spec_of(folder)
 
     def test_without_its_description(self, folder):
         shutil.rmtree(folder / "assets")
         with pytest.raises(UserError, match=r"model\.json"):
-            load_model(folder, device="cpu")
+            spec_of(folder)
 
 
 def test_files_are_read_in_parts(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
-from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in, tokenizer_folder
+from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in
 from torchtitan.components.checkpoint.pretrained import export_huggingface, load_pretrained
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.loss import IGNORE_INDEX
@@ -275,7 +275,7 @@ class Trainer(Configurable):
     def build_checkpointer(self) -> CheckpointManager:
         """The checkpointer over everything that a resumed run needs."""
         config, spec = self.config, self.config.model_spec
-        assets = tokenizer_folder(config.hf_assets_path)
+        assets = self.tokenizer.folder
         return config.checkpoint.build(
             dump_folder=config.dump_folder,
             states=self.states(),

@@ -144,6 +144,9 @@ class Campaign:
             outcome.faults.append(f"{n_lines} of {self.steps} steps are logged at the end")
         if left := sorted(str(path.relative_to(folder)) for path in folder.rglob("*.partial")):
             outcome.faults.append(f"left behind: {', '.join(left)}")
+        unmarked = [path.name for path in folder.glob("checkpoint/step-*") if not (path / "complete.json").exists()]
+        if unmarked:
+            outcome.faults.append(f"without a marker, and never removed: {', '.join(sorted(unmarked))}")
         last = folder / "checkpoint" / f"step-{self.steps}"
         if not (last / "complete.json").exists():
             outcome.faults.append(f"there is no complete checkpoint of step {self.steps}")

@@ -91,8 +91,8 @@ def _convert(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Find mistakes before anything is read or written."""
-    from torchtitan.components.checkpoint import folders
     from torchtitan.components.checkpoint.formats import format_of
+    from torchtitan.components.checkpoint.pretrained import check_digests
 
     if options.max_shard_size <= 0:
         raise UserError(f"--max_shard_size is {options.max_shard_size}, and must be above 0")
@@ -102,8 +102,7 @@ def _check(options: argparse.Namespace) -> None:
     found = format_of(options.input)
     if options.source and options.source != found:
         raise UserError(f"{options.input} is a checkpoint in the format {found}, and not {options.source}")
-    if (found == "dcp" or folders.has_marker(options.input)) and (faults := folders.verify(options.input)):
-        raise UserError(f"{options.input} is damaged or incomplete: {'; '.join(faults)}; convert another checkpoint")
+    check_digests(options.input)
 
 
 def _start_partial(output: Path) -> Path:

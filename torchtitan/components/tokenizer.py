@@ -37,6 +37,8 @@ class Tokenizer(Configurable, ABC):
     """Whether the model's own configuration puts BOS in front of a text."""
     adds_eos: bool
     """Whether the model's own configuration puts EOS behind a text."""
+    folder: Path | None = None
+    """Where the files lie that it was read from: checkpoints carry a copy of them. None: it is not made of files."""
     fingerprint: str
     """Hexadecimal digest of what decides the ids of a text (the files, BOS and EOS, the class), for a cache's key."""
 
@@ -118,7 +120,7 @@ class PretrainedTokenizer(Tokenizer):
 
     def __init__(self, config: Tokenizer.Config, *, path: str | Path = ""):
         super().__init__(config)
-        folder = Path(path) if str(path) else EMBEDDED_TOKENIZER
+        self.folder = folder = Path(path) if str(path) else EMBEDDED_TOKENIZER
         self._backend = _load_backend(folder)
         settings = _read_json(folder / "tokenizer_config.json")
         prefix, suffix = self._backend.added_ids()

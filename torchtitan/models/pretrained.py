@@ -76,12 +76,14 @@ def load_model(path: str | Path, *, device: torch.device | str, dtype: torch.dty
         dtype: of its weights. None: the type in which the checkpoint has most of them.
 
     Raises:
-        UserError: as `native_source`.
+        UserError: as `native_source`; and where a checkpoint of ours is damaged.
     """
     from torchtitan.components.checkpoint.assets import asset_folder
     from torchtitan.components.checkpoint.formats import load_weights
     from torchtitan.components.checkpoint.formats.export import prevailing_dtype
+    from torchtitan.components.checkpoint.pretrained import check_digests
 
+    check_digests(path)
     spec, source = native_source(path)
     with torch.device("meta"):
         model: BaseModel = spec.model.build()

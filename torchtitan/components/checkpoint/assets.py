@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
+from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -46,7 +46,7 @@ class CheckpointAssets:
 
     @classmethod
     def of(cls, spec: ModelSpec, files: Sequence[Path]) -> "CheckpointAssets":
-        """Those of a model, with `files`, such as `asset_files(hf_assets_path)`."""
+        """Those of a model, with `files`, such as `files_in(tokenizer.folder)`."""
         return cls({"module": spec.module, "flavor": spec.flavor, "config": spec.model.to_dict()}, files)
 
     def write(self, folder: Path) -> None:
@@ -56,21 +56,6 @@ class CheckpointAssets:
         for file in self.files:
             shutil.copyfile(file, assets / file.name)
         (assets / _MODEL).write_text(json.dumps(self.model, indent=2) + "\n")
-
-
-def tokenizer_folder(hf_assets_path: str | Path) -> Path:
-    """The folder with a run's tokenizer: `hf_assets_path` where it has one, otherwise that of the embedded one."""
-    return Path(hf_assets_path) if str(hf_assets_path) and has_tokenizer(Path(hf_assets_path)) else EMBEDDED_TOKENIZER
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether there is a tokenizer's file in `folder`."""
-    return any((folder / name).is_file() for name in _TOKENIZERS)
-
-
-def asset_files(hf_assets_path: str | Path) -> list[Path]:
-    """The files of `FILES` that a run's checkpoints carry: those in its `tokenizer_folder`."""
-    return files_in(tokenizer_folder(hf_assets_path))
 
 
 def asset_folder(checkpoint: Path) -> Path:
@@ -92,7 +77,8 @@ def token_ids(folder: Path) -> dict[str, Any]:
     for name in ("config.json", "generation_config.json"):  # the second wins: it has all ids that end a text
         content = _read_object(folder / name) if (folder / name).is_file() else {}
         found |= {key: content[key] for key in _TOKEN_IDS if content.get(key) is not None}
-    if not {"bos_token_id", "eos_token_id"} <= found.keys() and has_tokenizer(folder):
+    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
+    if not {"bos_token_id", "eos_token_id"} <= found.keys() and has_tokenizer:
         found = _ids_of_tokenizer(folder) | found
     return {key: found[key] for key in _TOKEN_IDS if key in found}
 
@@ -112,9 +98,9 @@ def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
     return content
 
 
-def files_in(folder: Path) -> list[Path]:
-    """The files of `FILES` that `folder` has."""
-    return [folder / name for name in FILES if (folder / name).is_file()]
+def files_in(folder: Path | None) -> list[Path]:
+    """The files of `FILES` that `folder` has; None of no folder."""
+    return [] if folder is None else [folder / name for name in FILES if (folder / name).is_file()]
 
 
 def _ids_of_tokenizer(folder: Path) -> dict[str, int]:

@@ -28,7 +28,7 @@ AnyFolder = str | os.PathLike[str] | Folder
 _MARKER = "complete.json"
 _DAMAGE = "damaged.json"
 _FORMAT_VERSION = 2
-_NAME = re.compile(r"step-(\d+)((?:\.dcp)?\.partial)?")
+_NAME = re.compile(r"step-(\d+)((?:\.dcp|\.removed)?\.partial)?")
 _KINDS_IN_WORDS = {"full": "everything", "model_only": "the model only", "huggingface": "a Hugging Face model only"}
 
 
@@ -292,7 +292,7 @@ def discard_incomplete(folder: Folder, step: int) -> None:
 
 
 def remove_checkpoint(path: Folder) -> None:
-    """Remove a checkpoint, its marker first: cut short, what remains does not look like a checkpoint."""
+    """Remove a checkpoint; cut short, what remains does not look like one."""
     path.remove(first=_MARKER)
 
 

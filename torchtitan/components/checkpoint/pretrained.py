@@ -6,6 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
+from torchtitan.components.checkpoint import folders
 from torchtitan.components.checkpoint.formats import ConvertedSource, TensorSource, format_of, load_weights, open_source
 from torchtitan.components.checkpoint.formats.export import export_checkpoint, format_for
 from torchtitan.components.checkpoint.ranks import Ranks
@@ -13,7 +14,19 @@ from torchtitan.components.checkpoint.start import load_model_state
 from torchtitan.components.checkpoint.states import ModelState
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.state_dict_adapter import model_forms
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+
+
+def check_digests(path: str | Path) -> None:
+    """Make sure that a checkpoint which a run of ours, or `torchtitan convert`, saved is as it was written. Another's,
+    as one from the hub, has nothing to be compared with.
+
+    Raises:
+        UserError: naming the files that are not.
+    """
+    if (format_of(path) == "dcp" or folders.has_marker(path)) and (faults := folders.verify(path)):
+        raise UserError(f"{path} is damaged or incomplete: {'; '.join(faults)}; take another checkpoint")
 
 
 def native_source(path: str | Path, spec: ModelSpec) -> TensorSource:
@@ -50,7 +63,7 @@ def load_pretrained(path: str | Path, spec: ModelSpec, model_parts: Sequence[nn.
     logger.info("loaded %s, pre-trained weights", path)
 
 
-def export_huggingface(source: Path, target: Path, ranks: Ranks, *, spec: ModelSpec, assets: Path) -> None:
+def export_huggingface(source: Path, target: Path, ranks: Ranks, *, spec: ModelSpec, assets: Path | None) -> None:
     """Fill `target` with the Hugging Face folder of a model; every rank calls this, and writes some of the files.
 
     Args:
@@ -58,7 +71,7 @@ def export_huggingface(source: Path, target: Path, ranks: Ranks, *, spec: ModelS
         target: an empty folder.
         ranks: who calls this.
         spec: the model.
-        assets: folder with the tokenizer's files.
+        assets: folder with the tokenizer's files; None: there are none.
     """
     # Deferred: DCP takes a second to import.
     from torchtitan.components.checkpoint.formats.dcp import DcpSource

@@ -125,7 +125,7 @@ def _find_and_tidy(config: "CheckpointManager.Config", folder: Folder) -> Start 
     resumed = start.checkpoint.step if start and start.resumes else -1
     for info in folders.list_checkpoints(folder) if config.enable else []:
         if info.path.name.endswith(".partial"):
-            logger.warning("%s was left by a save that did not end", info.path)
+            logger.warning("%s was left by a save, or a removal, that did not end", info.path)
             if not config.load_only:
                 folders.remove_checkpoint(info.path)
         elif not info.complete:

@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 
 from torchtitan.tools.errors import UserError
 
+UNFINISHED = ".partial"
+"""The end of the name of a folder that is being written, or removed."""
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -88,7 +91,7 @@ class Folder(ABC):
 
     @abstractmethod
     def remove(self, first: str) -> None:
-        """Remove it with all that it holds, the file `first` before anything else."""
+        """Remove it with all that it holds. Cut short, what is left is not complete: `first` is the file that says so."""
 
     @abstractmethod
     def sync(self, name: str) -> None:
@@ -168,9 +171,14 @@ class LocalFolder(Folder):
         self.path.mkdir(parents=True, exist_ok=True)
 
     def remove(self, first: str) -> None:
-        """Remove it, the file `first` before anything else."""
-        (self.path / first).unlink(missing_ok=True)
-        shutil.rmtree(self.path)
+        """Remove it; before that it gets a name that tells what is left of it, where that is cut short."""
+        doomed = self.path
+        if not self.name.endswith(UNFINISHED):
+            doomed = self.path.with_name(f"{self.name}.removed{UNFINISHED}")
+            if doomed.exists():
+                shutil.rmtree(doomed)
+            self.path.rename(doomed)
+        shutil.rmtree(doomed)
 
     def sync(self, name: str) -> None:
         """Make the file `name` outlast a power failure."""

@@ -34,7 +34,7 @@ def export_checkpoint(
     to: Format,
     spec: ModelSpec,
     source: TensorSource,
-    assets: Path,
+    assets: Path | None,
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -49,7 +49,8 @@ def export_checkpoint(
         to: the format.
         spec: the model.
         source: its weights, under our names.
-        assets: folder with the files that go along (`assets.FILES`) and, of a Hugging Face checkpoint, a config.json.
+        assets: folder with the files that go along (`assets.FILES`) and, of a Hugging Face checkpoint, a config.json;
+            None: there are none.
         dtype: of the floating-point weights that are written. None: as they are.
         max_file_bytes: largest file of weights, in Hugging Face's format.
         advance: called with the bytes of each tensor that has been read.
@@ -109,11 +110,11 @@ def _write_description(
     folder: Path,
     to: Format,
     spec: ModelSpec,
-    assets: Path,
+    assets: Path | None,
     forms: Mapping[str, TensorForm],
 ) -> None:
     """Write all but the weights."""
-    files, ids, beside = files_in(assets), token_ids(assets), folder
+    files, ids, beside = files_in(assets), token_ids(assets) if assets else {}, folder
     if to == "dcp":
         CheckpointAssets.of(spec, files).write(folder)
         beside = folder / FOLDER
