@@ -17,7 +17,7 @@ import torch
 
 from torchtitan.components.checkpoint.manifest import find_faults, write_manifest
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.store import Folder, folder_at
+from torchtitan.components.checkpoint.store import UNFINISHED, Folder, folder_at
 from torchtitan.tools.errors import UserError
 
 Kind = Literal["full", "model_only", "huggingface"]
@@ -301,6 +301,8 @@ class _MarkerError(Exception):
 
 
 def _inspect(step: int, folder: Folder) -> CheckpointInfo:
+    if folder.name.endswith(UNFINISHED):
+        return CheckpointInfo(step, folder, None)  # with a marker, it is being removed
     try:
         return CheckpointInfo(step, folder, _read_marker(folder), damage=_read_damage(folder))
     except _MarkerError as error:

@@ -91,7 +91,7 @@ class Folder(ABC):
 
     @abstractmethod
     def remove(self, first: str) -> None:
-        """Remove it with all that it holds. Cut short, what is left is not complete: `first` is the file that says so."""
+        """Remove it with all that it holds. Cut short, the rest is not complete: `first` is the file that says so."""
 
     @abstractmethod
     def sync(self, name: str) -> None:
