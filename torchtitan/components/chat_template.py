@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
 
 if TYPE_CHECKING:
     import jinja2.ext
@@ -84,7 +85,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     Raises:
         UserError: if there is one that cannot be read.
     """
-    settings = _read_settings(folder / "tokenizer_config.json")
+    settings = read_object(folder / "tokenizer_config.json")
     file = folder / "chat_template.jinja"
     source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     if isinstance(source, list):
@@ -95,18 +96,6 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     # A token is written as a string or, by older versions, as an object.
     texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items() if token}
     return ChatTemplate(source, texts)
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"'{path}' is not valid JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise UserError(f"'{path}' must hold a JSON object, not {type(settings).__name__}")
-    return settings
 
 
 def _environment() -> "jinja2.sandbox.ImmutableSandboxedEnvironment":

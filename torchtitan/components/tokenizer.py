@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 import math
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 from torchtitan.config.configurable import Configurable
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
 
 EMBEDDED_TOKENIZER = Path(__file__).parents[1] / "assets" / "tokenizer"
 """Folder of the tokenizer that the package brings along, trained on `Stories`."""
@@ -122,7 +122,7 @@ class PretrainedTokenizer(Tokenizer):
         super().__init__(config)
         self.folder = folder = Path(path) if str(path) else EMBEDDED_TOKENIZER
         self._backend = _load_backend(folder)
-        settings = _read_json(folder / "tokenizer_config.json")
+        settings = read_object(folder / "tokenizer_config.json")
         prefix, suffix = self._backend.added_ids()
         self.vocab_size = self._backend.vocab_size
         self.bos_id = _special_id(folder, "bos", self._backend)
@@ -168,27 +168,14 @@ def _load_backend(folder: Path) -> "_Backend":
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in the file; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"'{path}' is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"'{path}' must hold a JSON object, not {type(content).__name__}")
-    return content
-
-
 def _special_id(folder: Path, kind: str, backend: "_Backend") -> int | None:
     """Id of the `kind` ("bos" or "eos") token; a file that names it decides, also when it says null."""
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
-        content = _read_json(path)
+        content = read_object(path)
         if f"{kind}_token" in content:
             return _named_id(content[f"{kind}_token"], path, kind, backend)
     for path in (folder / "config.json", folder / "generation_config.json"):
-        declared = _read_json(path).get(f"{kind}_token_id")
+        declared = read_object(path).get(f"{kind}_token_id")
         if declared not in (None, []):
             # Several ids are several ways to stop generating; the first is the model's own end of text.
             token_id = declared[0] if isinstance(declared, list) else declared

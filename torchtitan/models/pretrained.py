@@ -1,7 +1,6 @@
 """Opens a checkpoint in any format, and finds the family of models that it is of."""
 
 import importlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ import torch
 from torchtitan.config.registry import built_in_modules
 from torchtitan.protocols import BaseModel, ForeignFormat, ModelSpec
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
 
 if TYPE_CHECKING:
     from torchtitan.components.checkpoint.formats import TensorSource
@@ -103,13 +103,7 @@ def read_description(folder: Path, name: str) -> dict[str, Any]:
         raise UserError(f"there is no folder '{folder}'")
     if not file.is_file():
         raise UserError(f"'{folder}' has no {name}, which says what model it holds")
-    try:
-        document = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise UserError(f"{file} must hold a JSON object, not {type(document).__name__}")
-    return document
+    return read_object(file)
 
 
 def _native_spec(folder: Path) -> ModelSpec:

@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
 from torchtitan.tools.logging import logger
 
 FOLDER = "assets"
@@ -75,7 +76,7 @@ def token_ids(folder: Path) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):  # the second wins: it has all ids that end a text
-        content = _read_object(folder / name) if (folder / name).is_file() else {}
+        content = read_object(folder / name)
         found |= {key: content[key] for key in _TOKEN_IDS if content.get(key) is not None}
     has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
     if not {"bos_token_id", "eos_token_id"} <= found.keys() and has_tokenizer:
@@ -92,7 +93,7 @@ def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
     path = Path(checkpoint) / FOLDER / _MODEL
     if not path.is_file():
         raise UserError(f"{checkpoint} does not say which model it is of (there is no {FOLDER}/{_MODEL} in it)")
-    content = _read_object(path)
+    content = read_object(path)
     if not {"module", "flavor", "config"} <= content.keys():
         raise UserError(f"{path} must hold an object with module, flavor and config")
     return content
@@ -111,13 +112,3 @@ def _ids_of_tokenizer(folder: Path) -> dict[str, int]:
         return {}
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     return {key: value for key, value in ids.items() if value is not None}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content

@@ -1,10 +1,10 @@
 """What begins a text and what ends it, for a model that comes with these files."""
 
-import json
 from pathlib import Path
 
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
 
 
 def start_id(tokenizer: Tokenizer) -> int:
@@ -28,16 +28,13 @@ def stop_ids(tokenizer: Tokenizer, folder: Path) -> set[int]:
     """
     own = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
     for path in (folder / "generation_config.json", folder / "config.json"):
-        if path.is_file() and (declared := _declared_ids(path)):
+        if declared := _declared_ids(path):
             return own | declared
     return own
 
 
 def _declared_ids(path: Path) -> set[int]:
-    try:
-        declared = json.loads(path.read_bytes()).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"'{path}' does not hold a JSON object: {error}") from error
+    declared = read_object(path).get("eos_token_id")
     ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
     if not all(isinstance(token_id, int) for token_id in ids):
         raise UserError(f"'{path}' has eos_token_id {declared!r}, and must have an id or a list of ids")
