@@ -37,6 +37,7 @@ from torchtitan.components.checkpoint import (
     RandomState,
     folders,
     list_checkpoints,
+    staging,
     storage,
     writing,
 )
@@ -344,12 +345,25 @@ def test_a_folder_without_marker_is_skipped_and_named(tmp_path: Path, log: pytes
     (tmp_path / "checkpoint/step-3/complete.json").unlink()
     resumed = Run(tmp_path)
     assert resumed.manager.load() == 2
-    assert "step-3: it is not complete" in log.text
+    assert "step-3/complete.json is missing" in log.text
     resumed.train_and_save(1)
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def test_a_removal_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_marker_is_not_taken_for_a_beginning(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    Run(tmp_path).train_and_save(1)
+    path = tmp_path / "checkpoint/step-1"
+    path.joinpath("complete.json").rename(path / "complete.json.tmp")  # a save that was cut short as it was renamed
+    assert Run(tmp_path).manager.load() == 0
+    assert "step-1: it is not complete" in log.text
+    path.joinpath("complete.json.tmp").unlink()
+    with pytest.raises(UserError, match=r"(?s)no checkpoint in .*step-1/complete.json is missing.*repair one,"):
+        Run(tmp_path).manager.load()
+
+
+def test_a_removal_cut_short_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
     Run(tmp_path).train_and_save(2)
 
     def refuse(path: Path) -> None:
@@ -362,6 +376,10 @@ def test_a_removal_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: p
         run.train_and_save(1)  # complete, although the old ones cannot be removed
     assert [info.step for info in list_checkpoints(tmp_path / "checkpoint") if not info.complete] == [1]
     assert (tmp_path / "checkpoint/step-1.removed.partial/.metadata").exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        assert Run(tmp_path).manager.load() == 3
+    assert "step-1.removed.partial could not be removed: cannot remove" in log.text
     Run(tmp_path).manager.load()  # a run that starts removes what was left
     assert steps(tmp_path) == [2, 3]
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-3"]
@@ -844,6 +862,7 @@ def _errors_on_every_rank(rank: int, folder: Path) -> None:
     run = _sharded(folder)
     run.manager.load()
     run.train(1)
+    _memory_that_does_not_suffice(rank, folder)
     if rank == 1:  # only this rank's disk is full
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, resource.RLIM_INFINITY))
     run.manager.save(3)
@@ -856,15 +875,35 @@ def _errors_on_every_rank(rank: int, folder: Path) -> None:
         run.manager.save(3, last=True)
 
 
+def _memory_that_does_not_suffice(rank: int, folder: Path) -> None:
+    def fail(*args: Any) -> None:
+        raise MemoryError("too large")
+
+    stage = staging.stage
+    if rank == 1:
+        staging.stage = fail
+    try:
+        run = _sharded(folder, async_mode="async")
+        run.manager.save(3)
+        assert "step-3 could not be saved: MemoryError: too large" in run.manager._saver.failure
+    finally:
+        staging.stage = stage
+
+
 def _unforeseen_errors_on_every_rank(folder: Path) -> None:
     def fail(*args: Any) -> None:
-        raise KeyError("unforeseen")  # on rank 0, which alone starts a save
+        raise error  # on rank 0, which alone starts a save
 
     start_partial, folders.start_partial = folders.start_partial, fail
     try:
         for async_mode in ("disabled", "async"):
             run = _sharded(folder, async_mode=async_mode)
-            with pytest.raises(KeyError, match="unforeseen"):
+            error: Exception = KeyError("of a store")
+            run.manager.save(4)
+            run.manager.wait()
+            assert "step-4 could not be saved: KeyError: 'of a store'" in run.manager._saver.failure
+            error = TypeError("ours")
+            with pytest.raises(TypeError, match="ours"):
                 run.manager.save(4)
                 run.manager.wait()
     finally:

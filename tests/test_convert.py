@@ -287,12 +287,47 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys, f
     assert convert("--to", format, tmp_path / "hf", tmp_path / "out") == 3
     assert "No space left on device" in capsys.readouterr().err
     assert not [name for name in listing(tmp_path) if not name.startswith("hf")]
-    monkeypatch.undo()
-    # One that was killed leaves a folder of another name, which the next one clears away.
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial/model.safetensors").touch()
-    assert convert("--to", format, tmp_path / "hf", tmp_path / "out") == 0
-    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("format", ["hf", "meta", "dcp"])
+def test_only_its_own_files_are_removed(tmp_path, format):
+    """Whatever the input and its neighbours are called."""
+    others = [tmp_path / name for name in ("out.partial", "out", "checkpoint", "out.partial.partial")]
+    save_reference(others[0], tied=True, dtype=torch.float32)
+    for folder in others[1:]:
+        folder.mkdir()
+    (others[3] / "mine").touch()
+    before = listing(tmp_path)
+    assert convert("--to", format, others[0], others[1]) == 0
+    assert [name for name in listing(tmp_path) if not name.startswith("out/")] == before
+    assert format_of(others[1]) == format
+    assert others[1].stat().st_mode == others[2].stat().st_mode
+
+
+def test_a_folder_that_was_filled_meanwhile_is_kept(tmp_path, monkeypatch, capsys):
+    save_reference(tmp_path / "hf", tied=True, dtype=torch.float32)
+    read = HuggingFaceSource.read
+
+    def fills(self, name, slices=None):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out/mine").touch()
+        return read(self, name, slices)
+
+    monkeypatch.setattr(HuggingFaceSource, "read", fills)
+    assert convert("--to", "dcp", tmp_path / "hf", tmp_path / "out") == 3
+    assert "not empty" in capsys.readouterr().err
+    assert [name for name in listing(tmp_path) if not name.startswith("hf")] == ["out", "out/mine"]
+
+
+@pytest.mark.parametrize("format", ["hf", "meta", "dcp"])
+def test_a_type_that_is_too_narrow_leaves_nothing(tmp_path, capsys, format):
+    model = save_reference(tmp_path / "hf", tied=True, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight[3] = 1e5
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    assert convert("--to", format, "--export_dtype", "float16", tmp_path / "hf", tmp_path / "out") == 2
+    assert "norm.weight has values up to 100000, which float16 cannot hold" in capsys.readouterr().err
+    assert not [name for name in listing(tmp_path) if not name.startswith("hf")]
 
 
 @pytest.mark.parametrize("damage", ["flipped", "unmarked"])

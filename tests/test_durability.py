@@ -13,8 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -29,11 +30,16 @@ from torchtitan.components.checkpoint import (
     list_checkpoints,
     load_model_state,
     manifest,
+    staging,
     verify,
+)
+from torchtitan.components.checkpoint import (
+    store as stores,
 )
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.saver import Export
-from torchtitan.components.checkpoint.store import folder_at
+from torchtitan.components.checkpoint.staging import SharedMemory
+from torchtitan.components.checkpoint.store import LocalFolder, folder_at
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -194,7 +200,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     for step in (1, 2):
         flip_byte(tmp_path / f"checkpoint/step-{step}/__0_0.distcp")
     before = checkpoint_files(tmp_path)
-    message = r"(?s)every checkpoint in .* is damaged:.*step 1: __0_0.distcp.*step 2: __0_0.*another checkpoint\.folder"
+    message = r"(?s)no checkpoint in .* step 1: it .* damaged: __0_0.distcp.*step 2: it .* damaged: __0_0.*repair one"
+    message += ", or start anew" if load_only else " and remove its damaged.json, or start anew"
     for _ in range(2):  # the second time, it is known
         with pytest.raises(UserError, match=message):
             Run(tmp_path, load_only=load_only).manager.load()
@@ -208,8 +215,39 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
 def test_a_run_whose_only_marker_is_damaged_does_not_begin_anew(tmp_path: Path) -> None:
     Run(tmp_path).train_and_save(1)
     flip_byte(tmp_path / "checkpoint/step-1/complete.json")
-    with pytest.raises(UserError, match=r"(?s)every checkpoint in .*step 1: .*complete.json is damaged"):
+    with pytest.raises(UserError, match=r"(?s)no checkpoint in .*step 1: .*complete.json is damaged"):
         CheckpointManager.Config(enable=True).find_start(str(tmp_path))
+    marker = tmp_path / "checkpoint/step-1/complete.json"
+    marker.write_text('{"format_version": 1}')
+    with pytest.raises(UserError, match="step 1: .*step-1 is in layout 1") as raised:
+        CheckpointManager.Config(enable=True).find_start(str(tmp_path))
+    assert "damaged" not in str(raised.value)
+
+
+def test_what_cannot_be_read_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    Run(tmp_path).train_and_save(4)
+    flip_byte(tmp_path / "checkpoint/step-1/__0_0.distcp")
+    digest, read = manifest._digest, LocalFolder.read
+    bad = {"step-4": "__0_0.distcp", "step-3": "complete.json"}
+
+    def fail(name: str) -> Any:
+        raise OSError(errno.EIO, "Input/output error", name)
+
+    monkeypatch.setattr(manifest, "_digest", lambda f, n: fail(n) if bad.get(f.name) == n else digest(f, n))
+    monkeypatch.setattr(LocalFolder, "read", lambda f, n: fail(n) if bad.get(f.name) == n else read(f, n))
+    assert Run(tmp_path).manager.load() == 2
+    assert "step-4: it could not be read: __0_0.distcp cannot be read ([Errno 5] Input/output error" in log.text
+    assert "step-3/complete.json could not be read ([Errno 5]" in log.text
+    with pytest.raises(UserError, match=r"step-4 could not be read: __0_0.distcp"):
+        Run(tmp_path, load_step=4).manager.load()
+    bad["step-2"] = "manifest.json"
+    with pytest.raises(UserError, match=r"(?s)step 1: it is damaged: __0.*step 2: it could not be read: manifest"):
+        Run(tmp_path).manager.load()
+    assert [path.parent.name for path in tmp_path.rglob("damaged.json")] == ["step-1"]
+    bad.clear()
+    assert Run(tmp_path).manager.load() == 4
 
 
 def test_shares_of_digesting() -> None:
@@ -218,6 +256,19 @@ def test_shares_of_digesting() -> None:
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     assert max(sum(sizes[name] for name in share) for share in shares) == 10
     assert manifest.split_by_size({"a": 1}, 3) == [["a"], [], []]
+
+
+def _errors_that_cannot_be_sent(ranks: Ranks) -> None:
+    def fail() -> None:
+        error.holds = lambda: None
+        raise error
+
+    error: Any = RuntimeError("of a client")
+    with pytest.raises(OSError, match="RuntimeError.'of a client'"):
+        ranks.first_decides(fail)
+    error = UserError("what to do")
+    with pytest.raises(UserError, match="^what to do$"):
+        ranks.together(fail)
 
 
 def _digest_on_two_ranks(folder: Path) -> None:
@@ -236,6 +287,7 @@ def _digest_on_two_ranks(folder: Path) -> None:
     run = Run(folder, seed=3)
     run.train(1)
     run.manager.save(1)
+    _errors_that_cannot_be_sent(ranks)
     gathered = ranks.gather(sorted(digested))
     assert all(gathered) and sorted(gathered[0] + gathered[1]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     digested.clear()
@@ -306,6 +358,16 @@ def test_values_of_the_step_are_written_in_another_process(tmp_path: Path, log: 
     loaded = Run(tmp_path, seed=1)
     assert loaded.manager.load() == 2
     assert_same(loaded.snapshot(), at_save)
+
+
+def test_a_file_where_the_run_was_started_harms_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ctypes.py").write_text("raise ImportError('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])  # as that of a script elsewhere
+    run = Run(tmp_path, async_mode="async_with_pinned_mem")
+    run.manager.save(1)
+    run.manager.close()
+    assert steps(tmp_path) == [1]
 
 
 def test_the_process_that_writes_is_killed(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
@@ -467,8 +529,6 @@ def test_a_disk_runs_full(small_disk: Path, async_mode: str, log: pytest.LogCapt
 def test_a_disk_that_is_full_for_the_last_small_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, log: pytest.LogCaptureFixture
 ) -> None:
-    from torchtitan.components.checkpoint.store import LocalFolder
-
     write = LocalFolder.write
 
     def full(folder: LocalFolder, file: str, content: bytes) -> None:
@@ -499,6 +559,110 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pyt
     with pytest.raises(CheckpointSaveError, match="Permission denied"):
         run.manager.save(2, stopped=True)
     assert steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("async_mode", MODES[1:])
+def test_memory_that_does_not_suffice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_mode: str, log: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, async_mode=async_mode, keep_best=True)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("not enough memory")
+
+    with monkeypatch.context() as while_small:
+        while_small.setattr(staging, "stage", fail)
+        run.manager.save(1, validation_loss=1.0)
+    assert "step-1 could not be saved: RuntimeError: not enough memory" in log.text
+    run.manager.save(2, validation_loss=2.0)
+    run.manager.close()
+    assert steps(tmp_path) == [2]
+
+
+def test_shared_memory_that_cannot_grow_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SharedMemory()
+    memory.reserve({"state": {"small": torch.ones(2)}})
+    unpinned: list[bool] = []
+    monkeypatch.setattr(memory, "_unpin", lambda: unpinned.append(True))
+
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(staging.mmap, "mmap", fail)
+    with pytest.raises(OSError, match="Cannot allocate"):
+        memory.reserve({"state": {"large": torch.ones(1000)}})
+    assert not unpinned and memory.n_bytes == 64
+
+
+def _going_back(folder: Path) -> Run:
+    """A run that saves step 2 where there is one."""
+    Run(folder).train_and_save(2)
+    run = Run(folder, load_step=1)
+    run.manager.load()
+    run.train(1)
+    return run
+
+
+@pytest.mark.parametrize("method", ["rename", "replace"])
+def test_a_checkpoint_that_cannot_be_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    run = _going_back(tmp_path)
+    change, former = getattr(Path, method), (tmp_path / "checkpoint/step-2/complete.json").stat().st_ino
+
+    def fail(path: Path, target: Path) -> Any:
+        if target.name == ("step-2" if path.name == "step-2.partial" else "complete.json"):
+            raise OSError(errno.EIO, "Input/output error")
+        return change(path, target)
+
+    monkeypatch.setattr(Path, method, fail)
+    run.manager.save(2)
+    assert "step-2 could not be saved" in run.manager._saver.failure
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-1", "step-2"]
+    assert verify(tmp_path / "checkpoint/step-2") == []
+    assert (tmp_path / "checkpoint/step-2/complete.json").stat().st_ino == former
+
+
+def test_what_is_replaced_goes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    run = _going_back(tmp_path)
+    at_save, found = run.snapshot(), []
+
+    def refuse(path: Path) -> None:
+        found.append((path.name, steps(tmp_path), verify(tmp_path / "checkpoint/step-2")))
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        run.manager.save(2)
+    assert found == [("step-2.removed.partial", [1, 2], [])]
+    assert not run.manager._saver.failure and "step-2 is saved, but: [Errno 16]" in log.text
+    resumed = Run(tmp_path, seed=1)
+    assert resumed.manager.load() == 2
+    assert_same(resumed.snapshot(), at_save)
+
+
+def test_folders_that_cannot_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    sync = stores._sync
+    number = errno.EINVAL  # a file system that syncs no folders
+
+    def fail(path: Path) -> None:
+        if path.is_dir():
+            raise OSError(number, os.strerror(number))
+        sync(path)
+
+    monkeypatch.setattr(stores, "_sync", fail)
+    run = with_assets(tmp_path)
+    run.manager.save(1, last=True)
+    assert not [record for record in log.records if record.levelno >= logging.WARNING]
+    number = errno.EIO
+    run = Run(tmp_path)
+    run.manager.save(2, last=True)
+    assert "step-2 is saved, but: [Errno 5]" in log.text
+    assert steps(tmp_path) == [1, 2]
 
 
 # Where checkpoints lie
@@ -547,9 +711,12 @@ def test_in_a_store_the_marker_alone_decides(tmp_path: Path, store: str, log: py
     Run(tmp_path, folder=store).train_and_save(3)
     memory.rm_file("/run/ckpt/step-3/complete.json")
     memory.pipe_file("/run/ckpt/step-2/__0_0.distcp", b"damaged")
+    assert Run(tmp_path, folder=store, load_only=True).manager.load() == 1
+    assert [info.step for info in list_checkpoints(store)] == [1, 2, 3]
     run = Run(tmp_path, folder=store)
     assert run.manager.load() == 1
-    assert "step-3: it is not complete" in log.text
+    assert "step-3 was left by a save, or a removal, that did not end" in log.text
+    assert [info.step for info in list_checkpoints(store)] == [1, 2]
     assert f"{store}/step-2: it is damaged: __0_0.distcp has 7 bytes, and not" in log.text
     run.train_and_save(2)
     assert [info.step for info in list_checkpoints(store) if info.complete and not info.damage] == [1, 2, 3]
@@ -574,6 +741,25 @@ def test_a_save_that_fails_in_a_store(
     assert [info.path.name for info in list_checkpoints(store)] == ["step-1"]
     run.manager.save(3)
     assert [info.step for info in list_checkpoints(store) if info.complete] == [1, 3]
+
+
+def test_a_store_that_fails_as_it_is_read(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    from fsspec.implementations.memory import MemoryFile
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("503 Slow Down")
+
+    run = Run(tmp_path, folder=store)
+    run.train_and_save(1)
+    with monkeypatch.context() as while_slow:
+        while_slow.setattr(MemoryFile, "getbuffer", fail)  # by which a file in memory is digested
+        run.manager.save(2)
+        assert "step-2 could not be saved: " in run.manager._saver.failure and "503 Slow Down" in log.text
+        with pytest.raises(UserError, match="step 1: it could not be read: .*503 Slow Down"):
+            Run(tmp_path, folder=store).manager.load()
+    assert Run(tmp_path, folder=store).manager.load() == 1
 
 
 def test_assets_in_a_store(tmp_path: Path, store: str) -> None:
@@ -608,7 +794,7 @@ def test_protocols_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="the checkpoints in .* cannot be looked through: .*nowhere"):
         CheckpointManager.Config(enable=True, folder="/tmp").find_start("outputs")
     with pytest.raises(UserError, match="last_save_in_hf writes to a disk, and checkpoint.folder is memory://run"):
-        CheckpointManager.Config(last_save_in_hf=True, folder="memory://run").validate()
+        CheckpointManager.Config(enable=True, last_save_in_hf=True, folder="memory://run").validate()
 
 
 # The best by validation
@@ -651,14 +837,13 @@ def test_a_best_that_could_not_be_saved_is_none(
     run.manager.save(1, validation_loss=5.0)
     run.manager.wait()
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise OSError("disk full")
 
     with monkeypatch.context() as while_full:
         while_full.setattr(folders, "commit", fail)
         run.manager.save(2, validation_loss=3.0)
-        run.manager.wait()
-    assert run.manager.is_due(3, validation_loss=4.0)
+        assert run.manager.is_due(3, validation_loss=4.0)  # without waiting in between
     run.manager.save(3, validation_loss=4.0)
     run.manager.wait()
     assert steps(tmp_path) == [1, 3]
@@ -666,12 +851,22 @@ def test_a_best_that_could_not_be_saved_is_none(
 
 def test_a_run_that_went_back_has_the_best_of_its_own_past(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_best=True)
-    for step, loss in ((1, 3.0), (2, 2.0)):
+    for step, loss in ((1, 3.0), (3, 2.0)):
         run.train(1)
         run.manager.save(step, validation_loss=loss)
-    back = Run(tmp_path, keep_best=True, load_step=1, interval=100)
+    back = Run(tmp_path, keep_best=True, load_step=1, interval=100, keep_latest_k=1)
     back.manager.load()
     assert back.manager.is_due(2, validation_loss=2.5)
+    back.manager.save(2, validation_loss=2.5)
+    back.manager.save(4, stopped=True, validation_loss=2.6)
+    assert steps(tmp_path) == [2, 4]  # and not 3, which is no step of this run
+
+
+def test_a_validation_loss_of_another_type_is_a_number(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.manager.save(1, validation_loss=cast(float, numpy.float32(0.5)))
+    run.manager.save(2, validation_loss=2)
+    assert [info.validation_loss for info in list_checkpoints(tmp_path / "checkpoint")] == [0.5, 2.0]
 
 
 # Several models in one run
@@ -796,6 +991,25 @@ def test_initial_loads_where_nothing_is_resumed(tmp_path: Path) -> None:
         assert calls == expected, options
 
 
+def test_initial_loads_of_states_that_a_resumed_run_lacks(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    Run(tmp_path).train_and_save(1)
+    path = tmp_path / "checkpoint/step-1"
+    pair = Pair(tmp_path, source=path)
+    assert pair.manager.load() == 1 and pair.loads == ["reference"]
+    assert torch.equal(pair.reference[1].weight, pair.run.model[1].weight)
+    assert "state reference is not loaded from" in log.text and "step-1, without reference" in log.text
+    pair.manager.save(2)
+    excluding = Pair(tmp_path, source=path, exclude_from_loading=["reference"])
+    assert excluding.manager.load() == 2 and excluding.loads == ["reference"]
+    again = Pair(tmp_path, source=path)
+    assert again.manager.load() == 2 and again.loads == []
+    log.clear()
+    Pair(tmp_path / "other", source=path, initial_load_path=str(path)).manager.load()
+    assert "step-1, the model only" in log.text
+    with pytest.raises(UserError, match=r"^/nowhere is not a folder"):
+        load_model_state("/nowhere", pair.states["reference"])
+
+
 # The last save in another form
 
 
@@ -859,9 +1073,16 @@ def test_an_export_that_fails(tmp_path: Path) -> None:
     run = exporting(tmp_path, fail)
     run.train(2)
     run.manager.save(2)
-    with pytest.raises(CheckpointSaveError, match="step-3 could not be saved: .*No space left"):
+    message = "step-3 could not be saved: OSError: .*No space left.*the weights are kept there"
+    with pytest.raises(CheckpointSaveError, match=message):
         run.manager.save(3, last=True)
-    assert os.listdir(tmp_path / "checkpoint") == ["step-2"]
+    assert [(info.path.name, info.kind) for info in list_checkpoints(tmp_path / "checkpoint")] == [
+        ("step-2", "full"),
+        ("step-3", "model_only"),
+    ]
+    other = Run(tmp_path / "other", seed=1, initial_load_path=str(tmp_path / "checkpoint/step-3"))
+    other.manager.load()
+    assert_same(dict(other.states["model"].state_dict()), dict(run.states["model"].state_dict()))
 
 
 def test_bfloat16_weights_load_into_a_model_of_float32(tmp_path: Path) -> None:
@@ -899,7 +1120,20 @@ def test_a_full_save_is_not_replaced_by_the_last_one(tmp_path: Path, log: pytest
             {"initial_load_in_hf": True, "initial_load_path": "x", "initial_load_model_only": False},
             "initial_load_model_only False does not go with",
         ),
-        ({"export_dtype": "bfloat16"}, "export_dtype bfloat16 needs --checkpoint.last_save_model_only"),
+        (
+            {"initial_load_in_hf": True, "initial_load_path": "hf://some/model"},
+            "hf://some/model is a URL.* read from a disk",
+        ),
+        (
+            {"initial_load_path": "x/step-1", "exclude_from_loading": ["model"]},
+            "exclude_from_loading model does not go with checkpoint.initial_load_path x/step-1",
+        ),
+        ({"enable": True, "export_dtype": "bfloat16"}, "export_dtype bfloat16 needs --checkpoint.last_save_model_only"),
+        ({"last_save_in_hf": True}, "last_save_in_hf needs --checkpoint.enable"),
+        ({"last_save_model_only": True}, "last_save_model_only needs --checkpoint.enable"),
+        ({"export_dtype": "bfloat16"}, "export_dtype needs --checkpoint.enable"),
+        ({"keep_best": True}, "keep_best needs --checkpoint.enable"),
+        ({"enable": True, "load_only": True, "keep_best": True}, "keep_best does not go with checkpoint.load_only"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:

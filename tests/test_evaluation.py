@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from torchtitan.cli.evaluate import evaluate
+from torchtitan.cli.evaluate import _report, evaluate
 from torchtitan.components.evaluation import (
     Question,
     Request,
@@ -91,6 +91,13 @@ def test_a_context_that_is_too_long_loses_its_beginning(model, reference):
     assert score.truncated and score.logprob == pytest.approx(expected, rel=1e-5, abs=1e-4)
     with pytest.raises(UserError, match="513"):
         Scorer(model).score([Request([BOS], [5] * 513)])
+
+
+def test_a_model_that_gives_nan_is_refused(stories):
+    broken = load_model(stories, device="cpu").model
+    broken.norm.weight.data.fill_(math.nan)
+    with pytest.raises(UserError, match="not finite"):
+        Scorer(broken).score([Request([BOS], [0])])
 
 
 def test_scoring_leaves_the_model_as_it_was(model):
@@ -265,6 +272,34 @@ def test_eval_prints_json_and_a_table(model, tokenizer, stories, assets, capsys,
     code, out, _ = run(capsys, *args, "--output", tmp_path / "results.json")
     assert code == 0 and out == ""
     assert json.loads((tmp_path / "results.json").read_text())["results"] == results
+
+
+def test_names_of_tasks_are_no_markup(stories, capsys, tmp_path):
+    file = tmp_path / "[" / "b] :smile: [red].txt"
+    file.parent.mkdir()
+    file.write_text("Once upon a time")
+    code, out, err = run(capsys, "--checkpoint", stories, "--device", "cpu", "--tasks", file)
+    assert code == 0 and set(json.loads(out)["results"]) == {str(file)}
+    assert "[red].txt" in "".join(err.split()) and ":smile:" in err
+
+
+def test_a_table_that_fails_leaves_the_numbers(stories, capsys, monkeypatch, tmp_path):
+    def fail(*args, **options):
+        raise RuntimeError
+
+    (tmp_path / "text.txt").write_text("Once upon a time")
+    monkeypatch.setattr("rich.table.Table.add_row", fail)
+    args = ["--device", "cpu", "--tasks", tmp_path / "text.txt", "--output", tmp_path / "results.json"]
+    with pytest.raises(RuntimeError):
+        run(capsys, "--checkpoint", stories, *args)
+    assert json.loads((tmp_path / "results.json").read_text())["results"]
+
+
+def test_json_has_no_numbers_that_are_infinite(capsys):
+    _report({"results": {"task": {"perplexity": math.inf, "list": [math.nan], "loss": 1.5}}}, None)
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"results": {"task": {"perplexity": None, "list": [None], "loss": 1.5}}}
+    assert "inf" in captured.err
 
 
 @pytest.mark.parametrize(

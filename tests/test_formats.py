@@ -149,6 +149,23 @@ def test_writing_asks_for_each_tensor_once_and_converts_it(tmp_path, format):
     assert all(same(source.read(name), tensor.bfloat16()) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize("format", WRITERS)
+@pytest.mark.parametrize("largest", [65_519.0, 65_520.0])  # the second is rounded to infinity
+def test_a_type_that_is_too_narrow(tmp_path, format, largest):
+    tensors = {"fits": torch.ones(3), "wide": torch.tensor([[1.0, -largest], [float("inf"), float("nan")]])}
+    forms = {name: TensorForm(tensor.shape, torch.float16) for name, tensor in tensors.items()}
+    if largest < 65_520:
+        WRITERS[format](tmp_path, forms, tensors.__getitem__)
+        values = opened(tmp_path, format).read("wide")
+        assert torch.equal(values[:, 0], torch.tensor([1.0, torch.inf]).half())  # what was infinite may stay so
+        assert values[0, 1] == -65_504
+        return
+    with pytest.raises(UserError, match="wide has values up to 65520, which float16 cannot hold"):
+        WRITERS[format](tmp_path, forms, tensors.__getitem__)
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        open_source(tmp_path)
+
+
 def test_what_others_wrote_is_read(tmp_path):
     tensors = example()
     (tmp_path / "hf").mkdir()
@@ -230,6 +247,10 @@ def test_damaged_hugging_face_folders(tmp_path):
     save_file({"other": torch.zeros(1)}, first)
     with pytest.raises(UserError, match=rf"{first.name} lacks tensors.*layers\.0\.weight"):
         open_source(tmp_path)
+    for outside in (str(first), "../model.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"layers.0.weight": outside}}))
+        with pytest.raises(UserError, match=rf"index.json names files outside of its folder: {outside}"):
+            open_source(tmp_path)
     index.write_text("{}")
     with pytest.raises(UserError, match="index.json cannot be read"):
         open_source(tmp_path)

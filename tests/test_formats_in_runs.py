@@ -81,6 +81,22 @@ def test_the_export_is_the_trained_model(tmp_path):
     assert AutoTokenizer.from_pretrained(folder).decode(trainer.tokenizer.encode("Once upon a time")).endswith("time")
 
 
+def test_values_that_the_export_cannot_hold_are_saved_as_they_are(tmp_path, caplog):
+    """A weight of 1e5 is infinite in float16."""
+
+    class Large(Trainer):
+        def init_weights(self):
+            super().init_weights()
+            with torch.no_grad():
+                self.model_parts[0].tok_embeddings.weight[0, 0] = 1e5
+
+    train(tmp_path, Large, **FLOAT32, **LAST_IN_HF, checkpoint__export_dtype="float16", optimizer__lr=0)
+    weights = weights_of(tmp_path / "checkpoint" / "step-4")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert weights["model.embed_tokens.weight"][0, 0] == 1e5
+    assert "float16 cannot hold values of tok_embeddings.weight" in caplog.text
+
+
 def test_a_run_goes_on_after_a_hugging_face_end(tmp_path, caplog):
     """It cannot resume from the export, so it repeats the steps behind the last full checkpoint, to the bit."""
     options = {**FLOAT32, **LAST_IN_HF, "lr_scheduler__total_steps": 8}

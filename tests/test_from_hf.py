@@ -12,7 +12,7 @@ import torch
 from tests.conftest import PROJECT
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import built_in_modules, list_module
-from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.common.rope import RoPEConfig, rope_frequencies
 from torchtitan.models.llama3 import FLAVORS, FORMATS, Llama3Model
 from torchtitan.models.llama3.meta import _ffn_dim, _ffn_parameters
 from torchtitan.tools.errors import UserError
@@ -122,8 +122,29 @@ class TestConfigJson:
             ({"hidden_size": ...}, "hidden_size is None, and must be a whole number"),
             ({"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
             ({"num_key_value_heads": 3}, "n_kv_heads 3 must divide"),
-            ({"model_type": "mistral", "sliding_window": 128}, "sliding_window is 128, below .* 256"),
-            ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window is 4096, below .* 8192"),
+            ({"is_causal": False}, "is_causal is False"),
+            ({"is_causal": None}, "is_causal is None"),
+            ({"attention_bias": 0}, "attention_bias is 0"),
+            ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]"),
+            ({"rope_scaling": "linear"}, "rope_scaling is 'linear', and must be an object"),
+            ({"rope_parameters": [1]}, r"rope_parameters is \[1\]"),
+            ({"rope_scaling": {"type": "linear", "factor": True}}, "factor is True"),
+            ({"sliding_window": "64"}, "sliding_window is '64'"),
+            ({"model_type": "mistral", "sliding_window": True}, "sliding_window is True"),
+            ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', and must be true or false"),
+            ({"tie_word_embeddings": None}, "tie_word_embeddings is None"),
+            ({"rms_norm_eps": True}, "rms_norm_eps is True"),
+            ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+            ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+            ({"attention_dropout": "0.1"}, "attention_dropout is '0.1'"),
+            (
+                {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e4}},
+                "rope_scaling {'type'.*} and rope_parameters {'rope_theta'.*} differ",
+            ),
+            (
+                {"rope_scaling": LLAMA3_SCALING, "original_max_position_embeddings": 128},
+                "original_max_position_embeddings is 128, and 64 in the scaling",
+            ),
         ],
     )
     def test_what_is_not_computed_is_refused_by_name(self, changes, message):
@@ -134,12 +155,45 @@ class TestConfigJson:
     def test_a_window_as_long_as_the_context_is_none(self, window):
         assert from_hf(model_type="mistral", sliding_window=window) == from_hf()
 
-    def test_unknown_keys_are_told(self, caplog):
+    def test_a_shorter_window_bounds_the_sample(self, caplog):
+        assert from_hf(model_type="mistral", sliding_window=128) == from_hf(max_position_embeddings=128)
+        assert "sliding_window is 128, below max_position_embeddings 256" in caplog.text
+        # One that does not say has the window of its class in transformers.
+        assert from_hf(model_type="mistral", max_position_embeddings=8192).max_seq_len == 4096
+        assert from_hf(sliding_window=128) == from_hf(), "transformers' llama looks at no window"
+
+    def test_heads_of_a_mistral_that_does_not_say(self):
+        transformers = pytest.importorskip("transformers")
+        sizes = {"model_type": "mistral", "hidden_size": 64, "num_attention_heads": 16}
+        theirs = transformers.MistralConfig(hidden_size=64, num_attention_heads=16)
+        assert from_hf(**sizes, num_key_value_heads=...).n_kv_heads == theirs.num_key_value_heads == 8
+        assert from_hf(**sizes, num_key_value_heads=None).n_kv_heads == 16
+
+    def test_the_context_before_scaling_may_stand_elsewhere(self):
+        transformers = pytest.importorskip("transformers")
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        without = {key: LLAMA3_SCALING[key] for key in LLAMA3_SCALING if not key.startswith("original")}
+        for changes, expected in (({}, 256), ({"original_max_position_embeddings": 32}, 32)):
+            rope = from_hf(rope_scaling=without, **changes, head_dim=64).rope
+            document = {**SMALL, "rope_scaling": dict(without), **changes, "head_dim": 64}
+            theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](transformers.LlamaConfig.from_dict(document), torch.device("cpu"))
+            torch.testing.assert_close(rope_frequencies(rope, 64, torch.device("cpu")), theirs)
+            assert rope.original_max_seq_len == expected
+
+    def test_other_ways_to_say_the_same(self):
+        rope = {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 5e5}
+        both = {**rope, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
+        assert from_hf(**both) == from_hf(**rope)
+        assert from_hf(hidden_act="swish", partial_rotary_factor=None) == from_hf()
+
+    def test_what_is_ignored_is_told(self, caplog):
         with caplog.at_level(logging.WARNING):
-            from_hf(pretraining_tp=2, use_cache=True, attention_dropout=0.0)
+            from_hf(pretraining_tp=2, use_cache=True, attention_dropout=0.0, is_causal=True)
             assert not caplog.records
-            from_hf(residual_multiplier=2.0, z_norm=1)
+            from_hf(residual_multiplier=2.0, z_norm=1, attention_dropout=0.1)
         assert "residual_multiplier, z_norm" in caplog.text
+        assert "attention_dropout is 0.1, and ignored" in caplog.text
 
     def test_what_we_write_is_read_back(self):
         models = [from_hf(), from_hf(head_dim=10), from_hf(rope_scaling=LLAMA3_SCALING)]
@@ -209,13 +263,26 @@ class TestParamsJson:
             for ffn_dim in [*range(1, 200), 172, 1023, 1024, 1025, 14336, 53248, 99_991]:
                 assert _ffn_dim(dim, *_ffn_parameters(dim, ffn_dim)) == ffn_dim
 
-    def test_llama_2(self):
+    def test_llama_2(self, caplog):
         """Its file says neither RoPE's base nor the vocabulary; 11008 is the width in Hugging Face's config.json."""
         document = {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-5}
         with pytest.raises(UserError, match="vocab_size is -1.*rows of tok_embeddings.weight"):
             FORMATS["meta"].from_foreign(document | {"vocab_size": -1})
         config = FORMATS["meta"].from_foreign(document | {"vocab_size": 32_000})
         assert (config.ffn_dim, config.n_kv_heads, config.rope.theta) == (11_008, 32, 10_000.0)
+        assert config.max_seq_len == 4096
+        assert "a context of 4096 are assumed" in caplog.text
+
+    def test_a_factor_that_is_not_said_is_told(self, caplog):
+        read = FORMATS["meta"].from_foreign
+        document = FORMATS["meta"].to_foreign(FLAVORS["1B"])
+        caplog.clear()
+        assert read(document) == FLAVORS["1B"]
+        assert not caplog.records
+        del document["torchtitan"]["rope_scaling_factor"]
+        assert read(document).rope.scaling_factor == 8.0
+        assert "8 is assumed" in caplog.text
+        assert '"rope_scaling_factor": 32' in caplog.text
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -223,6 +290,15 @@ class TestParamsJson:
             ({"vision_chunk_size": 448}, "vision_chunk_size"),
             ({"dim": "4096"}, "dim is '4096'"),
             ({"torchtitan": {"depth": 3}}, "under 'torchtitan': depth"),
+            ({"torchtitan": [1]}, r"torchtitan is \[1\], and must be an object"),
+            ({"torchtitan": {"tie_embeddings": 1}}, "tie_embeddings is 1, and must be true or false"),
+            ({"dim": True}, "dim is True"),
+            ({"norm_eps": "1e-5"}, "norm_eps is '1e-5'"),
+            ({"rope_theta": None}, "rope_theta is None, and must be a number"),
+            ({"multiple_of": 0}, "multiple_of is 0, and must be a whole number above 0"),
+            ({"multiple_of": None}, "multiple_of is None"),
+            ({"ffn_dim_multiplier": float("nan")}, "ffn_dim_multiplier is nan"),
+            ({"use_scaled_rope": "no"}, "use_scaled_rope is 'no'"),
         ],
     )
     def test_what_is_not_computed_is_refused_by_name(self, changes, message):
@@ -277,14 +353,40 @@ class TestFromHf:
         args = ["--config_file", str(tmp_path / "config.yaml"), "--hf_assets_path", str(moved)]
         assert ConfigManager().parse_args(args).config.model_spec == job.config.model_spec
 
-    @pytest.mark.parametrize("args", [(), ("--hf_assets_path=",), ("--help",)])
+    @pytest.mark.parametrize("args", [(), ("--hf_assets_path=",)])
     def test_without_a_folder(self, args):
         with pytest.raises(UserError, match="configuration 'from_hf' needs --hf_assets_path"):
             parse(*args)
 
+    def test_help_without_a_folder_says_how_to_get_it(self, capsys):
+        with pytest.raises(SystemExit) as ended:
+            parse("--help")
+        assert ended.value.code == 0
+        assert "'from_hf' follow from a folder: give --hf_assets_path DIR --help" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("keys", "expected", "logged"),
+        [
+            ({"torch_dtype": "float32"}, "float32", ""),
+            ({"dtype": "bfloat16", "torch_dtype": None}, "bfloat16", ""),
+            ({"torch_dtype": "float16"}, "bfloat16", "torch_dtype is float16, in which we do not compute"),
+            ({"torch_dtype": None}, "bfloat16", "no dtype: training.mixed_precision_param is bfloat16"),
+        ],
+    )
+    def test_it_computes_in_the_models_type(self, folder, caplog, keys, expected, logged):
+        (folder / "config.json").write_text(json.dumps(SMALL | keys))
+        with caplog.at_level(logging.INFO):
+            training = parse("--hf_assets_path", folder).config.training
+        assert (training.mixed_precision_param, training.dtype) == (expected, "float32")
+        assert logged in caplog.text
+        assert bool(logged) == ("mixed_precision_param" in caplog.text)
+
     def test_folders_that_cannot_be_used(self, folder):
         with pytest.raises(UserError, match="no folder '.*elsewhere'"):
             parse("--hf_assets_path", folder / "elsewhere")
+        (folder / "config.json").write_text(json.dumps(SMALL | {"torch_dtype": 16}))
+        with pytest.raises(UserError, match="torch_dtype is 16, and must be the name of a type"):
+            parse("--hf_assets_path", folder)
         (folder / "config.json").write_text(json.dumps(SMALL | {"model_type": "gemma2"}))
         with pytest.raises(UserError, match="model_type is 'gemma2'"):
             parse("--hf_assets_path", folder)

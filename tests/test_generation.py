@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torchtitan.components.generation import KVCache, Sampling, TextStream, gene
 from torchtitan.components.generation.sampling import Sampler, restricted_logits
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.context_parallel import SequenceShards, apply_context_parallel
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.parallelize import parallelize_decoder
 from torchtitan.models.llama3 import SHARDING
@@ -149,9 +151,56 @@ def test_no_new_tokens_is_nothing_to_do():
     assert ids_of(generate(small_model(), [[1], [2]], max_new_tokens=0)) == [[], []]
 
 
+def test_a_model_that_gives_nan_is_refused():
+    """Its most probable token would be 0. Rows that are done may have any logits."""
+    model, cold = small_model(), Sampling(temperature=1e-40)
+    model.output.weight.data[3] = math.inf
+    for sampling in (None, Sampling(temperature=1.0)):
+        with pytest.raises(UserError, match="not finite"):
+            generate(model, [[1]], max_new_tokens=2, sampling=sampling)
+    model = small_model()
+
+    def poison_row_0(module, args, output):
+        output[0] = math.nan
+
+    def on_token(row, token):
+        model.norm.register_forward_hook(poison_row_0)
+        return row == 0
+
+    for sampling in (None, cold):
+        done, going_on = generate(small_model(), [[1], [2]], max_new_tokens=3, sampling=sampling)
+        generations = generate(model, [[1], [2]], max_new_tokens=3, on_token=on_token, sampling=sampling)
+        assert ids_of(generations) == [done.ids[:1], going_on.ids]
+        model = small_model()
+
+
+def test_parts_of_a_model_are_refused():
+    class Mesh:
+        def get_local_rank(self):
+            return 0
+
+    for part in ("tok_embeddings", "norm"):
+        model = small_model()
+        setattr(model, part, None)
+        with pytest.raises(UserError, match="pipeline"):
+            generate(model, [[1]], max_new_tokens=1)
+    model = small_model()
+    apply_context_parallel(model, Mesh(), SHARDING, SequenceShards(2, "headtail"))
+    with pytest.raises(UserError, match="context parallelism"):
+        generate(model, [[1]], max_new_tokens=1)
+
+
 @pytest.mark.parametrize(
     ("prompts", "new_tokens", "message"),
-    [([], 5, "at least one token"), ([[1], []], 5, "at least one token"), ([[1]], -1, "-1"), ([[1] * 60], 5, "64")],
+    [
+        ([], 5, "at least one"),
+        ([[1], []], 5, "at least one token"),
+        ([[1]], -1, "-1"),
+        ([[1] * 60], 5, "64"),
+        ("hello", 5, "lists of token ids"),
+        ([1, 2], 5, "lists of token ids"),
+        ([[99999]], 5, "token 99999"),
+    ],
 )
 def test_what_cannot_be_generated_is_refused(prompts, new_tokens, message):
     with pytest.raises(UserError, match=message):
@@ -258,7 +307,16 @@ def test_restrictions_equal_transformers(temperature, top_k, top_p):
     for step in steps:
         expected = step(None, expected)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    torch.testing.assert_close(restricted_logits(logits, sampling), expected)
+    # Logits mean the same whatever constant is added to them.
+    found = restricted_logits(logits, sampling)
+    torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-300])
+def test_the_coldest_draw_is_the_most_probable(temperature):
+    logits = 50 * torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
+    sampler = Sampler(Sampling(temperature=temperature, top_k=5, top_p=0.9), rows=8)
+    assert torch.equal(sampler.draw(logits), logits.argmax(-1))
 
 
 def test_only_what_is_left_is_drawn():
@@ -303,6 +361,59 @@ def test_streamed_pieces_are_the_text(assets, name):
         whole = tokenizer.decode([*prompt, *ids], skip_special_tokens=True)
         assert "Once upon" + "".join(pieces) == whole
         assert stream.text == "".join(pieces)
+
+
+CHARACTERS = "ab \n\té¿中東🙂🇨🇭\u200d▁\u0301'#"
+
+
+@pytest.mark.parametrize(
+    ("name", "first_plain"),
+    [
+        ("stories260K/hf-converted", 259),
+        ("gpt2-tokenizer", 0),
+        ("mistral-v0.3-tokenizer", 1027),
+        ("llama3-tokenizer", 0),
+    ],
+)
+def test_streams_decode_what_decoding_all_together_does(assets, name, first_plain):
+    """Random texts, and random ids: special tokens and broken characters, but none of the tokens of byte fallback."""
+    tokenizer, rng = PretrainedTokenizer.Config().build(path=assets / name), random.Random(0)
+    special = [token for token in (tokenizer.bos_id, tokenizer.eos_id) if token is not None]
+    for _ in range(60):
+        ids = tokenizer.encode("".join(rng.choices(CHARACTERS, k=30)), add_bos=False)
+        noise = [rng.randrange(first_plain, tokenizer.vocab_size) for _ in range(40)] + special * 3
+        rng.shuffle(noise)
+        for prompt, row in (([], ids), (special + ids[:3], ids), (ids[:1], noise), (special, noise)):
+            if "�" in tokenizer.decode(prompt):
+                prompt = special
+            stream = TextStream(tokenizer, prompt)
+            pieces = [stream.push(token) for token in row] + [stream.finish()]
+            before, whole = (tokenizer.decode(x, skip_special_tokens=True) for x in (prompt, prompt + row))
+            assert before + "".join(pieces) == whole
+
+
+def test_bytes_that_are_no_text_change_nothing_that_was_told(tokenizer):
+    """Byte fallback turns the whole run to U+FFFD, of which the newline was told."""
+    newline, broken = (tokenizer.tokenize([text], allow_special=False)[0] for text in ("a\n", "a🙂"))
+    row = newline[-1:] + broken[-4:-2] + tokenizer.encode("b", add_bos=False)
+    stream = TextStream(tokenizer)
+    assert "".join(stream.push(token) for token in row) == "\n�� b"
+    assert tokenizer.decode(row) == "��� b"
+
+
+def test_a_token_costs_the_decoding_of_a_few():
+    class Counting(Characters):
+        decoded = 0
+
+        def decode(self, ids, **options):
+            self.decoded += len(ids)
+            return super().decode(ids, **options)
+
+    tokenizer = Counting()
+    stream = TextStream(tokenizer, prompt=[65] * 1000)
+    for token in range(1000):
+        stream.push(66 + token)
+    assert tokenizer.decoded < 10 * 1000
 
 
 def test_half_a_character_at_the_end_is_told_at_last(assets):
@@ -396,6 +507,10 @@ def sharded_generations(layout: str, expected: list[list[int]]) -> None:
             group=dist.group.WORLD,
         )
         assert ids_of(generations) == [expected[row][:length] for row in mine], (layout, rank, use_cache)
+    if rank == 1:
+        model.norm.register_forward_hook(lambda module, args, output: output * math.nan)
+    with pytest.raises(UserError, match="not finite"):
+        generate(model, [[1]], max_new_tokens=2, group=dist.group.WORLD)
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])

@@ -106,6 +106,56 @@ def test_templates_run_in_a_sandbox():
         ChatTemplate("\n{% if %}")
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["{{ 1 / 0 }}", "{% for i in range(10**9) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"],
+)
+def test_a_template_that_fails_is_a_message(tmp_path, source):
+    (tmp_path / "chat_template.jinja").write_text(source)
+    template = load_chat_template(tmp_path)
+    with pytest.raises(UserError, match="chat_template.jinja' fails"):
+        template.render(TURNS, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("declared", [5, [{"template": "x"}], ["x"], [{"name": "default", "template": 5}], "{% if %}"])
+def test_what_is_no_template_is_a_message(tmp_path, declared):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": declared}))
+    with pytest.raises(UserError, match="tokenizer_config.json"):
+        load_chat_template(tmp_path)
+
+
+def test_files_that_cannot_be_read_are_messages(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x", "bos_token": 5}))
+    with pytest.raises(UserError, match="tokenizer_config.json.* bos_token 5"):
+        load_chat_template(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="chat_template.jinja"):
+        load_chat_template(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "<s>|</s>||"),
+        ({"bos_token": None}, "<s>|</s>||"),
+        ({"bos_token": "<s>"}, "<s>|</s>||"),
+        ({"bos_token": "</s>", "eos_token": "<s>", "added_tokens_decoder": {}}, "</s>|<s>||"),
+    ],
+)
+def test_special_tokens_are_those_of_transformers(stories, tmp_path, settings, expected):
+    transformers = pytest.importorskip("transformers")
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    template = "|".join("{{ " + name + " }}" for name in names)
+    shutil.copy(f"{stories}/tokenizer.json", tmp_path)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **settings}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TURNS, tokenize=False)
+    assert load_chat_template(tmp_path).render(TURNS, add_generation_prompt=False) == theirs == expected
+
+
 def test_where_a_template_is_found(tmp_path):
     def rendered():
         return load_chat_template(tmp_path).render([], add_generation_prompt=False)
@@ -119,6 +169,15 @@ def test_where_a_template_is_found(tmp_path):
     assert rendered() == "named"
     (tmp_path / "chat_template.jinja").write_text("{% generation %}file{% endgeneration %}{{ strftime_now('%%') }}")
     assert rendered() == "file%"
+    # A model's own folder, and that of another tokenizer.
+    model = tmp_path / "model"
+    model.mkdir()
+    assert load_chat_template(model) is None
+    assert load_chat_template(model, tmp_path).render([], add_generation_prompt=False) == "file%"
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (model / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>"}))
+    (model / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")
+    assert load_chat_template(model, tmp_path).render([], add_generation_prompt=False) == "<bos></s>"
 
 
 def test_chatml():
@@ -180,7 +239,7 @@ def test_seeds_decide_what_is_drawn(stories, capsys):
     ],
 )
 def test_mistakes_are_messages(stories, capsys, args, message):
-    code, out, err = run(capsys, generate, "--checkpoint", stories, "--device", "cpu", *args)
+    code, out, err = run(capsys, generate, "--checkpoint", stories, "--device", "cpu", "--prompt", "a", *args)
     assert code == 2 and out == "" and message in err and "Traceback" not in err
 
 
@@ -244,6 +303,19 @@ def test_a_conversation_beyond_the_context_is_a_message(chat_model, capsys, monk
     code, out, err = talk(capsys, monkeypatch, ["word " * 600, "Hello"], "--checkpoint", chat_model)
     assert code == 0 and len(out.splitlines()) == 1
     assert "context 512" in err and "/reset" in err
+
+
+def test_another_tokenizer_leaves_template_and_stop_tokens(chat_model, stories, capsys, monkeypatch):
+    args = ["--checkpoint", chat_model, "--device", "cpu", "--max_new_tokens", 8, "--prompt", "Once", "--json"]
+    free = json.loads(run(capsys, generate, *args)[1])["tokens"]
+    (chat_model / "generation_config.json").write_text(json.dumps({"eos_token_id": free[4]}))
+    _, out, _ = run(capsys, generate, *args, "--tokenizer", stories)
+    assert json.loads(out)["tokens"] == free[: free.index(free[4]) + 1]
+    own, others = (
+        talk(capsys, monkeypatch, ["Hello"], "--checkpoint", chat_model, *more)
+        for more in ([], ["--tokenizer", stories])
+    )
+    assert own == others and own[0] == 0
 
 
 def test_without_a_template_chat_is_refused(stories, capsys, monkeypatch):

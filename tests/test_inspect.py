@@ -59,6 +59,8 @@ def test_every_format_and_its_tensors(tmp_path, capsys):
     for name, write in {"hf": write_huggingface, "meta": write_meta}.items():
         (tmp_path / name).mkdir()
         write(tmp_path / name, FORMS, TENSORS.__getitem__)
+    (tmp_path / "hf/config.json").write_text("{}")
+    (tmp_path / "meta/params.json").write_text("{}")
     step = save_step(tmp_path, 7)
     for path, format in ((tmp_path / "hf", "Hugging Face"), (tmp_path / "meta", "Meta"), (step, "DCP")):
         code, output, _ = inspect(capsys, "--tensors", path)
@@ -76,6 +78,7 @@ def test_every_format_and_its_tensors(tmp_path, capsys):
 def test_a_hugging_face_model_that_a_run_saved(tmp_path, capsys):
     partial = folders.start_partial(tmp_path, 3)
     write_huggingface(Path(str(partial)), FORMS, TENSORS.__getitem__)
+    partial.write("config.json", b"{}")
     folders.commit(partial, folders.Marker(step=3, kind="huggingface", world_size=1))
     code, output, _ = inspect(capsys, tmp_path / "step-3")
     found = facts(output)
@@ -113,6 +116,11 @@ def test_damage_is_found_and_named(tmp_path, capsys, damage):
         assert facts(output)["digests"] == f"wrong: {file.name} is damaged (its digest differs)"
         code, output, _ = inspect(capsys, "--no_verify", step)
         assert (code, facts(output)["digests"]) == (0, "not compared")
+
+
+def test_there_is_no_option_without_effect(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        inspect(capsys, "--verify", save_step(tmp_path, 7))
 
 
 def test_a_save_that_was_cut_short(tmp_path, capsys):
@@ -167,3 +175,26 @@ def test_what_is_no_checkpoint(tmp_path, capsys):
     code, _, error = inspect(capsys, tmp_path)
     assert code == 2
     assert "holds no checkpoint" in error
+
+
+def test_damaged_metadata_is_named_and_not_opened(tmp_path, capsys):
+    """Reading a damaged pickle can raise anything."""
+    step = save_step(tmp_path, 1)
+    whole = (step / ".metadata").read_bytes()
+    for place in range(20, len(whole), len(whole) // 20):
+        (step / ".metadata").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        code, _, error = inspect(capsys, step)
+        assert code == 3 and ".metadata is damaged" in error
+        assert inspect(capsys, step, "--no_verify")[0] in (0, 3)  # no traceback
+
+
+@pytest.mark.parametrize("content", ["{", None])
+def test_a_description_that_is_damaged_or_missing(tmp_path, capsys, content):
+    write_huggingface(tmp_path, FORMS, TENSORS.__getitem__)
+    (tmp_path / "config.json").write_text("{}")
+    assert inspect(capsys, tmp_path)[0] == 0
+    (tmp_path / "config.json").unlink()
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    code, output, error = inspect(capsys, tmp_path)
+    assert code == 3 and facts(output)["complete"] == "no" and "config.json" in error

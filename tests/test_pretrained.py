@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from torchtitan.components.checkpoint import folders
 from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in
-from torchtitan.components.checkpoint.formats import ForeignView, HuggingFaceSource
+from torchtitan.components.checkpoint.formats import ForeignView, HuggingFaceSource, load_weights
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import FLAVORS, FORMATS, Llama3Model
@@ -190,6 +190,10 @@ class TestTies:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
+    def test_a_pipeline_says_what_untying_is_for(self):
+        with pytest.raises(UserError, match=r"no_tie_embeddings unties them, for training from scratch\)"):
+            SHAPES["1B"].pipeline_modules()
+
     def test_an_equal_one_is_passed_over(self, folder):
         self.add_head(folder, 0.0)
         assert load_model(folder, device="cpu").model.output is None
@@ -250,6 +254,15 @@ class TestMeta:
         assert_same_logits(loaded.model, reference)
         assert_identical(foreign_tensors(tmp_path / "meta", "meta"), metas_weights(reference))
 
+    @pytest.mark.parametrize("said", [{"vocab_size": -1}, {}])
+    def test_the_vocabulary_is_that_of_the_weights(self, tmp_path, said):
+        """Llama 1 and 2 leave it to the tokenizer."""
+        save_meta(reference_of(METAS["odd"]), METAS["odd"], tmp_path / "meta")
+        path = tmp_path / "meta/params.json"
+        document = {key: value for key, value in json.loads(path.read_text()).items() if key != "vocab_size"}
+        path.write_text(json.dumps(document | said))
+        assert load_model(tmp_path / "meta", device="cpu").spec.model == METAS["odd"]
+
     def test_a_missing_permutation_shows(self, tmp_path, monkeypatch):
         reference = reference_of(METAS["odd"])
         save_meta(reference, METAS["odd"], tmp_path / "meta")
@@ -294,6 +307,20 @@ class TestWhatDoesNotFit:
         save_file({k: v for k, v in tensors.items() if v is not None}, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(UserError, match=message):
             load_model(folder, device="cpu")
+
+    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+    @pytest.mark.parametrize("only", ["", "layers.1.mlp.up_proj"])
+    def test_quantized_weights_are_named(self, folder, dtype, only):
+        tensors = load_file(folder / "model.safetensors")
+        tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items() if only in name}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        name = "layers.1.feed_forward.w3.weight" if only else r"tok_embeddings\.weight"
+        message = rf"{name} \({str(dtype).removeprefix('torch.')}\).* for quantized weights"
+        with pytest.raises(UserError, match=message):
+            load_model(folder, device="cpu")
+        spec, source = native_source(folder)
+        with pytest.raises(UserError, match=message):
+            load_weights(source, [spec.model.build()])
 
     def test_rope_frequencies_of_old_files_are_passed_over(self, folder):
         tensors = load_file(folder / "model.safetensors")
@@ -365,6 +392,22 @@ class TestOurOwnFormat:
         monkeypatch.syspath_prepend(str(tmp_path))
         assert spec_of(folder).model == ODD
         del sys.modules["family_of_mine"]
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"module": "json"}, "'json', which is no family of models"),
+            ({"module": 5}, "module is 5, and must be the import path"),
+            ({"module": ""}, "'', which is no name of a package"),
+            ({"module": ".llama3"}, "'.llama3', which is no name"),
+            ({"flavor": None}, "flavor is None, and must be a name"),
+            ({"config": [3]}, r"config is \[3\], and must be an object"),
+        ],
+    )
+    def test_a_description_that_names_no_model(self, folder, changes, message):
+        self.describe(folder, **changes)
+        with pytest.raises(UserError, match=message):
+            spec_of(folder)
 
     def test_a_configuration_that_is_not_the_models(self, folder):
         self.describe(folder, config={"dim": 3, "depth": 4})

@@ -502,6 +502,7 @@ class Trainer(Configurable):
         numbers = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
         message = f"step {self.step + 1}: {numbers}; documents: {shown}{more}"
         if self.config.training.on_nonfinite == "stop":
+            self.checkpointer.wait()  # the process ends at once: a save in the background would be lost
             raise NonFiniteError(message)
         logger.warning("%s. The step is skipped.", message)
 

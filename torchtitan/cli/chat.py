@@ -71,7 +71,7 @@ class Conversation:
         from torchtitan.components.generation import stop_ids
 
         self._opened, self._template, self._sampling = opened, template, sampling
-        self._stop_ids = stop_ids(opened.tokenizer, opened.folder)
+        self._stop_ids = stop_ids(opened.tokenizer, *opened.folders)
         self._stop = [*options.stop, *(["<|im_end|>"] if options.template == "chatml" else [])]
         self._max_new_tokens: int = options.max_new_tokens
         self._system = [{"role": "system", "content": options.system}] if options.system else []
@@ -121,11 +121,12 @@ class Conversation:
 def _template(options: argparse.Namespace, opened: OpenedModel) -> "ChatTemplate":
     from torchtitan.components.chat_template import CHATML, ChatTemplate, load_chat_template
 
-    template = ChatTemplate(CHATML) if options.template == "chatml" else load_chat_template(opened.folder)
+    template = ChatTemplate(CHATML) if options.template == "chatml" else load_chat_template(*opened.folders)
     if template is None:
         raise UserError(
-            f"{opened.folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
-            "the model may not know conversations; `torchtitan generate` continues text, --template chatml sets one"
+            f"there is no chat template in {' or '.join(map(str, opened.folders))} (chat_template.jinja, or "
+            "chat_template in tokenizer_config.json): the model may not know conversations; `torchtitan generate` "
+            "continues text, --template chatml sets one"
         )
     return template
 

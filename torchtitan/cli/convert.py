@@ -3,6 +3,7 @@
 import argparse
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,8 +70,12 @@ def _convert(options: argparse.Namespace) -> None:
     begun = time.perf_counter()
     _check(options)
     spec, source = native_source(options.input)
-    partial = _start_partial(options.output)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    # Beside OUTPUT, so that renaming puts it in place, and under a name that nothing else has.
+    workplace = Path(tempfile.mkdtemp(prefix=f"{options.output.name}.", suffix=".partial", dir=options.output.parent))
     try:
+        partial = workplace / "checkpoint.partial"
+        partial.mkdir()  # its permissions are the usual ones, and those of the other are not
         with progress(f"converting to {options.to}", sum(form.n_bytes for form in source.forms.values())) as advance:
             export_checkpoint(
                 partial,
@@ -83,9 +88,8 @@ def _convert(options: argparse.Namespace) -> None:
                 advance=advance,
             )
         _put_in_place(partial, options)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
     _report(options, spec, len(source.forms), time.perf_counter() - begun)
 
 
@@ -105,24 +109,16 @@ def _check(options: argparse.Namespace) -> None:
     check_digests(options.input)
 
 
-def _start_partial(output: Path) -> Path:
-    """The folder to write into, beside OUTPUT; what a conversion that was cut short left there is removed."""
-    partial = output.with_name(f"{output.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    return partial
-
-
 def _put_in_place(partial: Path, options: argparse.Namespace) -> None:
     from torchtitan.components.checkpoint import folders
     from torchtitan.components.checkpoint.formats import format_of
 
-    if options.to != "dcp":
-        partial.rename(options.output)
-        return
-    step = folders.open_checkpoint(options.input).step if format_of(options.input) == "dcp" else 0
-    folders.commit(partial, folders.Marker(step=step, kind="model_only", world_size=1))
+    written = partial
+    if options.to == "dcp":
+        step = folders.open_checkpoint(options.input).step if format_of(options.input) == "dcp" else 0
+        marker = folders.Marker(step=step, kind="model_only", world_size=1)
+        written = Path(str(folders.commit(partial, marker)))
+    written.rename(options.output)  # the system refuses a folder that is no longer empty
 
 
 def _report(options: argparse.Namespace, spec: "ModelSpec", n_tensors: int, seconds: float) -> None:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +93,8 @@ def _evaluate_file(path: Path, scorer: "Scorer", opened: OpenedModel, limit: int
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"'{path}' is not a text in UTF-8: {error}") from error
+        if not text:
+            raise UserError(f"'{path}' is empty: there is nothing to score")
         return dataclasses.asdict(text_perplexity(scorer, opened.tokenizer, text, progress))
 
 
@@ -99,7 +102,7 @@ def _evaluate_lm_eval(names: list[str], scorer: "Scorer", opened: OpenedModel, o
     from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
     from torchtitan.components.generation import stop_ids
 
-    ends = stop_ids(opened.tokenizer, opened.folder)
+    ends = stop_ids(opened.tokenizer, *opened.folders)
     with _progress_bar("lm-eval") as progress:
         model = TorchtitanLM(scorer, opened.tokenizer, ends, progress)
         return evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
@@ -110,10 +113,11 @@ def _progress_bar(name: str) -> "Iterator[Progress]":
     """A bar on standard error, and what moves it."""
     import rich.progress
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(stderr=True)
     with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=None)
+        task = bar.add_task(escape(name), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
@@ -121,13 +125,24 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    # What took long to compute is safe before anything else can fail.
+    text = json.dumps(_finite(document), indent=2, default=str, allow_nan=False)
+    if output is None:
+        print(text, flush=True)
+    else:
+        output.write_text(text + "\n")
     table = Table("task", "metric", "value")
     for task, metrics in document["results"].items():
         for name, value in metrics.items():
             table.add_row(task, name, f"{value:.4f}" if isinstance(value, float) else str(value))
-    Console(stderr=True).print(table)
-    text = json.dumps(document, indent=2, default=str)
-    if output is None:
-        print(text)
-    else:
-        output.write_text(text + "\n")
+    # Names of files are not markup.
+    Console(stderr=True, markup=False, emoji=False).print(table)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for numbers that JSON has no form for, such as the perplexity of a hopeless model."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

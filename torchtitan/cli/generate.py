@@ -64,7 +64,7 @@ def _generate(options: argparse.Namespace) -> None:
         prompts,
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
-        stop_ids=generation.stop_ids(opened.tokenizer, opened.folder),
+        stop_ids=generation.stop_ids(opened.tokenizer, *opened.folders),
         on_token=printer.on_token,
         use_cache=not options.no_cache,
     )
@@ -92,26 +92,27 @@ class _Printer:
         self.streams = [TextStream(opened.tokenizer, prompt, stop) for prompt in prompts]
         self.live = len(texts) == 1 and not as_json
         self.first_token_time: float | None = None
-        if self.live:
-            print(texts[0], end="", flush=True)
+        # With the first token: before it, the request may turn out to be a mistake, which has no answer.
+        self.unprinted = texts[0]
 
     def on_token(self, row: int, token: int) -> bool:
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         piece = self.streams[row].push(token)
         if self.live:
-            print(piece, end="", flush=True)
+            print(self.unprinted + piece, end="", flush=True)
+            self.unprinted = ""
         return self.streams[row].stopped
 
     def finish(self, generations: "list[Generation]") -> None:
         for text, stream, generation in zip(self.texts, self.streams, generations, strict=True):
             rest = stream.finish()
             if self.live:
-                print(rest)
+                print(self.unprinted + rest)
             elif self.as_json:
                 reason = "stop" if stream.stopped else generation.finish_reason
                 line = {"prompt": text, "text": stream.text, "finish_reason": reason, "tokens": generation.ids}
-                print(json.dumps(line, ensure_ascii=False))
+                print(json.dumps(line, ensure_ascii=False, allow_nan=False))
             else:
                 print(text + stream.text)
         sys.stdout.flush()

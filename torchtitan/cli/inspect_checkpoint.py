@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
 
 if TYPE_CHECKING:
     from torchtitan.components.checkpoint import CheckpointInfo
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from torchtitan.protocols.state_dict_adapter import TensorForm
 
 States = Mapping[str, Mapping[str, "TensorForm"]]
+
+_PICKLE = ".metadata"
+"""The file that is not opened where it is known to be damaged."""
 
 _FORMATS = {"dcp": "DCP", "hf": "Hugging Face", "meta": "Meta"}
 
@@ -49,11 +53,12 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="torchtitan inspect", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a checkpoint, or of several")
     parser.add_argument("--tensors", action="store_true", help="list every tensor: name, shape, type, bytes")
-    verify = parser.add_mutually_exclusive_group()
-    verify.add_argument(
-        "--verify", action="store_true", default=True, help="compare every file with its digest (default)"
+    parser.add_argument(
+        "--no_verify",
+        dest="verify",
+        action="store_false",
+        help="read no more than is needed, and compare no file with its digest",
     )
-    verify.add_argument("--no_verify", dest="verify", action="store_false", help="read no more than is needed")
     return parser.parse_args(args)
 
 
@@ -99,12 +104,16 @@ def _examine(path: Path, *, verify: bool) -> _Findings:
     found = _format_in(path) if folders.has_marker(path) else format_of(path)
     faults: list[str] = []
     states: States = {}
-    try:
-        states = _read_states(path, found)
-    except UserError as error:
-        faults.append(str(error))
     facts = {"format": _FORMATS[found] if found else "unknown"}
     facts |= _saved_by_a_run(path, found, faults, verify=verify)
+    if not any(_PICKLE in fault for fault in faults):
+        try:
+            states = _read_states(path, found)
+        except UserError as error:
+            faults.append(str(error))
+    if found in ("hf", "meta"):
+        faults += _faulty_descriptions(path, found)
+    facts.setdefault("complete", "no" if faults else "yes")
     files = [file for file in path.rglob("*") if file.is_file()]
     facts["size"] = f"{sum(file.stat().st_size for file in files):,} bytes in {len(files)} files"
     return _Findings(facts, states, faults)
@@ -120,6 +129,21 @@ def _read_states(path: Path, found: "Format | None") -> States:
     return {"model": open_source(path).forms}
 
 
+def _faulty_descriptions(path: Path, found: str) -> list[str]:
+    """What is wrong with the files that describe model and tokenizer, as far as it shows without using them."""
+    from torchtitan.components.checkpoint.assets import FILES
+    from torchtitan.models.pretrained import DESCRIPTIONS
+
+    model = DESCRIPTIONS[found]
+    faults = [] if (path / model).is_file() else [f"there is no {model}, which says what model it holds"]
+    for name in (model, *(name for name in FILES if name.endswith(".json"))):
+        try:
+            read_object(path / name)
+        except UserError as error:
+            faults.append(str(error))
+    return faults
+
+
 def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, verify: bool) -> dict[str, str]:
     """What marker and manifest say; what is wrong with them is added to `faults`."""
     from torchtitan.components.checkpoint import folders
@@ -127,7 +151,7 @@ def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, ve
     if not folders.has_marker(path):
         if found == "dcp":
             faults.append("it is not complete: there is no marker (complete.json), so its save was cut short")
-        return {"complete": "no" if faults else "yes", "digests": "there is no manifest"}
+        return {"digests": "there is no manifest"}
     try:
         info = folders.open_checkpoint(path)
     except UserError:

@@ -23,8 +23,8 @@ class OpenedModel(NamedTuple):
 
     tokenizer: "Tokenizer"
 
-    folder: Path
-    """Of the tokenizer's files, where a chat template and generation_config.json would be too."""
+    folders: tuple[Path, ...]
+    """Where a chat template and generation_config.json are looked up: beside the model, then beside the tokenizer."""
 
     context: int
     """Tokens that the model attends over."""
@@ -41,7 +41,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="the folder step-N of a run's checkpoint, or a model in Hugging Face's or Meta's format",
     )
     group.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer (default: the one in the checkpoint)"
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder of the tokenizer (default: the one in the checkpoint, whose stop tokens and chat template stay "
+        "in use)",
     )
     group.add_argument("--device", choices=["cpu", "cuda", "mps"], help="where to compute (default: the GPU, if any)")
     group.add_argument(
@@ -110,7 +114,8 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, and the model only {vocabulary}; "
             "name the model's own with --tokenizer"
         )
-    return OpenedModel(loaded.model, tokenizer, folder, loaded.spec.model.max_seq_len)
+    folders = tuple(dict.fromkeys((loaded.tokenizer_path, folder)))
+    return OpenedModel(loaded.model, tokenizer, folders, loaded.spec.model.max_seq_len)
 
 
 def run_command(command: str, run: Callable[[], None]) -> int:

@@ -36,19 +36,22 @@ class ChatTemplate:
     Args:
         source: the template, in Jinja's language. It may come from anywhere, so it runs in Jinja's sandbox.
         variables: what it can read beside the conversation, such as `bos_token`.
+        name: what messages call it.
 
     Raises:
         UserError: if it is not a template.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str] | None = None):
+    def __init__(self, source: str, variables: Mapping[str, str] | None = None, name: str = "the chat template"):
         import jinja2
 
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
-        self._variables = dict(variables or {})
+            raise UserError(f"{name} is not valid Jinja, line {error.lineno}: {error.message}") from error
+        except RecursionError as error:
+            raise UserError(f"{name} is nested too deeply to be read") from error
+        self._variables, self._name = dict(variables or {}), name
 
     def render(
         self,
@@ -67,35 +70,70 @@ class ChatTemplate:
             variables: options of this template, such as Qwen3's `enable_thinking`.
 
         Raises:
-            UserError: if the template does not take this conversation, with its own words.
+            UserError: if the template does not take this conversation, with its own words, or fails at it.
         """
         import jinja2
 
         known = {"tools": tools, "documents": None, **self._variables, **variables}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **known)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-            raise UserError(f"the chat template refuses this conversation: {error}") from error
+        except jinja2.TemplateError as error:
+            raise UserError(f"{self._name} refuses this conversation: {error}") from error
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise UserError(f"{self._name} fails at this conversation: {type(error).__name__}: {error}") from error
 
 
-def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The template in a model's folder: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json` (of
-    several named ones, `default`); None where there is none.
+def load_chat_template(*folders: Path) -> ChatTemplate | None:
+    """The template in the first of a model's folders that has one: `chat_template.jinja`, else `chat_template` of
+    `tokenizer_config.json` (of several named ones, `default`); None where there is none.
+
+    It can read the special tokens that `tokenizer_config.json` names or, where it does not, `special_tokens_map.json`.
 
     Raises:
         UserError: if there is one that cannot be read.
     """
-    settings = read_object(folder / "tokenizer_config.json")
+    for folder in folders:
+        file, source = _find_source(folder)
+        if source is not None:
+            tokens = {name: text for of in reversed(folders) for name, text in _special_tokens(of).items()}
+            return ChatTemplate(source, tokens, f"the chat template in '{file}'")
+    return None
+
+
+def _find_source(folder: Path) -> tuple[Path, str | None]:
+    """The file that has, or would have, a folder's template, and the template."""
     file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
-    if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if source is None:
-        return None
-    tokens = {name: settings.get(name) for name in _SPECIAL_TOKENS}
-    # A token is written as a string or, by older versions, as an object.
-    texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items() if token}
-    return ChatTemplate(source, texts)
+    if file.is_file():
+        try:
+            return file, file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"the chat template '{file}' cannot be read: {error}") from error
+    file = folder / "tokenizer_config.json"
+    declared = read_object(file).get("chat_template")
+    if isinstance(declared, list):
+        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in declared):
+            raise UserError(f"'{file}' has a list of chat templates, and must have a name and a template in each entry")
+        declared = next((entry["template"] for entry in declared if entry["name"] == "default"), None)
+    if not (declared is None or isinstance(declared, str)):
+        raise UserError(f"'{file}' has the chat_template {declared!r}, and must have a text or a list of named ones")
+    return file, declared
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    texts = {}
+    # The second wins, as for the tokenizer's ids. (In transformers, which reads the first one only where the second has
+    # no `added_tokens_decoder`, it wins then: that shows only where the two contradict each other.)
+    for path in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+        content = read_object(path)
+        for name in _SPECIAL_TOKENS:
+            # A token is written as a string or, by older versions, as an object.
+            token = content.get(name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if text is not None and not isinstance(text, str):
+                raise UserError(f"'{path}' has {name} {token!r}, which is not a token")
+            if text:
+                texts[name] = text
+    return texts
 
 
 def _environment() -> "jinja2.sandbox.ImmutableSandboxedEnvironment":

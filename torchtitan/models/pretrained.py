@@ -43,13 +43,15 @@ def spec_of(path: str | Path) -> ModelSpec:
     Raises:
         UserError: where there is no checkpoint, or no family of models computes what it describes.
     """
-    from torchtitan.components.checkpoint.formats import format_of
+    from torchtitan.components.checkpoint.formats import MetaSource, format_of
 
     folder = Path(path)
     found = format_of(folder)
     if found == "dcp":
         return _native_spec(folder)
     document = read_description(folder, DESCRIPTIONS[found])
+    if found == "meta" and document.get("vocab_size", -1) == -1:  # Llama 1 and 2: Meta's code asks the tokenizer
+        document["vocab_size"] = MetaSource(folder).vocab_size
     family, format = _family_of_model_type(document, folder) if found == "hf" else _family_with_meta()
     spec: ModelSpec = family.model_spec(format.from_foreign(document), _FOREIGN_FLAVOR)
     return spec
@@ -76,17 +78,19 @@ def load_model(path: str | Path, *, device: torch.device | str, dtype: torch.dty
         dtype: of its weights. None: the type in which the checkpoint has most of them.
 
     Raises:
-        UserError: as `native_source`; and where a checkpoint of ours is damaged.
+        UserError: as `native_source`; where a checkpoint of ours is damaged, or its weights are quantized.
     """
     from torchtitan.components.checkpoint.assets import asset_folder
     from torchtitan.components.checkpoint.formats import load_weights
     from torchtitan.components.checkpoint.formats.export import prevailing_dtype
+    from torchtitan.components.checkpoint.formats.load import check_types
     from torchtitan.components.checkpoint.pretrained import check_digests
 
     check_digests(path)
     spec, source = native_source(path)
     with torch.device("meta"):
         model: BaseModel = spec.model.build()
+    check_types(source.forms, model.state_dict())
     model = model.to(dtype or prevailing_dtype(source.forms)).to_empty(device=device)
     load_weights(source, [model])
     return LoadedModel(model.eval(), spec, asset_folder(Path(path)))
@@ -111,13 +115,17 @@ def _native_spec(folder: Path) -> ModelSpec:
     from torchtitan.components.checkpoint.assets import read_model_json
 
     document = read_model_json(folder)
+    name = document["module"]
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(f"{folder} is of a model of the package '{name}', which is no name of a package")
     try:
-        family = importlib.import_module(document["module"])
+        family = importlib.import_module(name)
     except ImportError as error:
-        raise UserError(
-            f"{folder} is of a model of the package '{document['module']}', which cannot be imported: {error}"
-        ) from error
-    config_class = type(next(iter(family.FLAVORS.values())))
+        raise UserError(f"{folder} is of a model of the package '{name}', which cannot be imported: {error}") from error
+    flavors = getattr(family, "FLAVORS", None)
+    if not (flavors and isinstance(flavors, dict) and hasattr(family, "model_spec")):
+        raise UserError(f"{folder} is of a model of the package '{name}', which is no family of models")
+    config_class = type(next(iter(flavors.values())))
     spec: ModelSpec = family.model_spec(config_class.from_dict(document["config"]), document["flavor"])
     return spec
 

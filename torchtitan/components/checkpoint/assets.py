@@ -17,6 +17,11 @@ FOLDER = "assets"
 """The folder inside a checkpoint's."""
 
 _MODEL = "model.json"
+_MODEL_KEYS = {
+    "module": (str, "the import path of a family of models"),
+    "flavor": (str, "a name"),
+    "config": (dict, "an object"),
+}
 
 FILES = (
     "tokenizer.json",
@@ -94,8 +99,9 @@ def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{checkpoint} does not say which model it is of (there is no {FOLDER}/{_MODEL} in it)")
     content = read_object(path)
-    if not {"module", "flavor", "config"} <= content.keys():
-        raise UserError(f"{path} must hold an object with module, flavor and config")
+    for key, (type_, must_be) in _MODEL_KEYS.items():
+        if not isinstance(content.get(key), type_):
+            raise UserError(f"{path}: {key} is {content.get(key)!r}, and must be {must_be}")
     return content
 
 

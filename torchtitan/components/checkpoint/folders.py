@@ -6,67 +6,30 @@ a folder without a marker remains, and nothing here takes it for a checkpoint.
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
-from torchtitan.components.checkpoint.manifest import find_faults, write_manifest
+from torchtitan.components.checkpoint.manifest import MANIFEST, Faults, find_faults, write_manifest
+from torchtitan.components.checkpoint.marker import (
+    MARKER,
+    Kind,
+    Marker,
+    MarkerError,
+    UnreadMarkerError,
+    in_words,
+    marker_content,
+    read_marker,
+)
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.store import UNFINISHED, Folder, folder_at
+from torchtitan.components.checkpoint.store import UNFINISHED, UNPUBLISHED, Folder, folder_at
 from torchtitan.tools.errors import UserError
-
-Kind = Literal["full", "model_only", "huggingface"]
-"""What a checkpoint holds: all that a run goes on from, the models' weights alone, or a model in Hugging Face files."""
 
 AnyFolder = str | os.PathLike[str] | Folder
 
-_MARKER = "complete.json"
 _DAMAGE = "damaged.json"
-_FORMAT_VERSION = 2
 _NAME = re.compile(r"step-(\d+)((?:\.dcp|\.removed)?\.partial)?")
-_KINDS_IN_WORDS = {"full": "everything", "model_only": "the model only", "huggingface": "a Hugging Face model only"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Marker:
-    """The content of the file that makes a checkpoint complete."""
-
-    step: int
-    """The training step after which it was saved."""
-
-    kind: Kind
-    """What it holds."""
-
-    world_size: int
-    """How many processes saved it."""
-
-    validation_loss: float | None = None
-    """The validation loss at that step, where it was measured."""
-
-    manifest: str = ""
-    """The digest of manifest.json; `commit` fills it in."""
-
-    torch_version: str = torch.__version__
-    """The version of torch that wrote it."""
-
-    format_version: int = _FORMAT_VERSION
-    """The version of the layout of folder and entries."""
-
-
-_MARKER_TYPES: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "kind": (str,),
-    "world_size": (int,),
-    "validation_loss": (float, type(None)),
-    "manifest": (str,),
-    "torch_version": (str,),
-    "format_version": (int,),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +46,7 @@ class CheckpointInfo:
     """None: the checkpoint is not complete and cannot be loaded."""
 
     fault: str = ""
-    """Why it is not complete although there is a marker; the message names the marker or the folder."""
+    """Why it is not complete although it should be; the message names the marker or the folder."""
 
     damage: str = ""
     """What a run found damaged when it was to resume from it: it is neither used nor removed without being asked."""
@@ -107,11 +70,6 @@ class CheckpointInfo:
     def validation_loss(self) -> float | None:
         """The validation loss at its step, where it was measured."""
         return self.marker.validation_loss if self.marker else None
-
-
-def in_words(kind: Kind) -> str:
-    """What a checkpoint of this kind holds."""
-    return _KINDS_IN_WORDS[kind]
 
 
 def list_checkpoints(folder: AnyFolder) -> list[CheckpointInfo]:
@@ -154,44 +112,48 @@ def resumable(folder: Folder) -> list[CheckpointInfo]:
     checkpoints = list_checkpoints(folder)
     sound = [info for info in checkpoints if info.kind == "full" and not info.damage]
     lost = {info.step: info.fault for info in checkpoints if info.fault}
-    lost |= {info.step: info.damage for info in checkpoints if info.kind == "full" and info.damage}
+    lost |= {info.step: f"it was found damaged: {info.damage}" for info in checkpoints if _is_lost(info)}
     if lost and not sound:
-        raise all_damaged(folder, lost)
+        raise none_sound(folder, lost)
     return sound
 
 
-def all_damaged(folder: Folder, faults: Mapping[int, str]) -> UserError:
-    """The error of a run that has checkpoints, by their steps, and can resume from none."""
-    lines = "".join(f"\n  step {step}: {faults[step]}" for step in sorted(faults))
+def none_sound(folder: Folder, lost: Mapping[int, str]) -> UserError:
+    """The error of a run that has checkpoints and can resume from none; `lost` says of each step why."""
+    lines = "".join(f"\n  step {step}: {lost[step]}" for step in sorted(lost))
+    note = f" and remove its {_DAMAGE}" if any(info.damage for info in list_checkpoints(folder)) else ""
     return UserError(
-        f"every checkpoint in {folder} that a run could resume from is damaged:{lines}\n"
-        f"repair one and remove its {_DAMAGE}, or start anew with another checkpoint.folder"
+        f"no checkpoint in {folder} can be resumed from:{lines}\n"
+        f"repair one{note}, or start anew with another checkpoint.folder"
     )
 
 
-def open_checkpoint(path: AnyFolder) -> CheckpointInfo:
+def open_checkpoint(path: AnyFolder, option: str = "") -> CheckpointInfo:
     """The complete checkpoint that is the folder `path`, whatever the folder's name.
+
+    Args:
+        path: a step's folder.
+        option: what named it, for the messages.
 
     Raises:
         UserError: where `path` is no folder, no checkpoint, an incomplete one or one with a damaged marker.
     """
-    folder = folder_at(path)
+    folder, named = folder_at(path), f"{option}: " if option else ""
     if not folder.exists():
-        raise UserError(f"checkpoint.initial_load_path: {path} is not a folder; name the step-N folder of a checkpoint")
+        raise UserError(f"{named}{path} is not a folder; name the step-N folder of a checkpoint")
     try:
-        marker = _read_marker(folder)
-    except _MarkerError as error:
-        raise UserError(f"checkpoint.initial_load_path: {error}; name another one") from error
+        marker = read_marker(folder)
+    except MarkerError as error:
+        raise UserError(f"{named}{error}; name another one") from error
     if marker:
         return CheckpointInfo(marker.step, folder, marker)
     for outer in (folder, folder / "checkpoint"):
         if complete := [info for info in list_checkpoints(outer) if info.complete]:
             raise UserError(
-                f"checkpoint.initial_load_path: {path} is not a checkpoint but holds some; "
-                f"name one of them, for example {complete[-1].path}"
+                f"{named}{path} is not a checkpoint but holds some; name one of them, for example {complete[-1].path}"
             )
     fault = "is not complete: its save was cut short" if _NAME.fullmatch(folder.name) else "is not a checkpoint"
-    raise UserError(f"checkpoint.initial_load_path: {path} {fault} (there is no {_MARKER} in it); name another one")
+    raise UserError(f"{named}{path} {fault} (there is no {MARKER} in it); name another one")
 
 
 def verify(path: AnyFolder, ranks: Ranks | None = None) -> list[str]:
@@ -201,12 +163,18 @@ def verify(path: AnyFolder, ranks: Ranks | None = None) -> list[str]:
         path: a step's folder.
         ranks: those who share the work, calling this together; None: this process alone.
     """
-    folder, ranks = folder_at(path), ranks or Ranks()
+    return find_damage(folder_at(path), ranks or Ranks()).lines
+
+
+def find_damage(folder: Folder, ranks: Ranks) -> Faults:
+    """As `verify`, with what is damaged apart from what could not be read."""
     try:
-        marker = ranks.first_decides(lambda: _read_marker(folder))
-    except _MarkerError as error:
-        return [str(error)]
-    return find_faults(folder, marker.manifest, ranks) if marker else [f"{_MARKER} is missing"]
+        marker = ranks.first_decides(lambda: read_marker(folder))
+    except UnreadMarkerError as error:
+        return Faults(unread=[str(error)])
+    except MarkerError as error:
+        return Faults(damage=[str(error)])
+    return find_faults(folder, marker.manifest, ranks) if marker else Faults(damage=[f"{MARKER} is missing"])
 
 
 def record_damage(checkpoint: CheckpointInfo, faults: Sequence[str]) -> None:
@@ -216,7 +184,7 @@ def record_damage(checkpoint: CheckpointInfo, faults: Sequence[str]) -> None:
 
 def has_marker(path: AnyFolder) -> bool:
     """Whether the folder `path` says of itself that it is a complete checkpoint."""
-    return folder_at(path).has_file(_MARKER)
+    return folder_at(path).has_file(MARKER)
 
 
 def start_partial(folder: AnyFolder, step: int) -> Folder:
@@ -240,7 +208,14 @@ def start_native(partial: Folder) -> Folder:
     return native
 
 
-def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None) -> Folder:
+def discard_export(native: Folder) -> None:
+    """Remove what was made from the folder of `start_native`, complete or not."""
+    partial = native.parent / f"{native.name.removesuffix('.dcp.partial')}.partial"
+    if partial.exists():
+        remove_checkpoint(partial)
+
+
+def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, name: str = "") -> Folder:
     """Write the manifest of the fully written folder `partial` and turn it into the complete checkpoint; return that.
 
     `step-N.partial` becomes `step-N`. A checkpoint of the same step, which a run that resumed from an earlier one left
@@ -250,6 +225,7 @@ def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None) -> Fo
         partial: as `start_partial` gave it.
         marker: its `manifest` is filled in.
         ranks: those who share the work, calling this together; None: this process alone.
+        name: what it is to be called; empty: as `partial`, without ".partial".
 
     Raises:
         OSError: on every rank, where a file cannot be written or read.
@@ -257,8 +233,8 @@ def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None) -> Fo
     folder, ranks = folder_at(partial), ranks or Ranks()
     assert folder.name.endswith(".partial") or not folder.renames, "commit takes what is to be renamed"
     marker = dataclasses.replace(marker, manifest=write_manifest(folder, ranks))
-    final = folder.name.removesuffix(".partial")
-    return ranks.first_decides(lambda: folder.publish(final, _MARKER, _marker_content(marker)))
+    final = name or folder.name.removesuffix(".partial")
+    return ranks.first_decides(lambda: folder.publish(final, MARKER, marker_content(marker)))
 
 
 def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
@@ -268,16 +244,21 @@ def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
     return min(numbers, key=lambda pair: pair[0])[1] if numbers else None
 
 
-def prune(folder: Folder, step: int, keep_latest_k: int, *, keep_best: bool = False) -> None:
+def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[int], bool] | None = None) -> None:
     """Keep `keep_latest_k` (0: all) of the complete checkpoints up to `step`, the one just saved, and remove the rest.
 
-    The newest full one always stays, since without it the run could not be continued; with `keep_best`, that of the
-    lowest validation loss too. Those found damaged stay, as evidence. Those of later steps stay as well: a run that
-    went back to an earlier step replaces them as it reaches them.
+    The newest full one always stays, since without it the run could not be continued. Those found damaged stay, as
+    evidence. Those of later steps stay as well: a run that went back replaces them as it reaches their steps.
+
+    Args:
+        folder: where the checkpoints lie.
+        step: the one just saved.
+        keep_latest_k: how many to keep.
+        best_of: the one of the lowest validation loss stays too, of those whose step this accepts; None: none does.
     """
     complete = [info for info in list_checkpoints(folder) if info.complete and not info.damage and info.step <= step]
     kept = [info for info in complete if info.kind == "full"][-1:]
-    if keep_best and (lowest := best(complete)):
+    if best_of and (lowest := best([info for info in complete if best_of(info.step)])):
         kept.append(lowest)
     for info in complete[:-keep_latest_k] if keep_latest_k else []:
         if info not in kept:
@@ -293,20 +274,29 @@ def discard_incomplete(folder: Folder, step: int) -> None:
 
 def remove_checkpoint(path: Folder) -> None:
     """Remove a checkpoint; cut short, what remains does not look like one."""
-    path.remove(first=_MARKER)
+    path.remove(first=MARKER)
 
 
-class _MarkerError(Exception):
-    """The marker of a checkpoint cannot be used; the message says which and why."""
+def _is_lost(info: CheckpointInfo) -> bool:
+    return info.kind == "full" and bool(info.damage)
 
 
 def _inspect(step: int, folder: Folder) -> CheckpointInfo:
     if folder.name.endswith(UNFINISHED):
         return CheckpointInfo(step, folder, None)  # with a marker, it is being removed
     try:
-        return CheckpointInfo(step, folder, _read_marker(folder), damage=_read_damage(folder))
-    except _MarkerError as error:
+        marker = read_marker(folder)
+        fault = f"{folder}/{MARKER} is missing" if marker is None and _lost_marker(folder) else ""
+        return CheckpointInfo(step, folder, marker, fault, _read_damage(folder))
+    except MarkerError as error:
         return CheckpointInfo(step, folder, None, fault=str(error))
+    except OSError as error:
+        return CheckpointInfo(step, folder, None, fault=f"{folder} could not be read ({error})")
+
+
+def _lost_marker(folder: Folder) -> bool:
+    """Whether a folder without a marker had one: where a save renames what is fully written, it leaves none like it."""
+    return folder.renames and folder.has_file(MANIFEST) and not folder.has_file(MARKER + UNPUBLISHED)
 
 
 def _read_damage(folder: Folder) -> str:
@@ -316,40 +306,3 @@ def _read_damage(folder: Folder) -> str:
         return "; ".join(json.loads(folder.read(_DAMAGE))["faults"])
     except (OSError, ValueError, KeyError, TypeError):
         return f"{_DAMAGE} says so, but cannot be read"
-
-
-def _read_marker(folder: Folder) -> Marker | None:
-    """The marker in `folder`, None where there is none; raises `_MarkerError` for one that cannot be used."""
-    if not folder.has_file(_MARKER):
-        return None
-    file = f"{folder}/{_MARKER}"
-    try:
-        text = folder.read(_MARKER)
-        content: Any = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise _MarkerError(f"{file} is damaged ({error})") from error
-    version = content.get("format_version", _FORMAT_VERSION) if isinstance(content, dict) else _FORMAT_VERSION
-    if version != _FORMAT_VERSION:
-        raise _MarkerError(
-            f"{folder} is in layout {version}, and this version of torchtitan reads layout {_FORMAT_VERSION}; "
-            "it can be loaded by the version that wrote it"
-        )
-    marker = _marker_from(content)
-    if marker is None or _marker_content(marker) != text:
-        raise _MarkerError(f"{file} is damaged (its content is not that of a marker)")
-    return marker
-
-
-def _marker_content(marker: Marker) -> bytes:
-    """The marker's file: its fields, and a digest of them, since no manifest says what they were."""
-    fields = dataclasses.asdict(marker)
-    digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-    return json.dumps({**fields, "digest": digest}).encode()
-
-
-def _marker_from(content: Any) -> Marker | None:
-    fields = {name: value for name, value in content.items() if name != "digest"} if isinstance(content, dict) else {}
-    types_fit = fields.keys() == _MARKER_TYPES.keys() and all(
-        type(value) in _MARKER_TYPES[name] for name, value in fields.items()
-    )
-    return Marker(**fields) if types_fit and fields["kind"] in get_args(Kind) else None

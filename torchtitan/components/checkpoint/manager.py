@@ -3,21 +3,22 @@
 import dataclasses
 import difflib
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import folders
-from torchtitan.components.checkpoint.folders import Kind, Marker
+from torchtitan.components.checkpoint.checks import check_options
+from torchtitan.components.checkpoint.marker import Kind, Marker
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.saver import Assets, AsyncMode, Export, Saver
 from torchtitan.components.checkpoint.start import Start, choose_start, find_start
 from torchtitan.components.checkpoint.states import ModelState
-from torchtitan.components.checkpoint.store import Folder, LocalFolder, folder_at, inside
+from torchtitan.components.checkpoint.store import Folder, inside
 from torchtitan.config.configurable import Configurable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -44,7 +45,7 @@ class CheckpointManager(Configurable):
         rank_states: name → state of this rank alone, of the same form: random numbers, positions in the data. Loaded
             by the rank of the same number; by ranks that the saved run did not have, from rank 0.
         initial_loads: name of a state → what gives it its initial weights, called by `load` on every rank where the
-            state comes from no checkpoint and the run does not resume.
+            state comes from no checkpoint: the run begins, what it resumes from lacks the state, or it is excluded.
         assets: what rank 0 writes into each checkpoint beside the states.
         export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
 
@@ -117,38 +118,7 @@ class CheckpointManager(Configurable):
 
         def validate(self) -> None:
             """Raise `UserError` for a wrong value; looks at no file."""
-            if self.interval < 1:
-                raise UserError(f"checkpoint.interval must be at least 1 step, not {self.interval}")
-            if self.keep_latest_k < 0:
-                raise UserError(f"checkpoint.keep_latest_k must be 0 (keep all) or more, not {self.keep_latest_k}")
-            if self.load_step != -1 and not self.enable:
-                raise UserError(f"checkpoint.load_step {self.load_step} needs --checkpoint.enable")
-            if self.initial_load_in_hf and not self.initial_load_path:
-                raise UserError("checkpoint.initial_load_in_hf needs checkpoint.initial_load_path, the folder to load")
-            if self.initial_load_in_hf and not self.initial_load_model_only:
-                raise UserError(
-                    "checkpoint.initial_load_model_only False does not go with checkpoint.initial_load_in_hf: "
-                    "such a folder holds the model only"
-                )
-            if self.export_dtype and self.last_kind == "full":
-                raise UserError(
-                    f"checkpoint.export_dtype {self.export_dtype} needs --checkpoint.last_save_model_only or "
-                    "--checkpoint.last_save_in_hf: what a run resumes from is saved as it is trained"
-                )
-            self._validate_place()
-
-        def _validate_place(self) -> None:
-            place = folder_at(self.folder)
-            if self.last_save_in_hf and not isinstance(place, LocalFolder):
-                raise UserError(f"checkpoint.last_save_in_hf writes to a disk, and checkpoint.folder is {place}")
-            if self.async_mode != "async_with_pinned_mem":
-                return
-            if not sys.platform.startswith("linux"):
-                raise UserError("checkpoint.async_mode async_with_pinned_mem needs Linux; use async")
-            if str(place).startswith("memory://"):
-                raise UserError(
-                    f"checkpoint.async_mode async_with_pinned_mem: no other process sees {place}; use async"
-                )
+            check_options(self)
 
         def place(self, dump_folder: str) -> Folder:
             """Where the checkpoints of a run in `dump_folder` lie."""
@@ -193,16 +163,22 @@ class CheckpointManager(Configurable):
         )
         # The lowest validation loss of a complete checkpoint, and what it was before the most recent save.
         self._best_loss = self._former_best_loss = math.inf
+        # The steps of the run's own past: up to the one it resumed from, and those saved since.
+        self._resumed_step, self._saved_steps = 0, set[int]()
 
     def is_due(self, step: int, *, last: bool = False, validation_loss: float | None = None) -> bool:
         """Whether `save` with these arguments saves, provided that the checkpoint of `step` is not there yet.
 
-        It touches no file, process or device, and is the same on every rank.
+        It is the same on every rank, and touches no file, process or device, but for one case: with `keep_best` and a
+        validation loss it waits for the save under way in the background, whose loss counts only where it succeeds.
         """
         if not self.config.saves:
             return False
+        best = False
+        if self.config.keep_best and validation_loss is not None:
+            self.wait()
+            best = validation_loss < self._best_loss
         first = step == 1 and self.config.enable_first_step_checkpoint
-        best = self.config.keep_best and validation_loss is not None and validation_loss < self._best_loss
         return last or first or best or step % self.config.interval == 0
 
     def save(
@@ -222,10 +198,12 @@ class CheckpointManager(Configurable):
         Raises:
             CheckpointSaveError: where the save fails and is the last or stopped one.
         """
+        begun = time.perf_counter()
         ends = last or stopped
+        # A number of numpy's, say, would make a marker that cannot be read back.
+        validation_loss = None if validation_loss is None else float(validation_loss)
         if not self.is_due(step, last=ends, validation_loss=validation_loss):
             return
-        begun = time.perf_counter()
         self.wait()
         kind = self.config.last_kind if last else "full"
         if step == self._saver.step:
@@ -235,7 +213,7 @@ class CheckpointManager(Configurable):
             return
         marker = Marker(step=step, kind=kind, world_size=self._ranks.size, validation_loss=validation_loss)
         entries = self._encode(kind)
-        # Before the save ends, so that it is the same on every rank in every step; `wait` corrects it.
+        # Before the save ends, so that it is the same on every rank; where it fails, it is set back.
         self._former_best_loss = self._best_loss
         if validation_loss is not None:
             self._best_loss = min(self._best_loss, validation_loss)
@@ -243,37 +221,38 @@ class CheckpointManager(Configurable):
             self._saver.save(marker, entries, begun)
         else:
             self._saver.save_in_background(marker, entries, begun)
+        self._forget_failed_loss()
         if ends:
             self._saver.raise_failure()
 
     def load(self) -> int:
         """Restore what the configuration says, and return the step the run is at: 0 where it begins.
 
-        What is loaded is verified first. Where the newest checkpoint of the run is damaged, a warning says so, and an
-        older one takes its place.
+        What is loaded is verified first. Where the newest checkpoint of the run is damaged or cannot be read, a warning
+        says so, and an older one takes its place.
 
         Raises:
-            UserError: where a named checkpoint is damaged or cannot be loaded, all of the run's own are damaged, or one
+            UserError: where a named checkpoint is damaged or cannot be loaded, none of the run's own is whole, or one
                 does not fit the states.
         """
         start = choose_start(self.config, self.folder, self._ranks)
         loaded = self._restore(start) if start else set()
-        resumes = start is not None and start.resumes
         for name, give_weights in self.initial_loads.items():
-            if not resumes and name not in loaded:
+            if name not in loaded:
+                if start and start.resumes:
+                    logger.info("state %s is not loaded from %s and is initialised", name, start.checkpoint.path)
                 give_weights()
         if start is None:
             return 0
-        if resumes:
-            self._saver.step = start.checkpoint.step
+        if start.resumes:
+            self._saver.step = self._resumed_step = start.checkpoint.step
             self._best_loss = self._ranks.first_decides(lambda: self._best_loss_until(start.checkpoint.step))
         return 0 if self._loads_model_only(start) else start.checkpoint.step
 
     def wait(self) -> None:
         """Wait until the save that is under way in the background, if any, has ended."""
         self._saver.wait()
-        if self._saver.failure:
-            self._best_loss = self._former_best_loss
+        self._forget_failed_loss()
 
     def close(self) -> None:
         """Wait for the save under way and let go of threads and memory. Call it before the process group ends.
@@ -311,9 +290,13 @@ class CheckpointManager(Configurable):
         names -= set(self.config.exclude_from_loading)
         states = {name: state for name, state in self.states.items() if name in names}
         rank_states = {name: state for name, state in self.rank_states.items() if name in names}
-        storage.load(checkpoint.path, states, rank_states, saved_rank, self._ranks)
-        logger.info("loaded %s%s", checkpoint.path, ", the model only" if model_only else "")
-        return names
+        loaded = storage.load(
+            checkpoint.path, states, rank_states, saved_rank, self._ranks, optional=self.initial_loads.keys()
+        )
+        left_out = ", ".join(name for name in (*self.states, *self.rank_states) if name not in loaded)
+        exception = ", the model only" if loaded == {"model"} else f", without {left_out}"
+        logger.info("loaded %s%s", checkpoint.path, exception if left_out else "")
+        return loaded
 
     def _encode(self, kind: Kind) -> "dict[str, Entries]":
         from torchtitan.components.checkpoint import storage
@@ -333,15 +316,42 @@ class CheckpointManager(Configurable):
         if self.config.export_dtype is None:
             return weights
         dtype = getattr(torch, self.config.export_dtype)
-        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+        exported = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+        here = [name for name, value in weights.items() if _becomes_infinite(value, exported[name])]
+        lost = sorted({name for names in self._ranks.gather(here) for name in names})
+        if not lost:
+            return exported
+        if self._ranks.rank == 0:
+            logger.warning(
+                "checkpoint.export_dtype: %s cannot hold values of %s; the weights are saved as they are trained",
+                self.config.export_dtype,
+                ", ".join(lost),
+            )
+        return weights
 
     def _prune(self, step: int) -> None:
+        self._saved_steps.add(step)
         try:
-            folders.prune(self.folder, step, self.config.keep_latest_k, keep_best=self.config.keep_best)
+            best_of = self._is_of_own_past if self.config.keep_best else None
+            folders.prune(self.folder, step, self.config.keep_latest_k, best_of=best_of)
         except OSError as error:
             logger.warning("an old checkpoint in %s could not be removed: %s", self.folder, error)
+
+    def _is_of_own_past(self, step: int) -> bool:
+        """Whether the run passed through `step`'s checkpoint, and did not go back to an earlier one."""
+        return step <= self._resumed_step or step in self._saved_steps
+
+    def _forget_failed_loss(self) -> None:
+        if self._saver.failure:
+            self._best_loss = self._former_best_loss
 
     def _best_loss_until(self, step: int) -> float:
         complete = [info for info in folders.list_checkpoints(self.folder) if info.complete and not info.damage]
         best = folders.best([info for info in complete if info.step <= step])
         return best.validation_loss if best and best.validation_loss is not None else math.inf
+
+
+def _becomes_infinite(value: torch.Tensor, converted: torch.Tensor) -> bool:
+    """Whether this rank's part has finite values that were converted into infinite ones."""
+    before, after = (x.to_local() if isinstance(x, DTensor) else x for x in (value, converted))
+    return bool((before.isfinite() & after.isinf()).any())

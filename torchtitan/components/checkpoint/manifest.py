@@ -4,15 +4,41 @@
 checkpoint carries the manifest's own digest.
 """
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.store import Folder
 
 MANIFEST = "manifest.json"
 _ALGORITHM = "sha256"
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """What is wrong with the files of a checkpoint, a line for each; false where nothing is."""
+
+    damage: Sequence[str] = ()
+    """What is missing or not as it was written."""
+
+    unread: Sequence[str] = ()
+    """What could not be read, now: it may be whole."""
+
+    def __bool__(self) -> bool:
+        return bool(self.damage or self.unread)
+
+    @property
+    def lines(self) -> list[str]:
+        """All of it."""
+        return [*self.damage, *self.unread]
+
+    def in_words(self, shown: int = 5) -> str:
+        """In one sentence: damage, and the files that could not be read where there is none."""
+        lines = self.damage or self.unread
+        more = f"; and {len(lines) - shown} more" if len(lines) > shown else ""
+        return f"{'is damaged' if self.damage else 'could not be read'}: {'; '.join(lines[:shown])}{more}"
 
 
 def write_manifest(folder: Folder, ranks: Ranks) -> str:
@@ -38,31 +64,39 @@ def write_manifest(folder: Folder, ranks: Ranks) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks) -> list[str]:
-    """How the files in `folder` differ from its manifest, one line for each, every rank digesting its share.
+def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks) -> Faults:
+    """How the files in `folder` differ from its manifest, every rank digesting its share.
 
-    Files that the manifest does not know are no fault. Empty: all is as it was written.
+    Files that the manifest does not know are no fault.
     """
     try:
         content = ranks.first_decides(lambda: folder.read(MANIFEST))
+        sizes = ranks.first_decides(folder.files)
     except FileNotFoundError:
-        return [f"{MANIFEST} is missing"]
+        return Faults(damage=[f"{MANIFEST} is missing"])
     except OSError as error:
-        return [_unreadable(MANIFEST, error)]
+        return Faults(unread=[_unreadable(MANIFEST, error)])
     if hashlib.sha256(content).hexdigest() != manifest_digest:
-        return [f"{MANIFEST} is damaged (its digest differs)"]
+        return Faults(damage=[f"{MANIFEST} is damaged (its digest differs)"])
     expected = json.loads(content)["files"]
-    sizes = ranks.first_decides(folder.files)
-    faults = {name: fault for name in expected if (fault := _size_fault(name, expected[name]["bytes"], sizes))}
-    shares = split_by_size({name: sizes[name] for name in expected if name not in faults}, ranks.size)
+    damage = {name: fault for name in expected if (fault := _size_fault(name, expected[name]["bytes"], sizes))}
+    unread: dict[str, str] = {}
+    shares = split_by_size({name: sizes[name] for name in expected if name not in damage}, ranks.size)
 
-    def check_share() -> dict[str, str]:
-        checked = {name: _digest_fault(folder, name, expected[name]["digest"]) for name in shares[ranks.rank]}
-        return {name: fault for name, fault in checked.items() if fault}
+    def check_share() -> tuple[dict[str, str], dict[str, str]]:
+        differ, failed = {}, {}
+        for name in shares[ranks.rank]:
+            try:
+                if _digest(folder, name) != expected[name]["digest"]:
+                    differ[name] = f"{name} is damaged (its digest differs)"
+            except OSError as error:
+                failed[name] = _unreadable(name, error)
+        return differ, failed
 
-    for found in ranks.together(check_share):
-        faults |= found
-    return [faults[name] for name in sorted(faults)]
+    for differ, failed in ranks.together(check_share):
+        damage |= differ
+        unread |= failed
+    return Faults([damage[name] for name in sorted(damage)], [unread[name] for name in sorted(unread)])
 
 
 def split_by_size(sizes: Mapping[str, int], n_shares: int) -> list[list[str]]:
@@ -98,13 +132,6 @@ def _size_fault(name: str, n_bytes: int, sizes: Mapping[str, int]) -> str:
     if name not in sizes:
         return f"{name} is missing"
     return "" if sizes[name] == n_bytes else f"{name} has {sizes[name]} bytes, and not {n_bytes}"
-
-
-def _digest_fault(folder: Folder, name: str, digest: str) -> str:
-    try:
-        return "" if _digest(folder, name) == digest else f"{name} is damaged (its digest differs)"
-    except OSError as error:
-        return _unreadable(name, error)
 
 
 def _unreadable(name: str, error: OSError) -> str:

@@ -1,6 +1,7 @@
 """Writes one checkpoint after another, here or in the background, each complete or not at all."""
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 
+_MISTAKES = (TypeError, AssertionError)
+
 Export = Callable[[Path, Path, Ranks], None]
 """Called on every rank with the folder of a model-only checkpoint, an empty one, which it fills with what others read,
 and the ranks; what it raises on one rank it raises on all."""
@@ -42,8 +45,8 @@ class Assets(Protocol):
 class Saver:
     """Writes, commits and reports the saves of a `CheckpointManager`, of which it is a part; one at a time.
 
-    Every rank makes the same calls. Nothing is raised for a save that fails: `failure` has the reason, until the next
-    one succeeds.
+    Every rank makes the same calls. Nothing is raised for a save that fails, be it for disk, store or memory: `failure`
+    has the reason, until the next one begins. A mistake in the code (`TypeError`, `AssertionError`) is raised.
 
     Args:
         folder: where the checkpoints lie.
@@ -83,12 +86,22 @@ class Saver:
     def save(self, marker: Marker, entries: Mapping[str, Entries], begun: float) -> None:
         """Write a checkpoint and wait for it; training has been blocked since `begun` (`time.perf_counter()`)."""
         assert self._in_flight is None, "two saves at a time"
+        self.failure = ""
         self._write(marker, entries, begun, None)
 
     def save_in_background(self, marker: Marker, entries: Mapping[str, Entries], begun: float) -> None:
         """Write a checkpoint of `entries` as they are now; returns when they are copied."""
         assert self._in_flight is None, "two saves at a time"
-        staged = self._stage(entries)
+        self.failure = ""
+        staged: dict[str, Entries] = {}
+        try:
+            # Together, so that no rank waits for one whose memory does not suffice.
+            self._ranks.together(lambda: staged.update(self._stage(entries)))
+        except _MISTAKES:
+            raise
+        except Exception as error:
+            self._fail(marker.step, error)
+            return
         self._in_flight = self._executor.submit(self._write, marker, staged, begun, self._process, time.perf_counter())
 
     def wait(self) -> None:
@@ -142,11 +155,13 @@ class Saver:
 
         try:
             path = self._write_complete(marker, entries, process)
-        except OSError as error:
-            self._fail(marker.step, error)
-            return
         except CheckpointException as error:
             self._fail(marker.step, failure_cause(error))
+            return
+        except _MISTAKES:
+            raise
+        except Exception as error:  # a store's library may raise anything
+            self._fail(marker.step, error)
             return
         self.step, self.kind, self.failure = marker.step, marker.kind, ""
         blocked = (unblocked or time.perf_counter()) - begun
@@ -162,21 +177,41 @@ class Saver:
 
         partial = self._ranks.first_decides(lambda: folders.start_partial(self._folder, marker.step))
         if marker.kind == "huggingface":
-            self._write_exported(partial, entries)
-        else:
-            writing.write(partial, entries, self._ranks.group, process)
-        self._ranks.first_decides(lambda: self._write_assets(partial))
-        return folders.commit(partial, marker, self._ranks)
+            return self._write_exported(partial, marker, entries)
+        writing.write(partial, entries, self._ranks.group, process)
+        return self._commit(partial, marker)
 
-    def _write_exported(self, partial: Folder, entries: Mapping[str, Entries]) -> None:
+    def _write_exported(self, partial: Folder, marker: Marker, entries: Mapping[str, Entries]) -> Folder:
         """Save the model as ever into a folder beside `partial`, and let `export` make from that what belongs there."""
         from torchtitan.components.checkpoint import writing
 
         assert self._export, "checked by the manager"
         native = self._ranks.first_decides(lambda: folders.start_native(partial))
         writing.write(native, entries, self._ranks.group)
-        self._export(Path(str(native)), Path(str(partial)), self._ranks)
-        self._ranks.first_decides(lambda: folders.remove_checkpoint(native))
+        try:
+            self._export(Path(str(native)), Path(str(partial)), self._ranks)
+            path = self._commit(partial, marker)
+        except Exception as error:  # all of them: the weights are at stake
+            self._keep_native(native, marker)
+            raise _ExportError(
+                f"{type(error).__name__}: {error}; the weights are kept there in our own format, "
+                "and torchtitan convert makes Hugging Face files of them"
+            ) from error
+        if self._ranks.rank == 0:
+            try:
+                folders.remove_checkpoint(native)
+            except OSError as error:
+                logger.warning("%s could not be removed: %s", native, error)
+        return path
+
+    def _keep_native(self, native: Folder, marker: Marker) -> None:
+        """Make of the weights that could not be exported a checkpoint of the model only."""
+        self._ranks.first_decides(lambda: folders.discard_export(native))
+        self._commit(native, dataclasses.replace(marker, kind="model_only"))
+
+    def _commit(self, partial: Folder, marker: Marker) -> Folder:
+        self._ranks.first_decides(lambda: self._write_assets(partial))
+        return folders.commit(partial, marker, self._ranks, name=f"step-{marker.step}")
 
     def _write_assets(self, partial: Folder) -> None:
         if self._assets:
@@ -185,15 +220,20 @@ class Saver:
 
     def _fail(self, step: int, cause: BaseException) -> None:
         """Report a save that failed, and remove what it wrote."""
-        if not isinstance(cause, Exception):
-            raise cause  # Ctrl-C, which DCP takes for a failure of the save
+        if not isinstance(cause, Exception) or isinstance(cause, _MISTAKES):
+            raise cause  # as Ctrl-C, which DCP takes for a failure of the save
         path = self._folder / f"step-{step}"
-        self.failure = f"{path} could not be saved: {type(cause).__name__}: {cause}"
+        reason = str(cause) if isinstance(cause, _ExportError) else f"{type(cause).__name__}: {cause}"
+        self.failure = f"{path} could not be saved: {reason}"
         logger.warning("%s; older checkpoints are as they were", self.failure)
         if self._ranks.rank == 0:
             # What cannot be removed now is removed when the step is saved again or the run starts again.
             with contextlib.suppress(OSError):
                 folders.discard_incomplete(self._folder, step)
+
+
+class _ExportError(Exception):
+    """The model was saved, but not in the form that was asked for; the message has the cause."""
 
 
 def _background_thread() -> ThreadPoolExecutor:

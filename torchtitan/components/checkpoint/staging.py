@@ -76,6 +76,7 @@ class SharedMemory:
         self._memory: mmap.mmap | None = None
         self._address = 0
         self._used = 0
+        self._pinned = False
 
     def reserve(self, states: Mapping[str, Entries]) -> None:
         """Make room for a copy of `states`, in place of what there was."""
@@ -84,11 +85,14 @@ class SharedMemory:
         needed = sum(_aligned(tensor.nbytes) for tensor in local)
         self._used = 0
         if needed > self.n_bytes:
-            self._unpin()
+            # Mapped before what there was is let go: where there is not enough memory, that stays as it is.
             os.ftruncate(self.descriptor, needed)
-            self.n_bytes, self._memory = needed, mmap.mmap(self.descriptor, needed)
-            self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-            self._pin()
+            memory = mmap.mmap(self.descriptor, needed)
+            self._unpin()
+            self._memory = memory
+            self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            self._pin(needed)
+            self.n_bytes = needed
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """An uninitialised tensor of the shape and type of `tensor` in the reserved room."""
@@ -110,16 +114,18 @@ class SharedMemory:
         self._memory = None  # not closed: tensors may still point into it
         os.close(self.descriptor)
 
-    def _pin(self) -> None:
+    def _pin(self, n_bytes: int) -> None:
         if torch.cuda.is_available():
             from torch.cuda._pin_memory_utils import pin_memory
 
-            pin_memory(self._address, self.n_bytes)
+            pin_memory(self._address, n_bytes)
+            self._pinned = True
 
     def _unpin(self) -> None:
-        if torch.cuda.is_available() and self._memory is not None:
+        if self._pinned:
             from torch.cuda._pin_memory_utils import unpin_memory
 
+            self._pinned = False
             unpin_memory(self._address)
 
 

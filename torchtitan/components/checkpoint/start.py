@@ -1,6 +1,8 @@
 """What a run starts from: a checkpoint of its own, or another's; verified before anything of it is loaded."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torchtitan.components.checkpoint import folders
 from torchtitan.components.checkpoint.folders import AnyFolder, CheckpointInfo
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.states import ModelState
-from torchtitan.components.checkpoint.store import Folder, folder_at
+from torchtitan.components.checkpoint.store import UNFINISHED, Folder, folder_at
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -34,8 +36,14 @@ def find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | No
     Raises:
         UserError: where one is named that cannot be loaded, all of the run's own are damaged, or nothing can be read.
     """
-    try:
+    with _looking_through(folder):
         return _find_start(config, folder)
+
+
+@contextlib.contextmanager
+def _looking_through(folder: Folder) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"the checkpoints in {folder} cannot be looked through: {error}") from error
 
@@ -51,7 +59,7 @@ def _find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | N
         if not folder_at(config.initial_load_path).exists():
             raise UserError(f"checkpoint.initial_load_path: {config.initial_load_path} is not a folder")
         return None
-    start = Start(folders.open_checkpoint(config.initial_load_path), resumes=False)
+    start = Start(folders.open_checkpoint(config.initial_load_path, "checkpoint.initial_load_path"), resumes=False)
     if start.checkpoint.kind == "huggingface":
         raise UserError(
             f"checkpoint.initial_load_path: {config.initial_load_path} holds a Hugging Face model; "
@@ -69,10 +77,10 @@ def choose_start(config: "CheckpointManager.Config", folder: Folder, ranks: Rank
     """What `find_start` gives, verified; every rank calls it and digests its share.
 
     Warnings name what else lies in the folder; what unfinished saves left is removed. Where the run resumes from its
-    newest checkpoint and that is damaged, a warning says so, and the next older one that is not takes its place.
+    newest checkpoint and that is damaged or cannot be read, a warning says so, and the next older one takes its place.
 
     Raises:
-        UserError: where a named checkpoint is damaged, or all that the run could resume from are.
+        UserError: where a named checkpoint is damaged or cannot be read, or all that the run could resume from are.
     """
     start = ranks.first_decides(lambda: _find_and_tidy(config, folder))
     if start is None:
@@ -89,10 +97,10 @@ def raise_if_damaged(path: Folder, ranks: Ranks) -> None:
     """Verify the checkpoint that was asked for by name; every rank calls it.
 
     Raises:
-        UserError: where a file of it is not as it was written.
+        UserError: where a file of it is not as it was written, or cannot be read.
     """
-    if faults := folders.verify(path, ranks):
-        raise UserError(f"{path} is damaged: {_in_words(faults)}; load another checkpoint")
+    if faults := folders.find_damage(path, ranks):
+        raise UserError(f"{path} {faults.in_words()}; load another checkpoint")
 
 
 def load_model_state(
@@ -124,15 +132,23 @@ def _find_and_tidy(config: "CheckpointManager.Config", folder: Folder) -> Start 
     start = find_start(config, folder)
     resumed = start.checkpoint.step if start and start.resumes else -1
     for info in folders.list_checkpoints(folder) if config.enable else []:
-        if info.path.name.endswith(".partial"):
+        # Where a folder cannot be renamed, one without a marker is what a killed save leaves.
+        if info.path.name.endswith(UNFINISHED) or not (info.complete or info.fault or folder.renames):
             logger.warning("%s was left by a save, or a removal, that did not end", info.path)
             if not config.load_only:
-                folders.remove_checkpoint(info.path)
+                _remove(info)
         elif not info.complete:
             logger.warning("skipped %s: %s", info.path, info.fault or "it is not complete")
         elif info.step > resumed:
             logger.warning("skipped %s: %s", info.path, _why_skipped(info))
     return start
+
+
+def _remove(info: CheckpointInfo) -> None:
+    try:
+        folders.remove_checkpoint(info.path)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", info.path, error)
 
 
 def _why_skipped(info: CheckpointInfo) -> str:
@@ -144,23 +160,26 @@ def _why_skipped(info: CheckpointInfo) -> str:
 
 
 def _newest_sound(config: "CheckpointManager.Config", folder: Folder, ranks: Ranks) -> CheckpointInfo:
-    own = ranks.first_decides(lambda: folders.resumable(folder))
+    with _looking_through(folder):
+        own = ranks.first_decides(lambda: folders.resumable(folder))
     lost: dict[int, str] = {}
     for checkpoint in reversed(own):
-        faults = folders.verify(checkpoint.path, ranks)
+        faults = folders.find_damage(checkpoint.path, ranks)
         if not faults:
             return checkpoint
-        lost[checkpoint.step] = _in_words(faults)
+        lost[checkpoint.step] = f"it {faults.in_words()}"
         if ranks.rank == 0:
-            logger.warning("skipped %s: it is damaged: %s", checkpoint.path, lost[checkpoint.step])
-            if not config.load_only:
-                _record(checkpoint, faults)
-    raise folders.all_damaged(folder, lost)
+            logger.warning("skipped %s: %s", checkpoint.path, lost[checkpoint.step])
+            # What could not be read is not noted: the next run may be able to.
+            if faults.damage and not config.load_only:
+                _record(checkpoint, faults.damage)
+    with _looking_through(folder):
+        raise ranks.first_decides(lambda: folders.none_sound(folder, lost))
 
 
-def _record(checkpoint: CheckpointInfo, faults: list[str]) -> None:
+def _record(checkpoint: CheckpointInfo, damage: Sequence[str]) -> None:
     try:
-        folders.record_damage(checkpoint, faults)
+        folders.record_damage(checkpoint, damage)
     except OSError as error:
         logger.warning("the damage to %s could not be noted in it: %s", checkpoint.path, error)
 
@@ -169,8 +188,3 @@ def _verify_huggingface(folder: Folder, ranks: Ranks) -> None:
     """Verify a Hugging Face folder that a run of ours saved; others have nothing to be verified by."""
     if ranks.first_decides(lambda: folders.has_marker(folder)):
         raise_if_damaged(folder, ranks)
-
-
-def _in_words(faults: list[str], shown: int = 5) -> str:
-    more = f"; and {len(faults) - shown} more" if len(faults) > shown else ""
-    return "; ".join(faults[:shown]) + more

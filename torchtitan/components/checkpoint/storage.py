@@ -9,7 +9,7 @@ DCP takes a second to import: import this module where it is used, not at the to
 import hashlib
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -65,15 +65,21 @@ def load(
     rank_states: Mapping[str, Stateful],
     saved_rank: int,
     ranks: Ranks,
-) -> None:
+    *,
+    optional: Collection[str] = (),
+) -> set[str]:
     """Load the checkpoint in `path` into `states`, which must fit it, and `rank_states`, which take what it has.
 
     The tensors of `states` are loaded in place, each rank reading its shards; `rank_states` get those of `saved_rank`.
+
+    Returns:
+        The names of those that were loaded: all, but for `optional` ones that the checkpoint lacks.
 
     Raises:
         UserError: on every rank, where the checkpoint lacks a state, does not fit or cannot be read.
     """
     saved = _saved_entries(path)
+    states = {name: state for name, state in states.items() if name in saved or name not in optional}
     keys = {name: name for name in states} | {name: rank_key(name, saved_rank) for name in rank_states}
     for name, key in keys.items():
         if key not in saved:
@@ -90,6 +96,7 @@ def load(
         raise UserError(f"{path} cannot be read ({failure_cause(error)!r}); load another checkpoint") from error
     for name, state in {**states, **rank_states}.items():
         state.load_state_dict(decode(request[keys[name]], templates.get(name, {})))
+    return set(keys)
 
 
 def _reader(path: Folder) -> dcp.FileSystemReader:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import io
 import os
 import re
@@ -13,9 +14,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
 
 UNFINISHED = ".partial"
 """The end of the name of a folder that is being written, or removed."""
+
+UNPUBLISHED = ".tmp"
+"""The end of the name of a marker that is written, but not yet in its place."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -36,9 +41,14 @@ def folder_at(path: "str | os.PathLike[str] | Folder") -> "Folder":
     return RemoteFolder(text.rstrip("/"))
 
 
+def is_url(path: str) -> bool:
+    """Whether `path` is a URL; file:// is one too."""
+    return bool(_URL.match(path))
+
+
 def inside(dump_folder: str, folder: str) -> "Folder":
     """`folder` in `dump_folder`; a URL or an absolute path stands by itself."""
-    return folder_at(folder) if _URL.match(folder) else LocalFolder(Path(dump_folder) / folder)
+    return folder_at(folder) if is_url(folder) else LocalFolder(Path(dump_folder) / folder)
 
 
 class Folder(ABC):
@@ -78,8 +88,8 @@ class Folder(ABC):
         """Whether there is the file `name`."""
 
     @abstractmethod
-    def open(self, name: str) -> io.BufferedIOBase:
-        """The file `name`, to be read."""
+    def open(self, name: str) -> contextlib.AbstractContextManager[io.BufferedIOBase]:
+        """The file `name`, to be read; what goes wrong while it is open is an `OSError`."""
 
     @abstractmethod
     def write(self, name: str, content: bytes) -> None:
@@ -172,13 +182,7 @@ class LocalFolder(Folder):
 
     def remove(self, first: str) -> None:
         """Remove it; before that it gets a name that tells what is left of it, where that is cut short."""
-        doomed = self.path
-        if not self.name.endswith(UNFINISHED):
-            doomed = self.path.with_name(f"{self.name}.removed{UNFINISHED}")
-            if doomed.exists():
-                shutil.rmtree(doomed)
-            self.path.rename(doomed)
-        shutil.rmtree(doomed)
+        shutil.rmtree(self.path if self.name.endswith(UNFINISHED) else self._set_aside())
 
     def sync(self, name: str) -> None:
         """Make the file `name` outlast a power failure."""
@@ -187,17 +191,37 @@ class LocalFolder(Folder):
     def publish(self, name: str, marker: str, content: bytes) -> "LocalFolder":
         """Rename it to `name`, then rename the file `marker` into place."""
         # Written before the rename, so that a full disk shows while a checkpoint to be replaced is still there.
-        self.write(f"{marker}.tmp", content)
+        self.write(f"{marker}{UNPUBLISHED}", content)
         for folder in [path for path in self.path.rglob("*") if path.is_dir()]:
-            _sync(folder)
+            _sync_folder(folder)
         final = self.parent / name
-        if final.exists():
-            final.remove(first=marker)
-        self.path.rename(final.path)
-        (final.path / f"{marker}.tmp").replace(final.path / marker)
-        for changed in (final, final.parent):
-            _sync(changed.path)
+        former = final._set_aside() if final.exists() else None
+        try:
+            self.path.rename(final.path)
+            (final.path / f"{marker}{UNPUBLISHED}").replace(final.path / marker)
+        except BaseException:
+            if final.exists():
+                final.path.rename(self.path)
+            if former:
+                former.rename(final.path)
+            raise
+        # From here on it is complete, whatever happens.
+        try:
+            for changed in (final, final.parent):
+                _sync_folder(changed.path)
+            if former:
+                shutil.rmtree(former)
+        except OSError as error:
+            logger.warning("%s is saved, but: %s", final, error)
         return final
+
+    def _set_aside(self) -> Path:
+        """Give it a name that tells what is left of it, where its removal is cut short; return that."""
+        aside = self.path.with_name(f"{self.name}.removed{UNFINISHED}")
+        if aside.exists():
+            shutil.rmtree(aside)
+        self.path.rename(aside)
+        return aside
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[Path]:
@@ -265,10 +289,11 @@ class RemoteFolder(Folder):
         with self._store() as (store, root):
             return store.isfile(f"{root}/{name}")
 
-    def open(self, name: str) -> io.BufferedIOBase:
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[io.BufferedIOBase]:
         """The file `name`, to be read."""
-        with self._store() as (store, root):
-            return store.open(f"{root}/{name}", "rb")
+        with self._store() as (store, root), store.open(f"{root}/{name}", "rb") as file:
+            yield file
 
     def write(self, name: str, content: bytes) -> None:
         """Write the file `name`; it is there as a whole or not at all."""
@@ -328,3 +353,12 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder outlast a power failure, where the file system can be asked to."""
+    try:
+        _sync(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise

@@ -108,7 +108,8 @@ class WriterProcess:
         # It needs no GPU, and would take memory on the first.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
         # Not multiprocessing, whose processes run a script without a __main__ guard once more.
-        command = [sys.executable, "-m", "torchtitan.components.checkpoint.writer_process", *arguments]
+        # -P: nor the working directory, where a file may have the name of a module.
+        command = [sys.executable, "-P", "-m", "torchtitan.components.checkpoint.writer_process", *arguments]
         self._process = subprocess.Popen(command, env=environment, pass_fds=descriptors, stdin=subprocess.DEVNULL)
         theirs.close()
 

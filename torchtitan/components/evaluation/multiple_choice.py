@@ -120,9 +120,13 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
 def _parse(line: str, place: str) -> Question:
     try:
         content = json.loads(line)
-        query, choices, gold = (content[key] for key in ("query", "choices", "gold"))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{place} is not a JSON object with query, choices and gold") from error
+    except ValueError as error:
+        raise UserError(f"{place} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{place} must hold an object with query, choices and gold, not {type(content).__name__}")
+    if missing := [key for key in ("query", "choices", "gold") if key not in content]:
+        raise UserError(f"{place} has no {' and no '.join(missing)}")
+    query, choices, gold = content["query"], content["choices"], content["gold"]
     well_formed = isinstance(query, str) and isinstance(choices, list) and type(gold) is int
     if not (well_formed and choices and all(isinstance(choice, str) and choice.strip() for choice in choices)):
         raise UserError(f"{place}: query must be a text, choices a list of texts that are not empty, gold a number")

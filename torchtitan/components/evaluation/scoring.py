@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.components.generation.generate import evaluating
+from torchtitan.components.generation.generate import NOT_FINITE_HINT, evaluating
 from torchtitan.tools.errors import UserError
 
 Progress = Callable[[int, int], None]
@@ -63,7 +63,8 @@ class Scorer:
         and not given to the model.)
 
         Raises:
-            UserError: for a continuation that is itself longer than the model's context.
+            UserError: for a continuation that is itself longer than the model's context; and if the model gives a
+                log-probability that is not finite (NaN).
         """
         for request in requests:
             assert request.context, "a context has at least one token"
@@ -97,6 +98,8 @@ class Scorer:
         rows_N, columns_N = torch.tensor(places, dtype=torch.long, device=self._device).view(-1, 2).T
         targets = [token for request in requests for token in request.continuation]
         logprobs_N, greedy_N = self._logprobs(tokens, rows_N, columns_N, torch.tensor(targets, device=self._device))
+        if not logprobs_N.isfinite().all():
+            raise UserError(f"the model's log-probabilities are not finite (NaN or infinite); {NOT_FINITE_HINT}")
         lengths = [len(request.continuation) for request in requests]
         return [
             Score(

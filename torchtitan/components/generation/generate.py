@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan.components.generation.kv_cache import KVCache
 from torchtitan.components.generation.sampling import Sampler, Sampling
+from torchtitan.distributed import context_parallel
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.tools.errors import UserError
 
@@ -21,6 +22,12 @@ FinishReason = Literal["stop", "length"]
 
 OnToken = Callable[[int, int], bool]
 """Called with a row's number and its next token, in the order of the rows; True ends the row."""
+
+NOT_FINITE_HINT = (
+    "its weights may be damaged or its training may have diverged, or the numbers are too large for the type it "
+    "computes in (--dtype)"
+)
+"""What may be wrong with a model that gives NaN."""
 
 _PADDING = 0  # any token will do: nothing attends to it
 
@@ -71,8 +78,9 @@ def generate(
             have the same.
 
     Raises:
-        UserError: if there is nothing to continue, or if a prompt and its continuation are longer than the model's
-            context (`model.config.max_seq_len`).
+        UserError: if there is nothing to continue; if a prompt and its continuation are longer than the model's
+            context (`model.config.max_seq_len`); for a pipeline stage and under context parallelism; and if the model
+            gives logits that are no distribution (NaN).
     """
     _check(model, prompts, max_new_tokens)
     rows = _Rows(len(prompts), max_new_tokens, stop_ids, on_token)
@@ -80,8 +88,8 @@ def generate(
     next_logits = _cached_logits if use_cache else _recomputed_logits
     with evaluating(model), next_logits(model, prompts, max_new_tokens) as step:
         tokens_B: Tensor | None = None
-        while not _all_done(rows, group):
-            logits_BV = step(tokens_B).float()
+        while _anywhere(bool(rows.unfinished), group):
+            logits_BV = _usable(step(tokens_B).float(), rows.unfinished, group)
             tokens_B = sampler.draw(logits_BV)
             logprobs_B = logits_BV.log_softmax(dim=-1).gather(1, tokens_B.to(logits_BV.device)[:, None])[:, 0]
             rows.extend(tokens_B.tolist(), logprobs_B.tolist())
@@ -112,10 +120,18 @@ class _Rows:
 
 
 def _check(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    if not prompts or not all(prompts):
+    if isinstance(prompts, str) or not all(isinstance(prompt, Sequence) for prompt in prompts):
+        raise UserError("prompts are lists of token ids, one list for each text (`tokenizer.encode(text)` gives one)")
+    if not prompts:
+        raise UserError("there is no prompt: give at least one")
+    if not all(prompts):
         raise UserError("each prompt must have at least one token (an empty text begins with BOS)")
+    vocabulary = cast(Any, model).config.vocab_size
+    if unknown := {token for prompt in prompts for token in prompt if not 0 <= token < vocabulary}:
+        raise UserError(f"a prompt has token {min(unknown)}, and the model's vocabulary ends at {vocabulary - 1}")
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens is {max_new_tokens}, and must be 0 or more")
+    _refuse_a_part_of_a_model(model)
     longest, context = max(map(len, prompts)), cast(Any, model).config.max_seq_len
     if longest + max_new_tokens > context:
         raise UserError(
@@ -124,13 +140,35 @@ def _check(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: i
         )
 
 
-def _all_done(rows: _Rows, group: dist.ProcessGroup | None) -> bool:
+def _refuse_a_part_of_a_model(model: nn.Module) -> None:
+    if any(getattr(model, name, model) is None for name in ("tok_embeddings", "norm")):
+        raise UserError("a pipeline stage cannot generate text: it has only a part of the model's layers")
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    if any(getattr(hook, "__module__", None) == context_parallel.__name__ for hook in hooks):
+        raise UserError("a model under context parallelism cannot generate text: each rank has a part of the tokens")
+
+
+def _usable(logits_BV: Tensor, unfinished: set[int], group: dist.ProcessGroup | None) -> Tensor:
+    """The logits, with zeros in those finished rows whose logits are no distribution: nobody looks at them.
+
+    Raises:
+        UserError: if a row that is unfinished has such logits, in any process, since the others would wait for it.
+            (The most probable token of nothing but NaN would be token 0.)
+    """
+    unusable = (~logits_BV.logsumexp(dim=-1).isfinite()).nonzero()[:, 0].tolist()
+    if _anywhere(not unfinished.isdisjoint(unusable), group):
+        raise UserError(f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}")
+    return logits_BV.index_fill(0, torch.tensor(unusable, device=logits_BV.device), 0.0) if unusable else logits_BV
+
+
+def _anywhere(here: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether something is so in any process of the group."""
     if group is None:
-        return not rows.unfinished
+        return here
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
-    unfinished = torch.tensor(len(rows.unfinished), device=device)
-    dist.all_reduce(unfinished, group=group)
-    return unfinished.item() == 0
+    found = torch.tensor(int(here), device=device)
+    dist.all_reduce(found, group=group)
+    return found.item() > 0
 
 
 @contextmanager

@@ -19,15 +19,15 @@ def start_id(tokenizer: Tokenizer) -> int:
     return token_id
 
 
-def stop_ids(tokenizer: Tokenizer, folder: Path) -> set[int]:
-    """The tokens that end a text: the tokenizer's EOS, and all that `eos_token_id` names in `folder`, in
-    `generation_config.json` or, where that says nothing, in `config.json`.
+def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
+    """The tokens that end a text: the tokenizer's EOS, and all that `eos_token_id` names in the first of `folders`
+    that says something, in `generation_config.json` or, where that says nothing, in `config.json`.
 
     Raises:
         UserError: if such a file is not what it should be.
     """
     own = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
-    for path in (folder / "generation_config.json", folder / "config.json"):
+    for path in (folder / name for folder in folders for name in ("generation_config.json", "config.json")):
         if declared := _declared_ids(path):
             return own | declared
     return own

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from torchtitan.tools.errors import UserError
 
+_COLDEST = 1e-30  # below, a temperature or its inverse is nothing that float32 has; logits are never this close
+
 
 @dataclass(kw_only=True, slots=True)
 class Sampling:
@@ -65,11 +67,14 @@ class Sampler:
 
 
 def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Logits after temperature (above 0), top_k and top_p, float32: -inf for what cannot be drawn, shape (B, V).
+    """Logits after temperature (above 0), top_k and top_p, float32 and up to a constant in each row: -inf for what
+    cannot be drawn, shape (B, V).
 
     top_p is nucleus sampling (Holtzman et al. 2020, arXiv:1904.09751): the token that crosses the bound still counts.
     """
-    logits_BV = logits_BV.float() / sampling.temperature
+    logits_BV = logits_BV.float()
+    # With the largest at 0, the others may well become -inf, and none inf.
+    logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / max(sampling.temperature, _COLDEST)
     if sampling.top_k is not None and sampling.top_k < logits_BV.shape[-1]:
         smallest_B1 = logits_BV.topk(sampling.top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -math.inf)

@@ -78,7 +78,7 @@ class Decoder(BaseModel):
             if self.tie_embeddings:
                 raise UserError(
                     "pipeline parallelism cannot split a model with tied embeddings: its first and its last stage "
-                    "would need the same weights (--model.no_tie_embeddings unties them)"
+                    "would need the same weights (--model.no_tie_embeddings unties them, for training from scratch)"
                 )
             layers = [[f"layers.{index}"] for index in range(self.n_layers)]
             return [["tok_embeddings"], *layers, ["norm", "output"]]

@@ -10,7 +10,7 @@ from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
 from torchtitan.models.llama3 import model_registry, model_spec
-from torchtitan.models.llama3.hugging_face import from_config_json
+from torchtitan.models.llama3.hugging_face import from_config_json, precision_of
 from torchtitan.models.pretrained import DESCRIPTIONS, read_description
 from torchtitan.trainer import Trainer
 
@@ -55,18 +55,22 @@ def llama3_405b() -> Trainer.Config:
 def llama3_from_hf(hf_assets_path: str) -> Trainer.Config:
     """Fine-tunes the Llama-like model in a Hugging Face folder: `--config from_hf --hf_assets_path DIR`.
 
-    DIR's config.json gives the sizes, its other files weights and tokenizer. The rest is a start for full fine-tuning:
-    a low rate with a short warm-up, samples of at most 2048 tokens, on C4; another data set is `--dataloader.dataset`.
+    DIR's config.json gives the sizes and the type to compute in, its other files weights and tokenizer. The rest is a
+    start for full fine-tuning: a low rate with a short warm-up, samples of at most 2048 tokens, on C4; another data set
+    is `--dataloader.dataset`.
 
     Raises:
         UserError: where DIR has no config.json, or one that describes a model that Llama 3's code does not compute.
     """
-    model = from_config_json(read_description(Path(hf_assets_path), DESCRIPTIONS["hf"]))
+    description = read_description(Path(hf_assets_path), DESCRIPTIONS["hf"])
+    model = from_config_json(description)
+    training = TrainingConfig(steps=1000, seq_len=min(2048, model.max_seq_len), local_batch_size=1)
+    training.mixed_precision_param = precision_of(description, training.mixed_precision_param)
     return Trainer.Config(
         model_spec=model_spec(model, "from_hf"),
         hf_assets_path=hf_assets_path,
         dataloader=PretrainDataLoader.Config(dataset="c4", num_workers=2),
-        training=TrainingConfig(steps=1000, seq_len=min(2048, model.max_seq_len), local_batch_size=1),
+        training=training,
         optimizer=Optimizer.Config(lr=2e-5),
         lr_scheduler=LRScheduler.Config(warmup_steps=50, decay_type="cosine", min_lr_factor=0.1),
         activation_checkpoint=ActivationCheckpointConfig(mode="selective"),

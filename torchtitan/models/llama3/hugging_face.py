@@ -1,8 +1,9 @@
 """Llama in Hugging Face's format: the names of its weights, and config.json. Mistral's is the same model."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+from torchtitan.models.common.description import Description
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.state_dict_adapter import ForeignFormat, Row, StateDictAdapter
@@ -10,6 +11,13 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 MODEL_TYPES = ("llama", "mistral")
+
+Precision = Literal["float32", "bfloat16"]
+"""A value of `training.mixed_precision_param`."""
+
+_PRECISIONS: dict[str, Precision] = {"float32": "float32", "bfloat16": "bfloat16"}
+
+_FILE = "config.json"
 
 _ROWS = (
     Row("tok_embeddings.weight", "model.embed_tokens.weight"),
@@ -39,32 +47,40 @@ _SIZES = {
 _FIXED: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
+    "is_causal": True,
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
 """What changes the computation, and the only value that this model has for it; also what an absent key means."""
 
+_NULLABLE = {"partial_rotary_factor"}
+"""Keys of `_FIXED` of which null is the same as the only value."""
+
+_SAME_ACTIVATION = {"swish": "silu"}
+
 _USED = {*_SIZES, *_FIXED, "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"}
-_USED |= {"sliding_window", "rope_theta", "rope_scaling", "rope_parameters"}
+_USED |= {"sliding_window", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
+_USED |= {"attention_dropout", "dtype", "torch_dtype"}
 
 _WITHOUT_EFFECT = {
-    *("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "attention_dropout"),
+    *("architectures", "_name_or_path", "transformers_version", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
 }
-"""Keys that say nothing of what the model computes from its weights. `pretraining_tp` changes the order of sums alone;
-`attention_dropout` is for training, and 0 in the published ones."""
+"""Keys that say nothing of what the model computes from its weights. `pretraining_tp` changes the order of sums
+alone."""
 
-_LLAMA3_SCALING = {
+_LLAMA3_FACTORS = {
     "factor": "scaling_factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_max_seq_len",
 }
 """Key of RoPE scaling of type llama3 → field of `RoPEConfig`."""
 
-_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAMA3_SCALING}
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
+
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAMA3_FACTORS, _ORIGINAL_CONTEXT}
 
 
 def adapter(config: Llama3Model.Config) -> StateDictAdapter:
@@ -90,23 +106,39 @@ def from_config_json(document: Mapping[str, Any]) -> Llama3Model.Config:
         raise UserError(
             f"config.json: model_type is {document.get('model_type')!r}, and this family is {' or '.join(MODEL_TYPES)}"
         )
+    description = Description(_FILE, document)
     for key, only in _FIXED.items():
         _require(key, document.get(key, only), only)
-    sizes = {field: _whole_number(document, key) for key, field in _SIZES.items()}
-    _check_sliding_window(document)
-    if unknown := sorted(document.keys() - _USED - _WITHOUT_EFFECT):
-        logger.warning("config.json: not known, and ignored: %s", ", ".join(unknown))
-    head_dim = _whole_number(document, "head_dim", default=sizes["dim"] // sizes["n_heads"])
+    sizes = {field: description.whole_number(key) for key, field in _SIZES.items()}
     config = Llama3Model.Config(
-        **sizes,
-        n_kv_heads=_whole_number(document, "num_key_value_heads", default=sizes["n_heads"]),
-        head_dim=None if head_dim * sizes["n_heads"] == sizes["dim"] else head_dim,
-        norm_eps=_number(document, "rms_norm_eps", default=1e-6),
-        tie_embeddings=document.get("tie_word_embeddings", False),
-        rope=_rope(document),
+        **{**sizes, "max_seq_len": _context(description)},
+        n_kv_heads=_kv_heads(description),
+        head_dim=_head_dim(description),
+        norm_eps=description.number("rms_norm_eps", default=1e-6),
+        tie_embeddings=description.flag("tie_word_embeddings", default=False),
+        rope=_rope(description),
     )
     config.validate()
+    _warn_of_what_is_ignored(description)
     return config
+
+
+def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:
+    """The type that a config.json gives the model, under `dtype` (transformers 5) or `torch_dtype` (4), if forward and
+    backward can be computed in it. Otherwise `default`, with a logged line.
+
+    Raises:
+        UserError: for a value that is no name.
+    """
+    key = "dtype" if document.get("dtype") is not None else "torch_dtype"
+    value = document.get(key)
+    if value is not None and not isinstance(value, str):
+        raise Description(_FILE, document).wrong(key, value, "the name of a type")
+    if value in _PRECISIONS:
+        return _PRECISIONS[value]
+    said = f"{key} is {value}, in which we do not compute" if value else "no dtype"
+    logger.info("%s: %s: training.mixed_precision_param is %s", _FILE, said, default)
+    return default
 
 
 def to_config_json(config: Llama3Model.Config) -> dict[str, Any]:
@@ -139,52 +171,96 @@ FORMAT = ForeignFormat(
 
 
 def _require(key: str, value: Any, only: Any) -> None:
-    if value != only and value is not None:
+    if isinstance(value, str):
+        value = _SAME_ACTIVATION.get(value, value)
+    is_same = value == only and isinstance(value, bool) == isinstance(only, bool)
+    if not is_same and not (value is None and key in _NULLABLE):
         raise UserError(f"config.json: {key} is {value!r}, which this family does not support (only {only!r})")
 
 
-def _whole_number(document: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = default if document.get(key) is None else document[key]
-    if not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {key} is {value!r}, and must be a whole number above 0")
-    return value
+def _kv_heads(description: Description) -> int:
+    # transformers' mistral has 8 unless the file says otherwise; null is as many as query heads in both.
+    if "num_key_value_heads" not in description.values and description.values["model_type"] == "mistral":
+        return 8
+    is_said = description.has("num_key_value_heads")
+    return description.whole_number("num_key_value_heads" if is_said else "num_attention_heads")
 
 
-def _number(document: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = default if document.get(key) is None else document[key]
-    if not isinstance(value, (int, float)):
-        raise UserError(f"config.json: {key} is {value!r}, and must be a number")
-    return value
+def _head_dim(description: Description) -> int | None:
+    """None where the heads together are as wide as the model."""
+    dim, n_heads = description.whole_number("hidden_size"), description.whole_number("num_attention_heads")
+    head_dim = description.whole_number("head_dim") if description.has("head_dim") else dim // n_heads
+    return None if head_dim * n_heads == dim else head_dim
 
 
-def _check_sliding_window(document: Mapping[str, Any]) -> None:
-    # A mistral that does not say has the window of its class in transformers.
-    window = document.get("sliding_window", 4096 if document["model_type"] == "mistral" else None)
-    if window is not None and window < document["max_position_embeddings"]:
-        raise UserError(
-            f"config.json: sliding_window is {window}, below max_position_embeddings "
-            f"{document['max_position_embeddings']}: this family attends to the whole context only"
-        )
+def _context(description: Description) -> int:
+    """The longest sample. A shorter window than the context bounds it: up to there, attending to all is the same."""
+    context = description.whole_number("max_position_embeddings")
+    # A mistral that does not say has the window of its class in transformers; null is none.
+    is_mistral = description.values["model_type"] == "mistral"
+    window = description.values.get("sliding_window", min(4096, context) if is_mistral else None)
+    if window is None:
+        return context
+    window = description.whole_number("sliding_window", default=window)
+    if not is_mistral or window >= context:  # transformers' llama looks at no window
+        return context
+    logger.warning(
+        "config.json: sliding_window is %d, below max_position_embeddings %d: this family attends to the whole "
+        "context only, so model.max_seq_len is %d, up to which that is the same",
+        window,
+        context,
+        window,
+    )
+    return window
 
 
-def _rope(document: Mapping[str, Any]) -> RoPEConfig:
-    parameters = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+def _warn_of_what_is_ignored(description: Description) -> None:
+    dropout = description.values.get("attention_dropout") or 0.0
+    if dropout and description.number("attention_dropout"):
+        logger.warning("config.json: attention_dropout is %g, and ignored: there is no dropout here", dropout)
+    if unknown := sorted(description.values.keys() - _USED - _WITHOUT_EFFECT):
+        logger.warning("config.json: not known, and ignored: %s", ", ".join(unknown))
+
+
+def _rope(description: Description) -> RoPEConfig:
+    given = [key for key in ("rope_scaling", "rope_parameters") if description.section(key).values]
+    ropes = [_rope_of(description, description.section(key)) for key in given or ["rope_scaling"]]
+    if any(rope != ropes[0] for rope in ropes):
+        said = " and ".join(f"{key} {description.values[key]!r}" for key in given)
+        raise UserError(f"config.json: {said} differ; leave the one out that does not hold")
+    return ropes[0]
+
+
+def _rope_of(description: Description, parameters: Description) -> RoPEConfig:
+    """What one of the two spellings says; the base may stand beside it."""
+    kind = parameters.values.get("rope_type", parameters.values.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise UserError(
             f"config.json: RoPE of type {kind!r}, which this family does not support (default, linear, llama3)"
         )
-    for key, value in parameters.items():
+    for key, value in parameters.values.items():
         if key not in _ROPE_KEYS and value is not None:
             raise UserError(f"config.json: RoPE's {key} is {value!r}, which this family does not support")
-    _require("partial_rotary_factor", parameters.get("partial_rotary_factor"), 1.0)
-    theta = _number({**document, **parameters}, "rope_theta", default=10_000.0)
+    _require("partial_rotary_factor", parameters.values.get("partial_rotary_factor"), 1.0)
+    theta = Description(_FILE, {**description.values, **parameters.values}).number("rope_theta", default=10_000.0)
     if kind == "default":
         return RoPEConfig(theta=theta)
     if kind == "linear":
-        return RoPEConfig(theta=theta, scaling="linear", scaling_factor=_number(parameters, "factor"))
-    values: dict[str, Any] = {field: _number(parameters, key) for key, field in _LLAMA3_SCALING.items()}
-    return RoPEConfig(theta=theta, **values)
+        return RoPEConfig(theta=theta, scaling="linear", scaling_factor=parameters.number("factor"))
+    values: dict[str, Any] = {field: parameters.number(key) for key, field in _LLAMA3_FACTORS.items()}
+    return RoPEConfig(theta=theta, original_max_seq_len=_original_context(description, parameters), **values)
+
+
+def _original_context(description: Description, parameters: Description) -> int:
+    """The context before RoPE of type llama3 was scaled. It may stand inside or outside of the scaling; transformers 4
+    reads the first, 5 prefers the second, and takes the whole context where there is neither."""
+    key = _ORIGINAL_CONTEXT
+    found = [where.whole_number(key) for where in (parameters, description) if where.has(key)]
+    if len(set(found)) > 1:
+        raise UserError(
+            f"config.json: {key} is {found[1]}, and {found[0]} in the scaling of RoPE; leave out the wrong one"
+        )
+    return found[0] if found else description.whole_number("max_position_embeddings")
 
 
 def _rope_scaling(rope: RoPEConfig) -> dict[str, Any] | None:
@@ -192,4 +268,5 @@ def _rope_scaling(rope: RoPEConfig) -> dict[str, Any] | None:
         return None
     if rope.scaling == "linear":
         return {"rope_type": "linear", "factor": rope.scaling_factor}
-    return {"rope_type": "llama3", **{key: getattr(rope, field) for key, field in _LLAMA3_SCALING.items()}}
+    factors = {key: getattr(rope, field) for key, field in _LLAMA3_FACTORS.items()}
+    return {"rope_type": "llama3", **factors, _ORIGINAL_CONTEXT: rope.original_max_seq_len}

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from torchtitan.models.common.description import Description
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.state_dict_adapter import ForeignFormat, Repeated, RopePermutation, Row, StateDictAdapter
@@ -54,30 +55,29 @@ def adapter(config: Llama3Model.Config) -> StateDictAdapter:
 def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
     """The model that a params.json describes.
 
-    The context that a model was trained for is not in the file: it is taken as 131072 with scaled RoPE, otherwise 8192.
+    The context that a model was trained for is not in the file: it is taken as 131072 with scaled RoPE, otherwise 8192,
+    and 4096 where there is no base of RoPE either, as in Llama 2's. That, and the factor of scaled RoPE, are logged
+    where our own key does not say them.
 
     Raises:
         UserError: for a missing size, or what this model does not compute.
     """
-    if unknown := sorted(document.keys() - _KNOWN):
-        raise UserError(f"params.json: not supported by this family: {', '.join(unknown)}")
-    dim, n_heads = (_whole_number(document, key) for key in ("dim", "n_heads"))
-    scaled = bool(document.get("use_scaled_rope", False))
-    # Llama 1 and 2, whose base was 10,000, do not say it.
-    rope = RoPEConfig(theta=document.get("rope_theta", 10_000.0), scaling_factor=_SCALING_FACTOR if scaled else 1.0)
-    config = Llama3Model.Config(
-        dim=dim,
-        n_layers=_whole_number(document, "n_layers"),
-        n_heads=n_heads,
-        n_kv_heads=_whole_number(document, "n_kv_heads") if document.get("n_kv_heads") else n_heads,
-        ffn_dim=_ffn_dim(dim, document.get("multiple_of", 256), document.get("ffn_dim_multiplier")),
-        vocab_size=_whole_number(document, "vocab_size"),
-        norm_eps=document.get("norm_eps", 1e-5),
-        max_seq_len=131_072 if scaled else 8192,
-        rope=rope,
-    )
-    config = _with_extra(config, document.get(_EXTRA, {}))
-    config.validate()
+    config = _config(document)
+    extra = document.get(_EXTRA) or {}
+    if "rope_theta" not in document and "max_seq_len" not in extra:
+        logger.warning(
+            "params.json: no rope_theta, as in Llama 1 and 2: the base %g and a context of %d are assumed "
+            "(--model.max_seq_len)",
+            config.rope.theta,
+            config.max_seq_len,
+        )
+    if config.rope.scaling_factor != 1.0 and "rope_scaling_factor" not in extra:
+        logger.warning(
+            "params.json: by which factor RoPE is scaled is not said: %g is assumed, Llama 3.1's. Llama 3.2's is 32: "
+            'set "%s": {"rope_scaling_factor": 32} in params.json, or take the files in Hugging Face\'s format',
+            config.rope.scaling_factor,
+            _EXTRA,
+        )
     return config
 
 
@@ -101,12 +101,38 @@ def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
         "rope_theta": config.rope.theta,
         "use_scaled_rope": config.rope.scaling_factor != 1.0,
     }
-    if extra := _extra(config, from_params_json(document)):
+    if extra := _extra(config, _config(document)):
         document[_EXTRA] = extra
     return document
 
 
 FORMAT = ForeignFormat(adapter=adapter, to_foreign=to_params_json, from_foreign=from_params_json)
+
+
+def _config(document: Mapping[str, Any]) -> Llama3Model.Config:
+    if unknown := sorted(document.keys() - _KNOWN):
+        raise UserError(f"params.json: not supported by this family: {', '.join(unknown)}")
+    description = Description("params.json", document)
+    dim, n_heads = (description.whole_number(key) for key in ("dim", "n_heads"))
+    scaled = description.flag("use_scaled_rope", default=False)
+    # Llama 1 and 2, whose base was 10,000, do not say it.
+    theta = description.number("rope_theta", default=10_000.0)
+    unscaled_context = 8192 if "rope_theta" in document else 4096
+    multiplier = description.number("ffn_dim_multiplier") if description.has("ffn_dim_multiplier") else None
+    config = Llama3Model.Config(
+        dim=dim,
+        n_layers=description.whole_number("n_layers"),
+        n_heads=n_heads,
+        n_kv_heads=description.whole_number("n_kv_heads") if description.has("n_kv_heads") else n_heads,
+        ffn_dim=_ffn_dim(dim, description.whole_number("multiple_of", default=256), multiplier),
+        vocab_size=description.whole_number("vocab_size", hint=" (the rows of tok_embeddings.weight)"),
+        norm_eps=description.number("norm_eps", default=1e-5),
+        max_seq_len=131_072 if scaled else unscaled_context,
+        rope=RoPEConfig(theta=theta, scaling_factor=_SCALING_FACTOR if scaled else 1.0),
+    )
+    config = _with_extra(config, description.section(_EXTRA))
+    config.validate()
+    return config
 
 
 def _extra(config: Llama3Model.Config, read_back: Llama3Model.Config) -> dict[str, Any]:
@@ -124,16 +150,22 @@ def _extra(config: Llama3Model.Config, read_back: Llama3Model.Config) -> dict[st
             config.rope.scaling_factor,
             _SCALING_FACTOR,
         )
-    assert dataclasses.replace(_with_extra(read_back, extra), head_dim=config.head_dim) == config
+    again = _with_extra(read_back, Description("params.json", extra))
+    assert dataclasses.replace(again, head_dim=config.head_dim) == config
     return extra
 
 
-def _with_extra(config: Llama3Model.Config, extra: Mapping[str, Any]) -> Llama3Model.Config:
-    values = dict(extra)
-    factor = values.pop("rope_scaling_factor", config.rope.scaling_factor)
-    if unknown := values.keys() - {"tie_embeddings", "max_seq_len"}:
+def _with_extra(config: Llama3Model.Config, extra: Description) -> Llama3Model.Config:
+    if unknown := extra.values.keys() - {"tie_embeddings", "max_seq_len", "rope_scaling_factor"}:
         raise UserError(f"params.json: not known under '{_EXTRA}': {', '.join(sorted(unknown))}")
-    return dataclasses.replace(config, rope=dataclasses.replace(config.rope, scaling_factor=factor), **values)
+    return dataclasses.replace(
+        config,
+        tie_embeddings=extra.flag("tie_embeddings", default=config.tie_embeddings),
+        max_seq_len=extra.whole_number("max_seq_len", default=config.max_seq_len),
+        rope=dataclasses.replace(
+            config.rope, scaling_factor=extra.number("rope_scaling_factor", default=config.rope.scaling_factor)
+        ),
+    )
 
 
 def _check_expressible(config: Llama3Model.Config) -> None:
@@ -166,11 +198,3 @@ def _ffn_parameters(dim: int, ffn_dim: int) -> tuple[int, float]:
     ratio = (ffn_dim + 1 - multiple_of / 2) / int(2 * (4 * dim) / 3)
     found = (round(ratio, digits) for digits in range(1, 17))
     return multiple_of, next(m for m in found if _ffn_dim(dim, multiple_of, m) == ffn_dim)
-
-
-def _whole_number(document: Mapping[str, Any], key: str) -> int:
-    value = document.get(key)
-    if not isinstance(value, int) or value < 1:
-        hint = " (the rows of tok_embeddings.weight)" if key == "vocab_size" else ""
-        raise UserError(f"params.json: {key} is {value!r}, and must be a whole number above 0{hint}")
-    return value

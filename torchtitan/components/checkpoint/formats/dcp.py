@@ -23,6 +23,7 @@ from torchtitan.components.checkpoint.formats.source import (
     MakeTensor,
     Slices,
     TensorSource,
+    as_type,
     damaged,
     slice_shape,
     some,
@@ -102,6 +103,7 @@ def write_dcp(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -> 
         make: gives each tensor when its turn comes.
 
     Raises:
+        UserError: where a dtype is too narrow for a value.
         OSError: where a file cannot be written.
     """
     templates = {name: torch.empty(form.shape, dtype=form.dtype, device="meta") for name, form in forms.items()}
@@ -129,7 +131,7 @@ class _LazyPlanner(DefaultSavePlanner):
             return super().lookup_object(index)
         form, tensor = self._to_make[name], self._make(name)
         assert tensor.shape == form.shape, f"{name} had another shape than its form"
-        return tensor.to("cpu", form.dtype)
+        return as_type(name, tensor, form.dtype)
 
 
 class _ReadInto(DefaultLoadPlanner):
@@ -149,9 +151,12 @@ class _ReadInto(DefaultLoadPlanner):
 
 def _read_metadata(path: Path) -> Metadata:
     try:
-        return dcp.FileSystemReader(path).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        for keys in _states(metadata).values():
+            _forms(metadata, keys)
+    except Exception as error:  # there is nothing that reading a damaged pickle, or using what it gives, cannot raise
         raise damaged(path / DCP_METADATA, repr(error)) from error
+    return metadata
 
 
 def _states(metadata: Metadata) -> dict[str, dict[str, str]]:

@@ -58,7 +58,7 @@ def export_checkpoint(
             Face's format each writes some of the files, otherwise the first writes all. None: this process alone.
 
     Raises:
-        UserError: for a format or a type that cannot hold the model.
+        UserError: for a format or a type that cannot hold the model; it names the tensor whose values are too large.
         OSError: where it cannot be written.
     """
     view = source if to == "dcp" else ForeignView(source, format_for(spec, to).adapter(spec.model))

@@ -53,7 +53,8 @@ class HuggingFaceSource(TensorSource):
         path: the folder.
 
     Raises:
-        UserError: where a file is missing or damaged, or lacks tensors that the index says are in it.
+        UserError: where a file is missing, damaged or outside of the folder, or lacks tensors that the index says are
+            in it.
     """
 
     def __init__(self, path: str | Path):
@@ -113,7 +114,7 @@ def write_huggingface(
             are done.
 
     Raises:
-        UserError: for a dtype that the format does not have.
+        UserError: for a dtype that the format does not have, or that is too narrow for a value.
     """
     for name, form in forms.items():
         if form.dtype not in _DTYPE_NAMES:
@@ -159,6 +160,10 @@ def _read_index(path: Path) -> dict[str, str]:
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise damaged(path, "it has no weight_map from tensors to files")
+    # By name, not by where links lead: in the hub's cache every file is a link to one outside of the folder.
+    outside = {file for file in weight_map.values() if Path(file).is_absolute() or ".." in Path(file).parts}
+    if outside:
+        raise UserError(f"{path} names files outside of its folder: {some(sorted(outside))}")
     return weight_map
 
 
@@ -194,7 +199,7 @@ def _write_file(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for name in names:
-            for chunk in value_chunks(make(name), forms[name].dtype):
+            for chunk in value_chunks(name, make(name), forms[name].dtype):
                 file.write(chunk)
         assert file.tell() == 8 + len(encoded) + end, f"{path}: a tensor had another shape than its form"
         file.flush()

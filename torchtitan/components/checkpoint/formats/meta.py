@@ -113,6 +113,18 @@ class MetaSource(TensorSource):
             begin += size
         return out
 
+    @property
+    def vocab_size(self) -> int:
+        """The rows of the embedding, which a params.json need not say.
+
+        Raises:
+            UserError: where there is no embedding.
+        """
+        name = f"{_EMBEDDING}.weight"
+        if name not in self.forms or len(self.forms[name].shape) != 2:
+            raise UserError(f"{self.path}: there is no matrix {name}, which would say the size of the vocabulary")
+        return self.forms[name].shape[0]
+
     def _read_replicated(self, name: str, slices: Slices) -> Tensor:
         first, *others = self._pieces[name]
         values = first.read(slices)
@@ -166,6 +178,7 @@ def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) ->
         make: gives each tensor when its turn comes.
 
     Raises:
+        UserError: where a dtype is too narrow for a value.
         OSError: where the file cannot be written.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -181,7 +194,7 @@ def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) ->
     with open(partial, "r+b") as file:
         for name, piece in _tensors_in(partial).items():
             file.seek(piece.offset)
-            for chunk in value_chunks(make(name), piece.form.dtype):
+            for chunk in value_chunks(name, make(name), piece.form.dtype):
                 file.write(chunk)
             assert file.tell() == piece.offset + piece.form.n_bytes, f"{name} had another shape than its form"
         file.flush()

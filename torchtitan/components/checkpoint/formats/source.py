@@ -45,11 +45,34 @@ def whole(shape: torch.Size) -> Slices:
     return tuple(slice(0, size) for size in shape)
 
 
-def value_chunks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The values of `tensor` as `dtype`, in order, in pieces: a conversion copies no more than one."""
+def value_chunks(name: str, tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The values of `tensor` as `dtype`, in order, in pieces: a conversion copies no more than one.
+
+    Raises:
+        UserError: as `as_type`.
+    """
     flat = tensor.detach().reshape(-1)
     for piece in flat.split(max(1, _CHUNK_BYTES // dtype.itemsize)):
-        yield piece.to("cpu", dtype).view(torch.uint8).numpy().data
+        yield as_type(name, piece, dtype).view(torch.uint8).numpy().data
+
+
+def as_type(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor`, which is called `name`, in CPU memory and as `dtype`.
+
+    Raises:
+        UserError: where a value is finite, and in `dtype` is not: 65,520 and above in float16.
+    """
+    converted = tensor.to("cpu", dtype)
+    floats = dtype.is_floating_point and tensor.dtype.is_floating_point
+    if floats and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
+        lost = converted.isfinite().logical_not_() & tensor.isfinite().cpu()
+        if lost.any():
+            largest = tensor[lost].abs().max().item()
+            raise UserError(
+                f"{name} has values up to {largest:g}, which {str(dtype).removeprefix('torch.')} cannot hold "
+                f"(at most {torch.finfo(dtype).max:g}); export another type"
+            )
+    return converted
 
 
 def some(names: list[str]) -> str:

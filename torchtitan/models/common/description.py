@@ -1,0 +1,60 @@
+"""The file that describes a model in another format, config.json or params.json, read key by key."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.tools.errors import UserError
+
+
+@dataclass(frozen=True)
+class Description:
+    """The keys of such a file; each is checked when it is asked for. A key that is there is not taken for absent when
+    it is null: where null means something, the caller asks first.
+
+    Every method raises `UserError`, with the file, the key and its value, for a value of another type; so does an
+    absent key without a default.
+    """
+
+    file: str
+    """What the file is called in messages."""
+
+    values: Mapping[str, Any]
+    """Its content."""
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, and not null."""
+        return self.values.get(key) is not None
+
+    def whole_number(self, key: str, default: int | None = None, hint: str = "") -> int:
+        """A whole number above 0; `hint` ends the message."""
+        value = self.values.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.wrong(key, value, f"a whole number above 0{hint}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0, and finite."""
+        value = self.values.get(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.wrong(key, value, "a number above 0")
+        return value
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """True or false, and nothing that only counts as one."""
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return value
+
+    def section(self, key: str) -> "Description":
+        """The keys of an object inside this one; none where it is null or absent."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(key, value, "an object")
+        return Description(self.file, value or {})
+
+    def wrong(self, key: str, value: Any, must_be: str) -> UserError:
+        """What to raise for a value that cannot be used."""
+        return UserError(f"{self.file}: {key} is {value!r}, and must be {must_be}")
