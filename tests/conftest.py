@@ -1,10 +1,13 @@
 """What all tests share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from torchtitan.tools.logging import logger
 
 # Tiny models gain nothing from threads, and lose much to waiting for each other where the machine is busy.
 torch.set_num_threads(1)
@@ -19,3 +22,12 @@ def assets() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test assets in {folder} (set TORCHTITAN_TEST_ASSETS)")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """Commands that a test calls in this process direct the package's messages to its captured output, which is closed
+    when the test ends: a later test would be told of the closed file in its own."""
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate

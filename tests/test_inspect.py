@@ -26,7 +26,6 @@ def save_step(folder: Path, step: int, **marker) -> Path:
 
 
 def inspect(capsys, *words: object) -> tuple[int, str, str]:
-    capsys.readouterr()  # what a run has logged
     code = main(["inspect", *map(str, words)])
     captured = capsys.readouterr()
     return code, captured.out, captured.err

@@ -325,8 +325,11 @@ class TestWhatDoesNotFit:
     def test_rope_frequencies_of_old_files_are_passed_over(self, folder):
         tensors = load_file(folder / "model.safetensors")
         tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(7)
+        expected = load_model(folder, device="cpu").model.state_dict()
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        load_model(folder, device="cpu")
+        loaded = load_model(folder, device="cpu").model.state_dict()
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
     def test_another_family_is_named(self, folder):
         document = json.loads((folder / "config.json").read_text()) | {"model_type": "gpt_neox"}
