@@ -154,7 +154,7 @@ class TestPrecedence:
 
     def test_a_saved_vocabulary_can_follow_another_tokenizer(self, tmp_path):
         def resolve(config, vocab_size):
-            return config.resolve(SimpleNamespace(vocab_size=vocab_size)).model_spec.model.vocab_size
+            return config.resolve(SimpleNamespace(vocab_size=vocab_size, n_added=0)).model_spec.model.vocab_size
 
         job = parse("--model.vocab_size", "2048")  # as a run saves what it has taken from its tokenizer
         job.save(tmp_path / "config.yaml")

@@ -104,12 +104,16 @@ def test_unshuffled_order_is_the_file_s(config, tokenizer):
     lengths = np.cumsum([len(ids) for ids in documents])
     row = next(i for i in range(99) if i * SEQ_LEN < lengths[0] <= i * SEQ_LEN + SEQ_LEN)
     assert loader.describe(batches[row // 4]["documents"][row % 4]) == "a.jsonl, documents 1-2"
+    assert loader.document_names(batches[row // 4]["documents"][row % 4]) == ["a.jsonl, documents 1-2"]
     assert loader.describe(torch.tensor([-1, -1])) == "no document (padding)"
+    assert loader.document_names(torch.tensor([-1, -1])) == []
 
 
 def test_epochs_are_shuffled_anew_and_complete(config, tokenizer):
+    n_samples = build(config, tokenizer, epochs=1).n_samples
     loader = build(config, tokenizer, batch=1)
-    epochs = [rows(take(loader, loader.samples_per_epoch)) for _ in range(3)]
+    assert loader.n_samples is None
+    epochs = [rows(take(loader, n_samples)) for _ in range(3)]
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     in_file_order = rows(take(build(replace(config, shuffle=False), tokenizer, batch=1, epochs=1)))
@@ -204,7 +208,7 @@ def test_end_after_epochs_with_the_last_batch_filled_up(config, tokenizer, worke
         for r in range(3)
     ]
     batches = [take(loader) for loader in loaders]
-    n_samples = 2 * loaders[0].samples_per_epoch
+    n_samples = loaders[0].n_samples
     n_batches = -(-n_samples // 21)
     assert [len(own) for own in batches] == [n_batches] * 3 and n_samples % 21
     samples = [sample for own in batches for sample in rows(own)]
@@ -218,7 +222,7 @@ def test_end_after_epochs_with_the_last_batch_filled_up(config, tokenizer, worke
 
 
 def test_more_epochs_go_on_where_the_run_ended(config, tokenizer):
-    n_samples = build(config, tokenizer).samples_per_epoch
+    n_samples = build(config, tokenizer, epochs=1).n_samples
     batch = next(size for size in (5, 6, 7, 11) if n_samples % size)  # so that the last one is filled up
     ended = build(config, tokenizer, batch=batch, epochs=1)
     take(ended)
@@ -235,7 +239,7 @@ def test_data_smaller_than_a_window_and_a_batch(tmp_path, tokenizer):
     [ids] = tokenizer.encode_documents(["tiny"])
     loaders = [build(config, tokenizer, batch=3, dp_rank=r, dp_world_size=2, epochs=1) for r in range(2)]
     [[first], [second]] = [take(loader) for loader in loaders]
-    assert loaders[0].samples_per_epoch == 1
+    assert loaders[0].n_samples == 1
     assert first["labels"][0, : len(ids) - 1].tolist() == ids[1:]
     assert (first["labels"] != IGNORE_INDEX).sum() == len(ids) - 1
     assert (second["labels"] == IGNORE_INDEX).all()

@@ -253,7 +253,7 @@ def test_broken_json_names_file_and_line(tmp_path, kind):
     with raises(f"{path}:{4 if kind == 'json' else 2}: broken JSON"):
         documents_at(path)
     path.write_text('{"text": "a"}\n[1, 2]\n')
-    with raises(f"{path}:2: expected an object with the key 'text', found a list"):
+    with raises(f"{path}:2: expected an object with columns as its keys, found a list"):
         documents_at(path)
 
 

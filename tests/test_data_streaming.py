@@ -120,7 +120,7 @@ def test_in_order_a_stream_equals_local_data(dataset, tokenizer, tmp_path, docum
     local = config.build(tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=3, epochs=1)
     stream = build(dataset, tokenizer, shuffle=False, document_mask=document_mask, epochs=1)
     assert as_lists(take(stream)) == as_lists(take(local))
-    assert stream.samples_per_epoch is None
+    assert stream.n_samples is None
 
 
 @pytest.mark.parametrize("ranks, workers", [(1, 0), (1, 2), (2, 0), (2, 2), (5, 0)])

@@ -173,7 +173,7 @@ def test_digest_is_remembered_until_the_file_changes(tmp_path, tokenizer, monkey
     make_old(path)
     key = open_cache(path, tokenizer, root).key
     with monkeypatch.context() as patch:
-        patch.setattr("torchtitan.components.data.token_cache._hash", lambda *_: pytest.fail("hashed again"))
+        patch.setattr("torchtitan.components.data.disk_cache._hash", lambda *_: pytest.fail("hashed again"))
         assert open_cache(path, tokenizer, root).key == key
     path.write_text("two text")
     make_old(path)

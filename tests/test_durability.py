@@ -393,7 +393,7 @@ def test_the_process_that_writes_is_killed(tmp_path: Path, log: pytest.LogCaptur
     assert steps(tmp_path) == [1, 3] and process.pid != first
     at_save = run.snapshot()
     os.kill(process.pid, signal.SIGKILL)  # between two saves: the next has a new one
-    # A zombie whose other threads are still ending has not ended: this waits for all of it, and leaves it to its parent.
+    # A zombie whose other threads are still ending has not ended: this waits for all, and leaves it to its parent.
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     run.manager.save(4)
     run.manager.close()

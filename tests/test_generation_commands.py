@@ -11,7 +11,7 @@ import pytest
 from tests.training import train
 from torchtitan.cli.chat import chat
 from torchtitan.cli.generate import generate
-from torchtitan.components.chat_template import CHATML, ChatTemplate, load_chat_template
+from torchtitan.components.chat_template import ChatTemplate, load_chat_template, resolve_chat_template
 from torchtitan.components.generation import generate as generate_ids
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
@@ -180,11 +180,6 @@ def test_where_a_template_is_found(tmp_path):
     assert load_chat_template(model, tmp_path).render([], add_generation_prompt=False) == "<bos></s>"
 
 
-def test_chatml():
-    rendered = ChatTemplate(CHATML).render(TURNS[:1], add_generation_prompt=True)
-    assert rendered == f"<|im_start|>user\n{TURNS[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
-
-
 # The commands.
 
 
@@ -323,3 +318,20 @@ def test_without_a_template_chat_is_refused(stories, capsys, monkeypatch):
     assert code == 2 and out == "" and "no chat template" in err and "--template chatml" in err
     code, out, _ = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--template", "chatml")
     assert code == 0 and len(out.splitlines()) == 1
+    code, out, err = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--template", "chatlm")
+    assert code == 2 and out == "" and "--template chatlm" in err and "alpaca" in err
+
+
+def test_chat_in_another_format_stops_where_that_ends_a_turn(stories, tmp_path, capsys, monkeypatch):
+    tokenizer = PretrainedTokenizer.Config().build(path=stories)
+    args = ["--checkpoint", stories, "--device", "cpu", "--max_new_tokens", 8, "--json"]
+    template = resolve_chat_template("alpaca", [], tokenizer)
+    prompt = template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True).removeprefix("<s>")
+    free = json.loads(run(capsys, generate, *args, "--prompt", prompt)[1])["tokens"]
+    # The same format with another end: the third token of that answer.
+    end = tokenizer.decode([free[2]])
+    file = tmp_path / "alpaca.jinja"
+    file.write_text(template.source.replace("</s>", end))
+    talk_args = ["--checkpoint", stories, "--template", file]
+    code, out, _ = talk(capsys, monkeypatch, ["Hello"], *talk_args)
+    assert code == 0 and out.strip() == tokenizer.decode(free).partition(end.strip())[0].strip()

@@ -136,6 +136,65 @@ def test_tiktoken_agrees_with_its_conversion(
     ]
 
 
+# Offsets against transformers.
+
+
+@pytest.mark.parametrize("name", [*HUGGING_FACE, "llama3-tokenizer"])
+@pytest.mark.parametrize("special", [True, False])
+def test_offsets_are_those_of_transformers(
+    name: str, special: bool, assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = folder_of(name, assets)
+    ours = build(folder)
+    if name == "llama3-tokenizer":
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+        tokens = [ours.decode([i]) for i in range(128_000, 128_256)]
+        convert = pytest.importorskip("transformers.convert_slow_tokenizer")
+        converter = convert.TikTokenConverter(str(folder / "tokenizer.model"), extra_special_tokens=tokens)
+        reference = transformers.PreTrainedTokenizerFast(tokenizer_object=converter.converted())
+    else:
+        reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    texts = SCRIPTS + EXTREMES + LOOKS_SPECIAL + real_texts(assets)[:10]
+    expected = reference(texts, add_special_tokens=False, split_special_tokens=not special, return_offsets_mapping=True)
+    found = ours.tokenize_with_offsets(texts, allow_special=special)
+    assert [ids for ids, _ in found] == expected["input_ids"]
+    assert [offsets for _, offsets in found] == expected["offset_mapping"]
+    assert [ids for ids, _ in found] == ours.tokenize(texts, allow_special=special)
+
+
+def test_offsets_have_the_white_space_that_a_file_would_leave_out(tmp_path: Path) -> None:
+    content = json.loads((EMBEDDED_TOKENIZER / "tokenizer.json").read_text())
+    trims = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    content["post_processor"] = {"type": "Sequence", "processors": [trims, content["post_processor"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    text = "a cat\n\n and a  dog "
+    trimmed = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ours = build(tmp_path)
+    [(ids, offsets)] = ours.tokenize_with_offsets([text], allow_special=True)
+    assert ids == trimmed.encode(text, add_special_tokens=False).ids
+    assert offsets != trimmed.encode(text, add_special_tokens=False).offsets
+    assert [text[start:end] for start, end in offsets] == [ours.decode([token_id]) for token_id in ids]
+    assert ours.encode(text)[0] == ours.bos_id  # the file's own BOS is still found
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "ordinary"),
+    [
+        ("gpt2-tokenizer", {50256}, "hello"),
+        ("stories260K/hf-converted", {0, 1, 2}, "\u2581the"),
+        ("llama3-tokenizer", set(range(128_000, 128_256)), None),
+    ],
+)
+def test_special_tokens_and_ids(name: str, special: set[int], ordinary: str | None, assets: Path) -> None:
+    ours = build(assets / name)
+    assert ours.special_ids == special
+    assert all(ours.id_of(ours.decode([token_id])) == token_id for token_id in special)
+    assert ours.id_of("<|im_start|>") is None
+    if ordinary:
+        assert ours.id_of(ordinary) not in special | {None}
+
+
 def test_llama3_sentence(llama3: PretrainedTokenizer) -> None:
     """The ids that are published with the model."""
     assert llama3.encode("This is a test sentence.") == [128000, 2028, 374, 264, 1296, 11914, 13]
@@ -408,6 +467,10 @@ def test_a_users_subclass() -> None:
     assert tokenizer.encode("Hi") == [0, 75, 108]
     assert tokenizer.encode_documents(["Hi"]) == [[0, 75, 108, 1]]
     assert tokenizer.decode(tokenizer.encode("größer")) == "größer"
+    assert (tokenizer.special_ids, tokenizer.id_of("x"), tokenizer.id_of("ö")) == ({0, 1}, 123, None)
+    for users in (lowercase, tokenizer):  # neither defines it, and the parent's has other ids
+        with pytest.raises(UserError, match=f"{type(users).__name__}.*tokenize_with_offsets"):
+            users.tokenize_with_offsets(["Hi"], allow_special=True)
 
 
 def test_embedded_files_are_what_the_script_writes(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def flags(options: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{key}" if value else f"--{section}.no_{name}")
         elif isinstance(value, list):
-            words += [f"--{key}", *value]
+            words += [f"--{key}", *map(str, value)]
         else:
             words.append(f"--{key}={value}")
     return words

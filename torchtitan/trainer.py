@@ -9,7 +9,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -19,13 +20,20 @@ from torch import Tensor, nn
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
 from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in
 from torchtitan.components.checkpoint.pretrained import export_huggingface, load_pretrained
+from torchtitan.components.checkpoint.store import is_url
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
+from torchtitan.components.ending import Ending, log_ending
+from torchtitan.components.ledger import Ledger, in_global_order, names_of, shortened
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import parameter_names
+from torchtitan.components.outcome import NonFiniteError as NonFiniteError
+from torchtitan.components.outcome import StepOutcome as StepOutcome
+from torchtitan.components.sample_losses import SampleLosses
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import Configurable
+from torchtitan.config.job_config import parse_step_ranges
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.compile import RecompileMonitor, compile_loss
 from torchtitan.distributed.context_parallel import shard_sequences
@@ -33,7 +41,6 @@ from torchtitan.distributed.gradients import clip_grad_norm
 from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
 from torchtitan.distributed.process_group import (
     destroy_process_group,
-    gather_objects,
     init_process_group,
     set_timeouts,
     sum_over_ranks,
@@ -42,41 +49,14 @@ from torchtitan.distributed.process_group import (
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import BaseModel
 from torchtitan.tools.device import device_type
-from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.garbage_collection import automatic_garbage_collection_off
 from torchtitan.tools.logging import logger
-from torchtitan.tools.signals import COMMAND_VARIABLE, StopRequest
+from torchtitan.tools.signals import StopRequest
 from torchtitan.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
-
-_DOCUMENTS_SHOWN = 8
-"""How many of a bad batch's documents are named."""
-
-Ending = Literal["completed", "data ended", "stopped"]
-"""Why a run's loop ended."""
-
-
-class NonFiniteError(RunFailure):
-    """The loss or the gradient norm of a step was NaN or infinite."""
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What the host learns of a step, in the one read of device values that it makes per step.
-
-    `loss` is the mean over all valid tokens of the global batch, `grad_norm` the norm before clipping.
-    """
-
-    loss: float
-    grad_norm: float
-    stop_requested: bool
-    data_exhausted: bool
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the step may be taken."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class Trainer(Configurable):
@@ -104,12 +84,14 @@ class Trainer(Configurable):
 
         self.tokenizer = self.build_tokenizer()
         self.config = config = config.resolve(self.tokenizer)
-        self.dataloader = self.build_dataloader(config.dataloader, epochs=training.epochs)
         self.global_batch_size = training.resolve_global_batch_size(self.parallel_dims.dp_degree)
+        self.dataloader = self.build_dataloader(config.dataloader, epochs=training.epochs)
         samples_per_pass = training.local_batch_size * self.parallel_dims.dp_degree
         self.gradient_accumulation_steps = self.global_batch_size // samples_per_pass
+        self.skipped_data = parse_step_ranges(training.skip_data)
         self.tokens_per_step = self.global_batch_size * training.seq_len
         self.total_steps = self.count_total_steps()
+        self.dataloader.check_repetitions(self.total_steps * self.global_batch_size)
 
         model = self.build_model()
         self.num_parameters = model.num_parameters()
@@ -118,6 +100,7 @@ class Trainer(Configurable):
         for converter in self.converters:
             converter.convert(model)
         self.loss = self.build_loss()
+        self.sample_losses = SampleLosses(self.loss, self.parallel_dims, wanted=self.dataloader.needs_sample_losses)
         self.pipeline_plan = self.plan_pipeline()
         all_names = parameter_names(model) if self.pipeline_plan else None
         self.model_parts = self.parallelize(model)
@@ -127,6 +110,7 @@ class Trainer(Configurable):
         self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.total_steps)
 
         self.step = 0
+        self.data_step = 0  # global batches read: those of all steps, and those that were left out
         self.n_tokens_seen = 0
         self.has_data = True
         self.checkpointer = self.build_checkpointer()
@@ -135,6 +119,12 @@ class Trainer(Configurable):
         self.recompile_monitor = RecompileMonitor()
         self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
+        self.ledger = Ledger(
+            Path(config.dump_folder) / "ledger.jsonl" if config.debug.ledger else None,
+            self.dataloader.document_names,
+            rank=self.rank,
+            is_batch_leader=self.parallel_dims.is_batch_leader,
+        )
         self.watchdog = Watchdog(
             first_step_seconds=config.comm.init_timeout_seconds, step_seconds=config.comm.step_timeout_seconds
         )
@@ -172,11 +162,12 @@ class Trainer(Configurable):
             dp_world_size=self.parallel_dims.dp_degree,
             seed=self.config.debug.seed,
             epochs=epochs,
+            global_batch_size=self.global_batch_size,
         )
 
     def count_total_steps(self) -> int:
         """The last step: `training.steps`, or what `training.epochs` comes to where the data's size is known."""
-        epochs, samples = self.config.training.epochs, self.dataloader.samples_per_epoch
+        epochs, samples = self.config.training.epochs, self.dataloader.n_samples
         if epochs is not None and samples is None and self.config.optimizer.early_step_in_backward:
             # The end of a stream is found only after a backward pass.
             raise UserError(
@@ -185,7 +176,7 @@ class Trainer(Configurable):
             )
         if epochs is None or samples is None:
             return self.config.training.steps
-        return math.ceil(epochs * samples / self.global_batch_size)
+        return math.ceil(samples / self.global_batch_size)
 
     def build_model(self) -> BaseModel:
         """The model on the meta device: no memory yet, in the type of the master weights."""
@@ -276,13 +267,16 @@ class Trainer(Configurable):
         """The checkpointer over everything that a resumed run needs."""
         config, spec = self.config, self.config.model_spec
         assets = self.tokenizer.folder
+        of_data = {name: text.encode() for name, text in self.dataloader.assets().items()}
+        changed_files = {**self.tokenizer.changed_files, **of_data}
+        export = partial(export_huggingface, spec=spec, assets=assets, changed_files=changed_files)
         return config.checkpoint.build(
             dump_folder=config.dump_folder,
             states=self.states(),
             rank_states={"dataloader": self.dataloader, "random": RandomState()},
             initial_loads=self.initial_loads(),
-            assets=CheckpointAssets.of(spec, files_in(assets)),
-            export=partial(export_huggingface, spec=spec, assets=assets) if "hf" in spec.formats else None,
+            assets=CheckpointAssets.of(spec, {**files_in(assets), **changed_files}),
+            export=export if "hf" in spec.formats else None,
         )
 
     def states(self) -> dict[str, "Stateful"]:
@@ -296,15 +290,17 @@ class Trainer(Configurable):
 
     def initial_loads(self) -> dict[str, Callable[[], None]]:
         """Name of a state → what loads its weights where the run begins; a subclass with more models adds theirs."""
-        config = self.config.checkpoint
-        if not config.initial_load_in_hf:
-            return {}  # one of our own checkpoints is loaded by the checkpointer itself
-        return {"model": partial(load_pretrained, config.initial_load_path, self.config.model_spec, self.model_parts)}
+        config, n_added = self.config.checkpoint, self.tokenizer.n_added
+        has_to_grow = n_added and config.initial_load_path and not is_url(config.initial_load_path)
+        if not (config.initial_load_in_hf or has_to_grow):
+            return {}  # one of our own checkpoints that fits as it is: the checkpointer itself loads it
+        spec = self.config.model_spec
+        return {"model": partial(load_pretrained, config.initial_load_path, spec, self.model_parts, n_added=n_added)}
 
     def build_validator(self) -> Validator | None:
         """The validator, where validation is on and there is data for it."""
-        data = self.config.validation_dataloader()
-        if data is None:
+        data = self.config.validation_dataloaders()
+        if not data:
             if self.config.validator.enable:
                 logger.warning(
                     "no validation: the training data has no validation split (--validator.dataset names other data)"
@@ -312,7 +308,8 @@ class Trainer(Configurable):
             return None
         return self.config.validator.build(
             model_parts=self.model_parts,
-            dataloader=self.build_dataloader(data, epochs=1),
+            dataloaders={name: self.build_dataloader(config, epochs=1) for name, config in data.items()},
+            tokenizer=self.tokenizer,
             batches_per_step=self.gradient_accumulation_steps,
             sums_of_batch=self.loss_and_tokens,
         )
@@ -347,10 +344,13 @@ class Trainer(Configurable):
 
     def train(self) -> None:
         """Resume if there is something to resume from, then train to the end, or until asked to stop."""
-        with _automatic_garbage_collection_off(), self.listening_to_signals(), contextlib.closing(self.metrics):
+        with automatic_garbage_collection_off(), self.listening_to_signals(), contextlib.closing(self.metrics):
             self.load_checkpoint()
             self.describe_run()
             self.metrics.start(self.step)
+            self.ledger.open(self.step)
+            if self.validator and self.config.validator.at_start and self.step == 0:
+                self.validate()
             with self.profiler, self.watchdog:
                 ending = self.train_until_it_ends()
             self.finish(ending)
@@ -387,7 +387,8 @@ class Trainer(Configurable):
         n_tokens = self.count_valid_tokens(micro_batches)
         loss = torch.zeros((), device=self.device)
         for batch in micro_batches:
-            loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
+            with self.sample_losses.of(batch):
+                loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
         self.watchdog.phase("gradient clipping")
         grad_norm = self.clip_gradients()
         self.watchdog.phase("reading the outcome")
@@ -404,9 +405,21 @@ class Trainer(Configurable):
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """This rank's part of the next global batch; shorter where the data ends, and empty behind its end."""
         with self.metrics.timing_data():
+            self.leave_out_data(batches)
             micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
         self.has_data = bool(micro_batches) and not self.dataloader.exhausted
+        self.ledger.take(micro_batches)
         return micro_batches
+
+    def leave_out_data(self, batches: Iterator[Batch]) -> None:
+        """Read the global batches that `training.skip_data` names, where they are next, for nothing."""
+        first = self.data_step + 1
+        while any(self.data_step + 1 in steps for steps in self.skipped_data):
+            for _ in itertools.islice(batches, self.gradient_accumulation_steps):
+                pass
+            self.data_step += 1
+        if self.data_step >= first:
+            logger.info("--training.skip_data: the data of steps %d to %d is left out", first, self.data_step)
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
         """Valid tokens of the global batch, on the device: what the summed loss of every rank is divided by."""
@@ -495,12 +508,9 @@ class Trainer(Configurable):
             NonFiniteError: with the step and the documents that it was computed from, of all ranks.
         """
         own = micro_batches if self.parallel_dims.is_batch_leader else []
-        local = [self.dataloader.describe(row) for batch in own for row in batch.get("documents", [])]
-        documents = [document for of_rank in gather_objects(local) for document in of_rank]
-        shown = "; ".join(documents[:_DOCUMENTS_SHOWN]) or "not known"
-        more = f" and {len(documents) - _DOCUMENTS_SHOWN} more" if len(documents) > _DOCUMENTS_SHOWN else ""
-        numbers = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
-        message = f"step {self.step + 1}: {numbers}; documents: {shown}{more}"
+        documents = in_global_order(names_of(own, self.dataloader.document_names))
+        data_step = f" (data step {self.data_step + 1})" if self.data_step > self.step else ""
+        message = f"step {self.step + 1}{data_step}: {outcome}; documents: {shortened(documents)}"
         if self.config.training.on_nonfinite == "stop":
             self.checkpointer.wait()  # the process ends at once: a save in the background would be lost
             raise NonFiniteError(message)
@@ -509,10 +519,16 @@ class Trainer(Configurable):
     # --- around a step ----------------------------------------------------------------------------------------------
 
     def complete_step(self, outcome: StepOutcome) -> None:
-        """Count the step, report it, and do what is due after it: garbage collection, validation, a checkpoint."""
+        """Count the step, report it, tell the data loader of it if it was taken, and do what is due after it: garbage
+        collection, validation, a checkpoint."""
         self.step += 1
+        self.data_step += 1
         self.n_tokens_seen += self.tokens_per_step
+        self.ledger.write(self.step, self.data_step)
         self.report(outcome)
+        statistics = self.sample_losses.statistics(self.step, outcome.loss, outcome.grad_norm)
+        if outcome.is_finite:
+            self.dataloader.observe(statistics)
         self.lr_scheduler.step()
         self.profiler.step(self.step)
         if self.step % self.config.training.gc_freq == 0:
@@ -552,18 +568,7 @@ class Trainer(Configurable):
         with self.metrics.exclude():
             self.checkpointer.save(self.step, last=not stopped, stopped=stopped, validation_loss=validation_loss)
             self.checkpointer.wait()
-        if ending == "completed":
-            logger.info("training completed: %d steps", self.step)
-        elif ending == "data ended":
-            logger.info("the data ended after step %d, before step %d", self.step, self.total_steps)
-        elif self.checkpointer.config.saves:
-            command = os.environ.get(COMMAND_VARIABLE, "run it again")
-            logger.info("stopped after step %d; to resume: %s", self.step, command)
-        else:
-            missing = (
-                "--checkpoint.load_only forbids it" if self.config.checkpoint.enable else "--checkpoint.enable saves"
-            )
-            logger.warning("stopped after step %d; nothing is saved (%s)", self.step, missing)
+        log_ending(ending, self.step, self.total_steps, self.config.checkpoint)
 
     def describe_run(self) -> None:
         """Log what is about to be trained, and what lies in the folder that this run will not use."""
@@ -601,11 +606,12 @@ class Trainer(Configurable):
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's own state; a subclass adds what it needs to resume."""
-        return {"step": self.step, "n_tokens_seen": self.n_tokens_seen}
+        return {"step": self.step, "data_step": self.data_step, "n_tokens_seen": self.n_tokens_seen}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.step = state_dict["step"]
+        self.data_step = state_dict["data_step"]
         self.n_tokens_seen = state_dict["n_tokens_seen"]
 
     def close(self) -> None:
@@ -618,6 +624,7 @@ class Trainer(Configurable):
             stack.callback(self.dataloader.close)
             if self.validator:
                 stack.callback(self.validator.close)
+            stack.callback(self.ledger.close)
 
     @contextlib.contextmanager
     def listening_to_signals(self) -> Iterator[None]:
@@ -627,14 +634,3 @@ class Trainer(Configurable):
             yield
         finally:
             self.stop_request.close()
-
-
-@contextlib.contextmanager
-def _automatic_garbage_collection_off() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -123,9 +123,9 @@ class TrainerConfig(Configurable.Config):
         tokenizer = self.tokenizer.build(path=self.hf_assets_path)
         resolved = self.resolve(tokenizer)
         if self.checkpoint.initial_load_in_hf and start is None:
-            native_source(self.checkpoint.initial_load_path, resolved.model_spec)
+            native_source(self.checkpoint.initial_load_path, resolved.model_spec, n_added=tokenizer.n_added)
         self.dataloader.prepare(tokenizer=tokenizer)
-        if validation := self.validation_dataloader():
+        for validation in self.validation_dataloaders().values():
             validation.prepare(tokenizer=tokenizer)
 
     def check_layout(self, world_size: int) -> ParallelDims:
@@ -155,11 +155,14 @@ class TrainerConfig(Configurable.Config):
     def resolve(self, tokenizer: Tokenizer) -> Self:
         """A copy with the values that come from the tokenizer filled in; explicit ones win.
 
+        A vocabulary grows where tokens have been added to the tokenizer (`n_added`).
+
         Raises:
-            UserError: if the model's vocabulary cannot hold the tokenizer's.
+            UserError: if the model's vocabulary cannot hold that of the tokenizer's files.
         """
         model = self.model_spec.model
-        if model.vocab_size is None:
+        in_files = tokenizer.vocab_size - tokenizer.n_added
+        if model.vocab_size is None or in_files <= model.vocab_size < tokenizer.vocab_size:
             model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
         elif model.vocab_size < tokenizer.vocab_size:
             raise UserError(
@@ -168,11 +171,23 @@ class TrainerConfig(Configurable.Config):
             )
         return dataclasses.replace(self, model_spec=dataclasses.replace(self.model_spec, model=model))
 
-    def validation_dataloader(self) -> BaseDataLoader.Config | None:
-        """Configuration of the loader of validation data; None where validation is off or there is no data."""
+    def validation_dataloaders(self) -> dict[str, BaseDataLoader.Config]:
+        """Configurations of the loaders of validation data by the names of the sets; empty where validation is off or
+        there is no data.
+
+        Raises:
+            UserError: for a data set that the training data's loader cannot read as validation data.
+        """
+        loaders: dict[str, BaseDataLoader.Config] = {}
         if not self.validator.enable:
-            return None
-        return self.dataloader.for_validation(self.validator.dataset)
+            return loaders
+        for name, dataset in self.validator.named_datasets().items():
+            if loader := self.dataloader.for_validation(dataset):
+                loaders[name] = loader
+            elif dataset:
+                owner = self.dataloader._owner.__qualname__
+                raise UserError(f"--validator.dataset '{dataset}': {owner}.Config.for_validation gives no data for it")
+        return loaders
 
 
 def _check_writable(folder: Path) -> None:

@@ -31,7 +31,11 @@ def chat(args: Sequence[str]) -> int:
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message that stands before the conversation")
     parser.add_argument(
-        "--template", choices=["chatml"], help="use this format instead of the chat template in the checkpoint"
+        "--template",
+        default="",
+        metavar="NAME|FILE",
+        help="use this format instead of the chat template in the checkpoint: chatml, llama3, mistral, alpaca, or a "
+        "file in Jinja",
     )
     add_sampling_options(parser)
     add_model_options(parser)
@@ -40,9 +44,12 @@ def chat(args: Sequence[str]) -> int:
 
 
 def _chat(options: argparse.Namespace) -> None:
+    from torchtitan.components.chat_template import resolve_chat_template
+
     sampling = sampling_of(options)
     opened = open_model(options)
-    conversation = Conversation(opened, _template(options, opened), options, sampling)
+    template = resolve_chat_template(options.template, opened.folders, opened.tokenizer, option="--template")
+    conversation = Conversation(opened, template, options, sampling)
     for line in _lines():
         if line == "/exit":
             return
@@ -61,7 +68,7 @@ class Conversation:
     Args:
         opened: the model.
         template: writes the turns as text.
-        options: `system`, `stop`, `template` and `max_new_tokens` of the command line.
+        options: `system`, `stop` and `max_new_tokens` of the command line.
         sampling: how tokens are drawn.
     """
 
@@ -71,8 +78,10 @@ class Conversation:
         from torchtitan.components.generation import stop_ids
 
         self._opened, self._template, self._sampling = opened, template, sampling
-        self._stop_ids = stop_ids(opened.tokenizer, *opened.folders)
-        self._stop = [*options.stop, *(["<|im_end|>"] if options.template == "chatml" else [])]
+        end, end_id = template.end_of_turn(), template.end_of_turn_id(opened.tokenizer)
+        self._stop_ids = stop_ids(opened.tokenizer, *opened.folders) | ({end_id} if end_id is not None else set())
+        # Where the vocabulary lacks it, the model has to spell it.
+        self._stop = [*options.stop, *([end] if end and end_id is None else [])]
         self._max_new_tokens: int = options.max_new_tokens
         self._system = [{"role": "system", "content": options.system}] if options.system else []
         self.reset()
@@ -116,19 +125,6 @@ class Conversation:
                 f"the conversation has {len(prompt)} tokens, and the model's context {context}; /reset starts over"
             )
         return min(self._max_new_tokens, context - len(prompt))
-
-
-def _template(options: argparse.Namespace, opened: OpenedModel) -> "ChatTemplate":
-    from torchtitan.components.chat_template import CHATML, ChatTemplate, load_chat_template
-
-    template = ChatTemplate(CHATML) if options.template == "chatml" else load_chat_template(*opened.folders)
-    if template is None:
-        raise UserError(
-            f"there is no chat template in {' or '.join(map(str, opened.folders))} (chat_template.jinja, or "
-            "chat_template in tokenizer_config.json): the model may not know conversations; `torchtitan generate` "
-            "continues text, --template chatml sets one"
-        )
-    return template
 
 
 def _lines() -> Iterator[str]:

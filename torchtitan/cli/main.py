@@ -20,6 +20,7 @@ _COMMANDS = {
     "generate": _Command("generate:generate", "continue a text with the model of a checkpoint"),
     "chat": _Command("chat:chat", "talk to the model of a checkpoint"),
     "eval": _Command("evaluate:evaluate", "measure the model of a checkpoint on questions, on a text, or by lm-eval"),
+    "data": _Command("data:data", "look at what a configuration trains on (data inspect), or a step did (data show)"),
     "inspect": _Command(
         "inspect_checkpoint:inspect_checkpoint", "say what a checkpoint holds, and whether it is whole"
     ),

@@ -4,6 +4,8 @@ A loss is a function of the last hidden states and the output weights rather tha
 as its `head`: a large vocabulary's logits are the largest tensor of a training step, and need not exist.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +44,21 @@ class CrossEntropyLoss(Configurable):
 
     config: Config
 
+    def __init__(self, config: "CrossEntropyLoss.Config"):
+        super().__init__(config)
+        self._recorded: list[Tensor] | None = None  # the losses of tokens, while they are recorded
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Within, the losses of single tokens are kept too, without a gradient: the list that is given fills with those
+        of each chunk, one behind the other in the order of `labels_BL`. The summed loss does not change by a bit."""
+        recorded: list[Tensor] = []
+        self._recorded = recorded
+        try:
+            yield recorded
+        finally:
+            self._recorded = None
+
     def __call__(self, hidden_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor) -> Tensor:
         """The summed loss, a float32 scalar.
 
@@ -53,7 +70,7 @@ class CrossEntropyLoss(Configurable):
         Under tensor parallelism the first two are DTensors, the weights with their rows shared out; each rank then
         computes its part of the vocabulary's logits, and `from_logits` gets them as a DTensor.
         """
-        from_logits: LogitsLoss = self.from_logits
+        from_logits: LogitsLoss = self.from_logits if self._recorded is None else self._from_logits_and_record
         if isinstance(weight_VD, DTensor):
             hidden_BLD, weight_VD, from_logits = share_vocabulary(hidden_BLD, weight_VD, from_logits)
         hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
@@ -71,6 +88,18 @@ class CrossEntropyLoss(Configurable):
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         """The summed loss of some tokens, in float32 whatever the type of the logits."""
         return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
+
+    def token_losses(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        """The loss of each token, (N,) in float32, 0 where the label is -100: the cross entropy. A subclass whose
+        `from_logits` is the sum of something else may say here what each token has of it."""
+        return F.cross_entropy(logits_NV.float(), labels_N, reduction="none", ignore_index=IGNORE_INDEX)
+
+    def _from_logits_and_record(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        assert self._recorded is not None
+        with torch.no_grad():
+            losses = self.token_losses(logits_NV, labels_N)
+        self._recorded.append(losses.full_tensor() if isinstance(losses, DTensor) else losses)
+        return self.from_logits(logits_NV, labels_N)
 
 
 class _ChunkedLinearLoss(torch.autograd.Function):

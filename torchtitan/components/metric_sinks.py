@@ -49,8 +49,11 @@ class JsonLines(Sink):
         self._file = open(path, "ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        line = (json.dumps({"step": step, **finite}) + "\n").encode()
+        self.append({"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()})
+
+    def append(self, document: Mapping[str, Any]) -> None:
+        """Write a line of JSON-ready values, among them its `step`. Raises `OSError` as `write` does."""
+        line = (json.dumps(document) + "\n").encode()
         end = self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(line) < len(line):

@@ -8,13 +8,19 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.config.configurable import Configurable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
+
+Offsets = list[tuple[int, int]]
+"""For each token, where the text that it stands for begins and ends, in characters. Each of several tokens that share
+a character spans all of it."""
 
 EMBEDDED_TOKENIZER = Path(__file__).parents[1] / "assets" / "tokenizer"
 """Folder of the tokenizer that the package brings along, trained on `Stories`."""
@@ -39,8 +45,15 @@ class Tokenizer(Configurable, ABC):
     """Whether the model's own configuration puts EOS behind a text."""
     folder: Path | None = None
     """Where the files lie that it was read from: checkpoints carry a copy of them. None: it is not made of files."""
+    n_added: int = 0
+    """How many of the token ids are additions to those in its files: rows that a published model does not have."""
     fingerprint: str
     """Hexadecimal digest of what decides the ids of a text (the files, BOS and EOS, the class), for a cache's key."""
+
+    @property
+    def changed_files(self) -> dict[str, bytes]:
+        """Content by name of those files that checkpoints carry in another form than `folder` has them."""
+        return {}
 
     @abstractmethod
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
@@ -49,6 +62,29 @@ class Tokenizer(Configurable, ABC):
         `allow_special`: whether text that spells a special token becomes that token, or stays ordinary text. (Added
         tokens that the model's file does not mark as special, such as Qwen's "<think>", are part of any text.)
         """
+
+    def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
+        """The same ids with where each of them lies in the text: loss masks of conversations come from there.
+
+        A text with surrogates in it, which are half a character each, is seen with the pairs of them joined.
+
+        Raises:
+            UserError: where a subclass does not define it.
+        """
+        raise UserError(
+            f"the tokenizer {type(self).__name__} does not tell where its tokens lie in a text, which loss masks need; "
+            "define its tokenize_with_offsets"
+        )
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that mark something instead of standing for text."""
+        return frozenset(token_id for token_id in (self.bos_id, self.eos_id) if token_id is not None)
+
+    def id_of(self, token: str) -> int | None:
+        """Id of the one token that `token` spells; None where it takes several."""
+        [ids] = self.tokenize([token], allow_special=True)
+        return ids[0] if len(ids) == 1 else None
 
     @abstractmethod
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -111,17 +147,30 @@ class PretrainedTokenizer(Tokenizer):
     added is up to `add_bos_token` and `add_eos_token` of tokenizer_config.json, else up to the tokenizer itself.
 
     Args:
-        config: nothing to configure.
+        config: what to add to the vocabulary.
         path: folder with the files; empty: the embedded tokenizer.
 
     Raises:
-        UserError: when the folder has no tokenizer, or one that cannot be used.
+        UserError: when the folder has no tokenizer, or one that cannot be used or extended.
     """
 
-    def __init__(self, config: Tokenizer.Config, *, path: str | Path = ""):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Tokenizer.Config):
+        """What is added to a tokenizer's files."""
+
+        added_tokens: list[str] = field(default_factory=list)
+        """Special tokens, as <|im_start|>, to add where the vocabulary lacks them; the model gets rows for them."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for a text that cannot be a token."""
+            if blank := [token for token in self.added_tokens if not token.strip()]:
+                raise UserError(f"--tokenizer.added_tokens has {blank[0]!r}, and needs texts that are not blank")
+
+    def __init__(self, config: Config, *, path: str | Path = ""):
         super().__init__(config)
         self.folder = folder = Path(path) if str(path) else EMBEDDED_TOKENIZER
         self._backend = _load_backend(folder)
+        self.n_added = self._backend.add_special_tokens(config.added_tokens) if config.added_tokens else 0
         settings = read_object(folder / "tokenizer_config.json")
         prefix, suffix = self._backend.added_ids()
         self.vocab_size = self._backend.vocab_size
@@ -134,8 +183,28 @@ class PretrainedTokenizer(Tokenizer):
         parts += [str(x) for x in (self.bos_id, self.eos_id, self.adds_bos, self.adds_eos)]
         self.fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    @property
+    def changed_files(self) -> dict[str, bytes]:
+        """The tokenizer's file with the added tokens, where there are any."""
+        return self._backend.changed_files
+
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
         return self._backend.tokenize(texts, allow_special=allow_special)
+
+    def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
+        """Ids and character spans; see `Tokenizer`. (White space that a token begins with is part of its span.)"""
+        if type(self).tokenize is not PretrainedTokenizer.tokenize:  # a subclass has other ids
+            return super().tokenize_with_offsets(texts, allow_special=allow_special)
+        return self._backend.tokenize_with_offsets(texts, allow_special=allow_special)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that the file marks as special."""
+        return self._backend.special_ids()
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token of the vocabulary; None where it has no such token."""
+        return self._backend.id_of(token)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -212,12 +281,25 @@ class _Backend(Protocol):
     """Bytes of the file."""
     vocab_size: int
 
+    @property
+    def changed_files(self) -> dict[str, bytes]:
+        """File name → content, where that is no longer what the folder has."""
+
+    def add_special_tokens(self, tokens: Sequence[str]) -> int:
+        """Make `tokens` special tokens, with ids behind the last one where they have none; how many had none."""
+
     def added_ids(self) -> tuple[list[int], list[int]]:
         """What the tokenizer itself puts in front of a text and behind it."""
 
     def id_of(self, token: str) -> int | None: ...
 
+    def special_ids(self) -> frozenset[int]: ...
+
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]: ...
+
+    def tokenize_with_offsets(
+        self, texts: Sequence[str], *, allow_special: bool
+    ) -> list[tuple[list[int], Offsets]]: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
@@ -228,6 +310,7 @@ class _HuggingFace:
     def __init__(self, path: Path):
         self.path = path
         self.content = path.read_bytes()
+        self.is_changed = False
         vocab = self._literal.get_vocab(with_added_tokens=True)
         if not vocab:
             raise UserError(f"'{path}' has an empty vocabulary")
@@ -235,7 +318,30 @@ class _HuggingFace:
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickled `tokenizers.Tokenizer` forgets `encode_special_tokens`: the copy reads the content again.
-        return {name: self.__dict__[name] for name in ("path", "content", "vocab_size")}
+        return {name: self.__dict__[name] for name in ("path", "content", "is_changed", "vocab_size")}
+
+    @property
+    def changed_files(self) -> dict[str, bytes]:
+        return {self.path.name: self.content} if self.is_changed else {}
+
+    def add_special_tokens(self, tokens: Sequence[str]) -> int:
+        from tokenizers import AddedToken
+
+        tokenizer = self._read()
+        # One that is added already stands for itself in any text: it stays as it is.
+        present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        missing = [token for token in dict.fromkeys(tokens) if token not in present]
+        new = [token for token in missing if tokenizer.token_to_id(token) is None]
+        tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in missing])
+        if [tokenizer.token_to_id(token) for token in new] != list(range(self.vocab_size, self.vocab_size + len(new))):
+            raise UserError(f"'{self.path}' has unused ids below its last one, so that no tokens can be added to it")
+        if missing:
+            # Everything is made of the content again, as it is by those who read the checkpoint.
+            self.content, self.is_changed = tokenizer.to_str(pretty=True).encode(), True
+            self.vocab_size += len(new)
+            for name in ("_literal", "_parsing"):
+                self.__dict__.pop(name, None)
+        return len(new)
 
     @cached_property
     def _literal(self) -> Any:
@@ -247,21 +353,27 @@ class _HuggingFace:
         """Turns it into the token. An object of its own: switching one back and forth would not be thread-safe."""
         return self._load(literal=False)
 
-    def _load(self, *, literal: bool) -> Any:
+    def _read(self) -> Any:
         import tokenizers
 
         try:
-            tokenizer = tokenizers.Tokenizer.from_buffer(self.content)
+            return tokenizers.Tokenizer.from_buffer(self.content)
         except Exception as error:  # the library raises nothing more specific
             raise UserError(f"'{self.path}' is not a tokenizer that `tokenizers` can read: {error}") from error
+
+    def _load(self, *, literal: bool) -> Any:
+        tokenizer = self._read()
         # Files often carry the settings of the example they were saved from, which would cut documents short.
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        # It puts BOS and EOS around a text, which is ours to do, and for some models cuts white space off the offsets.
+        self._post_processor, tokenizer.post_processor = tokenizer.post_processor, None
         tokenizer.encode_special_tokens = literal
         return tokenizer
 
     def added_ids(self) -> tuple[list[int], list[int]]:
-        plain, full = (self._literal.encode("a", add_special_tokens=added).ids for added in (False, True))
+        encoding = self._literal.encode("a")
+        plain, full = encoding.ids, (self._post_processor.process(encoding) if self._post_processor else encoding).ids
         start = next(i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain)
         return full[:start], full[start + len(plain) :]
 
@@ -273,6 +385,15 @@ class _HuggingFace:
         tokenizer = self._parsing if allow_special else self._literal
         encodings = tokenizer.encode_batch_fast([_without_surrogates(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
+        tokenizer = self._parsing if allow_special else self._literal
+        encodings = tokenizer.encode_batch([_without_surrogates(text) for text in texts], add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    def special_ids(self) -> frozenset[int]:
+        added = self._literal.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._literal.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -307,7 +428,9 @@ class _Tiktoken:
     def __init__(self, path: Path):
         import tiktoken
 
+        self.path = path
         self.content = path.read_bytes()
+        self.changed_files: dict[str, bytes] = {}
         ranks = _parse_ranks(path, self.content)
         self.n_ranks = len(ranks)
         self.special = _llama3_special_tokens(self.n_ranks)
@@ -316,11 +439,34 @@ class _Tiktoken:
             "llama3", pat_str=_LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
         )
 
+    def add_special_tokens(self, tokens: Sequence[str]) -> int:
+        if absent := [token for token in tokens if token not in self.special]:
+            raise UserError(
+                f"--tokenizer.added_tokens: {', '.join(absent)} cannot be added to '{self.path}', a file in tiktoken "
+                "format; use the model's tokenizer.json, or a chat template of this tokenizer's own special tokens"
+            )
+        return 0
+
     def added_ids(self) -> tuple[list[int], list[int]]:
         return [self.special["<|begin_of_text|>"]], []
 
     def id_of(self, token: str) -> int | None:
         return self.special.get(token)
+
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self.special.values())
+
+    def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
+        batch = self.tokenize(texts, allow_special=allow_special)
+        return [(ids, self._offsets(text, ids)) for text, ids in zip(texts, batch, strict=True)]
+
+    def _offsets(self, text: str, ids: list[int]) -> Offsets:
+        ends = list(accumulate(map(len, self._encoding.decode_tokens_bytes(ids))))
+        if text.isascii():
+            return list(pairwise([0, *ends]))
+        # The bytes of the tokens are those of the text: of each byte, the character that it belongs to.
+        characters = [i for i, char in enumerate(_without_surrogates(text)) for _ in char.encode()]
+        return [(characters[start], characters[end - 1] + 1) for start, end in pairwise([0, *ends])]
 
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
         n_threads = os.cpu_count() or 1

@@ -1,14 +1,20 @@
 """Validation: the loss on held-out data, by the same definition as the training loss."""
 
 import itertools
+import math
+import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.config.job_config import require_at_least
 from torchtitan.distributed.parallelize import free_gathered_weights
@@ -22,7 +28,9 @@ class Validator(Configurable):
     Args:
         config: when and how much.
         model_parts: put into evaluation mode meanwhile.
-        dataloader: over the validation data, once; each validation begins with it anew.
+        dataloaders: name → loader over a set of validation data, once; each validation begins with it anew. The name ""
+            is for the only set.
+        tokenizer: of the data, whose text is measured in bytes.
         batches_per_step: local batches of one rank that make up its share of a global batch.
         sums_of_batch: this rank's part of the summed loss of a batch as the loader gave it, a scalar on the device, and
             of the number of its valid tokens.
@@ -35,21 +43,43 @@ class Validator(Configurable):
         enable: bool = False
         """Validate during training and at its end."""
 
-        dataset: str = ""
-        """Data to validate on, as in dataloader.dataset. Empty: the validation split of the training data, where it
-        has one."""
+        dataset: list[str] = field(default_factory=list)
+        """Sets of data to validate on, each as in dataloader.dataset or as name=dataset; several are reported each by
+        its name. None: the validation split of the training data, where it has one."""
 
         freq: int = 100
         """Training steps from one validation to the next."""
 
         steps: int = -1
-        """Global batches per validation, so that the samples are the same on any number of ranks; -1: all data."""
+        """Global batches per validation and set, so that the samples are the same on any number of ranks; -1: all
+        data."""
+
+        at_start: bool = False
+        """Validate before the first step too."""
 
         def validate(self) -> None:
-            """Raise `UserError` for counts that mean nothing."""
+            """Raise `UserError` for counts that mean nothing, and for sets of one name."""
             require_at_least(1, validator__freq=self.freq)
             if self.steps != -1 and self.steps < 1:
                 raise UserError(f"--validator.steps is {self.steps}, and must be at least 1, or -1 for all")
+            self.named_datasets()
+
+        def named_datasets(self) -> dict[str, str]:
+            """Name → dataset of each set. One of several without a name has that of its file or folder; the only one
+            is called "", and so is the training data's own validation split, with "" as dataset.
+
+            Raises:
+                UserError: for two of the same name.
+            """
+            if not self.dataset:
+                return {"": ""}
+            named = [_split_name(text, default="" if len(self.dataset) == 1 else None) for text in self.dataset]
+            for name, times in Counter(name for name, _ in named).items():
+                if times > 1:
+                    raise UserError(
+                        f"--validator.dataset has {times} sets called '{name}': give them names, as in {name}2=..."
+                    )
+            return dict(named)
 
     config: Config
 
@@ -58,14 +88,15 @@ class Validator(Configurable):
         config: Config,
         *,
         model_parts: Sequence[nn.Module],
-        dataloader: BaseDataLoader,
+        dataloaders: Mapping[str, BaseDataLoader],
+        tokenizer: Tokenizer,
         batches_per_step: int,
         sums_of_batch: Callable[[Batch], tuple[Tensor, int]],
     ):
         super().__init__(config)
         self.model_parts = model_parts
-        self.dataloader = dataloader
-        self.beginning = dataloader.state_dict()
+        self.tokenizer = tokenizer
+        self.sets = {name: _Set(loader) for name, loader in dataloaders.items()}
         self.max_batches = config.steps * batches_per_step if config.steps != -1 else None
         self.sums_of_batch = sums_of_batch
 
@@ -78,32 +109,101 @@ class Validator(Configurable):
         """Measure the validation data.
 
         Returns:
-            `validation_loss`, the mean per valid token (NaN where no token is valid), `validation_time` in seconds, and
+            `validation_loss`, the mean per valid token of all sets (NaN where no token is valid),
+            `validation_bits_per_byte`, the same in bits per byte of the text that is predicted, without special tokens;
+            both of each set too, as `validation_loss/NAME`, where sets have names; `validation_time` in seconds, and
             `validation_tokens_per_second`, valid tokens of all ranks together.
         """
         begun = time.perf_counter()
         for part in self.model_parts:
             part.eval()
-        self.dataloader.load_state_dict(self.beginning)
-        # float64: a mean over many batches should not depend on their order or on the number of ranks.
-        totals = torch.zeros(2, dtype=torch.float64)
-        for batch in itertools.islice(self.dataloader, self.max_batches):
-            # Of a stream, no rank knows when the others' shares end; until then it gets batches that count nothing.
-            if self.dataloader.samples_per_epoch is None and on_all_ranks(self.dataloader.exhausted):
-                break
-            loss, n_tokens = self.sums_of_batch(batch)
-            totals += torch.tensor([loss.item(), n_tokens], dtype=torch.float64)
+        of_sets = torch.stack([self._sums(data) for data in self.sets.values()])
         for part in self.model_parts:
             free_gathered_weights(part)
             part.train()
-        loss_sum, n_valid = sum_over_ranks(totals).tolist()
+        of_sets = sum_over_ranks(of_sets)
+        measured = _means(of_sets.sum(dim=0))
+        for name, sums in zip(self.sets, of_sets, strict=True):
+            if name:
+                measured |= {f"{key}/{name}": value for key, value in _means(sums).items()}
         seconds = time.perf_counter() - begun
-        return {
-            "validation_loss": loss_sum / n_valid if n_valid else float("nan"),
-            "validation_time": seconds,
-            "validation_tokens_per_second": n_valid / seconds,
-        }
+        tokens_per_second = of_sets[:, 1].sum().item() / seconds
+        return {**measured, "validation_time": seconds, "validation_tokens_per_second": tokens_per_second}
+
+    def _sums(self, data: "_Set") -> Tensor:
+        """This rank's part of a set's summed loss, valid tokens and bytes, float64 (3,)."""
+        data.loader.load_state_dict(data.beginning)
+        # float64: a mean over many batches should not depend on their order or on the number of ranks.
+        totals, n_bytes = torch.zeros(2, dtype=torch.float64), 0
+        for batch in itertools.islice(data.loader, self.max_batches):
+            # Of a stream, no rank knows when the others' shares end; until then it gets batches that count nothing.
+            if data.loader.n_samples is None and on_all_ranks(data.loader.exhausted):
+                break
+            loss, n_tokens = self.sums_of_batch(batch)
+            totals += torch.tensor([loss.item(), n_tokens], dtype=torch.float64)
+            if data.n_bytes is None and n_tokens:  # it is another rank that counts samples which this one counts not
+                n_bytes += count_bytes(batch, self.tokenizer)
+        # The data is the same each time, and so is its size.
+        data.n_bytes = n_bytes if data.n_bytes is None else data.n_bytes
+        return torch.cat([totals, torch.tensor([data.n_bytes], dtype=torch.float64)])
 
     def close(self) -> None:
-        """End what the data loader has started."""
-        self.dataloader.close()
+        """End what the data loaders have started."""
+        for data in self.sets.values():
+            data.loader.close()
+
+
+class _Set:
+    """A set of validation data."""
+
+    def __init__(self, loader: BaseDataLoader):
+        self.loader = loader
+        self.beginning = loader.state_dict()
+        self.n_bytes: int | None = None
+        """Bytes of the text that this rank predicts, once they have been counted."""
+
+
+def _split_name(text: str, default: str | None) -> tuple[str, str]:
+    """Name and dataset of `name=dataset`; of a dataset alone, `default` or the last part of its path."""
+    if match := re.fullmatch(r"([\w.-]+)=(.+)", text):
+        return match[1], match[2]
+    return Path(text).name if default is None else default, text
+
+
+def _means(sums: Tensor) -> dict[str, float]:
+    nats, n_tokens, n_bytes = sums.tolist()
+    return {
+        "validation_loss": nats / n_tokens if n_tokens else math.nan,
+        "validation_bits_per_byte": nats / math.log(2) / n_bytes if n_bytes else math.nan,
+    }
+
+
+def count_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
+    """Bytes of UTF-8 in the text that a batch's valid labels stand for; special tokens have no text.
+
+    A character that is cut in two by the end of a sample, or of what is valid, counts as 3 bytes on either side.
+    """
+    positions = batch.get("positions")
+    total = 0
+    for row, (inputs, labels) in enumerate(zip(batch["input"], batch["labels"], strict=True)):
+        starts = (positions[row] == 0).nonzero().flatten().tolist() if positions is not None else []
+        bounds = [0, *(start for start in starts if start > 0), len(inputs)]
+        for begin, end in itertools.pairwise(bounds):
+            total += _document_bytes(inputs[begin:end], labels[begin:end], tokenizer)
+    return total
+
+
+def _document_bytes(inputs: Tensor, labels: Tensor, tokenizer: Tokenizer) -> int:
+    """Of one document: for each run of valid labels, the text up to its end without the text in front of it, since a
+    token's text may depend on what is in front of it (a blank at the beginning has none in some tokenizers)."""
+    valid = (labels != IGNORE_INDEX).tolist()
+    following = torch.cat([inputs[1:], labels[-1:]])
+    ids = [int(inputs[0]), *torch.where(labels == IGNORE_INDEX, following, labels).tolist()]
+    total = place = 0
+    for is_valid, run in itertools.groupby(valid):
+        end = place + len(list(run))
+        if is_valid:
+            sizes = [len(tokenizer.decode(ids[: stop + 1], skip_special_tokens=True).encode()) for stop in (place, end)]
+            total += sizes[1] - sizes[0]
+        place = end
+    return total

@@ -1,5 +1,7 @@
 """The sections of a job that belong to no single component: training, parallelism, communication, debugging."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -54,6 +56,10 @@ class TrainingConfig:
     """Keep weights, gradients and optimizer state in CPU memory, and copy each layer's weights to the device when it
     computes. Needs data-parallel sharding (FSDP)."""
 
+    skip_data: list[str] = field(default_factory=list)
+    """Data that is read and not trained on, by the steps that would train on it if nothing were left out: "100-120"
+    "300". A step goes on to what follows."""
+
     gc_freq: int = 50
     """Steps between runs of Python's garbage collector, which is otherwise off so that all ranks pause together."""
 
@@ -65,6 +71,12 @@ class TrainingConfig:
             require_at_least(1, training__epochs=self.epochs)
         if not self.max_norm > 0:
             raise UserError(f"--training.max_norm is {self.max_norm}, and must be above 0 (inf: never clip)")
+        try:
+            parse_step_ranges(self.skip_data)
+        except ValueError as error:
+            raise UserError(
+                f"--training.skip_data '{error}' is neither a step from 1, nor a range like 100-120"
+            ) from None
 
     def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
         """Samples in one optimizer step over `data_parallel_degree` ranks.
@@ -81,6 +93,22 @@ class TrainingConfig:
                 f"data-parallel ranks = {self.local_batch_size} x {data_parallel_degree} = {one_pass}"
             )
         return self.global_batch_size
+
+
+def parse_step_ranges(words: Sequence[str]) -> list[range]:
+    """`["100-120", "300"]`, both ends included, as ranges.
+
+    Raises:
+        ValueError: for the first word that is no such range of numbers from 1.
+    """
+    ranges = []
+    for word in words:
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", word, re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last:
+            raise ValueError(word)
+        ranges.append(range(first, last + 1))
+    return ranges
 
 
 PipelineSchedule = Literal[
@@ -259,6 +287,9 @@ class DebugConfig:
 
     deterministic: bool = False
     """Use deterministic algorithms only: bit-identical runs on CUDA, at some cost. (CPU runs are anyway.)"""
+
+    ledger: bool = False
+    """Write down in ledger.jsonl which documents each step trains on."""
 
     def validate(self) -> None:
         """Raise `UserError` for a seed that the generators do not take."""

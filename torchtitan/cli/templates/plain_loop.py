@@ -76,7 +76,8 @@ def main():
     if validation_data := data.for_validation(""):  # None for a data set without a validation split
         validator = Validator.Config(freq=50, steps=10).build(
             model_parts=[model],
-            dataloader=validation_data.build(**sizes, epochs=1),
+            dataloaders={"": validation_data.build(**sizes, epochs=1)},
+            tokenizer=tokenizer,
             batches_per_step=1,
             sums_of_batch=lambda batch: (summed_loss(batch), int((batch["labels"] != IGNORE_INDEX).sum())),
         )

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ FILES = (
 )
 """The files beside a model's weights that are copied from one checkpoint to the next as they are."""
 
+AssetFile = Path | bytes
+"""A file that is copied, or the content of one that is written."""
+
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
@@ -47,11 +50,11 @@ class CheckpointAssets:
     model: Mapping[str, Any]
     """`module` (import path of the family's package), `flavor` and `config` (that of the model)."""
 
-    files: Sequence[Path]
-    """Files that are copied."""
+    files: Mapping[str, AssetFile]
+    """File name → what is in it."""
 
     @classmethod
-    def of(cls, spec: ModelSpec, files: Sequence[Path]) -> "CheckpointAssets":
+    def of(cls, spec: ModelSpec, files: Mapping[str, AssetFile]) -> "CheckpointAssets":
         """Those of a model, with `files`, such as `files_in(tokenizer.folder)`."""
         return cls({"module": spec.module, "flavor": spec.flavor, "config": spec.model.to_dict()}, files)
 
@@ -59,8 +62,7 @@ class CheckpointAssets:
         """Write them into `folder`, that of a checkpoint."""
         assets = folder / FOLDER
         assets.mkdir(exist_ok=True)
-        for file in self.files:
-            shutil.copyfile(file, assets / file.name)
+        write_files(assets, self.files)
         (assets / _MODEL).write_text(json.dumps(self.model, indent=2) + "\n")
 
 
@@ -70,18 +72,22 @@ def asset_folder(checkpoint: Path) -> Path:
     return assets if assets.is_dir() and not (checkpoint / "config.json").is_file() else checkpoint
 
 
-def token_ids(folder: Path) -> dict[str, Any]:
+def token_ids(folder: Path, config: Path) -> dict[str, Any]:
     """`bos_token_id`, `eos_token_id` (one or several) and `pad_token_id` of the model whose files lie in `folder`.
 
-    As its generation_config.json or config.json says; where both are silent, as its tokenizer does. Those that nothing
+    As its generation_config.json or `config` says; where both are silent, as its tokenizer does. Those that nothing
     says are left out, with a warning where there is a tokenizer that cannot be read.
+
+    Args:
+        folder: with the files of `FILES`.
+        config: the model's config.json, which need not be there.
 
     Raises:
         UserError: for a JSON file that cannot be read.
     """
     found: dict[str, Any] = {}
-    for name in ("config.json", "generation_config.json"):  # the second wins: it has all ids that end a text
-        content = read_object(folder / name)
+    for file in (config, folder / "generation_config.json"):  # the second wins: it has all ids that end a text
+        content = read_object(file)
         found |= {key: content[key] for key in _TOKEN_IDS if content.get(key) is not None}
     has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
     if not {"bos_token_id", "eos_token_id"} <= found.keys() and has_tokenizer:
@@ -105,9 +111,18 @@ def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
     return content
 
 
-def files_in(folder: Path | None) -> list[Path]:
-    """The files of `FILES` that `folder` has; None of no folder."""
-    return [] if folder is None else [folder / name for name in FILES if (folder / name).is_file()]
+def files_in(folder: Path | None) -> dict[str, AssetFile]:
+    """The files of `FILES` that `folder` has, by name; none of no folder."""
+    return {} if folder is None else {name: folder / name for name in FILES if (folder / name).is_file()}
+
+
+def write_files(folder: Path, files: Mapping[str, AssetFile]) -> None:
+    """Copy or write `files`, by name, into `folder`."""
+    for name, file in files.items():
+        if isinstance(file, bytes):
+            (folder / name).write_bytes(file)
+        else:
+            shutil.copyfile(file, folder / name)
 
 
 def _ids_of_tokenizer(folder: Path) -> dict[str, int]:

@@ -46,6 +46,7 @@ class CheckpointManager(Configurable):
             by the rank of the same number; by ranks that the saved run did not have, from rank 0.
         initial_loads: name of a state → what gives it its initial weights, called by `load` on every rank where the
             state comes from no checkpoint: the run begins, what it resumes from lacks the state, or it is excluded.
+            One for "model" also loads the weights of an `initial_load_path` of which nothing else is loaded.
         assets: what rank 0 writes into each checkpoint beside the states.
         export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
 
@@ -236,7 +237,8 @@ class CheckpointManager(Configurable):
                 does not fit the states.
         """
         start = choose_start(self.config, self.folder, self._ranks)
-        loaded = self._restore(start) if start else set()
+        is_given = start is not None and self._loads_model_only(start) and "model" in self.initial_loads
+        loaded = self._restore(start) if start and not is_given else set()
         for name, give_weights in self.initial_loads.items():
             if name not in loaded:
                 if start and start.resumes:

@@ -1,8 +1,25 @@
-"""Training data: documents, their token cache, packing, and the data loaders."""
+"""Training data: documents, their token cache, packing, and the data loaders for pre-training and fine-tuning."""
 
 from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
+from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
+from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
+from torchtitan.components.data.finetuning.registry import ChatDataset, register_chat_dataset
+from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.hub import HubDataset, register_dataset
 from torchtitan.components.data.packing import Batch
 from torchtitan.components.loss import IGNORE_INDEX
 
-__all__ = ["IGNORE_INDEX", "BaseDataLoader", "Batch", "HubDataset", "PretrainDataLoader", "register_dataset"]
+__all__ = [
+    "IGNORE_INDEX",
+    "BaseDataLoader",
+    "Batch",
+    "ChatDataset",
+    "HubDataset",
+    "PreferenceDataLoader",
+    "PretrainDataLoader",
+    "PromptDataLoader",
+    "SFTDataLoader",
+    "prompt_ids",
+    "register_chat_dataset",
+    "register_dataset",
+]

@@ -1,6 +1,7 @@
 """Data loaders: what the trainer relies on, and the one for pre-training."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -9,8 +10,10 @@ import torch
 from torchtitan.components.data.feeds import CachedFeed, Feed, Layout
 from torchtitan.components.data.hub import StreamSource, registered_datasets
 from torchtitan.components.data.packing import NO_DOCUMENT, Batch
+from torchtitan.components.data.plan.sampler import StepStatistics
 from torchtitan.components.data.sources import available_splits, resolve_source
 from torchtitan.components.data.streaming import StreamFeed, StreamOrder
+from torchtitan.components.data.summary import DataSummary
 from torchtitan.components.data.token_cache import open_token_cache
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
@@ -25,6 +28,9 @@ class BaseDataLoader(Configurable):
     `torchtitan.components.data.packing`), wherever it stands. There is one position, that behind the last batch handed
     out, whatever workers have prepared ahead; `state_dict` returns it and `load_state_dict` sets it, so
     `loader.load_state_dict(state)` with a state taken at the start is also how one begins again.
+
+    It is built as `config.build(tokenizer=, seq_len=, local_batch_size=, dp_rank=, dp_world_size=, seed=, epochs=,
+    global_batch_size=)`; `PretrainDataLoader` says what these are.
 
     A loader of one's own may leave `documents` out of its batches, and may simply raise `StopIteration` where its data
     ends: the trainer takes that for the end of the data on that rank.
@@ -57,8 +63,12 @@ class BaseDataLoader(Configurable):
             """
             return None
 
-    samples_per_epoch: int | None = None
-    """Samples in one epoch over all ranks; None: not known, as of a stream."""
+    n_samples: int | None = None
+    """Samples that all ranks together are given over all `epochs`, the fillers of a last batch left out; None: not
+    known, as of a stream, or without end."""
+
+    needs_sample_losses: bool = False
+    """Whether `observe` is to be told the loss of each sample, and not of the step alone."""
 
     @property
     def exhausted(self) -> bool:
@@ -84,10 +94,53 @@ class BaseDataLoader(Configurable):
         """Which documents a sample touches, in words; here by their numbers alone.
 
         Args:
-            documents: a row (2,) of a batch's `documents`.
+            documents: a row of a batch's `documents`.
         """
-        first, last = documents.tolist()
-        return f"document {first}" if first == last else f"documents {first}-{last}"
+        return ", ".join(self.document_names(documents)) or "no document (padding)"
+
+    def document_names(self, documents: torch.Tensor) -> list[str]:
+        """The documents of a sample for the ledger, in their order, each by the name that it has in every run; none for
+        a sample that only fills up a batch. A stretch of documents may have one name.
+
+        Args:
+            documents: a row of a batch's `documents`.
+        """
+        return [f"document {number}" for number in documents.tolist() if number != NO_DOCUMENT]
+
+    def batch_of(self, names: Sequence[str]) -> Batch | None:
+        """The documents of these names, as `document_names` gives them, each in a row of its own; None: the names here
+        do not stand for single rows.
+
+        Raises:
+            UserError: there is none of a name.
+        """
+        return None
+
+    def summary(self, n_samples: int) -> DataSummary | None:
+        """What is known of the data without training, for `torchtitan data`; None: nothing is.
+
+        Args:
+            n_samples: that a run reads, all ranks together.
+        """
+        return None
+
+    def check_repetitions(self, n_samples: int) -> None:
+        """Find out before training whether a run of so many samples, all ranks together, reads data more often than the
+        configuration allows; here it never does.
+
+        Raises:
+            UserError: it does.
+        """
+
+    def observe(self, statistics: StepStatistics) -> None:
+        """Learn how a training step went; every rank is told the same, in order of the steps. Here: nothing.
+
+        What was handed out or prepared ahead before the call does not change.
+        """
+
+    def assets(self) -> dict[str, str]:
+        """Files that belong to a model trained on this data, for its checkpoints and exports: file name → text."""
+        return {}
 
     def close(self) -> None:
         """End what the loader has started, such as worker processes. It can be called twice."""
@@ -110,6 +163,7 @@ class PretrainDataLoader(BaseDataLoader):
         seed: decides the order.
         epochs: how often the data is read; the last batch is filled up with samples that predict nothing. None:
             without end. Each epoch is shuffled anew.
+        global_batch_size: samples of one training step, all ranks together. Nothing here depends on it.
 
     Raises:
         UserError: the data cannot be used, or a number is out of range.
@@ -181,6 +235,7 @@ class PretrainDataLoader(BaseDataLoader):
         dp_world_size: int = 1,
         seed: int = 0,
         epochs: int | None = None,
+        global_batch_size: int | None = None,
     ):
         super().__init__(config)
         for name, number in (("seq_len", seq_len), ("local_batch_size", local_batch_size), ("epochs", epochs)):
@@ -196,7 +251,7 @@ class PretrainDataLoader(BaseDataLoader):
             document_mask=config.document_mask,
         )
         self._feed = _make_feed(config, tokenizer, layout, seed, epochs)
-        self.samples_per_epoch = self._feed.samples_per_epoch
+        self.n_samples = self._feed.n_samples
 
     @property
     def exhausted(self) -> bool:
@@ -219,9 +274,13 @@ class PretrainDataLoader(BaseDataLoader):
                 "reading starts at the beginning"
             )
 
-    def describe(self, documents: torch.Tensor) -> str:
+    def document_names(self, documents: torch.Tensor) -> list[str]:
+        """One name for all that a window touches, of which it may have no more than a part."""
         first, last = documents.tolist()
-        return "no document (padding)" if first == NO_DOCUMENT else self._feed.describe(first, last)
+        return [] if first == NO_DOCUMENT else [self._feed.describe(first, last)]
+
+    def summary(self, n_samples: int) -> DataSummary | None:
+        return self._feed.summary(self.config.dataset, n_samples)
 
     def close(self) -> None:
         self._feed.close()

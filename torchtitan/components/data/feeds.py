@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from torchtitan.components.data.finetuning.policies import Report
 from torchtitan.components.data.packing import (
     NO_DOCUMENT,
     Array,
@@ -20,6 +21,7 @@ from torchtitan.components.data.packing import (
     pack,
     permute,
 )
+from torchtitan.components.data.summary import DataSummary, SetSummary
 from torchtitan.components.data.token_cache import TokenCache
 from torchtitan.components.data.workers import Workers
 
@@ -48,7 +50,8 @@ class Feed(ABC):
     """
 
     fingerprint: str
-    samples_per_epoch: int | None = None
+    n_samples: int | None = None
+    """Samples of all epochs over all ranks; None: not known, or without end."""
 
     @property
     @abstractmethod
@@ -70,6 +73,10 @@ class Feed(ABC):
     @abstractmethod
     def describe(self, first: int, last: int) -> str:
         """The documents with the numbers `first` to `last` in words."""
+
+    def summary(self, name: str, n_samples: int) -> DataSummary | None:
+        """What is known of the data set `name` for a run that reads `n_samples`; None: nothing, before it is read."""
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -126,8 +133,7 @@ class CachedFeed(Feed):
         self._position = 0
         self._exhausted = False
         self._workers: Workers | None = None
-        self.samples_per_epoch = n_windows = count_windows(cache.n_tokens, layout.seq_len)
-        self._n_samples = None if epochs is None else epochs * n_windows
+        self.n_samples = None if epochs is None else epochs * count_windows(cache.n_tokens, layout.seq_len)
         self.fingerprint = fingerprint(cache.key, layout.seq_len, shuffle)
 
     @property
@@ -135,27 +141,27 @@ class CachedFeed(Feed):
         return self._exhausted
 
     def __next__(self) -> Batch:
-        if self._n_samples is not None and self._position >= self._n_samples:
+        if self.n_samples is not None and self._position >= self.n_samples:
             self._exhausted = True
             raise StopIteration
         if self._workers is None:
             dataset = PackedDataset(
-                self._cache, self._layout, shuffle=self._shuffle, seed=self._seed, n_samples=self._n_samples
+                self._cache, self._layout, shuffle=self._shuffle, seed=self._seed, n_samples=self.n_samples
             )
             self._workers = Workers(dataset, sampler=self._positions(), num_workers=self._layout.num_workers)
         batch: Batch = next(self._workers)
         self._position += self._layout.global_batch_size
-        if self._n_samples is not None:
-            self._position = min(self._position, self._n_samples)
+        if self.n_samples is not None:
+            self._position = min(self._position, self.n_samples)
         return batch
 
     def _positions(self) -> Iterable[int]:
         """Where this rank's batches begin, from the current position to the end, as many on every rank."""
         stride = self._layout.global_batch_size
         first = self._position + self._layout.dp_rank * self._layout.local_batch_size
-        if self._n_samples is None:
+        if self.n_samples is None:
             return itertools.count(first, stride)
-        n_batches = -(-(self._n_samples - self._position) // stride)
+        n_batches = -(-(self.n_samples - self._position) // stride)
         return range(first, first + n_batches * stride, stride)
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,6 +175,22 @@ class CachedFeed(Feed):
 
     def describe(self, first: int, last: int) -> str:
         return self._cache.describe(first, last)
+
+    def summary(self, name: str, n_samples: int) -> DataSummary:
+        cache, seq_len = self._cache, self._layout.seq_len
+        lengths = cache.lengths
+        # The first token of a text has nothing to be predicted from.
+        n_firsts = int((lengths > 0).sum()) if self._layout.document_mask else 1
+        n_documents = cache.n_documents
+        report = Report("text", n_documents, n_documents, cache.n_tokens, cache.n_tokens - n_firsts)
+        per_epoch = count_windows(cache.n_tokens, seq_len)
+        return DataSummary(
+            sets=[SetSummary(name=name, report=report, lengths=lengths, epochs=n_samples / per_epoch, max_epochs=None)],
+            max_length=seq_len + 1,
+            windows_per_epoch=per_epoch,
+            packing_efficiency=(cache.n_tokens - 1) / (per_epoch * seq_len),
+            follows_seed=True,
+        )
 
     def close(self) -> None:
         if self._workers is not None:

@@ -79,6 +79,11 @@ class StreamSource:
 
     def cannot_be_read(self, error: Exception) -> str:
         """A message of one line that names the data set and the cause, an error of `open` or of reading on."""
-        cause = str(error).strip().split("\n")[0] or type(error).__name__
-        place = f"{self.dataset.path}, {self.dataset.name}" if self.dataset.name else self.dataset.path
-        return f"dataset {self.name!r} ({place}, split {self.split!r}) cannot be read: {cause}"
+        return cannot_be_read(self.name, self.dataset.path, self.dataset.name, self.split, error)
+
+
+def cannot_be_read(name: str, path: str, configuration: str | None, split: str, error: Exception) -> str:
+    """A message of one line that names the data set `name`, the repository it is in, and the cause."""
+    cause = str(error).strip().split("\n")[0] or type(error).__name__
+    place = f"{path}, {configuration}" if configuration else path
+    return f"dataset {name!r} ({place}, split {split!r}) cannot be read: {cause}"

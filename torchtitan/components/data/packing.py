@@ -23,7 +23,8 @@ Batch = dict[str, torch.Tensor]
 - `labels` (B, T): the token that follows each input token, or `IGNORE_INDEX`.
 - `positions` (B, T), only with document masking: each token's position counted from the start of its document in this
   window. A 0 therefore begins a document, and attention must not reach back across it.
-- `documents` (B, 2), optional: numbers of the first and last document that the sample touches, for `describe`.
+- `documents` (B, M), optional: numbers of the documents that the sample is made of, in their order, then `NO_DOCUMENT`;
+  of windows of running text, (B, 2), the first and the last that they touch. The loader's `document_names` names them.
 """
 
 Array = npt.NDArray[np.int64]

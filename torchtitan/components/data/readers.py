@@ -1,7 +1,7 @@
-"""File formats: a local file in, its documents out.
+"""File formats: a local file in, its rows or its documents out.
 
-Each row of a table and each whole text file is a document. Whatever is wrong with a file is a `UserError` that names
-the file and the place in it.
+Each row of a table and each whole text file is one. Whatever is wrong with a file is a `UserError` that names the file
+and the place in it; what is wrong with a single row of it is the row's own.
 """
 
 import codecs
@@ -12,16 +12,35 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 Document = Iterable[str]
 """The text of one document, in as many chunks as suits its reader. An empty one keeps its number and is skipped."""
 
 OnRead = Callable[[int], None]
 """Told how many further bytes of the file have been read, for a progress bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a table."""
+
+    number: int
+    """From 1 in its file; in one with a row per line, that of the line."""
+    where: str
+    """`my.jsonl:17`, of a CSV file the line that the row ends in, or `a.parquet, row 3`."""
+    values: dict[str, Any] | None
+    """The cells by column; None: there are none."""
+    error: str = ""
+    """Why there are none; a blank line has neither cells nor an error."""
+
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK_SIZE = 1 << 20
@@ -40,6 +59,24 @@ def supported_formats() -> str:
     return f"{', '.join(suffix[1:] for suffix in _READERS)}, each also as {' or '.join(COMPRESSIONS)}"
 
 
+def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None) -> Iterator[Row]:
+    """The rows of a file in their order; a text file is one row, with the column `text`.
+
+    Args:
+        path: the file, of a known format.
+        name: what the rows' places call it.
+        on_read: see `OnRead`.
+        column: the only one that is wanted; the others may be left out.
+
+    Raises:
+        UserError: the file cannot be opened, decompressed, decoded or parsed as a whole, or lacks the `column`.
+    """
+    suffix = file_format(path)
+    assert suffix is not None, path
+    with _named_errors(path):
+        yield from _READERS[suffix](path, name, on_read, column)
+
+
 def read_documents(path: Path, text_column: str, on_read: OnRead) -> Iterator[Document]:
     """The documents of a file in their order; the n-th is the file's n-th row, or line of a `.jsonl`.
 
@@ -48,10 +85,11 @@ def read_documents(path: Path, text_column: str, on_read: OnRead) -> Iterator[Do
     Raises:
         UserError: the file cannot be opened, decompressed, decoded or parsed, or `text_column` is not in it.
     """
-    suffix = file_format(path)
-    assert suffix is not None, path
-    with _named_errors(path):
-        yield from _READERS[suffix](path, text_column, on_read)
+    if file_format(path) in _TEXT_FORMATS:
+        yield _text_chunks(path, on_read)
+        return
+    for row in read_rows(path, str(path), on_read, text_column):
+        yield text_of(row, text_column)
 
 
 class _CountedFile(io.FileIO):
@@ -65,6 +103,11 @@ class _CountedFile(io.FileIO):
         n_bytes = super().readinto(buffer)
         self.on_read(n_bytes or 0)
         return n_bytes
+
+    def readall(self) -> bytes:
+        content = super().readall()
+        self.on_read(len(content))
+        return content
 
 
 def _open_bytes(path: Path, on_read: OnRead) -> IO[bytes]:
@@ -114,10 +157,6 @@ def _find_bad_byte(path: Path) -> tuple[int, int, int]:
             n_lines += chunk.count(b"\n")
 
 
-def _read_text(path: Path, text_column: str, on_read: OnRead) -> Iterator[Document]:
-    yield _text_chunks(path, on_read)
-
-
 def _text_chunks(path: Path, on_read: OnRead) -> Iterator[str]:
     # Its own error handling: the chunks are read by whoever takes the document, after `read_documents` has yielded.
     with _named_errors(path), _open_text(path, on_read) as file:
@@ -125,51 +164,89 @@ def _text_chunks(path: Path, on_read: OnRead) -> Iterator[str]:
             yield chunk
 
 
-def _read_json_lines(path: Path, text_column: str, on_read: OnRead) -> Iterator[Document]:
+def _read_text(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
+    yield Row(1, name, {"text": "".join(_text_chunks(path, on_read))})
+
+
+def _read_json_lines(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
     with _open_text(path, on_read) as file:
-        yield from _json_rows(path, file, 1, text_column)
+        yield from _json_rows(name, file, 1)
 
 
-def _json_rows(path: Path, lines: Iterable[str], first_line: int, text_column: str) -> Iterator[Document]:
+def _json_rows(name: str, lines: Iterable[str], first_line: int) -> Iterator[Row]:
     for number, line in enumerate(lines, first_line):
+        where = f"{name}:{number}"
         if not line.strip():
-            yield ()
+            yield Row(number, where, None)
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: broken JSON, {error.msg} (column {error.colno})") from None
-        yield (_text_of(row, text_column, f"{path}:{number}"),)
+            yield _object_row(number, where, parse_json(line))
+        except ValueError as error:
+            yield Row(number, where, None, f"broken JSON, {_in_words(error)}")
 
 
-def _read_json(path: Path, text_column: str, on_read: OnRead) -> Iterator[Document]:
+def _object_row(number: int, where: str, value: Any) -> Row:
+    if isinstance(value, dict):
+        return Row(number, where, value)
+    return Row(number, where, None, f"expected an object with columns as its keys, found a {type(value).__name__}")
+
+
+def _read_json(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
     """A list of rows, read whole; or one row per line, as much of what is called `.json` in fact is."""
     with _open_text(path, on_read) as file:
-        number, line = next(((n, line) for n, line in enumerate(file, 1) if not line.isspace()), (0, ""))
+        first, line = next(((n, line) for n, line in enumerate(file, 1) if not line.isspace()), (0, ""))
+        if line.strip() == "{":
+            raise UserError(
+                f"{path}:{first}: one object over several lines; it must be a list of rows, or a row per line"
+            )
         if not line.lstrip().startswith("["):
-            yield from _json_rows(path, itertools.chain([line], file), number, text_column)
+            yield from _json_rows(name, itertools.chain([line], file), first)
             return
+        text = line + file.read()
+    try:
+        rows = parse_json(text)
+    except ValueError as error:
+        place = f":{first + error.lineno - 1}" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(f"{path}{place}: broken JSON, {_in_words(error)}") from None
+    for number, value in enumerate(rows, 1):
+        yield _object_row(number, f"{name}, element {number}", value)
+
+
+def parse_json(text: str) -> Any:
+    """What JSON text says; raises `ValueError` if it is none, or has strings in it that are no text."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if "\\ud" in text or "\\uD" in text:
+        # JSON can spell half of a pair of surrogates, which has no UTF-8 form and cannot be tokenized.
         try:
-            rows = json.loads(line + file.read())
-        except json.JSONDecodeError as error:
-            where = f"{path}:{number + error.lineno - 1}"
-            raise UserError(f"{where}: broken JSON, {error.msg} (column {error.colno})") from None
-    for index, row in enumerate(rows, 1):
-        yield (_text_of(row, text_column, f"{path}, element {index}"),)
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"half of a character, {error.object[error.start]!r}") from None
+    return value
 
 
-def _read_csv(path: Path, text_column: str, on_read: OnRead) -> Iterator[Document]:
+def _in_words(error: ValueError) -> str:
+    return f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # the default of 131,072 characters is less than a long document
     with _open_text(path, on_read, newline="") as file:
-        rows = csv.DictReader(file, strict=True)
+        rows = csv.DictReader(file, strict=True, restkey="")
         try:
-            for row in rows:
-                yield (_text_of(row, text_column, f"{path}:{rows.line_num}"),)
+            for number, values in enumerate(rows, 1):
+                where = f"{name}:{rows.line_num}"
+                if isinstance(values.get(""), list):
+                    yield Row(number, where, None, f"more cells than the {len(rows.fieldnames or ())} columns")
+                else:
+                    yield Row(number, where, values)
         except csv.Error as error:
             raise UserError(f"{path}:{rows.reader.line_num}: broken CSV, {error}") from None
 
 
-def _read_parquet(path: Path, text_column: str, on_read: OnRead) -> Iterator[Document]:
+def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
     import pyarrow
     from pyarrow import parquet
 
@@ -178,20 +255,38 @@ def _read_parquet(path: Path, text_column: str, on_read: OnRead) -> Iterator[Doc
         # Parquet is read from its end: what is compressed as a whole has to be in memory.
         source = pyarrow.BufferReader(_open_bytes(path, lambda _: None).read()) if compressed else path
         file = parquet.ParquetFile(source)
-        check_column(file.schema_arrow.names, text_column, str(path))
+        if column is not None:
+            check_column(file.schema_arrow.names, column, str(path))
         n_rows, size = 0, path.stat().st_size
-        for batch in file.iter_batches(batch_size=1024, columns=[text_column]):
-            for value in batch.column(0).to_pylist():
+        for batch in file.iter_batches(batch_size=1024, columns=None if column is None else [column]):
+            for values in batch.to_pylist():
                 n_rows += 1
-                yield (check_text(value, text_column, f"{path}, row {n_rows}"),)
+                yield Row(n_rows, f"{name}, row {n_rows}", without_filled_in(values, batch.schema))
             on_read(size * len(batch) // file.metadata.num_rows)
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path} is not a readable parquet file: {error}") from None
 
 
-_READERS: dict[str, Callable[[Path, str, OnRead], Iterator[Document]]] = {
-    ".txt": _read_text,
-    ".md": _read_text,
+def without_filled_in(values: dict[str, Any], schema: "pyarrow.Schema") -> dict[str, Any]:
+    """A row of an Arrow table without the nulls inside its cells: there, an object has the keys of all others too."""
+    return {field.name: _without_nulls(values[field.name], field.type) for field in schema}
+
+
+def _without_nulls(value: Any, kind: "pyarrow.DataType") -> Any:
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_struct(kind):
+        return {f.name: _without_nulls(value[f.name], f.type) for f in kind if value[f.name] is not None}
+    if types.is_list(kind) or types.is_large_list(kind):
+        return [_without_nulls(item, kind.value_type) for item in value]
+    return value
+
+
+_TEXT_FORMATS = (".txt", ".md")
+_READERS: dict[str, Callable[[Path, str, OnRead, str | None], Iterator[Row]]] = {
+    **dict.fromkeys(_TEXT_FORMATS, _read_text),
     ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
@@ -199,11 +294,14 @@ _READERS: dict[str, Callable[[Path, str, OnRead], Iterator[Document]]] = {
 }
 
 
-def _text_of(row: Any, text_column: str, where: str) -> str:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: expected an object with the key {text_column!r}, found a {type(row).__name__}")
-    check_column([str(name) for name in row], text_column, where)
-    return check_text(row[text_column], text_column, where)
+def text_of(row: Row, text_column: str) -> Document:
+    """The text in a row as a document; raises `UserError` if there is none."""
+    if row.values is None:
+        if row.error:
+            raise UserError(f"{row.where}: {row.error}")
+        return ()
+    check_column(list(row.values), text_column, row.where)
+    return (check_text(row.values[text_column], text_column, row.where),)
 
 
 def check_column(columns: list[str], text_column: str, where: str) -> None:

@@ -1,12 +1,15 @@
 """Training configurations of Llama 3: `--module llama3 --config debugmodel`."""
 
+import dataclasses
 from pathlib import Path
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
 from torchtitan.models.llama3 import model_registry, model_spec
@@ -24,6 +27,20 @@ def llama3_debugmodel() -> Trainer.Config:
         lr_scheduler=LRScheduler.Config(warmup_steps=10, decay_ratio=0.5, decay_type="cosine", min_lr_factor=0.1),
         validator=Validator.Config(enable=True, freq=50, steps=10),
         checkpoint=CheckpointManager.Config(interval=50),
+    )
+
+
+def llama3_debugmodel_sft() -> Trainer.Config:
+    """The small model on the built-in conversations: about two minutes on two CPU cores, no network.
+
+    The tokenizer gets ChatML's tokens. `--checkpoint.initial_load_path` starts from what `debugmodel` has trained.
+    """
+    config = llama3_debugmodel()
+    return dataclasses.replace(
+        config,
+        tokenizer=PretrainedTokenizer.Config(added_tokens=["<|im_start|>", "<|im_end|>"]),
+        dataloader=SFTDataLoader.Config(dataset=["chats"], chat_template="chatml"),
+        training=dataclasses.replace(config.training, seq_len=512, local_batch_size=4),
     )
 
 
@@ -77,6 +94,45 @@ def llama3_from_hf(hf_assets_path: str) -> Trainer.Config:
         metrics=MetricsProcessor.Config(enable_tensorboard=True),
         checkpoint=CheckpointManager.Config(
             enable=True, interval=500, initial_load_path=hf_assets_path, initial_load_in_hf=True
+        ),
+    )
+
+
+def llama3_from_hf_sft(hf_assets_path: str) -> Trainer.Config:
+    """Fine-tunes the Llama-like model in a Hugging Face folder on conversations or instructions:
+    `--config from_hf_sft --hf_assets_path DIR --dataloader.dataset my.jsonl`.
+
+    Weights, tokenizer and chat template are those of DIR, and the last checkpoint is such a folder. The data is read
+    three times; `--training.epochs None --training.steps N` counts steps instead.
+
+    Raises:
+        UserError: as `llama3_from_hf`.
+    """
+    return _for_conversations(llama3_from_hf(hf_assets_path))
+
+
+def llama3_8b_sft() -> Trainer.Config:
+    """Llama 3.1 8B Instruct on conversations or instructions: `--dataloader.dataset my.jsonl`."""
+    return _for_conversations(_published("8B", "Llama-3.1-8B-Instruct", lr=2e-5, local_batch_size=2, steps=1000))
+
+
+def _for_conversations(config: Trainer.Config) -> Trainer.Config:
+    """`config` for conversations that the user has to name; its weights from a Hugging Face folder, and into one."""
+    training = dataclasses.replace(config.training, epochs=3, seq_len=min(2048, config.model_spec.model.max_seq_len))
+    return dataclasses.replace(
+        config,
+        dataloader=SFTDataLoader.Config(dataset=[]),
+        training=training,
+        optimizer=Optimizer.Config(lr=2e-5),
+        lr_scheduler=LRScheduler.Config(warmup_steps=10, decay_type="cosine", min_lr_factor=0.1),
+        checkpoint=CheckpointManager.Config(
+            enable=True,
+            interval=500,
+            keep_latest_k=2,
+            initial_load_path=config.hf_assets_path,
+            initial_load_in_hf=True,
+            last_save_in_hf=True,
+            export_dtype=training.mixed_precision_param,
         ),
     )
 

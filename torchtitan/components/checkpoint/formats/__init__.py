@@ -8,6 +8,7 @@ apply it.
 from torchtitan.components.checkpoint.formats.convert import ConvertedSource, ForeignView
 from torchtitan.components.checkpoint.formats.export import export_checkpoint
 from torchtitan.components.checkpoint.formats.find import Format, format_of, open_source
+from torchtitan.components.checkpoint.formats.grown import GrownVocabulary
 from torchtitan.components.checkpoint.formats.huggingface import (
     HuggingFaceSource,
     write_huggingface,
@@ -21,6 +22,7 @@ __all__ = [
     "ConvertedSource",
     "ForeignView",
     "Format",
+    "GrownVocabulary",
     "HuggingFaceSource",
     "MetaSource",
     "TensorSource",

@@ -1,7 +1,6 @@
 """A whole checkpoint in any format: weights, what describes the model, tokenizer."""
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.components.checkpoint.assets import FOLDER, CheckpointAssets, files_in, token_ids
+from torchtitan.components.checkpoint.assets import (
+    FOLDER,
+    AssetFile,
+    CheckpointAssets,
+    files_in,
+    token_ids,
+    write_files,
+)
 from torchtitan.components.checkpoint.formats.convert import ForeignView
 from torchtitan.components.checkpoint.formats.find import Format
 from torchtitan.components.checkpoint.formats.huggingface import (
@@ -36,6 +42,7 @@ def export_checkpoint(
     source: TensorSource,
     assets: Path | None,
     *,
+    changed_files: Mapping[str, bytes] | None = None,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     advance: Callable[[int], None] = lambda n_bytes: None,
@@ -51,6 +58,7 @@ def export_checkpoint(
         source: its weights, under our names.
         assets: folder with the files that go along (`assets.FILES`) and, of a Hugging Face checkpoint, a config.json;
             None: there are none.
+        changed_files: content by name of files that go along in place of those in `assets`, or beside them.
         dtype: of the floating-point weights that are written. None: as they are.
         max_file_bytes: largest file of weights, in Hugging Face's format.
         advance: called with the bytes of each tensor that has been read.
@@ -70,7 +78,7 @@ def export_checkpoint(
         return tensor
 
     group = ranks or Ranks()
-    group.first_decides(lambda: _write_description(folder, to, spec, assets, forms))
+    group.first_decides(lambda: _write_description(folder, to, spec, assets, changed_files or {}, forms))
     if to == "hf":
         share = partial(write_huggingface, only_files=lambda index: index % group.size == group.rank)
         group.together(lambda: share(folder, forms, make, max_file_bytes=max_file_bytes))
@@ -111,16 +119,17 @@ def _write_description(
     to: Format,
     spec: ModelSpec,
     assets: Path | None,
+    changed_files: Mapping[str, bytes],
     forms: Mapping[str, TensorForm],
 ) -> None:
     """Write all but the weights."""
-    files, ids, beside = files_in(assets), token_ids(assets) if assets else {}, folder
+    files: dict[str, AssetFile] = {**files_in(assets), **changed_files}
+    beside = folder / FOLDER if to == "dcp" else folder
     if to == "dcp":
         CheckpointAssets.of(spec, files).write(folder)
-        beside = folder / FOLDER
     else:
-        for file in files:
-            shutil.copyfile(file, folder / file.name)
+        write_files(folder, files)
+    ids = token_ids(beside, assets / "config.json") if assets else {}
     if to == "hf":
         _write_json(folder / "config.json", config_json(spec, ids, prevailing_dtype(forms)))
     elif to == "meta":

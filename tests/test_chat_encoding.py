@@ -1,0 +1,566 @@
+"""Ids and loss masks of conversations: against transformers where the template marks what the assistant writes, else
+against masks put together by hand, segment by segment."""
+
+import json
+import logging
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate, resolve_chat_template
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
+from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Pair, Text, normalize
+from torchtitan.components.data.finetuning.loss_mask import TrainOn
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.tools.errors import UserError
+
+Message = dict[str, Any]
+
+# As TRL and others write templates for training, with the end of the turn in the marks, and without.
+MARKED = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}{{ message.content + '<|im_end|>' }}{% endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+OPEN = MARKED.replace("{{ message.content + '<|im_end|>' }}{% endgen", "{{ message.content }}{% endgen").replace(
+    "{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}"
+)
+UNMARKED = MARKED.replace("\n        {%- generation %}", "").replace("{% endgeneration %}", "")
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> Message:
+    return {"role": "assistant", "content": text, **more}
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+CALL: list[Message] = [
+    user("What is 1 + 2?"),
+    assistant("", tool_calls=[{"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {}}}]),
+    {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "3"},
+    assistant("It is 3."),
+]
+
+WORDS = [
+    "cat",
+    "Größe",
+    "  two",
+    "\n",
+    "\n\n",
+    "👩‍👩‍👧",
+    "é",
+    "中文",
+    "<|im_end|>",
+    "</s>",
+    "[INST]",
+    "12345",
+    "\t",
+    " ",
+    "don't",
+]
+
+
+def conversations(n: int = 60) -> Iterator[list[Message]]:
+    """Alternating turns of random words: white space at the ends, split characters, text that spells special tokens."""
+    rng = random.Random(0)
+    for _ in range(n):
+        turns = [rng.choice([user, system])("begin")] if rng.random() < 0.3 else []
+        turns = [turn for turn in turns if turn["role"] == "system"]
+        for _ in range(rng.randint(1, 3)):
+            turns += [
+                role(" ".join(rng.choices(WORDS, k=rng.randint(1, 6)))) if rng.random() < 0.9 else role("")
+                for role in (user, assistant)
+            ]
+        yield turns
+
+
+# The tokenizers, ours and those of transformers.
+
+
+@pytest.fixture(scope="session")
+def qwen(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2's vocabulary with Qwen3's added tokens and its chat template."""
+    settings = json.loads((assets / "qwen3-chat-template" / "tokenizer_config.json").read_text())
+    tokenizer = tokenizers.Tokenizer.from_file(str(assets / "gpt2-tokenizer" / "tokenizer.json"))
+    for token in settings.pop("added_tokens_decoder").values():
+        added = tokenizers.AddedToken(token["content"], normalized=False, special=token["special"])
+        (tokenizer.add_special_tokens if token["special"] else tokenizer.add_tokens)([added])
+    folder = tmp_path_factory.mktemp("qwen")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@cache
+def build(path: str | Path) -> PretrainedTokenizer:
+    tokenizer: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=path)
+    return tokenizer
+
+
+@cache
+def reference_of(folder: Path) -> Any:
+    """transformers' tokenizer of a folder; Llama 3's file in tiktoken format converted by transformers."""
+    transformers = pytest.importorskip("transformers")
+    if (folder / "tokenizer.json").is_file():
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text()) if path.is_file() else {}
+        tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token") if settings.get(name)}
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **tokens)
+    ours = build(folder)
+    convert = pytest.importorskip("transformers.convert_slow_tokenizer")
+    special = [ours.decode([i]) for i in range(128_000, 128_256)]
+    converter = convert.TikTokenConverter(str(folder / "tokenizer.model"), extra_special_tokens=special)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=converter.converted(), bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>"
+    )
+
+
+def encode(encoder: ChatEncoder, *samples: Conversation | Text) -> list[EncodedSample]:
+    encoded = encoder.encode_batch(samples)
+    for sample in encoded:
+        assert isinstance(sample, EncodedSample), sample
+    return [sample for sample in encoded if isinstance(sample, EncodedSample)]
+
+
+def one(encoder: ChatEncoder, messages: Sequence[Message], **more: Any) -> EncodedSample:
+    return encode(encoder, Conversation(list(messages), **more))[0]
+
+
+def assert_equal(sample: EncodedSample, ids: Sequence[int], trained: Sequence[int]) -> None:
+    assert sample.ids.dtype == np.int64 and sample.trained.dtype == bool
+    assert sample.ids.tolist() == list(ids)
+    assert sample.trained.astype(int).tolist() == list(trained)
+
+
+def by_hand(tokenizer: PretrainedTokenizer, segments: Sequence[tuple[str, int]]) -> tuple[list[int], list[int]]:
+    """Ids and mask of a text in segments that are tokenized on their own, each trained (1) or not (0)."""
+    ids, trained = [], []
+    for text, is_trained in segments:
+        [piece] = tokenizer.tokenize([text], allow_special=True)
+        ids += piece
+        trained += [is_trained] * len(piece)
+    return ids, trained
+
+
+def decoded(tokenizer: PretrainedTokenizer, sample: EncodedSample) -> str:
+    return tokenizer.decode(sample.ids[sample.trained])
+
+
+# With generation marks: transformers.
+
+
+def theirs(reference: Any, template: str, messages: Sequence[Message], **more: Any) -> tuple[list[int], list[int]]:
+    result = reference.apply_chat_template(
+        messages, chat_template=template, return_assistant_tokens_mask=True, return_dict=True, **more
+    )
+    return result["input_ids"], result["assistant_masks"]
+
+
+def test_marks_give_the_mask_of_transformers(qwen: Path) -> None:
+    reference, tokenizer = reference_of(qwen), build(qwen)
+    encoder = ChatEncoder(tokenizer, ChatTemplate(MARKED), "assistant")
+    encoder.check()
+    for messages in conversations():
+        expected = theirs(reference, MARKED, messages)
+        assert_equal(one(encoder, messages), *expected)
+        assert 1 in expected[1]
+
+
+@pytest.mark.parametrize("name", BUILT_IN_TEMPLATES)
+@pytest.mark.parametrize("folder", ["mistral-v0.3-tokenizer", "llama3-tokenizer", "stories260K/hf-converted"])
+def test_built_in_templates_are_rendered_and_masked_as_by_transformers(
+    name: str, folder: str, assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the vocabulary lacks a template's tokens, which `check` refuses."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    reference, tokenizer = reference_of(assets / folder), build(assets / folder)
+    template = resolve_chat_template(name, [], tokenizer)
+    encoder = ChatEncoder(tokenizer, template, "assistant")
+    for messages in conversations(20):
+        ids, trained = theirs(reference, template.source, messages)
+        sample = one(encoder, messages)
+        assert_equal(sample, ids, trained)
+        if "bos_token" in BUILT_IN_TEMPLATES[name]:
+            assert [i for i, token_id in enumerate(ids) if token_id == tokenizer.bos_id] == [0]
+        end = template.end_of_turn()
+        assert decoded(tokenizer, sample).count(end) >= sum(turn["role"] == "assistant" for turn in messages)
+
+
+def test_tools_by_marks(qwen: Path) -> None:
+    reference, tokenizer = reference_of(qwen), build(qwen)
+    template = resolve_chat_template("chatml", [], tokenizer)
+    sample = one(ChatEncoder(tokenizer, template, "assistant"), CALL, tools=[TOOL])
+    assert_equal(sample, *theirs(reference, template.source, CALL, tools=[TOOL]))
+    expected = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>It is 3.<|im_end|>'
+    assert decoded(tokenizer, sample) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama3-tokenizer"])
+def test_the_end_of_a_turn_is_trained_where_marks_leave_it_out(
+    family: str, qwen: Path, assets: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For any end token: EOS (Qwen3's), or the one that follows every turn (Llama 3's)."""
+    tokenizer = build(qwen if family == "qwen" else assets / family)
+    sources = [MARKED, OPEN]
+    if family != "qwen":
+        sources = [
+            text.replace("<|im_start|>", "<|python_tag|>").replace("<|im_end|>", "<|eot_id|>") for text in sources
+        ]
+    closed, opened = (ChatEncoder(tokenizer, ChatTemplate(source), "assistant") for source in sources)
+    opened.check()
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    with caplog.at_level(logging.INFO, "torchtitan"):
+        for messages in conversations():
+            # An answer that spells the token itself has its end already.
+            messages = [{**turn, "content": turn["content"].replace("<|im_end|>", "x")} for turn in messages]
+            expected = one(closed, messages)
+            assert_equal(one(opened, messages), expected.ids.tolist(), expected.trained.astype(int).tolist())
+    assert caplog.text.count(", which ends them") == 1
+
+
+def test_the_next_header_is_not_taken_for_the_end(qwen: Path) -> None:
+    """Where nothing ends a turn, the next turn's first token is not the assistant's."""
+    tokenizer = build(qwen)
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    template = ChatTemplate(
+        "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    encoder = ChatEncoder(tokenizer, template, "assistant")
+    assert decoded(tokenizer, one(encoder, messages)) == "bd"
+    assert decoded(tokenizer, one(encoder, messages[:3])) == "b"
+
+
+def test_all_tokens_of_a_last_character_are_trained(qwen: Path) -> None:
+    """transformers trains the first of them only."""
+    tokenizer = build(qwen)
+    messages = [user("a"), assistant("👩")]
+    [face] = tokenizer.tokenize(["👩"], allow_special=False)
+    sample = one(ChatEncoder(tokenizer, ChatTemplate(OPEN), "assistant"), messages)
+    assert len(face) > 1 and sample.ids[sample.trained].tolist() == [*face, tokenizer.eos_id]
+
+
+# Without marks: by hand.
+
+
+def chatml_by_hand(
+    tokenizer: PretrainedTokenizer, messages: Sequence[Message], trained: Sequence[bool]
+) -> tuple[list[int], list[int]]:
+    segments = []
+    for message, is_trained in zip(messages, trained, strict=True):
+        header = f"<|im_start|>{message['role']}\n"
+        # A row may ask for a turn that is not the assistant's: that is trained with its header.
+        segments += [(header, is_trained and message["role"] != "assistant")]
+        segments += [(message["content"], is_trained), ("<|im_end|>", is_trained), ("\n", False)]
+    return by_hand(tokenizer, segments)
+
+
+PLAIN = [system("Be kind."), user("Hi"), assistant("Good day 👩!"), user("More?"), assistant("No.")]
+
+
+@pytest.mark.parametrize("source", [UNMARKED, MARKED])
+@pytest.mark.parametrize(
+    ("train_on", "said", "expected"),
+    [
+        ("assistant", None, [0, 0, 1, 0, 1]),
+        ("last_assistant", None, [0, 0, 0, 0, 1]),
+        ("assistant", [None, None, False, None, None], [0, 0, 0, 0, 1]),
+        ("assistant", [None, None, True, None, False], [0, 0, 1, 0, 0]),
+        ("last_assistant", [None, None, True, None, None], [0, 0, 1, 0, 1]),
+        ("assistant", [None, True, None, None, None], [0, 1, 1, 0, 1]),
+        ("assistant", [False] * 5, [0] * 5),
+    ],
+)
+def test_which_turns_are_trained(
+    source: str, train_on: TrainOn, said: list[bool | None] | None, expected: list[int], qwen: Path
+) -> None:
+    tokenizer = build(qwen)
+    encoder = ChatEncoder(tokenizer, ChatTemplate(source), train_on)
+    sample = one(encoder, PLAIN, trained=said or [])
+    assert_equal(sample, *chatml_by_hand(tokenizer, PLAIN, [bool(x) for x in expected]))
+
+
+def test_all_is_trained_but_bos_and_what_a_row_leaves_out(qwen: Path, assets: Path) -> None:
+    tokenizer = build(qwen)
+    encoder = ChatEncoder(tokenizer, ChatTemplate(UNMARKED), "all")
+    assert one(encoder, PLAIN).trained.all()
+    left_out = one(encoder, PLAIN, trained=[None, None, None, False, None])
+    assert tokenizer.decode(left_out.ids[~left_out.trained]) == "<|im_start|>user\nMore?<|im_end|>\n"
+    mistral = build(assets / "mistral-v0.3-tokenizer")
+    own = resolve_chat_template("", [assets / "mistral-v0.3-tokenizer"], mistral)
+    sample = one(ChatEncoder(mistral, own, "all"), PLAIN[1:])
+    assert sample.trained.tolist() == [False] + [True] * (len(sample.ids) - 1)
+
+
+def test_mistrals_own_template(assets: Path) -> None:
+    folder = assets / "mistral-v0.3-tokenizer"
+    tokenizer, reference = build(folder), reference_of(folder)
+    template = resolve_chat_template("", [folder], tokenizer)
+    assert not template.marks_generation
+    encoder = ChatEncoder(tokenizer, template, "assistant")
+    encoder.check()
+    for messages in conversations():
+        turns = [turn for turn in messages if turn["role"] != "system"]
+        segments = [("<s>", 0)]
+        for turn in turns:
+            text = turn["content"]
+            if turn["role"] == "user":
+                segments += [("[INST]", 0), (f" {text}", 0), ("[/INST]", 0)]
+            else:
+                segments += [(f" {text.strip()}", 1), ("</s>", 1)]
+        sample = one(encoder, turns)
+        assert_equal(sample, *by_hand(tokenizer, segments))
+        assert sample.ids.tolist() == reference.apply_chat_template(
+            turns, chat_template=template.source, return_dict=False
+        )
+
+
+def test_mistrals_tools(assets: Path) -> None:
+    folder = assets / "mistral-v0.3-tokenizer"
+    tokenizer = build(folder)
+    template = resolve_chat_template("", [folder], tokenizer)
+    sample = one(ChatEncoder(tokenizer, template, "assistant"), CALL, tools=[TOOL])
+    call = '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "abcdefghi"}]</s>'
+    assert decoded(tokenizer, sample) == f"{call} It is 3.</s>"
+    reference = reference_of(folder).apply_chat_template(
+        CALL, tools=[TOOL], chat_template=template.source, return_dict=False
+    )
+    assert sample.ids.tolist() == reference
+
+
+def test_a_system_message_that_moves_is_refused(assets: Path) -> None:
+    """Mistral v0.3's template writes it with the last question, and only while that waits for its answer."""
+    folder = assets / "mistral-v0.3-tokenizer"
+    tokenizer = build(folder)
+    template = resolve_chat_template("", [folder], tokenizer)
+    train_ons: list[TrainOn] = ["assistant", "last_assistant"]
+    for train_on, number in zip(train_ons, (3, 5), strict=True):
+        encoder = ChatEncoder(tokenizer, template, train_on)
+        [error, good] = encoder.encode_batch([Conversation(PLAIN), Conversation(PLAIN[1:])])
+        assert isinstance(error, BrokenSample) and isinstance(good, EncodedSample)
+        assert "mistral-v0.3-tokenizer" in str(error) and f"message {number} (assistant)" in str(error)
+
+
+def qwen_turns(trained: Sequence[int]) -> list[tuple[str, int]]:
+    """Qwen3's form of two questions and answers: its empty thought is in the last answer only."""
+    return [
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", 0),
+        ("Good day 👩!<|im_end|>", trained[0]),
+        ("\n<|im_start|>user\nMore?<|im_end|>\n<|im_start|>assistant\n", 0),
+        ("<think>\n\n</think>\n\nNo.<|im_end|>", trained[1]),
+        ("\n", 0),
+    ]
+
+
+def test_qwen3s_own_template(qwen: Path) -> None:
+    tokenizer, reference = build(qwen), reference_of(qwen)
+    template = resolve_chat_template("", [qwen], tokenizer)
+    every, last = (ChatEncoder(tokenizer, template, train_on) for train_on in ("assistant", "last_assistant"))
+    every.check()
+    # Earlier answers lose their thoughts: rendered up to there, they still have them.
+    [error] = every.encode_batch([Conversation(PLAIN[1:])])
+    assert isinstance(error, BrokenSample)
+    assert all(text in str(error) for text in ("message 2", "last_assistant", "{% generation %}", str(qwen)))
+    sample = one(last, PLAIN[1:])
+    assert_equal(sample, *by_hand(tokenizer, qwen_turns([0, 1])))
+    ids = reference.apply_chat_template(PLAIN[1:], chat_template=template.source, return_dict=False)
+    assert sample.ids.tolist() == ids
+    # One turn is the same for both; what it thought is trained, under either of the names that are usual.
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        thoughtful = [user("Hi"), assistant("Yes.", **{name: "Hm, yes."})]
+        sample = one(every, thoughtful)
+        assert decoded(tokenizer, sample) == "<think>\nHm, yes.\n</think>\n\nYes.<|im_end|>"
+        ids = reference.apply_chat_template(thoughtful, chat_template=template.source, return_dict=False)
+        assert sample.ids.tolist() == ids
+
+
+def test_qwen3s_tools(qwen: Path) -> None:
+    tokenizer = build(qwen)
+    template = resolve_chat_template("", [qwen], tokenizer)
+    sample = one(ChatEncoder(tokenizer, template, "last_assistant"), CALL, tools=[TOOL])
+    assert decoded(tokenizer, sample) == "<think>\n\n</think>\n\nIt is 3.<|im_end|>"
+    ids = reference_of(qwen).apply_chat_template(CALL, tools=[TOOL], chat_template=template.source, return_dict=False)
+    assert sample.ids.tolist() == ids
+
+
+def test_a_template_that_refuses_breaks_the_sample_and_not_the_batch(qwen: Path) -> None:
+    source = UNMARKED + "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
+    encoder = ChatEncoder(build(qwen), ChatTemplate(source, name="mine"), "assistant")
+    bad, text, good = encoder.encode_batch([Conversation([user("x")]), Text("Hi"), Conversation(PLAIN)])
+    assert isinstance(bad, BrokenSample) and str(bad) == "mine refuses this conversation: no x"
+    assert isinstance(text, EncodedSample) and isinstance(good, EncodedSample)
+
+
+def test_marks_that_cannot_be_matched_with_turns(qwen: Path) -> None:
+    source = MARKED.replace("{%- generation %}", "{%- generation %}{% endgeneration %}{% generation %}")
+    tokenizer = build(qwen)
+    sample = one(ChatEncoder(tokenizer, ChatTemplate(source), "assistant"), PLAIN)
+    assert_equal(sample, *chatml_by_hand(tokenizer, PLAIN, [False, False, True, False, True]))
+    [error] = ChatEncoder(tokenizer, ChatTemplate(source), "last_assistant").encode_batch([Conversation(PLAIN)])
+    assert isinstance(error, BrokenSample) and "4 texts" in str(error) and "2 turns" in str(error)
+
+
+# Texts, prompts, pairs.
+
+
+@pytest.mark.parametrize("name", ["gpt2-tokenizer", "mistral-v0.3-tokenizer", "llama3-tokenizer"])
+def test_texts_are_trained_but_for_bos(name: str, assets: Path) -> None:
+    tokenizer = build(assets / name)
+    encoder = ChatEncoder(tokenizer, None, "assistant")
+    encoder.check()
+    texts = ["Once upon a time", "<s>x</s> 👩"]
+    for sample, ids in zip(encode(encoder, *map(Text, texts)), tokenizer.encode_documents(texts), strict=True):
+        assert_equal(sample, ids, [0 if tokenizer.adds_bos and i == 0 else 1 for i in range(len(ids))])
+        assert sample.ids[-1] == tokenizer.eos_id
+    with pytest.raises(UserError, match="chat_template"):
+        encoder.encode_batch([Conversation(PLAIN)])
+
+
+def test_texts_and_conversations_keep_their_order(qwen: Path) -> None:
+    encoder = ChatEncoder(build(qwen), ChatTemplate(MARKED), "assistant")
+    samples: list[Conversation | Text] = [Text("a"), Conversation(PLAIN), Text("b"), Conversation(CALL[:1])]
+    apart = [encode(encoder, sample)[0] for sample in samples]
+    for together, alone in zip(encode(encoder, *samples), apart, strict=True):
+        assert_equal(together, alone.ids.tolist(), alone.trained.astype(int).tolist())
+    assert encoder.encode_batch([]) == []
+
+
+def test_a_prompt_ends_with_the_generation_prompt(qwen: Path) -> None:
+    tokenizer, reference = build(qwen), reference_of(qwen)
+    template = resolve_chat_template("", [qwen], tokenizer)
+    encoder = ChatEncoder(tokenizer, template, "assistant")
+    with pytest.raises(BrokenSample, match="refuses"):
+        encoder.encode_prompt(Conversation([]))
+    ids = encoder.encode_prompt(Conversation(PLAIN[:2]))
+    expected = reference.apply_chat_template(
+        PLAIN[:2], chat_template=template.source, add_generation_prompt=True, return_dict=False
+    )
+    assert ids.dtype == np.int64 and ids.tolist() == expected
+
+
+@pytest.mark.parametrize("source", [UNMARKED, MARKED])
+@pytest.mark.parametrize("train_on", ["all", "last_assistant"])
+def test_pairs(source: str, train_on: TrainOn, qwen: Path) -> None:
+    tokenizer = build(qwen)
+    encoder = ChatEncoder(tokenizer, ChatTemplate(source), train_on)
+    rejected = [assistant("Maybe."), user("Sure?"), assistant("Not.")]
+    pair = encoder.encode_pair(Pair(Conversation(PLAIN[:4]), [assistant("No.")], rejected))
+    assert_equal(pair[0], *chatml_by_hand(tokenizer, PLAIN, [False] * 4 + [True]))
+    assert_equal(pair[1], *chatml_by_hand(tokenizer, PLAIN[:4] + rejected, [False] * 4 + [True, False, True]))
+    broken = ChatEncoder(tokenizer, ChatTemplate("{{ raise_exception('never') }}"), train_on)
+    with pytest.raises(BrokenSample, match="never"):
+        broken.encode_pair(Pair(Conversation(PLAIN[:4]), [assistant("No.")], rejected))
+
+
+# Special tokens.
+
+
+def test_special_tokens_in_content_are_counted(qwen: Path) -> None:
+    tokenizer = build(qwen)
+    encoder = ChatEncoder(tokenizer, ChatTemplate(MARKED), "assistant")
+    messages = [
+        user("a <|im_end|> <|im_start|>system"),
+        assistant("<|im_ <think> <|endoftext|><|im_end|> <|"),
+        user("<"),
+    ]
+    sample = one(encoder, messages)
+    assert sample.n_spelt == 4
+    # The tokens that the template itself writes: two for each turn.
+    assert int(np.isin(sample.ids, list(tokenizer.special_ids)).sum()) == 4 + 2 * len(messages)
+    assert one(encoder, PLAIN).n_spelt == 0
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral"])
+def test_tokens_that_the_vocabulary_lacks_are_refused(name: str, assets: Path) -> None:
+    tokenizer = build("")
+    encoder = ChatEncoder(tokenizer, resolve_chat_template(name, [], tokenizer), "assistant")
+    with pytest.raises(UserError, match="--tokenizer.added_tokens") as raised:
+        encoder.check()
+    first = {"chatml": "'<|im_end|>'", "llama3": "'<|eot_id|>'", "mistral": "'[/INST]'"}[name]
+    assert first in str(raised.value) and "<|begin_of_text|>" not in str(raised.value)
+    added = {
+        "chatml": ["<|im_start|>", "<|im_end|>"],
+        "llama3": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "mistral": ["[INST]", "[/INST]"],
+    }
+    extended = PretrainedTokenizer.Config(added_tokens=added[name]).build(path="")
+    encoder = ChatEncoder(extended, resolve_chat_template(name, [], extended), "assistant")
+    encoder.check()
+    assert decoded(extended, one(encoder, PLAIN)).count("No.") == 1
+
+
+def test_what_the_own_template_spells_in_ordinary_text(
+    qwen: Path, tmp_path: Path, assets: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may have been trained so, if only its turns end with a token (Zephyr's do); a file must not."""
+    shutil.copy(assets / "stories260K/hf-converted/tokenizer.json", tmp_path)
+    tokenizer = build(tmp_path)
+    zephyr = "{% for m in messages %}<|{{ '|' }}user|>\n<|assistant|>\n{{ m.content }}</s>\n{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(zephyr)
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        ChatEncoder(tokenizer, resolve_chat_template("", [tmp_path], tokenizer), "assistant").check()
+    assert "<|assistant|>" in caplog.text and "ordinary text" in caplog.text
+    as_a_file = resolve_chat_template(str(tmp_path / "chat_template.jinja"), [tmp_path], tokenizer)
+    with pytest.raises(UserError, match="assistant"):
+        ChatEncoder(tokenizer, as_a_file, "assistant").check()
+    shutil.copy(qwen / "tokenizer_config.json", tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    own = resolve_chat_template("", [tmp_path], build(assets / "stories260K/hf-converted"))
+    with pytest.raises(UserError, match="<|im_end|>"):
+        ChatEncoder(tokenizer, own, "assistant").check()
+
+
+def test_a_template_without_any_end_is_a_warning(
+    qwen: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", name="mine")
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        ChatEncoder(build(qwen), template, "assistant").check()
+    assert "mine writes no special token behind an answer" in caplog.text
+
+
+def test_fingerprint_follows_what_decides_ids_and_masks(qwen: Path, assets: Path) -> None:
+    tokenizer = build(qwen)
+    encoders: list[Callable[[], ChatEncoder]] = [
+        lambda: ChatEncoder(tokenizer, ChatTemplate(MARKED), "assistant"),
+        lambda: ChatEncoder(tokenizer, ChatTemplate(MARKED), "all"),
+        lambda: ChatEncoder(tokenizer, ChatTemplate(MARKED + "x"), "assistant"),
+        lambda: ChatEncoder(tokenizer, ChatTemplate(MARKED, {"bos_token": "x"}), "assistant"),
+        lambda: ChatEncoder(build(assets / "gpt2-tokenizer"), ChatTemplate(MARKED), "assistant"),
+        lambda: ChatEncoder(tokenizer, None, "assistant"),
+    ]
+    assert len({encoder().fingerprint for encoder in encoders}) == len(encoders)
+    assert all(encoder().fingerprint == encoder().fingerprint for encoder in encoders)
+
+
+def test_real_rows(assets: Path) -> None:
+    """OpenAI's own example, with a row that has no question."""
+    tokenizer = PretrainedTokenizer.Config(added_tokens=["<|im_start|>", "<|im_end|>"]).build(path="")
+    encoder = ChatEncoder(tokenizer, resolve_chat_template("chatml", [], tokenizer), "assistant")
+    lines = (assets / "sft" / "toy_chat_fine_tuning.jsonl").read_text().splitlines()
+    rows = [json.loads(line)["messages"] for line in lines]
+    for row, sample in zip(rows, encode(encoder, *(normalize(row) for row in rows)), strict=True):
+        answers = [message["content"] + "<|im_end|>" for message in row if message["role"] == "assistant"]
+        assert decoded(tokenizer, sample) == "".join(answers)

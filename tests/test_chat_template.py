@@ -1,0 +1,215 @@
+"""What chat templates mark, the built-in ones, and where a template comes from. (What they render: also
+test_generation_commands.py; loss masks: test_chat_encoding.py.)"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.components.chat_template import (
+    BUILT_IN_TEMPLATES,
+    ChatTemplate,
+    load_chat_template,
+    resolve_chat_template,
+)
+from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
+from torchtitan.tools.errors import UserError
+
+TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": " Hi <é>? "},
+    {"role": "assistant", "content": "Good day.\n"},
+    {"role": "user", "content": "More?"},
+    {"role": "assistant", "content": "👩 No."},
+]
+
+
+def build(path: str | Path = "") -> PretrainedTokenizer:
+    tokenizer: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=path)
+    return tokenizer
+
+
+@pytest.fixture
+def stories(assets: Path) -> Path:
+    return assets / "stories260K" / "hf-converted"
+
+
+# Marks.
+
+
+def test_marks_are_spans_of_the_text() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }};"
+        "{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    text, spans = template.render_marked(TURNS)
+    assert text == template.render(TURNS, add_generation_prompt=False)
+    assert [text[start:end] for start, end in spans] == ["Good day.\n;", "👩 No.;"]
+    assert template.marks_generation and not ChatTemplate("{{ 'generation' }}").marks_generation
+
+
+def test_marks_in_a_macro_are_those_of_transformers_or_refused() -> None:
+    """Where something is written before the mark in a macro, transformers' span is off."""
+    macro = "{% macro say(text) %}FRONT{% generation %}{{ text }}{% endgeneration %}{% endmacro %}"
+    at_the_front = ChatTemplate(macro.replace("FRONT", "") + "a{{ say('b') }}c{{ say('b') }}")
+    assert at_the_front.render_marked(TURNS) == ("abcb", [(1, 2), (3, 4)])
+    behind = ChatTemplate(macro + "a{{ say('b') }}", name="mine")
+    assert behind.render(TURNS, add_generation_prompt=False) == "aFRONTb"
+    with pytest.raises(UserError, match="mine has {% generation %} inside of a macro"):
+        behind.render_marked(TURNS)
+
+
+def test_a_template_cannot_reach_the_marks() -> None:
+    source = "{{ _PROGRESS }}{{ progress }}{{ marks }}{% for name in self %}{{ name }}{% endfor %}"
+    with pytest.raises(UserError):
+        ChatTemplate(source).render(TURNS, add_generation_prompt=False)
+    assert ChatTemplate(source.split("{%")[0]).render(TURNS, add_generation_prompt=False) == ""
+
+
+def test_keys_without_value_and_reasoning_are_as_in_transformers(stories: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    source = "{% for m in messages %}{% for key in m | sort %}{{ key }}={{ m[key] }};{% endfor %}\n{% endfor %}"
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(stories / "tokenizer.json"))
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": None, "tool_calls": None, "name": "x"},
+        *({"role": "assistant", "content": "a", name: "b"} for name in ("reasoning", "thinking", "reasoning_content")),
+    ]
+    expected = reference.apply_chat_template(messages, chat_template=source, tokenize=False)
+    assert ChatTemplate(source).render(messages, add_generation_prompt=False) == expected
+    assert messages[0]["content"] is None  # the caller's messages stay as they are
+
+
+def test_end_of_turn() -> None:
+    assert ChatTemplate(BUILT_IN_TEMPLATES["chatml"]).end_of_turn() == "<|im_end|>"
+    assert ChatTemplate("{{ raise_exception('no') }}").end_of_turn() == ""
+    assert ChatTemplate("{{ messages[0].content }}</s>").end_of_turn() == ""
+
+
+# Built-in templates.
+
+
+def test_built_in_mistral_is_mistrals_own(assets: Path) -> None:
+    """But for the system message, which its own template writes with the last question."""
+    folder = assets / "mistral-v0.3-tokenizer"
+    own, built_in = (resolve_chat_template(name, [folder], build(folder)) for name in ("", "mistral"))
+    for n in range(1, len(TURNS) + 1):
+        assert built_in.render(TURNS[:n], add_generation_prompt=n % 2 == 1) == own.render(
+            TURNS[:n], add_generation_prompt=n % 2 == 1
+        )
+    asked = [{"role": "system", "content": "Be kind."}, TURNS[0]]
+    assert built_in.render(asked, add_generation_prompt=True) == own.render(asked, add_generation_prompt=True)
+    assert built_in.render(asked + TURNS[1:], add_generation_prompt=False).startswith("<s>[INST] Be kind.\n\n Hi")
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "answer", "rest"),
+    [
+        (
+            "chatml",
+            "<s><|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+            "Ho<|im_end|>",
+            "\n",
+        ),
+        (
+            "llama3",
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|><|start_header_id|>user"
+            "<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+            "Ho<|eot_id|>",
+            "",
+        ),
+        ("mistral", "<s>[INST] Be kind.\n\nHi[/INST]", " Ho</s>", ""),
+        ("alpaca", "<s>Be kind.\n\n### Instruction:\nHi\n\n### Response:\n", "Ho</s>", ""),
+    ],
+)
+def test_built_in_templates(name: str, prompt: str, answer: str, rest: str, stories: Path) -> None:
+    template = resolve_chat_template(name, [], build(stories))
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    assert template.render(messages, add_generation_prompt=True) == prompt
+    messages += [{"role": "assistant", "content": "Ho"}]
+    assert template.render_marked(messages) == (prompt + answer + rest, [(len(prompt), len(prompt + answer))])
+    assert template.end_of_turn() == answer.strip().removeprefix("Ho")
+    # Every turn is a prefix of what follows, so that a model sees in training what it will see in a conversation.
+    longer = [*messages, *TURNS]
+    whole = template.render(longer, add_generation_prompt=False)
+    for n in (2, 4, 6):
+        assert whole.startswith(template.render(longer[:n], add_generation_prompt=True))
+
+
+def test_alpaca_introduces_itself_without_a_system_message(stories: Path) -> None:
+    text = resolve_chat_template("alpaca", [], build(stories)).render(TURNS[:1], add_generation_prompt=True)
+    assert text.startswith("<s>Below is an instruction that describes a task.")
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral", "alpaca"])
+def test_built_in_templates_refuse_what_they_cannot_write(name: str, stories: Path) -> None:
+    template = resolve_chat_template(name, [], build(stories))
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    cases: list[tuple[list[dict[str, Any]], Any]] = [([TURNS[0], call], None), (TURNS, [{"function": {"name": "f"}}])]
+    for messages, tools in cases:
+        with pytest.raises(UserError, match=f"built-in chat template {name} .* tools"):
+            template.render(messages, tools=tools, add_generation_prompt=False)
+    with pytest.raises(UserError, match="the role tool"):
+        template.render([TURNS[0], {"role": "tool", "content": "3"}], add_generation_prompt=False)
+
+
+def test_a_built_in_template_has_the_tokens_of_the_tokenizer(assets: Path, stories: Path) -> None:
+    turns = TURNS[:2]
+    rendered = {
+        (name, folder.name): resolve_chat_template(name, [], build(folder)).render(turns, add_generation_prompt=False)
+        for name in ("chatml", "alpaca")
+        for folder in (stories, assets / "gpt2-tokenizer")
+    }
+    # GPT-2's has no BOS.
+    assert rendered["chatml", "hf-converted"] == "<s>" + rendered["chatml", "gpt2-tokenizer"]
+    assert rendered["alpaca", "gpt2-tokenizer"].endswith("Good day.\n<|endoftext|>")
+    assert rendered["alpaca", "hf-converted"].endswith("Good day.\n</s>")
+    # It needs no variables: whoever reads it elsewhere gets the same.
+    source = resolve_chat_template("alpaca", [], build(stories)).source
+    assert ChatTemplate(source).render(turns, add_generation_prompt=False) == rendered["alpaca", "hf-converted"]
+    endless: Tokenizer = build(stories)
+    endless.eos_id = None
+    with pytest.raises(UserError, match="alpaca ends answers with EOS"):
+        resolve_chat_template("alpaca", [], endless)
+
+
+# Where a template comes from.
+
+
+def test_a_template_of_ones_own(tmp_path: Path, stories: Path, assets: Path) -> None:
+    tokenizer = build(stories)
+    with pytest.raises(UserError, match=r"no chat template in .*--chat chatml\|llama3\|mistral\|alpaca"):
+        resolve_chat_template("", [stories], tokenizer, option="--chat")
+    with pytest.raises(UserError, match="--dataloader.chat_template chatlm is neither a file.*chatml, llama3"):
+        resolve_chat_template("chatlm", [stories], tokenizer)
+    file = tmp_path / "my.jinja"
+    file.write_text("{{ bos_token }}|{{ eos_token }}|{{ messages[0].role }}")
+    template = resolve_chat_template(str(file), [stories], tokenizer)
+    assert template.render(TURNS, add_generation_prompt=False) == "<s>|</s>|user"
+    assert (template.of_model, str(file) in template.name) == (False, True)
+    # What the model's folder declares comes first; one that declares nothing leaves it to the tokenizer.
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    template = resolve_chat_template(str(file), [tmp_path], tokenizer)
+    assert template.render(TURNS, add_generation_prompt=False) == "<s>|<end>|user"
+    with pytest.raises(UserError, match="tokenizer_config.json' has no chat_template"):
+        resolve_chat_template(str(tmp_path / "tokenizer_config.json"), [stories], tokenizer)
+    qwen = assets / "qwen3-chat-template"
+    of_file = resolve_chat_template(str(qwen / "tokenizer_config.json"), [stories], tokenizer)
+    own = resolve_chat_template("", [qwen], tokenizer)
+    assert own.of_model and load_chat_template(qwen) is not None
+    assert of_file.render(TURNS, add_generation_prompt=True) == own.render(TURNS, add_generation_prompt=True)
+    file.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="my.jinja"):
+        resolve_chat_template(str(file), [stories], tokenizer)
+
+
+def test_an_exported_built_in_template_is_the_models_own(tmp_path: Path, stories: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shutil.copy(stories / "tokenizer.json", tmp_path)
+    template = resolve_chat_template("mistral", [], build(stories))
+    (tmp_path / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    expected = template.render(TURNS, add_generation_prompt=False)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TURNS, tokenize=False) == expected
+    own = resolve_chat_template("", [tmp_path], build(tmp_path))
+    assert own.render(TURNS, add_generation_prompt=False) == expected

@@ -1,0 +1,184 @@
+"""Messages in OpenAI's and ShareGPT's form as chat templates want them: what is kept, changed and refused, by hand."""
+
+import json
+import re
+
+import pytest
+
+from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, EmptySample, normalize
+from torchtitan.components.data.finetuning.row_formats import find_format
+
+QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "s"}
+
+
+def raises(message: str, kind: type[Exception]):
+    """Expect an error of this very kind that contains `message`."""
+    return pytest.raises(kind, match=re.escape(message), check=lambda error: type(error) is kind)
+
+
+def converted(row: dict) -> Conversation:
+    return find_format(list(row), "auto", {}, "sft").convert(row)
+
+
+def test_are_as_they_are():
+    messages = [
+        SYSTEM,
+        {"role": "developer", "content": " d\n"},
+        {"role": "user", "content": "", "name": "Tom"},
+        {"role": "assistant", "content": "a", "reasoning_content": "because"},
+    ]
+    assert normalize(messages) == Conversation(messages, None, [None] * 4)
+
+
+def test_parts_are_joined():
+    parts = [{"type": "text", "text": "one "}, "two", {"text": " three"}]
+    assert normalize([{"role": "user", "content": parts}]).messages == [{"role": "user", "content": "one two three"}]
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with raises("message 2: its content has a part of the type 'image_url'", BrokenSample):
+        normalize([SYSTEM, {"role": "user", "content": [image]}])
+    with raises("the text of a part is a NoneType", BrokenSample):
+        normalize([{"role": "user", "content": [{"type": "text"}]}])
+
+
+def test_tool_calls():
+    call = {"id": "abc", "type": "function", "function": {"name": "f", "arguments": '{"x": ["文", null]}'}}
+    result = {"role": "tool", "content": "1", "tool_call_id": "abc", "name": "f"}
+    [first, second] = normalize([{"role": "assistant", "content": None, "tool_calls": [call]}, result]).messages
+    arguments = {"x": ["文", None]}
+    assert first == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "abc", "type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
+    assert second == result
+    assert call["function"]["arguments"] == '{"x": ["文", null]}'  # the row is not changed
+
+
+@pytest.mark.parametrize("arguments", ["", None, "{}", {}])
+def test_tool_call_without_arguments_or_wrapping(arguments):
+    [message] = normalize([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}]).messages
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert message["content"] is None
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ({"role": "bot", "content": "x"}, "its role is 'bot', and must be one of: system, developer, user"),
+        ({"content": "x"}, "its role is None"),
+        ({"role": ["user"], "content": "x"}, "its role is ['user']"),
+        ({"role": "user", "content": None}, "the role 'user' has no content"),
+        ({"role": "assistant", "tool_calls": []}, "has no content and no tool_calls"),
+        ({"role": "user", "content": 3}, "the content is a int, and must be text: 3"),
+        ({"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}, "which only the assistant makes"),
+        ({"role": "assistant", "tool_calls": {"name": "f"}}, "the tool_calls are a dict, and must be a list"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "a tool call has no name"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}, "should be JSON"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "is a list, and must be an"),
+        ({"role": "assistant", "content": "x", "weight": 0.5}, "its weight is 0.5, and must be 0 or 1"),
+        ({"role": "assistant", "content": "x", "train": "no"}, "its train is 'no', and must be a boolean"),
+        ({"role": "assistant", "content": "x", "weight": 1, "train": False}, "weight is 1 and its train is False"),
+        ("hello", "the message should be JSON"),
+        (None, "the message is a NoneType, and must be an object"),
+    ],
+)
+def test_broken_ones_are_named(message, error):
+    with raises(error, BrokenSample) as caught:
+        normalize([SYSTEM, message])
+    assert str(caught.value).startswith("message 2: ")
+
+
+def test_weights_move_out_of_the_messages():
+    turns = [
+        {**QUESTION, "weight": None},
+        {**ANSWER, "weight": 0},
+        QUESTION,
+        {**ANSWER, "weight": 1.0, "train": True},
+        {**ANSWER, "train": False},
+    ]
+    conversation = normalize(turns)
+    assert conversation.trained == [None, False, None, True, False]
+    assert conversation.messages == [QUESTION, ANSWER, QUESTION, ANSWER, ANSWER]
+
+
+def test_none_at_all():
+    with raises("there are no messages", EmptySample):
+        normalize([])
+    with raises("messages is empty", EmptySample):
+        converted({"messages": None})
+    with raises("messages is a dict, and must be a list of messages", BrokenSample):
+        converted({"messages": {"role": ["user"], "content": ["x"]}})
+
+
+def test_as_json_text():
+    """As cells of a CSV file and columns of the type JSON hold them."""
+    row = {"messages": json.dumps([QUESTION, ANSWER]), "tools": json.dumps([{"name": "f"}])}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert converted(row) == Conversation([QUESTION, ANSWER], tools)
+    assert converted({"messages": [json.dumps(QUESTION), ANSWER], "tools": ""}) == Conversation([QUESTION, ANSWER])
+    with raises("the messages should be JSON", BrokenSample):
+        converted({"messages": "hello"})
+
+
+@pytest.mark.parametrize("tools", [None, "", "[]", "null", []])
+def test_no_tools(tools):
+    assert converted({"messages": [QUESTION], "tools": tools}) == Conversation([QUESTION])
+
+
+def test_tools_keep_what_they_say():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}, "strict": True}
+    assert normalize([QUESTION], [tool]).tools == [tool]
+    with raises("a tool has no name", BrokenSample):
+        normalize([QUESTION], [{"description": "d"}])
+
+
+def test_column_for_the_system_message():
+    assert converted({"messages": [QUESTION, ANSWER], "system": "s"}).messages == [SYSTEM, QUESTION, ANSWER]
+    assert converted({"messages": [QUESTION, ANSWER], "system": ""}).messages == [QUESTION, ANSWER]
+    with raises("there is a column system, and the messages begin with", BrokenSample):
+        converted({"messages": [SYSTEM, QUESTION], "system": "t"})
+
+
+def test_roles():
+    speakers = ["system", "human", "gpt", "user", "assistant"]
+    turns = [{"from": speaker, "value": speaker, "weight": 1 if speaker == "gpt" else None} for speaker in speakers]
+    conversation = converted({"conversations": turns})
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    expected = [{"role": role, "content": speaker} for role, speaker in zip(roles, speakers, strict=True)]
+    assert conversation == Conversation(expected, None, [None, None, True, None, None])
+    with raises("message 1: its from is 'narrator', none of: human, user, gpt", BrokenSample):
+        converted({"conversations": [{"from": "narrator", "value": "x"}]})
+
+
+def test_calls_get_ids_that_their_results_have():
+    both = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": "{}"}]
+    turns = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": json.dumps(both)},
+        {"from": "observation", "value": "1"},
+        {"from": "observation", "value": "2"},
+        {"from": "function_call", "value": json.dumps(both[0])},
+        {"from": "tool", "value": "3"},
+        {"from": "gpt", "value": "a"},
+        {"from": "tool", "value": "4"},
+    ]
+    messages = converted({"conversations": turns, "tools": "[]"}).messages
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    assert [call["function"] for call in calls] == [
+        {"name": "f", "arguments": {"x": 1}},
+        {"name": "g", "arguments": {}},
+        {"name": "f", "arguments": {"x": 1}},
+    ]
+    ids = [call["id"] for call in calls]
+    assert len(set(ids)) == 3 and all(re.fullmatch("[a-zA-Z0-9]{9}", name) for name in ids)
+    results = [message for message in messages if message["role"] == "tool"]
+    assert [message.get("tool_call_id") for message in results] == [*ids, None]
+    assert [message["content"] for message in messages] == ["q", None, "1", "2", None, "3", "a", "4"]
+    with raises("the function_call in message 1 should be JSON", BrokenSample):
+        converted({"conversations": [{"from": "function_call", "value": "f(x)"}]})
+
+
+def test_openai_turns_under_the_name():
+    turns = [{**QUESTION, "from": None}, ANSWER]
+    assert converted({"conversations": turns}) == Conversation([QUESTION, ANSWER])

@@ -1,0 +1,150 @@
+"""The experiment that clips each micro-batch's gradient before they are averaged."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.training import RaggedDataLoader, flags, launch, read_metrics, tiny_config, train
+from torchtitan.config.manager import ConfigManager
+from torchtitan.experiments.gradient_aggregation.trainer import MicroBatchClippingTrainer
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Trainer
+
+TINY = {
+    "module": "gradient_aggregation",
+    "config": "debugmodel",
+    "model.dim": 64,
+    "model.ffn_dim": 128,
+    "model.n_layers": 2,
+    "training.seq_len": 32,
+    "training.local_batch_size": 2,
+    "training.global_batch_size": 8,
+    "training.steps": 4,
+    "metrics.log_freq": 1,
+    "validator.enable": False,
+    "optimizer.name": "SGD",
+    "optimizer.lr": 0.5,
+    "optimizer.weight_decay": 0.0,
+    "lr_scheduler.warmup_steps": 2,
+}
+
+
+def config_of(folder: Path, **options):
+    overrides = {name.replace("__", "."): value for name, value in options.items()}
+    config = ConfigManager().parse_args(flags({**TINY, "dump_folder": folder, **overrides})).config
+    config.dataloader = RaggedDataLoader.Config()
+    return config
+
+
+def run(config) -> Trainer:
+    trainer = config.build()
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    return trainer
+
+
+def reference(config, *, max_norm: float) -> list[tuple[int, float, float]]:
+    """The run written with plain torch in float64: each micro-batch's mean loss has its gradient, clipped, and the step
+    their mean by valid tokens, clipped once more; SGD."""
+    trainer = Trainer(config)
+    model = trainer.model_parts[0].double()
+    loader = config.dataloader.build(tokenizer=trainer.tokenizer, seq_len=32, local_batch_size=2, seed=0)
+    lines = []
+    for step in range(1, config.training.steps + 1):
+        micro_batches, total_loss = list(itertools.islice(loader, 4)), 0.0
+        n_tokens = sum(int((batch["labels"] != -100).sum()) for batch in micro_batches)
+        average = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for batch in micro_batches:
+            logits = model(batch["input"], batch["positions"])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            weight = int((batch["labels"] != -100).sum()) / n_tokens
+            norm = math.sqrt(sum((gradient**2).sum().item() for gradient in gradients))
+            for mean, gradient in zip(average, gradients, strict=True):
+                mean += weight * min(1.0, max_norm / norm) * gradient
+            total_loss += weight * loss.item()
+        norm = math.sqrt(sum((gradient**2).sum().item() for gradient in average))
+        lr = trainer.lr_scheduler.lr
+        trainer.lr_scheduler.step()
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), average, strict=True):
+                parameter -= min(1.0, config.training.max_norm / norm) * lr * gradient
+        lines.append((step, total_loss, norm))
+    trainer.close()
+    return lines
+
+
+@pytest.mark.parametrize("max_norm", [0.3, 1.5])
+def test_equals_plain_torch(tmp_path, max_norm):
+    options = {"micro_batch_max_norm": max_norm, "training__max_norm": 100.0}
+    options["training__mixed_precision_param"] = "float32"
+    trainer = run(config_of(tmp_path / "run", **options))
+    assert isinstance(trainer, MicroBatchClippingTrainer)
+    expected = reference(config_of(tmp_path / "reference", **options), max_norm=max_norm)
+    # Float32 against float64 over four steps.
+    assert read_metrics(tmp_path / "run", "loss", "grad_norm") == [pytest.approx(line, rel=1e-5) for line in expected]
+    # Clipped they were: an average is no longer than the longest of what it is made of.
+    assert all(norm <= max_norm * (1 + 1e-6) for _, norm in read_metrics(tmp_path / "run", "grad_norm"))
+
+
+def test_where_nothing_is_clipped_it_is_the_library_s_step(tmp_path):
+    """Bit by bit but for the order of a sum over micro-batches, which is the same one: so exactly."""
+    run(config_of(tmp_path / "clipped", micro_batch_max_norm=math.inf))
+    plain = {name.replace(".", "__"): value for name, value in TINY.items() if name not in ("module", "config")}
+    config = tiny_config(tmp_path / "plain", **plain)
+    config.dataloader = RaggedDataLoader.Config()
+    config.training.mixed_precision_param = "float32"
+    run(config)
+    names = ("loss", "grad_norm")
+    assert read_metrics(tmp_path / "clipped", *names) == read_metrics(tmp_path / "plain", *names)
+
+
+@pytest.mark.slow
+def test_two_processes_clip_what_one_does(tmp_path):
+    """A micro-batch is that of all ranks together: two of each rank, as four of one; sharded, and replicated."""
+    options = {**TINY, "micro_batch_max_norm": 0.3}
+    options = {name.replace(".", "__"): value for name, value in options.items()}
+    one = {**options, "training__local_batch_size": 4}
+    train(tmp_path / "one", MicroBatchClippingTrainer, **one)
+    replicas = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
+    for name, layout in {"FSDP": {}, "DDP": replicas, "TP": {"parallelism__tensor_parallel_degree": 2}}.items():
+        launch(tmp_path / name, 2, **(one if name == "TP" else options), **layout)
+        expected = read_metrics(tmp_path / "one", "loss", "grad_norm")
+        # As for the library's own layouts.
+        assert read_metrics(tmp_path / name, "loss", "grad_norm") == [
+            pytest.approx(line, rel=1e-5) for line in expected
+        ]
+
+
+def test_a_micro_batch_without_valid_tokens_adds_nothing(tmp_path):
+    class OftenIgnored(RaggedDataLoader):
+        count = 0
+
+        def __next__(self):
+            batch = super().__next__()
+            self.count += 1
+            if self.count % 2:
+                batch["labels"].fill_(-100)
+            return batch
+
+    config = config_of(tmp_path)
+    config.dataloader = OftenIgnored.Config()
+    run(config)
+    assert all(0 < norm < math.inf for _, norm in read_metrics(tmp_path, "grad_norm"))
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, math.nan])
+def test_a_norm_that_is_none_is_refused(tmp_path, norm):
+    with pytest.raises(UserError, match="micro_batch_max_norm"):
+        config_of(tmp_path, micro_batch_max_norm=norm).build()
+
+
+def test_there_must_be_gradients(tmp_path):
+    with pytest.raises(UserError, match="early_step_in_backward"):
+        config_of(tmp_path, optimizer__early_step_in_backward=True).build()

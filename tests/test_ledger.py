@@ -1,0 +1,125 @@
+"""The ledger: which documents each step was trained on."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training import launch, tiny_config, train
+from torchtitan.components.ledger import Ledger, shortened
+from torchtitan.tools.errors import RunFailure
+from torchtitan.trainer import Trainer
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """Fifty documents that fill a few windows each."""
+    path = tmp_path / "many.jsonl"
+    texts = [f"document {i} " + "has some words " * (3 + i % 7) for i in range(50)]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return path
+
+
+def read(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+
+
+def expected(data: Path, n_samples: int) -> list[str]:
+    """The names of the first samples of the global order, from a loader of one rank that takes one at a time."""
+    config = tiny_config(data.parent, dataloader__dataset=data).dataloader
+    from torchtitan.components.tokenizer import PretrainedTokenizer
+
+    tokenizer = PretrainedTokenizer.Config().build(path="")
+    loader = config.build(tokenizer=tokenizer, seq_len=32, local_batch_size=1)
+    return [loader.describe(next(loader)["documents"][0]) for _ in range(n_samples)]
+
+
+def test_every_step_s_documents_in_their_order(tmp_path, data):
+    train(tmp_path / "run", dataloader__dataset=data, debug__ledger=True, training__global_batch_size=4)
+    lines = read(tmp_path / "run")
+    assert [(line["step"], line["data_step"]) for line in lines] == [(step, step) for step in range(1, 5)]
+    assert [name for line in lines for name in line["documents"]] == expected(data, 16)
+    assert all("many.jsonl, document" in name for line in lines for name in line["documents"])
+
+
+def test_no_ledger_unless_asked_for(tmp_path):
+    train(tmp_path)
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_two_processes_write_what_one_does(tmp_path, data):
+    """Two ranks, two micro-batches each: the names come from both, in the global order, and rank 0 writes them."""
+    options = {"dataloader__dataset": data, "debug__ledger": True, "training__global_batch_size": 8}
+    launch(tmp_path / "run", 2, **options)
+    assert [name for line in read(tmp_path / "run") for name in line["documents"]] == expected(data, 32)
+
+
+class Killed(Exception):
+    """Stands for the end of a process between two steps."""
+
+
+class KilledAfterStepThree(Trainer):
+    def complete_step(self, outcome):
+        super().complete_step(outcome)
+        if self.step == 3:
+            raise Killed
+
+
+def test_a_resumed_run_drops_what_is_done_again(tmp_path, data):
+    options = {"dataloader__dataset": data, "debug__ledger": True, "training__steps": 5}
+    options |= {"checkpoint__enable": True, "checkpoint__interval": 2}
+    train(tmp_path / "straight", **options)
+    with pytest.raises(Killed):
+        train(tmp_path / "resumed", KilledAfterStepThree, **options)
+    assert [line["step"] for line in read(tmp_path / "resumed")] == [1, 2, 3]
+    with open(tmp_path / "resumed" / "ledger.jsonl", "a") as torn:
+        torn.write('{"step": 2, "docu')
+    train(tmp_path / "resumed", **options)
+    assert read(tmp_path / "resumed") == read(tmp_path / "straight")
+
+
+def test_an_epoch_in_the_ledger_is_every_sample_once(tmp_path, data):
+    """Also where the last batch is filled up: what fills it has no name."""
+    trainer = train(
+        tmp_path / "run", dataloader__dataset=data, debug__ledger=True, training__epochs=2, training__local_batch_size=5
+    )
+    counts = Counter(name for line in read(tmp_path / "run") for name in line["documents"])
+    n_samples = trainer.dataloader.n_samples
+    assert n_samples % 5 != 0 and trainer.step == math.ceil(n_samples / 5)
+    assert sum(counts.values()) == n_samples
+    assert all(count % 2 == 0 for count in counts.values())
+
+
+def test_a_line_is_there_before_its_checkpoint(tmp_path, data):
+    class Looking(Trainer):
+        def report(self, outcome):
+            assert read(tmp_path)[-1]["step"] == self.step
+            super().report(outcome)
+
+    train(tmp_path, Looking, dataloader__dataset=data, debug__ledger=True)
+
+
+def test_a_full_disk_ends_the_run(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path / "ledger.jsonl", lambda row: [f"row {int(row[0])}"], rank=0, is_batch_leader=True)
+    ledger.open(0)
+    ledger.take([{"documents": torch.tensor([[3, 4], [5, 6]])}, {"input": torch.zeros(1, 1)}])
+    ledger.write(1, 1)
+    assert read(tmp_path) == [{"step": 1, "data_step": 1, "documents": ["row 3", "row 5"]}]
+
+    def full(document):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ledger._file, "append", full)
+    with pytest.raises(RunFailure, match=r"ledger\.jsonl' cannot be written: No space left"):
+        ledger.write(2, 2)
+    ledger.close()
+    ledger.close()
+
+
+def test_long_lists_are_shortened():
+    assert shortened([]) == "not known"
+    assert shortened(["a", "b"]) == "a; b"
+    assert shortened([str(i) for i in range(11)], shown=3) == "0; 1; 2 and 8 more"

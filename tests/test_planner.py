@@ -1,0 +1,284 @@
+"""The planner: every sample once per epoch, one order for all, exact at any window, limits kept."""
+
+import itertools
+import json
+import time
+import zlib
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, StepStatistics
+from torchtitan.tools.errors import UserError
+
+CAPACITY = 64
+
+
+def some_lengths(*n_samples, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, 30 + 10 * i, n) for i, n in enumerate(n_samples)]
+
+
+def shuffled(lengths, shuffle=True, seed=0):
+    config = ShuffleSampler.Config(shuffle=shuffle)
+    return [config.build(n_samples=len(of_source), seed=seed + i) for i, of_source in enumerate(lengths)]
+
+
+def make(lengths, *, samplers=None, chunk=50, **options):
+    return Planner(lengths, CAPACITY, samplers or shuffled(lengths), chunk=chunk, **options)
+
+
+def flat(windows):
+    return [(window.source, window.epoch, window.samples.tolist(), window.n_tokens) for window in windows]
+
+
+@pytest.mark.parametrize("packing", ["ffd", "multipack", "none"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_sample_once_per_epoch(packing, shuffle):
+    lengths = some_lengths(120, 77)
+    windows = list(make(lengths, samplers=shuffled(lengths, shuffle), packing=packing, epochs=3))
+    seen = Counter((window.source, window.epoch, sample) for window in windows for sample in window.samples.tolist())
+    assert seen == Counter((i, e, s) for i, of in enumerate(lengths) for e in range(3) for s in range(len(of)))
+    for window in windows:
+        assert window.n_tokens == lengths[window.source][window.samples].sum() <= CAPACITY
+        assert packing != "none" or len(window.samples) == 1
+    for source in range(2):  # no epoch begins before the one before it is over
+        assert (np.diff([window.epoch for window in windows if window.source == source]) >= 0).all()
+
+
+def test_all_sources_are_read_equally_often_unless_weights_say_otherwise():
+    lengths = some_lengths(300, 100, 40)
+    total = np.array([of_source.sum() for of_source in lengths])
+    given = np.zeros(3)
+    for window in make(lengths, epochs=2):
+        given[window.source] += window.n_tokens
+        assert np.abs(given - total / total.sum() * given.sum()).max() <= CAPACITY
+    np.testing.assert_array_equal(given, 2 * total)
+
+
+def test_weights_are_shares_of_the_tokens():
+    lengths = some_lengths(100, 500)
+    given = np.zeros(2)
+    for window in itertools.islice(make(lengths, weights=[0.7, 0.3]), 400):
+        given[window.source] += window.n_tokens
+        assert np.abs(given - np.array([0.7, 0.3]) * given.sum()).max() <= CAPACITY
+
+
+def test_weights_change_by_steps_of_windows():
+    lengths = some_lengths(100, 500)
+    planner = make(lengths, weights=[1, 0], schedule=[(6, [0, 1])], windows_per_step=4)
+    sources = [window.source for window in itertools.islice(planner, 80)]
+    assert set(sources[:20]) == {0} and set(sources[20:]) == {1}
+    with pytest.raises(UserError, match="--dataloader.weights"):
+        make(lengths, schedule=[(6, [0, 1])])
+
+
+def test_with_weights_the_data_ends_with_the_first_source_that_is_over():
+    lengths = [np.full(10, CAPACITY), np.full(1000, CAPACITY)]
+    windows = list(make(lengths, weights=[1, 1], epochs=1))
+    counts = Counter(window.source for window in windows)
+    assert counts[0] == 10 and abs(counts[1] - 10) <= 1
+
+
+def test_the_order_is_that_of_the_seed():
+    lengths = some_lengths(200)
+    first = flat(itertools.islice(make(lengths), 30))
+    assert flat(itertools.islice(make(lengths), 30)) == first
+    assert flat(itertools.islice(make(lengths, seed=1), 30)) != first
+    assert flat(itertools.islice(make(lengths, samplers=shuffled(lengths, seed=1)), 30)) != first
+
+
+def test_windows_are_not_in_the_order_of_packing():
+    """First-fit-decreasing leaves the windows sorted by their longest sample; training must not see them so."""
+    lengths = some_lengths(1000)
+    longest = [lengths[0][window.samples].max() for window in make(lengths, chunk=1000, epochs=1)]
+    assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 0.3
+    assert all((np.diff(w.samples) > 0).all() for w in make(lengths, samplers=shuffled(lengths, False), epochs=1))
+
+
+def test_without_shuffling_the_samples_come_in_order():
+    lengths = some_lengths(100)
+    windows = list(make(lengths, samplers=shuffled(lengths, shuffle=False), packing="none", epochs=1))
+    assert [int(window.samples[0]) for window in windows] == list(range(100))
+    windows = list(make(lengths, samplers=shuffled(lengths, shuffle=False), chunk=100, epochs=1))
+    first_samples = [int(window.samples[0]) for window in windows]
+    assert first_samples == sorted(first_samples)
+
+
+def test_samples_have_numbers_over_all_sources():
+    assert make(some_lengths(5, 7, 1)).offsets.tolist() == [0, 5, 12, 13]
+
+
+@pytest.mark.parametrize("packing", ["ffd", "multipack", "none"])
+def test_goes_on_from_any_window(packing):
+    lengths = some_lengths(60, 33)
+    options: dict[str, Any] = {"packing": packing, "weights": [0.6, 0.4], "chunk": 25, "epochs": 4}
+    windows = flat(make(lengths, **options))
+    planner = make(lengths, **options)
+    snapshots = []
+    for stop in range(len(windows) + 1):
+        snapshots.append(planner.snapshot())
+        if packing == "none" and stop % 5 and stop < len(windows):  # several times as many windows
+            next(planner)
+            continue
+        state = json.loads(json.dumps(planner.state_dict()))
+        other = make(lengths, samplers=shuffled(lengths, seed=99), **{**options, "seed": 99})
+        other.load_state_dict(state)
+        assert other.n_windows == stop
+        assert flat(other) == windows[stop:]
+        if stop < len(windows):
+            assert flat([next(planner)]) == [windows[stop]]
+    # Those taken on the way still say where they were taken.
+    for stop, snapshot in enumerate(snapshots):
+        other = make(lengths, **options)
+        other.load_state_dict(json.loads(json.dumps(planner.state_dict(snapshot))))
+        assert flat(other) == windows[stop:]
+
+
+def test_windows_are_counted_exactly():
+    lengths = some_lengths(150, 80)
+    planner = make(lengths, epochs=3)
+    for _ in range(5):
+        next(planner)
+    assert planner.count_windows() == 5 + sum(1 for _ in planner)
+    assert make(lengths).count_windows() is None
+
+
+def test_reading_too_often_is_refused_when_it_happens_and_before():
+    lengths = [np.full(10, CAPACITY), np.full(100, CAPACITY)]
+    options: dict[str, Any] = {"weights": [0.5, 0.5], "max_epochs": [1, 1], "names": ["small.jsonl", "large.jsonl"]}
+    planner = make(lengths, **options)
+    windows = []
+    with pytest.raises(UserError, match=r"small.jsonl would be read 1\.\d+ times.*limit of 1: .*max_epochs"):
+        for window in planner:
+            windows.append(window)
+    assert Counter(window.source for window in windows)[0] == 10
+    planner = make(lengths, **options)
+    planner.check_repetitions(len(windows))
+    with pytest.raises(UserError, match="small.jsonl would be read"):
+        planner.check_repetitions(len(windows) + 1)
+    with pytest.raises(UserError, match=r"small.jsonl would be read 2\.50 times in 50 windows"):
+        planner.check_repetitions(50)
+    assert planner.n_windows == 0
+    make(lengths, **{**options, "max_epochs": [3, None]}).check_repetitions(50)
+    with pytest.raises(UserError, match="1 values of --dataloader.max_epochs for 2"):
+        make(lengths, max_epochs=[1])
+
+
+def test_one_epoch_of_a_limit_is_exactly_one_epoch():
+    lengths = some_lengths(100, 57)
+    planner = make(lengths, max_epochs=[1, 1], epochs=1)
+    n_windows = planner.count_windows()
+    planner.check_repetitions(n_windows)
+    assert sum(1 for _ in planner) == n_windows
+
+
+class Learner(Sampler):
+    """Draws by what it observed: a random order seeded by all it has learned."""
+
+    needs_sample_losses = True
+
+    def __init__(self, config, *, n_samples, seed):
+        super().__init__(config, n_samples=n_samples, seed=seed)
+        self.learned: list[Any] = []
+        self.drawn = 0
+
+    @property
+    def epoch(self):
+        return self.drawn // self.n_samples
+
+    def draw(self, n):
+        n = min(n, self.n_samples - self.drawn % self.n_samples)
+        self.drawn += n
+        key = zlib.crc32(json.dumps([self.drawn, self.learned]).encode())
+        return np.random.default_rng([key, self.seed]).integers(0, self.n_samples, n)
+
+    def observe(self, statistics):
+        self.learned.append([statistics.step, statistics.loss, statistics.samples.tolist()])
+        assert len(statistics.samples) == len(statistics.sample_losses)
+
+    def state_dict(self):
+        return {"learned": list(self.learned), "drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.learned, self.drawn = list(state["learned"]), state["drawn"]
+
+
+def train(planner, n_steps, *, per_step, ahead, first=0):
+    """What a loader that prepares `ahead` windows does: hand out windows, observe steps, save the position of the last
+    one handed out. Gives the windows and, for each step, the state behind it."""
+    prepared, handed_out, states = [], [], []
+    for step in range(first, first + n_steps):
+        for _ in range(per_step):
+            while len(prepared) < ahead + 1:
+                prepared.append((next(planner), planner.snapshot()))
+            window, snapshot = prepared.pop(0)
+            handed_out.append(window)
+        samples = np.concatenate([w.samples + planner.offsets[w.source] for w in handed_out[-per_step:]])
+        statistics = StepStatistics(step + 1, 1 / (step + 1), 1.0, samples, samples / 7.0)
+        planner.observe(statistics, (step + 1) * per_step)
+        states.append(json.loads(json.dumps(planner.state_dict(snapshot))))
+    return flat(handed_out), states
+
+
+@pytest.mark.parametrize(("per_step", "ahead"), [(1, 0), (3, 0), (1, 4), (3, 5), (2, 40)])
+def test_what_samplers_learned_is_resumed_exactly(per_step, ahead):
+    lengths = some_lengths(40, 23)
+
+    def fresh():
+        samplers = [Learner(Learner.Config(), n_samples=len(of_source), seed=i) for i, of_source in enumerate(lengths)]
+        return make(lengths, samplers=samplers, chunk=6, ahead=ahead), samplers
+
+    planner, samplers = fresh()
+    assert planner.count_windows() is None
+    windows, states = train(planner, 40, per_step=per_step, ahead=ahead)
+    steps, _, of_first = zip(*samplers[0].learned, strict=True)
+    assert list(steps) == list(range(1, len(steps) + 1)), "each step once, in order"
+    assert len(steps) == (planner.n_windows - 1 - ahead) // per_step, "as soon as `ahead` allows"
+    assert all(0 <= sample < 40 for samples in of_first for sample in samples)
+    for stop in range(1, 40, 3):
+        other, _ = fresh()
+        other.load_state_dict(states[stop - 1])
+        rest, later = train(other, 40 - stop, per_step=per_step, ahead=ahead, first=stop)
+        assert rest == windows[stop * per_step :]
+        assert later[-1] == states[-1]
+
+
+def test_what_was_observed_is_learned_once_by_another_number_of_workers():
+    lengths = some_lengths(40)
+
+    def fresh(ahead):
+        sampler = Learner(Learner.Config(), n_samples=40, seed=0)
+        return make(lengths, samplers=[sampler], chunk=6, ahead=ahead), sampler
+
+    for before, after in itertools.permutations([0, 3, 8], 2):
+        planner, _ = fresh(before)
+        _, states = train(planner, 20, per_step=2, ahead=before)
+        planner, sampler = fresh(after)
+        planner.load_state_dict(states[-1])
+        train(planner, 20, per_step=2, ahead=after, first=20)
+        steps = [step for step, _, _ in sampler.learned]
+        assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 35
+
+
+def test_planning_further_ahead_than_said_is_our_mistake():
+    lengths = some_lengths(40)
+    sampler = Learner(Learner.Config(), n_samples=40, seed=0)
+    planner = make(lengths, samplers=[sampler], ahead=1)
+    for _ in range(4):
+        next(planner)
+    with pytest.raises(AssertionError, match="ahead"):
+        planner.observe(StepStatistics(1, 1.0, 1.0, np.empty(0, np.int64), np.empty(0)), 2)
+
+
+@pytest.mark.slow
+def test_a_million_samples():
+    """Prints how long the plan of an epoch takes; no time is asserted."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.0, 0.8, 1_000_000).astype(np.int64), 1, 4096)
+    begin = time.perf_counter()
+    planner = Planner([lengths], 4096, shuffled([lengths]), epochs=1)
+    n_windows = planner.count_windows()
+    seconds = time.perf_counter() - begin
+    print(f"\n{n_windows} windows in {seconds:.1f} s, {lengths.sum() / n_windows / 4096:.2%} full")

@@ -1,0 +1,447 @@
+"""Preference and prompt data: what the model is given and trained on, policies, order, exact resume."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
+from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
+from torchtitan.components.data.packing import NO_DOCUMENT
+from torchtitan.components.data.plan import ShuffleSampler, StepStatistics
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.distributed import initialize_weights
+from torchtitan.models.llama3 import model_registry
+from torchtitan.tools.errors import UserError
+
+SEQ_LEN = 48
+TEMPLATE = (
+    "{% for m in messages %}{{ 'A: ' + m.content + eos_token if m.role == 'assistant' else 'Q: ' + m.content }}"
+    "{{ '\n' }}{% endfor %}{{ 'A:' if add_generation_prompt else '' }}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return PretrainedTokenizer.Config().build()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a template in it, and a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def write(path, rows):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def pairs(n):
+    return [{"prompt": f"Is {i} big?", "chosen": f"No, {i} is not.", "rejected": f"I like {i}."} for i in range(n)]
+
+
+def questions(n):
+    return [{"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}."} for i in range(n)]
+
+
+def build(tokenizer, cls: Any = PreferenceDataLoader, dataset=("data.jsonl",), seq_len=SEQ_LEN, batch=2, **options):
+    runtime = {name: options.pop(name) for name in ("dp_rank", "dp_world_size", "seed", "epochs") if name in options}
+    config = cls.Config(**{"chat_template": "template.jinja", **options}, dataset=list(dataset))
+    return config.build(tokenizer=tokenizer, seq_len=seq_len, local_batch_size=batch, **runtime)
+
+
+def in_order(**options):
+    return {"sampler": ShuffleSampler.Config(shuffle=False), "epochs": 1, **options}
+
+
+def trained_text(tokenizer, labels):
+    return tokenizer.decode(labels[labels != IGNORE_INDEX].tolist(), skip_special_tokens=False)
+
+
+def test_both_sides_of_a_pair(tokenizer, folder):
+    write(folder / "data.jsonl", pairs(3))
+    batches = list(build(tokenizer, **in_order()))
+    assert [batch["documents"].tolist() for batch in batches] == [[[0], [1]], [[2], [NO_DOCUMENT]]]
+    eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
+    for batch, row, pair in ((batches[i // 2], i % 2, pair) for i, pair in enumerate(pairs(3))):
+        for side in ("chosen", "rejected"):
+            inputs, labels, positions = (batch[f"{side}_{name}"][row] for name in ("input", "labels", "positions"))
+            assert inputs.shape == labels.shape == positions.shape == (SEQ_LEN,)
+            text = f"Q: {pair['prompt']}\nA: {pair[side]}{eos}\n"
+            ids = tokenizer.tokenize([text], allow_special=True)[0]
+            n = len(ids) - 1
+            assert inputs[:n].tolist() == ids[:-1]
+            assert positions.tolist() == [*range(n), *range(SEQ_LEN - n)]
+            assert trained_text(tokenizer, labels) == f" {pair[side]}{eos}"
+            trained = labels[:n] != IGNORE_INDEX
+            assert torch.equal(labels[:n][trained], torch.tensor(ids[1:])[trained])
+            assert (labels[n:] == IGNORE_INDEX).all()
+
+
+def test_a_row_that_fills_up_trains_nothing(tokenizer, folder):
+    write(folder / "data.jsonl", pairs(1))
+    loader = build(tokenizer, batch=3, **in_order())
+    (batch,) = loader
+    for side in ("chosen", "rejected"):
+        assert (batch[f"{side}_labels"][1:] == IGNORE_INDEX).all()
+    assert loader.n_samples == 1 and loader.exhausted
+    assert loader.document_names(batch["documents"][0]) == ["data.jsonl:1"]
+    assert loader.document_names(batch["documents"][1]) == []
+    assert loader.describe(batch["documents"][1]) == "no document (padding)"
+
+
+def test_the_two_forward_passes_see_each_answer_as_if_it_were_alone(tokenizer, folder):
+    """Log-probability of each answer, from padded batches against one sequence at a time (1e-4: a sum of floats)."""
+    write(folder / "data.jsonl", pairs(4))
+    loader = build(tokenizer, batch=4, **in_order())
+    (batch,) = loader
+    config = model_registry("debugmodel").model
+    config.vocab_size = tokenizer.vocab_size
+    model = config.build()
+    initialize_weights(model, seed=1)
+
+    def log_probability(logits, labels):
+        return -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).sum(dim=1)
+
+    with torch.no_grad():
+        for i, side in enumerate(("chosen", "rejected")):
+            logits = model(batch[f"{side}_input"], batch[f"{side}_positions"])
+            together = log_probability(logits, batch[f"{side}_labels"])
+            for row in range(4):
+                part = loader.sets[0].example(row).parts[i]
+                ids, trained = torch.from_numpy(part.ids), torch.from_numpy(part.trained)
+                labels = torch.where(trained, ids, IGNORE_INDEX)
+                alone = log_probability(model(ids[None, :-1]), labels[None, 1:])
+                torch.testing.assert_close(together[row], alone[0], rtol=1e-5, atol=1e-4)
+
+
+def test_only_the_answer_of_the_last_turn_is_trained(tokenizer, folder):
+    turns = [{"from": who, "value": says} for who, says in (("human", "Hi."), ("gpt", "Hello."), ("human", "Go on."))]
+    row = {
+        "conversations": turns,
+        "chosen": {"from": "gpt", "value": "Yes."},
+        "rejected": {"from": "gpt", "value": "No."},
+    }
+    write(folder / "data.jsonl", [row])
+    batch = next(build(tokenizer, batch=1, **in_order()))
+    eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
+    assert trained_text(tokenizer, batch["chosen_labels"][0]) == f" Yes.{eos}"
+    assert trained_text(tokenizer, batch["rejected_labels"][0]) == f" No.{eos}"
+
+
+class TestTooLong:
+    ROWS = [
+        {"prompt": "Is it big? " * 20, "chosen": "No, it is small.", "rejected": "I like it."},
+        {"prompt": "Is it?", "chosen": "No.", "rejected": "I like it. " * 20},
+        {"prompt": "Is it?", "chosen": "No.", "rejected": "I like it."},
+    ]
+
+    def test_drop(self, tokenizer, folder):
+        write(folder / "data.jsonl", self.ROWS)
+        loader = build(tokenizer, **in_order())
+        (batch,) = loader
+        assert loader.document_names(batch["documents"][0]) == ["data.jsonl:3"]
+        report = loader.sets[0].report
+        assert (report.rows, report.kept, report.dropped["too_long"].count) == (3, 1, 2)
+        labels = torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
+        assert report.trained_tokens == (labels != IGNORE_INDEX).sum()
+        eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
+        ids = tokenizer.tokenize([f"Q: Is it?\nA: {a}{eos}\n" for a in ("No.", "I like it.")], allow_special=True)
+        assert report.tokens == sum(map(len, ids))
+
+    def test_truncate_left_cuts_both_sides_alike_and_no_answer(self, tokenizer, folder):
+        write(folder / "data.jsonl", self.ROWS)
+        loader = build(tokenizer, too_long="truncate_left", **in_order())
+        (batch,) = loader
+        assert [loader.describe(row) for row in batch["documents"]] == ["data.jsonl:1", "data.jsonl:3"]
+        report = loader.sets[0].report
+        assert (report.kept, report.truncated.count, report.dropped["too_long"].count) == (2, 1, 1)
+        chosen, rejected = batch["chosen_input"][0], batch["rejected_input"][0]
+        n_prompt = int((batch["chosen_labels"][0] != IGNORE_INDEX).nonzero()[0])
+        assert n_prompt > 20 and torch.equal(chosen[:n_prompt], rejected[:n_prompt])
+        assert trained_text(tokenizer, batch["chosen_labels"][0]).startswith(" No, it is small.")
+        assert report.tokens == sum(len(part.ids) for i in range(2) for part in loader.sets[0].example(i).parts)
+        longest = max(len(part.ids) for part in loader.sets[0].example(0).parts)
+        assert longest == SEQ_LEN + 1, "no more is cut than must be"
+
+    def test_error(self, tokenizer, folder):
+        write(folder / "data.jsonl", self.ROWS)
+        with pytest.raises(UserError, match=r"data.jsonl:1: \d+ tokens, 49 fit; --dataloader.too_long"):
+            build(tokenizer, too_long="error")
+
+    def test_nothing_left(self, tokenizer, folder):
+        write(folder / "data.jsonl", self.ROWS[:2])
+        with pytest.raises(UserError, match="no row of data.jsonl is left(.|\n)*too_long: 2"):
+            build(tokenizer)
+
+
+def test_empty_and_broken_rows(tokenizer, folder):
+    same = {"prompt": "Is it?", "chosen": "No.", "rejected": "No."}
+    wrong = {"prompt": "Is it?", "chosen": "No.", "rejected": 7}
+    write(folder / "data.jsonl", [*pairs(2), same, wrong])
+    with pytest.raises(UserError, match=r"data.jsonl:4: .*int.*--dataloader.broken drop"):
+        build(tokenizer)
+    with pytest.raises(UserError, match=r"data.jsonl:3: .*same.*--dataloader.empty drop"):
+        build(tokenizer, empty="error", broken="drop")
+    report = build(tokenizer, broken="drop").sets[0].report
+    assert (report.rows, report.kept) == (4, 2)
+    assert {reason: tally.count for reason, tally in report.dropped.items()} == {"empty": 1, "broken": 1}
+
+
+def test_mistakes_are_named(tokenizer, folder):
+    write(folder / "data.jsonl", pairs(2))
+    with pytest.raises(UserError, match="--dataloader.dataset"):
+        PreferenceDataLoader.Config().build(tokenizer=tokenizer, seq_len=8, local_batch_size=1)
+    with pytest.raises(UserError, match="chatml"):
+        build(tokenizer, chat_template="")
+    with pytest.raises(UserError, match="num_workers"):
+        build(tokenizer, num_workers=-1)
+    with pytest.raises(UserError, match="local_batch_size"):
+        build(tokenizer, batch=0)
+    write(folder / "other.jsonl", [{"prompt": "a", "response": "b"}])
+    with pytest.raises(UserError, match="prompt, response"):
+        build(tokenizer, dataset=["other.jsonl"])
+
+
+def test_columns_of_other_names(tokenizer, folder):
+    write(
+        folder / "data.jsonl", [{"frage": p["prompt"], "gut": p["chosen"], "schlecht": p["rejected"]} for p in pairs(2)]
+    )
+    loader = build(tokenizer, columns=["prompt=frage", "chosen=gut", "rejected=schlecht"], **in_order())
+    write(folder / "plain.jsonl", pairs(2))
+    for batch, expected in zip(loader, build(tokenizer, dataset=["plain.jsonl"], **in_order()), strict=True):
+        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+
+
+def test_the_cache_is_made_once_and_anew_for_other_data(tokenizer, folder):
+    write(folder / "data.jsonl", pairs(2))
+    build(tokenizer).config.prepare(tokenizer=tokenizer)
+    made = sorted((folder / "cache" / "examples").glob("*/ids.bin"))
+    build(tokenizer)
+    assert len(made) == 1 and sorted((folder / "cache" / "examples").glob("*/ids.bin")) == made
+    write(folder / "data.jsonl", pairs(3))
+    assert build(tokenizer, epochs=1).n_samples == 3
+    (folder / "template.jinja").write_text(TEMPLATE.replace("Q:", "Question:"))
+    build(tokenizer)
+    assert len(list((folder / "cache" / "examples").glob("*/ids.bin"))) == 3
+
+
+def ledger(loaders, n_batches):
+    """The names that all ranks see in `n_batches` batches, in their order, and each rank's next position."""
+    names = []
+    for _ in range(n_batches):
+        for loader in loaders:
+            names += [name for row in next(loader)["documents"] for name in loader.document_names(row)]
+    return names
+
+
+@pytest.mark.parametrize("cls", [PreferenceDataLoader, PromptDataLoader])
+def test_stopped_anywhere_and_resumed_by_others_nothing_is_lost_or_seen_twice(tokenizer, folder, cls):
+    make = pairs if cls is PreferenceDataLoader else questions
+    write(folder / "data.jsonl", make(23))
+    write(folder / "more.jsonl", make(18))
+    dataset = ["data.jsonl", "more.jsonl"]
+
+    def ranks(n_ranks, batch, **options):
+        return [
+            build(tokenizer, cls, dataset, batch=batch, dp_rank=r, dp_world_size=n_ranks, epochs=3, **options)
+            for r in range(n_ranks)
+        ]
+
+    (alone,) = ranks(1, 1)
+    expected = ledger([alone], alone.n_samples)
+    assert Counter(expected) == Counter({name: 3 for name in expected}) and len(set(expected)) == 41
+    assert len(set(expected[:40])) >= 39, "both sets are read equally often"
+    rng = random.Random(0)
+    for _ in range(3):
+        state, seen = None, []
+        for n_ranks, batch, workers in ((1, 4, 0), (2, 3, 0), (1, 2, 2), (4, 1, 0)):
+            loaders = ranks(n_ranks, batch, num_workers=workers)
+            for loader in loaders:
+                if state is not None:
+                    loader.load_state_dict(json.loads(json.dumps(state)))
+            seen += ledger(loaders, rng.randint(1, 5))
+            state = loaders[0].state_dict()
+            assert all(loader.state_dict() == state for loader in loaders)
+            for loader in loaders:
+                loader.close()
+        (last,) = ranks(1, 1)
+        last.load_state_dict(state)
+        seen += ledger([last], len(expected) - len(seen))
+        assert seen == expected
+        with pytest.raises(StopIteration):
+            next(last)
+
+
+def test_a_position_in_other_data_is_refused(tokenizer, folder, caplog):
+    write(folder / "data.jsonl", pairs(5))
+    loader = build(tokenizer)
+    next(loader)
+    state = loader.state_dict()
+    write(folder / "data.jsonl", pairs(6))
+    other = build(tokenizer)
+    first = next(build(tokenizer))["documents"]
+    with caplog.at_level("WARNING", logger="torchtitan"):
+        other.load_state_dict(state)
+    assert "other data" in caplog.text
+    assert torch.equal(next(other)["documents"], first)
+
+
+def test_validation_data_is_in_order(tokenizer, folder):
+    write(folder / "data.jsonl", pairs(5))
+    write(folder / "held_out.jsonl", pairs(4))
+    config = PreferenceDataLoader.Config(dataset=["data.jsonl"], chat_template="template.jinja")
+    assert config.for_validation("") is None
+    validation = config.for_validation("held_out.jsonl")
+    assert isinstance(validation, PreferenceDataLoader.Config)
+    loader = validation.build(tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=4, epochs=1)
+    assert [batch["documents"].flatten().tolist() for batch in loader] == [[0, 1, 2, 3]]
+
+
+def test_prompts_and_their_answers(tokenizer, folder):
+    write(folder / "data.jsonl", [*questions(2), {"question": "And then?"}])
+    loader = build(tokenizer, PromptDataLoader, **in_order())
+    first, second = loader
+    assert first["prompts"].shape == (2, int(first["prompt_lengths"].max()))
+    texts = [f"Q: {row['question']}\nA:" for row in [*questions(2), {"question": "And then?"}]]
+    expected = tokenizer.tokenize(texts, allow_special=True)
+    assert prompt_ids(first) + prompt_ids(second) == [*expected, []]
+    assert second["documents"].tolist() == [[2], [NO_DOCUMENT]]
+    answers = [loader.answer(number) for number in [0, 1, 2, NO_DOCUMENT]]
+    assert answers == ["It is 0.", "It is 2.", None, None]
+
+
+def test_answers_of_several_data_sets(tokenizer, folder):
+    write(folder / "data.jsonl", questions(3))
+    write(folder / "more.jsonl", [{"prompt": "Who?", "solution": 42}])
+    loader = build(tokenizer, PromptDataLoader, ["data.jsonl", "more.jsonl"], **in_order())
+    assert loader.answer(2) == "It is 4." and loader.answer(3) == "42"
+    assert loader.sample_name(3) == "more.jsonl: more.jsonl:1"
+
+
+def test_prompts_that_are_too_long(tokenizer, folder):
+    write(folder / "data.jsonl", [{"prompt": "Who is it? " * 20}, {"prompt": "Who?"}])
+    assert build(tokenizer, PromptDataLoader, epochs=1).n_samples == 1
+    loader = build(tokenizer, PromptDataLoader, too_long="truncate_left", **in_order())
+    (batch,) = loader
+    whole = tokenizer.tokenize([f"Q: {'Who is it? ' * 20}\nA:"], allow_special=True)[0]
+    assert prompt_ids(batch)[0] == whole[-SEQ_LEN:]
+
+
+class Curious(ShuffleSampler):
+    """Remembers what it was given to observe."""
+
+    needs_sample_losses = True
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ShuffleSampler.Config):
+        pass
+
+    def __init__(self, config, **runtime):
+        super().__init__(config, **runtime)
+        self.seen: list[Any] = []
+
+    def observe(self, statistics):
+        self.seen.append([statistics.step, statistics.samples.tolist(), statistics.sample_losses.tolist()])
+
+    def state_dict(self):
+        return {**super().state_dict(), "seen": list(self.seen)}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.seen = list(state["seen"])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_statistics_reach_the_samplers(tokenizer, folder, num_workers):
+    """Each step once, with the numbers in the sampler's own data set, also where the run was stopped meanwhile; with
+    workers, as many batches later as they prepare ahead."""
+    write(folder / "data.jsonl", pairs(2))
+    write(folder / "more.jsonl", pairs(3))
+    options: dict[str, Any] = {"sampler": Curious.Config(), "num_workers": num_workers}
+
+    def fresh():
+        return build(tokenizer, dataset=["data.jsonl", "more.jsonl"], **options)
+
+    loader = fresh()
+    assert loader.needs_sample_losses and not build(tokenizer).needs_sample_losses
+    for step in range(1, 13):
+        next(loader)
+        loader.observe(StepStatistics(step, 2.0, 1.0, np.array([1, 4]), np.array([0.5, step])))
+        if step == 7:
+            state = json.loads(json.dumps(loader.state_dict()))
+            loader.close()
+            loader = fresh()
+            loader.load_state_dict(state)
+    next(loader)
+    streams = loader.state_dict()["position"]["streams"]
+    loader.close()
+    n_learned = 12 - 2 * num_workers
+    assert streams[0]["sampler"]["seen"] == [[step, [1], [0.5]] for step in range(1, n_learned + 1)]
+    assert streams[1]["sampler"]["seen"] == [[step, [2], [step]] for step in range(1, n_learned + 1)]
+
+
+class TestRealFiles:
+    """Against the text spelt by hand, encoded by the library `tokenizers` itself."""
+
+    @pytest.fixture(scope="class")
+    def mistral(self, assets):
+        return PretrainedTokenizer.Config().build(path=assets / "mistral-v0.3-tokenizer")
+
+    @pytest.fixture
+    def reference(self, assets):
+        from tokenizers import Tokenizer
+
+        backend = Tokenizer.from_file(str(assets / "mistral-v0.3-tokenizer" / "tokenizer.json"))
+        return lambda text: backend.encode(text, add_special_tokens=False).ids
+
+    def test_plain_pairs(self, mistral, reference, assets, folder):
+        path = assets / "preference" / "instruction-data-with-preference.json"
+        rows = [row for row in json.loads(path.read_text()) if row["chosen"] != row["rejected"]]
+        loader = build(mistral, dataset=[str(path)], seq_len=512, batch=50, chat_template="mistral", **in_order())
+        assert loader.n_samples == len(rows)
+        batch = next(loader)
+        for i, row in enumerate(rows[:50]):
+            prompt = row["instruction"] + (f"\n\n{row['input']}" if row["input"] else "")
+            for side in ("chosen", "rejected"):
+                ids = reference(f"<s>[INST] {prompt}[/INST] {row[side]}</s>")
+                n_prompt = len(reference(f"<s>[INST] {prompt}[/INST]"))
+                assert batch[f"{side}_input"][i, : len(ids) - 1].tolist() == ids[:-1]
+                labels = batch[f"{side}_labels"][i]
+                assert labels[labels != IGNORE_INDEX].tolist() == ids[n_prompt:]
+
+    def test_sharegpt_pairs(self, mistral, assets, folder):
+        rows = json.loads((assets / "preference" / "dpo_en_demo.json").read_text())[:40]
+        (folder / "dpo.json").write_text(json.dumps(rows))
+        loader = build(mistral, dataset=["dpo.json"], seq_len=4096, batch=40, chat_template="mistral", **in_order())
+        (batch,) = loader
+        for i, row in enumerate(rows):
+            for side in ("chosen", "rejected"):
+                labels = batch[f"{side}_labels"][i]
+                answer = labels[labels != IGNORE_INDEX].tolist()
+                assert mistral.decode(answer, skip_special_tokens=True).strip() == row[side]["value"].strip()
+                assert answer[-1] == mistral.eos_id
+
+    def test_gsm8k_as_prompts(self, mistral, reference, assets, folder):
+        path = assets / "sft" / "gsm8k_train.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()[:300]]
+        write(folder / "gsm8k.jsonl", rows)
+        loader = build(
+            mistral, PromptDataLoader, ["gsm8k.jsonl"], seq_len=512, batch=8, chat_template="mistral", epochs=1
+        )
+        assert loader.n_samples == 300
+        for batch in loader:
+            for ids, number in zip(prompt_ids(batch), batch["documents"].flatten().tolist(), strict=True):
+                if number != NO_DOCUMENT:
+                    assert ids == reference(f"<s>[INST] {rows[number]['question']}[/INST]")
+                    assert loader.answer(number) == rows[number]["answer"]

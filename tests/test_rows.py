@@ -1,0 +1,255 @@
+"""Rows of every kind of file: their values, their places, and what is wrong with one of them or with all."""
+
+import csv
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from torchtitan.components.data.finetuning import registry
+from torchtitan.components.data.finetuning.chats import Chats
+from torchtitan.components.data.finetuning.registry import ChatDataset, register_chat_dataset
+from torchtitan.components.data.rows import Row, RowSource, available_row_splits, resolve_rows
+from torchtitan.components.data.stories import Stories
+from torchtitan.tools.errors import UserError
+
+ROWS = [
+    {"id": "1", "question": "Wie heißt du? 🙂", "answer": 'Two\nlines, a comma, and "quotes"'},
+    {"id": "2", "question": "文字", "answer": ""},
+    {"id": "3", "question": "x" * 300_000, "answer": "long"},
+]
+
+
+def rows_of(source: RowSource) -> list[Row]:
+    return list(source.rows(lambda _: None))
+
+
+def rows_at(path: Path | str, split: str = "train") -> list[Row]:
+    return rows_of(resolve_rows(str(path), split))
+
+
+def raises(message: str):
+    """Expect a `UserError` that contains `message`."""
+    return pytest.raises(UserError, match=re.escape(message))
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    if ".jsonl" in path.name:
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    elif ".json" in path.name:
+        path.write_text(json.dumps(rows, indent=1))
+    elif ".csv" in path.name:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    return path
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """What is registered is gone after the test."""
+    monkeypatch.setattr(registry, "_registry", {})
+
+
+@pytest.mark.parametrize("compression", ["", ".gz"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_values_and_places(tmp_path, kind, compression):
+    path = write(tmp_path / f"data.{kind}{compression}", ROWS)
+    rows = rows_at(path)
+    assert [row.values for row in rows] == ROWS
+    assert [row.number for row in rows] == [1, 2, 3]
+    place = {"jsonl": ":{}", "json": ", element {}", "csv": ":{}", "parquet": ", row {}"}[kind]
+    numbers = [3, 4, 5] if kind == "csv" else [1, 2, 3]  # of the line that a CSV row ends in, behind the header
+    assert [row.where for row in rows] == [path.name + place.format(number) for number in numbers]
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "csv", "parquet", "jsonl.gz"])
+def test_progress_adds_up_to_the_size(tmp_path, kind):
+    path = tmp_path / f"data.{kind}"
+    path.write_text("text " * 1000) if kind == "txt" else write(path, ROWS)
+    source, seen = resolve_rows(str(path)), []
+    list(source.rows(seen.append))
+    assert sum(seen) == source.size()
+
+
+def test_text_file_is_one_row(tmp_path):
+    (tmp_path / "a.md").write_bytes("\ufeff# Title\r\n\r\nText 文".encode())
+    assert rows_at(tmp_path / "a.md") == [Row(1, "a.md", {"text": "# Title\r\n\r\nText 文"})]
+
+
+def test_blank_lines_are_left_out_and_numbers_kept(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\r\n  \n{"n": null}')
+    assert rows_at(tmp_path / "a.jsonl") == [Row(1, "a.jsonl:1", {"n": 1}), Row(4, "a.jsonl:4", {"n": None})]
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ('{"text": "never ends', "broken JSON, Invalid control character at (column 21)"),
+        ("[1, 2]", "expected an object with columns as its keys, found a list"),
+        ("17", "found a int"),
+        ('{"text": "half \\ud83d of one"}', "half of a character, '\\ud83d'"),
+        ("[" * 100_000, "broken JSON, nested too deeply"),
+        ('{"n": ' + "1" * 5000 + "}", "broken JSON, Exceeds the limit"),
+    ],
+)
+def test_a_broken_line_is_a_row_with_an_error(tmp_path, line, error):
+    (tmp_path / "a.jsonl").write_text('{"text": "whole \\ud83d\\ude42"}\n' + line + '\n{"text": "c"}\n')
+    first, broken, last = rows_at(tmp_path / "a.jsonl")
+    assert (first.values, last.values) == ({"text": "whole 🙂"}, {"text": "c"})
+    assert (broken.number, broken.where, broken.values) == (2, "a.jsonl:2", None)
+    assert error in broken.error
+
+
+def test_broken_elements_and_cells(tmp_path):
+    (tmp_path / "a.json").write_text('[{"n": 1}, "two"]')
+    assert rows_at(tmp_path / "a.json")[1].error == "expected an object with columns as its keys, found a str"
+    (tmp_path / "a.csv").write_text(",text\n0,a\n1,b,c\n2\n")
+    rows = rows_at(tmp_path / "a.csv")
+    assert [row.values for row in rows] == [{"": "0", "text": "a"}, None, {"": "2", "text": None}]
+    assert rows[1].error == "more cells than the 2 columns"
+
+
+def test_a_file_that_is_broken_as_a_whole(tmp_path):
+    for name, content, message in [
+        ("a.json", b'[{"n": 1},\n{"n": 2', "a.json:2: broken JSON"),
+        ("b.json", b'{\n"n": 1\n}', "b.json:1: one object over several lines"),
+        ("a.csv", b'text\n"a\n', "a.csv:2: broken CSV"),
+        ("a.parquet", b"no parquet", "a.parquet is not a readable parquet file"),
+        ("a.jsonl", b'{"n": 1}\n{"n": "\xff"}', "a.jsonl is not UTF-8: byte 0xff at offset 16 (line 2)"),
+        ("a.jsonl.gz", gzip.compress(b'{"n": 1}')[:-8], "a.jsonl.gz cannot be read"),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with raises(message):
+            rows_at(tmp_path / name)
+
+
+def test_objects_in_tables_lose_the_keys_of_others(tmp_path):
+    """Arrow gives every object in a column the same keys; what JSON says is as it was."""
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}], "note": None},
+        {"messages": [{"role": "tool", "content": "b", "name": "f", "seen": {"x": [{"y": 1}, {"z": 2}]}}], "note": "n"},
+    ]
+    assert [row.values for row in rows_at(write(tmp_path / "a.parquet", rows))] == rows
+    explicit = [{"messages": [{"role": "user", "content": None}]}]
+    assert [row.values for row in rows_at(write(tmp_path / "a.jsonl", explicit))] == explicit
+
+
+def test_saved_datasets_and_their_splits(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}], "n": 1},
+        {"messages": [{"role": "assistant", "content": "b", "weight": 0}], "n": None},
+    ]
+    train = datasets.Dataset.from_list(rows)
+    train.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": train, "validation": train.select([1])}).save_to_disk(tmp_path / "several")
+    source = resolve_rows(str(tmp_path / "one"))
+    assert rows_of(source) == [Row(1, "one, row 1", rows[0]), Row(2, "one, row 2", rows[1])]
+    assert source.size() == 2
+    assert rows_at(tmp_path / "several", "validation") == [Row(1, "validation, row 1", rows[1])]
+    assert available_row_splits(str(tmp_path / "several")) == ("train", "validation")
+    with raises("has no split 'test'; it has: train, validation"):
+        rows_at(tmp_path / "several", "test")
+
+
+def test_identity_is_the_content(tmp_path):
+    def identity(path: Path) -> list[str]:
+        return resolve_rows(str(path)).identity(lambda file: file.read_bytes().hex())
+
+    first = write(tmp_path / "a.jsonl", ROWS[:2])
+    same = write(tmp_path / "b.jsonl", ROWS[:2])
+    other = write(tmp_path / "c.jsonl", ROWS[1:])
+    assert identity(first) == identity(same) != identity(other)
+    for name in ("chats", "stories"):
+        splits = [resolve_rows(name, split).identity(lambda _: "") for split in available_row_splits(name)]
+        assert len(splits) == 2 and splits[0] != splits[1]
+
+
+def test_folder_and_pattern(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("b.jsonl", "sub/a.csv"):
+        write(tmp_path / name, ROWS[:1])
+    (tmp_path / "notes.docx").write_bytes(b"\xff")
+    assert [row.where for row in rows_at(tmp_path)] == ["b.jsonl:1", "sub/a.csv:3"]
+    assert [row.values for row in rows_at(tmp_path / "**" / "*.csv")] == ROWS[:1]
+    with raises("dataset 'chatz' is neither a registered name (chats, stories"):
+        rows_at("chatz")
+    with raises("did you mean 'chats'?"):
+        rows_at("chatz")
+    with raises("files of this kind cannot be read as data"):
+        rows_at(tmp_path / "notes.docx")
+
+
+def test_embedded_sets():
+    assert [row.values for row in rows_at("chats", "validation")] == [{"messages": m} for m in Chats("validation")]
+    source = resolve_rows("stories", "validation")
+    rows = rows_of(source)
+    assert rows[1] == Row(2, "stories (validation), row 2", {"text": Stories("validation")[1]})
+    assert len(rows) == source.size()
+
+
+def test_registered_local_set(tmp_path, own_registry):
+    for split in ("train", "validation"):
+        write(tmp_path / f"{split}.jsonl", [{"text": split}])
+    mine = ChatDataset(path=str(tmp_path / "{split}.jsonl"), splits=("train", "validation"))
+    register_chat_dataset("mine", mine)
+    register_chat_dataset("mine", mine)  # a module may be imported twice
+    assert available_row_splits("mine") == ("train", "validation")
+    assert rows_at("mine", "validation") == [Row(1, "validation.jsonl:1", {"text": "validation"})]
+    for name in ("mine", "chats"):
+        with raises(f"there is a chat dataset called {name!r} already"):
+            register_chat_dataset(name, ChatDataset(path="elsewhere.jsonl"))
+    one_file = str(tmp_path / "train.jsonl")
+    register_chat_dataset("one", ChatDataset(path=one_file, splits=("train", "validation")))
+    assert len(rows_at("one")) == 1
+    with raises(f"dataset 'one': {one_file} has no split 'validation'; write {{split}} in its path"):
+        rows_at("one", "validation")
+    register_chat_dataset("missing", ChatDataset(path=str(tmp_path / "nothing.jsonl")))
+    with raises(f"{tmp_path / 'nothing.jsonl'} does not exist"):
+        rows_at("missing")
+
+
+def test_registered_hub_set(tmp_path, own_registry, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    write(tmp_path / "data.jsonl", [{"prompt": "p", "response": "r"}])
+    fetched = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "data.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    asked = []
+
+    def load_dataset(path, name, *, split, **_):
+        asked.append((path, name, split))
+        if path == "someone/absent":
+            raise ConnectionError("Couldn't reach 'someone/absent' on the Hub\nmore lines")
+        return fetched
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    register_chat_dataset("there", ChatDataset(path="someone/something", name="en", splits=("train", "test")))
+    source = resolve_rows("there", "test")
+    assert asked == []  # only when it is needed
+    assert rows_of(source) == [Row(1, "there (test), row 1", {"prompt": "p", "response": "r"})]
+    assert asked == [("someone/something", "en", "test")]
+    assert source.size() == 1 and len(source.identity(str)) == 3
+    register_chat_dataset("absent", ChatDataset(path="someone/absent"))
+    with raises(
+        "dataset 'absent' (someone/absent, split 'train') cannot be read: Couldn't reach 'someone/absent' on the Hub; "
+        "check the network, or give a local path"
+    ):
+        rows_at("absent")
+
+
+def test_real_files(assets):
+    rows = rows_at(assets / "sft" / "gsm8k_train.jsonl")
+    assert [row.values for row in rows] == [json.loads(line) for line in (assets / "sft/gsm8k_train.jsonl").open()]
+    elements = rows_at(assets / "preference" / "dpo_en_demo.json")
+    assert [row.values for row in elements] == json.loads((assets / "preference/dpo_en_demo.json").read_text())

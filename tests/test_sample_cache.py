@@ -1,0 +1,322 @@
+"""The cache of tokenized samples: what is in it, when it is found again, what is left out and how that is reported."""
+
+import json
+import logging
+import pickle
+
+import numpy as np
+import pytest
+
+from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
+from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, EmptySample, Text
+from torchtitan.components.data.finetuning.filters import Filters, repetition
+from torchtitan.components.data.finetuning.fitting import FittedSamples
+from torchtitan.components.data.finetuning.options import parse_token_range
+from torchtitan.components.data.finetuning.policies import Report, Rules
+from torchtitan.components.data.finetuning.row_formats import RowFormat
+from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
+from torchtitan.components.data.rows import Row, RowSource
+from torchtitan.tools.errors import UserError
+
+
+class Texts(RowSource):
+    """Rows in memory, each a text; None: a row that cannot be read."""
+
+    def __init__(self, *texts, name="a.jsonl"):
+        self.name = name
+        self.texts = list(texts)
+
+    def identity(self, digest):
+        return ["texts", *map(str, self.texts)]
+
+    def size(self):
+        return len(self.texts)
+
+    def rows(self, on_read):
+        for number, text in enumerate(self.texts, 1):
+            values = None if text is None else {"text": text}
+            yield Row(number, f"{self.name}:{number}", values, "broken JSON" if text is None else "")
+            on_read(1)
+
+
+class Characters:
+    """Each character is a token; capitals are trained, "#" counts as a spelt special token, "!" cannot be encoded."""
+
+    def __init__(self, fingerprint="characters"):
+        self.fingerprint = fingerprint
+        self.batches = []
+        self.checks = 0
+
+    def check(self):
+        self.checks += 1
+
+    def encode_batch(self, samples):
+        self.batches.append(len(samples))
+        return [self.encode(sample.text if isinstance(sample, Text) else "Turn") for sample in samples]
+
+    def encode(self, text):
+        if "!" in text:
+            return BrokenSample("a text with '!'")
+        trained = np.array([character.isupper() for character in text], bool)
+        return EncodedSample(np.array([ord(character) for character in text], np.int64), trained, text.count("#"))
+
+
+def convert(row):
+    text = row["text"]
+    if text == "":
+        raise EmptySample("no text")
+    if text == "?":
+        raise BrokenSample("a question")
+    if text == "turns":
+        return Conversation([{"role": "user", "content": "x"}])
+    return None if text == "-" else Text(text)
+
+
+FORMAT = RowFormat(name="plain", kind="sft", required=("text",), convert=convert, fingerprint="plain")
+LENIENT = Rules(broken="drop")
+
+
+def open_cache(source, root, rules=LENIENT, encoder=None, row_format=FORMAT):
+    return open_sample_cache(source, row_format, encoder or Characters(), rules, str(root))
+
+
+def texts_of(cache):
+    return ["".join(map(chr, cache.sample(i).ids)) for i in range(cache.n_samples)]
+
+
+def kept(root):
+    return sorted(path.name for path in (root / "samples").iterdir() if path.suffix != ".lock")
+
+
+def test_content(tmp_path):
+    texts = ["aBc", "", "DEF", None, "?", "gH\N{GRINNING FACE}", "x!", "-", "nothing trained", "Aa"]
+    cache = open_cache(Texts(*texts), tmp_path)
+    assert texts_of(cache) == ["aBc", "DEF", "gH\N{GRINNING FACE}"]
+    assert cache.lengths.tolist() == [3, 3, 3] and cache.n_trained.tolist() == [1, 2, 1]
+    assert cache.sample(0).trained.tolist() == [False, True, False] and cache.sample(0).ids.dtype == np.int64
+    assert [cache.row(i) for i in range(3)] == [1, 3, 6]
+    assert [cache.describe(i) for i in range(3)] == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:6"]
+    copy = pickle.loads(pickle.dumps(cache))
+    assert len(pickle.dumps(cache)) < 500 and texts_of(copy) == texts_of(cache)
+
+
+def test_report_accounts_for_every_row(tmp_path):
+    texts = ["aBc", "", "DEF", None, "?", "gH##", "x!", "-", "nothing trained", "Aa"]
+    report = open_cache(Texts(*texts), tmp_path).report
+    assert (report.rows, report.kept, report.tokens, report.trained_tokens) == (10, 3, 10, 4)
+    assert {reason: tally.count for reason, tally in report.dropped.items()} == {
+        "empty": 1,
+        "broken": 3,
+        "left_out": 1,
+        "untrained": 2,  # "Aa" too: nothing predicts a first token
+    }
+    assert report.kept + report.n_dropped == report.rows
+    broken = [("a.jsonl:4", "broken JSON"), ("a.jsonl:5", "a question"), ("a.jsonl:7", "a text with '!'")]
+    assert report.dropped["broken"].examples == broken
+    assert report.spelt.examples == [("a.jsonl:6", "2 of its tokens")]
+    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    lines = "\n".join(report.lines())
+    assert "3 of 10 rows kept (plain), 10 tokens, 4 trained (40%)" in lines
+    assert "dropped, broken: 3 (a.jsonl:4: broken JSON; a.jsonl:5: a question" in lines
+    assert "special tokens spelt by content: 1 (a.jsonl:6" in lines
+
+
+def test_only_the_first_examples_are_named(tmp_path):
+    report = open_cache(Texts(*[""] * 7, "aB"), tmp_path).report
+    assert report.dropped["empty"].count == 7
+    assert [where for where, _ in report.dropped["empty"].examples] == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
+    assert list(report.lines())[1] == "dropped, empty: 7 (a.jsonl:1, a.jsonl:2, a.jsonl:3: no text; ...)"
+
+
+@pytest.mark.parametrize(
+    ("text", "rules", "message"),
+    [
+        ("", {"empty": "error"}, "a.jsonl:2: no text; --dataloader.empty drop"),
+        (None, {}, "a.jsonl:2: broken JSON; --dataloader.broken drop"),
+        ("?", {}, "a.jsonl:2: a question; --dataloader.broken drop"),
+        ("a!", {}, "a.jsonl:2: a text with '!'; --dataloader.broken drop"),
+        ("none", {"untrained": "error"}, "a.jsonl:2: none of its tokens is trained; --dataloader.untrained drop"),
+    ],
+)
+def test_error_policies_name_the_row(tmp_path, text, rules, message):
+    with pytest.raises(UserError) as error:
+        open_cache(Texts("aB", text), tmp_path, Rules(**rules))
+    assert message in str(error.value)
+    assert kept(tmp_path) == []
+
+
+def test_nothing_left(tmp_path):
+    with pytest.raises(UserError, match="no row of a.jsonl is left to train on\n0 of 2 rows.*\ndropped, empty: 2"):
+        open_cache(Texts("", ""), tmp_path)
+    assert kept(tmp_path) == []
+
+
+def test_columns_of_the_first_good_row():
+    assert first_columns(Texts(None, "a")) == ["text"]
+    with pytest.raises(UserError, match="a.jsonl:1: broken JSON"):
+        first_columns(Texts(None))
+    with pytest.raises(UserError, match="a.jsonl has no rows"):
+        first_columns(Texts())
+
+
+def test_found_again_by_content(tmp_path):
+    encoder = Characters()
+    key = open_cache(Texts("aB", "cD"), tmp_path, encoder=encoder).key
+    assert open_cache(Texts("aB", "cD"), tmp_path, encoder=encoder).key == key
+    assert encoder.batches == [2]
+    others = [
+        open_cache(Texts("aB", "cE"), tmp_path),
+        open_cache(Texts("aB", "cD", name="b.jsonl"), tmp_path),  # it names the rows
+        open_cache(Texts("aB", "cD"), tmp_path, encoder=Characters("others")),
+        open_cache(Texts("aB", "cD"), tmp_path, Rules(broken="drop", filters=Filters(min_tokens=1))),
+        open_cache(
+            Texts("aB", "cD"),
+            tmp_path,
+            row_format=RowFormat(name="plain", kind="sft", required=(), convert=convert, fingerprint="2"),
+        ),
+    ]
+    assert len({key, *(other.key for other in others)}) == 6 and len(kept(tmp_path)) == 6
+
+
+def test_rows_are_encoded_in_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtitan.components.data.finetuning.sample_cache.BATCH_ROWS", 4)
+    encoder = Characters()
+    texts = [f"t{letter}" for letter in "ABCDEFGHIJ"]
+    cache = open_cache(Texts(*texts[:5], None, *texts[5:]), tmp_path, encoder=encoder)
+    assert encoder.batches == [4, 3, 3] and texts_of(cache) == texts
+
+
+def test_the_template_is_checked_where_there_are_conversations(tmp_path):
+    texts, turns = Characters(), Characters()
+    open_cache(Texts("aB"), tmp_path, encoder=texts)
+    with pytest.raises(UserError, match="left to train"):
+        open_cache(Texts("turns", "turns"), tmp_path, encoder=turns)
+    assert (texts.checks, turns.checks) == (0, 1)
+
+
+def test_source_that_changes_while_it_is_read(tmp_path):
+    class Growing(Texts):
+        def rows(self, on_read):
+            yield from super().rows(on_read)
+            self.texts.append("more")
+
+    with pytest.raises(UserError, match="a.jsonl changed while it was read"):
+        open_cache(Growing("aB"), tmp_path)
+    assert kept(tmp_path) == []
+
+
+def test_damaged_cache_is_named(tmp_path):
+    cache = open_cache(Texts("aB"), tmp_path)
+    with (cache.folder / "ids.bin").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(UserError, match=f"the token cache {cache.folder} is damaged .*; delete it"):
+        SampleCache(cache.folder)
+
+
+def fit(cache, seq_len, too_long, untrained="drop"):
+    return FittedSamples(cache, seq_len, too_long, untrained, "a.jsonl")
+
+
+@pytest.fixture
+def sizes(tmp_path):
+    """Samples of 4, 5, 6 and 7 tokens; the last one's trained token is its second."""
+    return open_cache(Texts("abCD", "abcDE", "abcDEF", "aBcdefg"), tmp_path)
+
+
+def test_a_sample_of_one_token_more_than_the_window_fits(sizes):
+    fitted = fit(sizes, 4, "drop")
+    assert texts_of(fitted) == ["abCD", "abcDE"] and fitted.lengths.tolist() == [4, 5]
+    assert (fitted.report.kept, fitted.report.tokens, fitted.report.trained_tokens) == (2, 9, 4)
+    assert fitted.report.dropped["too_long"].examples == [
+        ("a.jsonl:3", "6 tokens, a window holds 5"),
+        ("a.jsonl:4", "7 tokens, a window holds 5"),
+    ]
+    assert sizes.report.kept == 4 and not sizes.report.dropped  # the cache's own report stays as it is
+
+
+def test_truncation(sizes):
+    left, right = fit(sizes, 4, "truncate_left"), fit(sizes, 4, "truncate_right")
+    assert texts_of(left) == ["abCD", "abcDE", "bcDEF"]  # "cdefg" has nothing to train on
+    assert left.report.dropped["untrained"].examples == [
+        ("a.jsonl:4", "none of its tokens is trained once it is cut (7 tokens, a window holds 5)")
+    ]
+    assert left.report.trained_tokens == 2 + 2 + 3 and left.report.truncated.count == 1
+    assert texts_of(right) == ["abCD", "abcDE", "abcDE", "aBcde"]
+    assert right.report.trained_tokens == 2 + 2 + 2 + 1 and right.report.truncated.count == 2
+    assert [right.describe(i) for i in range(4)] == [f"a.jsonl:{i}" for i in range(1, 5)]
+    assert left.sample(2).trained.tolist() == [False, False, True, True, True]
+
+
+def test_too_long_may_be_an_error(sizes):
+    assert fit(sizes, 6, "error").n_samples == 4
+    with pytest.raises(UserError, match=r"a.jsonl:4: 7 tokens, a window holds 6; --dataloader.too_long can also be"):
+        fit(sizes, 5, "error")
+    with pytest.raises(UserError, match="a.jsonl:4: none of its tokens is trained once it is cut"):
+        fit(sizes, 4, "truncate_left", untrained="error")
+    with pytest.raises(UserError, match="no row of a.jsonl is left to train on\n.*\ndropped, too_long: 4"):
+        fit(sizes, 2, "drop")
+
+
+def test_filters_by_name():
+    filters = Filters(min_tokens=3, max_tokens=6, token_range=(10, 20), max_repetition=0.5, repetition_ngram=2)
+    outcomes = {
+        (10, 11): "min_tokens",
+        tuple(range(10, 17)): "max_tokens",
+        (10, 11, 21): "token_range",
+        (10, 11, 9): "token_range",
+        (10, 10, 10, 10): "max_repetition",  # 2 of 3 pairs occurred before
+        (10, 11, 10, 11, 12): None,  # 1 of 4
+        (20, 15, 10): None,
+    }
+    for ids, expected in outcomes.items():
+        objection = filters.objection(np.array(ids))
+        assert (objection[0] if objection else None) == expected, ids
+    assert filters.objection(np.array((10, 11, 21))) == ("token_range", "token 21 is not from 10 to 20")
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_repetition_against_counting(n):
+    ids = np.random.default_rng(n).integers(0, 4, 60)
+    seen, repeated = [], 0
+    for i in range(len(ids) - n + 1):
+        gram = ids[i : i + n].tolist()
+        repeated += gram in seen
+        seen.append(gram)
+    assert repetition(ids, n) == pytest.approx(repeated / len(seen))
+    assert repetition(ids[: n - 1], n) == 0
+
+
+def test_filters_are_counted(tmp_path):
+    rules = Rules(filters=Filters(min_tokens=3, max_repetition=0.5, repetition_ngram=1))
+    report = open_cache(Texts("aB", "aaaaaaB", "abcD"), tmp_path, rules).report
+    assert report.kept == 1 and sorted(report.dropped) == ["max_repetition", "min_tokens"]
+    assert report.dropped["max_repetition"].examples[0][1] == "71% of its 1-grams occurred before, more than 50%"
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"min_tokens": -1}, "min_tokens must be at least 0, not -1"),
+        ({"min_tokens": 5, "max_tokens": 4}, "max_tokens must be at least 5"),
+        ({"max_repetition": 1.5}, "max_repetition is a share from 0 to 1, not 1.5"),
+        ({"repetition_ngram": 0}, "repetition_ngram must be at least 1 token, not 0"),
+    ],
+)
+def test_limits_that_mean_nothing(limits, message):
+    with pytest.raises(UserError, match=message):
+        Filters(**limits)
+
+
+def test_token_range():
+    assert parse_token_range("") is None and parse_token_range("3-9") == (3, 9)
+    for text in ("9-3", "5", "a-b", "-4", "3-"):
+        with pytest.raises(UserError, match=f"LOW-HIGH, two token ids such as 0-31999, not '{text}'"):
+            parse_token_range(text)
+
+
+def test_the_amount_is_logged_when_it_is_made(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "torchtitan"):
+        folder = open_cache(Texts("aB", "abC"), tmp_path).folder
+        open_cache(Texts("aB", "abC"), tmp_path)
+    [message] = [record.message for record in caplog.records]
+    assert message.startswith("tokenized a.jsonl: 2 samples, 5 tokens in ") and message.endswith(f"kept in {folder}")

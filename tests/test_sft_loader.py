@@ -1,0 +1,566 @@
+"""`SFTDataLoader`: what a batch is, the order and its position, mixtures, samplers, validation."""
+
+import json
+import logging
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
+from torchtitan.components.data.finetuning.options import parse_schedule
+from torchtitan.components.data.finetuning.sft import SFTDataLoader
+from torchtitan.components.data.finetuning.windows import pack_samples
+from torchtitan.components.data.packing import NO_DOCUMENT
+from torchtitan.components.data.plan import Sampler, ShuffleSampler, StepStatistics
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.distributed import initialize_weights
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.tools.errors import UserError
+
+SEQ_LEN = 64
+TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}
+        {{- "A:" }}{% generation %}{{ " " + message.content + eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- "Q: " + message.content + "\n" }}
+    {%- endif %}
+{%- endfor %}
+"""
+WORDS = "the cat saw a small red dog and ran home to sleep in the sun by the old tree".split()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return PretrainedTokenizer.Config().build()
+
+
+def write_rows(path: Path, n: int, seed: int = 0) -> Path:
+    """Questions and answers of very different lengths."""
+    rng = random.Random(seed)
+
+    def words(most: int) -> str:
+        return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
+
+    rows = [{"prompt": f"{i} {words(8)}", "response": words(20)} for i in range(n)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft")
+    write_rows(folder / "a.jsonl", 90)
+    write_rows(folder / "b.jsonl", 40, seed=1)
+    (folder / "short.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    return SFTDataLoader.Config(
+        dataset=[str(folder / "a.jsonl")],
+        chat_template=str(folder / "short.jinja"),
+        pack_chunk=30,
+        cache_dir=str(folder / "cache"),
+    )
+
+
+def replace(config, **changes):
+    values = {name: getattr(config, name) for name in config.to_dict()}
+    return type(config)(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def two(config, folder):
+    return replace(config, dataset=[str(folder / "a.jsonl"), str(folder / "b.jsonl")])
+
+
+def build(config, tokenizer, *, batch=2, **runtime):
+    return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
+
+
+def take(loader, n=10**9):
+    """Up to n batches."""
+    return [batch for _, batch in zip(range(n), loader, strict=False)]
+
+
+def windows(batches):
+    """The samples of each window, without what fills up the last batch."""
+    rows = [tuple(i for i in row.tolist() if i != NO_DOCUMENT) for batch in batches for row in batch["documents"]]
+    return [row for row in rows if row]
+
+
+def ledger(batches):
+    """How often each sample came."""
+    return Counter(number for window in windows(batches) for number in window)
+
+
+def interleaved(loaders, n=10**9):
+    """Up to n batches of each rank, in the global order; all ranks have as many."""
+    return [batch for step in zip(*(take(loader, n) for loader in loaders), strict=True) for batch in step]
+
+
+# --- what a batch is ------------------------------------------------------------------------------------------------
+
+
+def test_a_window_token_by_token():
+    samples = [
+        EncodedSample(np.array([5, 6, 7, 8]), np.array([False, False, True, True])),
+        EncodedSample(np.array([9, 10, 11]), np.array([True, True, False])),
+    ]
+    window = pack_samples(samples, 8)
+    ignored = IGNORE_INDEX
+    assert window["input"].tolist() == [5, 6, 7, 9, 10, 0, 0, 0]
+    assert window["labels"].tolist() == [ignored, 7, 8, 10, ignored, ignored, ignored, ignored]
+    assert window["positions"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert pack_samples([], 3)["labels"].tolist() == [ignored] * 3
+    full = pack_samples(samples, 5)
+    assert full["positions"].tolist() == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("packing", ["ffd", "multipack", "none"])
+def test_batches_are_the_samples_they_name(config, tokenizer, packing):
+    loader = build(replace(config, packing=packing), tokenizer, epochs=1)
+    for batch in loader:
+        assert {name: tuple(value.shape) for name, value in batch.items() if name != "documents"} == {
+            name: (2, SEQ_LEN) for name in ("input", "labels", "positions")
+        }
+        assert {value.dtype for value in batch.values()} == {torch.int64}
+        for row, documents in enumerate(batch["documents"].tolist()):
+            samples = [loader.samples.sample(number) for number in documents if number != NO_DOCUMENT]
+            expected = pack_samples(samples, SEQ_LEN)
+            assert all(batch[name][row].tolist() == expected[name].tolist() for name in expected)
+            assert packing != "none" or len(samples) <= 1
+
+
+def test_what_is_trained_is_the_answer(config, tokenizer):
+    loader = build(replace(config, packing="none"), tokenizer, batch=1, epochs=1)
+    rows = [json.loads(line) for line in Path(config.dataset[0]).read_text().splitlines()]
+    for batch in take(loader, 20):
+        [number] = windows([batch])[0]
+        labels = batch["labels"][0]
+        trained = labels[labels != IGNORE_INDEX].tolist()
+        assert trained[-1] == tokenizer.eos_id
+        assert tokenizer.decode(trained[:-1]).strip() == rows[number]["response"]
+        assert loader.describe(batch["documents"][0]) == f"a.jsonl:{number + 1}"
+
+
+def test_packed_and_unpacked_have_the_same_token_losses(config, tokenizer):
+    """1e-5: the same sums in another order, in float32."""
+    sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
+    model = Llama3Model.Config(vocab_size=tokenizer.vocab_size, rope=RoPEConfig(theta=10_000.0), **sizes).build()
+    initialize_weights(model, seed=1)
+
+    @torch.no_grad()
+    def losses(packing):
+        loader = build(replace(config, packing=packing), tokenizer, epochs=1)
+        of_sample = {}
+        for batch in loader:
+            logits = model(batch["input"], batch["positions"])
+            losses = F.cross_entropy(
+                logits.transpose(1, 2), batch["labels"], ignore_index=IGNORE_INDEX, reduction="none"
+            )
+            for row, documents in enumerate(batch["documents"].tolist()):
+                starts = (batch["positions"][row] == 0).nonzero().flatten().tolist() + [SEQ_LEN]
+                present = [number for number in documents if number != NO_DOCUMENT]
+                for number, start, stop in zip(present, starts, starts[1:], strict=False):
+                    of_sample[number] = losses[
+                        row, start : min(stop, start + len(loader.samples.sample(number).ids) - 1)
+                    ]
+        return of_sample
+
+    unpacked = losses("none")
+    assert len(unpacked) == 90 and max(map(torch.max, unpacked.values())) > 1
+    for packing in ("ffd", "multipack"):
+        packed = losses(packing)
+        assert packed.keys() == unpacked.keys()
+        for number, expected in unpacked.items():
+            torch.testing.assert_close(packed[number], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gsm8k_fills_its_windows(config, tokenizer, assets, tmp_path):
+    """Its question and answer have 150 tokens or so, in windows of 1,024."""
+    gpt2 = PretrainedTokenizer.Config().build(path=assets / "gpt2-tokenizer")
+    gsm8k = replace(
+        config, dataset=[str(assets / "sft" / "gsm8k_train.jsonl")], pack_chunk=8192, cache_dir=str(tmp_path)
+    )
+    loader = build(gsm8k, gpt2, seq_len=1024)
+    assert loader.packing_efficiency >= 0.97
+    assert loader.samples.sets[0].report.kept == loader.samples.sets[0].report.rows > 7000
+
+
+# --- the order and its position -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", ["ffd", "multipack", "none"])
+def test_every_sample_once_per_epoch(two, tokenizer, packing):
+    loader = build(replace(two, packing=packing), tokenizer, epochs=3)
+    batches = take(loader)
+    assert ledger(batches) == Counter({number: 3 for number in range(130)})
+    assert loader.n_samples == len(windows(batches)) and loader.exhausted
+    with pytest.raises(StopIteration):
+        next(loader)
+    third = loader.n_samples // 3
+    assert windows(batches)[:third] != windows(batches)[third : 2 * third]  # each epoch has an order of its own
+
+
+def test_without_epochs_there_is_no_end(config, tokenizer):
+    loader = build(config, tokenizer, batch=16)
+    assert loader.n_samples is None
+    assert min(ledger(take(loader, 20)).values()) >= 3
+
+
+def test_seed_decides_the_order(config, tokenizer):
+    orders = [windows(take(build(config, tokenizer, seed=seed), 10)) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("ranks, batch, workers", [(1, 4, 0), (2, 2, 0), (4, 1, 0), (1, 4, 2)])
+def test_global_order_is_the_same_for_any_layout(two, tokenizer, ranks, batch, workers):
+    weighted = replace(two, weights=[0.3, 0.7], max_epochs=[9, 9], num_workers=workers)
+    loaders = [build(weighted, tokenizer, batch=batch, dp_rank=r, dp_world_size=ranks, epochs=2) for r in range(ranks)]
+    reference = build(replace(weighted, num_workers=0), tokenizer, batch=4, epochs=2)
+    assert windows(interleaved(loaders)) == windows(take(reference))
+    for loader in loaders:
+        assert loader.exhausted
+        loader.close()
+
+
+@pytest.mark.parametrize("workers, workers_then", [(0, 2), (2, 0)])
+def test_resume_at_random_steps_with_other_ranks_loses_and_repeats_nothing(two, tokenizer, workers, workers_then):
+    straight = windows(take(build(two, tokenizer, epochs=2)))
+    state, batches, rng = None, [], random.Random(workers)
+    for ranks, n_workers in ((1, workers), (2, workers_then), (4, 0), (2, workers), (1, workers_then)):
+        config = replace(two, num_workers=n_workers)
+        loaders = [build(config, tokenizer, batch=1, dp_rank=r, dp_world_size=ranks, epochs=2) for r in range(ranks)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        batches += interleaved(loaders, rng.randint(1, 5))
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+        for loader in loaders:
+            loader.close()
+    last = build(two, tokenizer, epochs=2)
+    last.load_state_dict(state)
+    assert windows(batches + take(last)) == straight
+
+
+def test_resume_goes_on_in_the_order_of_the_saved_seed(config, tokenizer):
+    straight = take(build(config, tokenizer, seed=1), 12)
+    first = build(config, tokenizer, seed=1)
+    take(first, 5)
+    resumed = build(config, tokenizer, seed=2)
+    resumed.load_state_dict(first.state_dict())
+    assert windows(take(resumed, 7)) == windows(straight[5:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_closed_loader_goes_on_where_it_stood(config, tokenizer, workers):
+    straight = windows(take(build(config, tokenizer), 12))
+    loader = build(replace(config, num_workers=workers), tokenizer)
+    first = take(loader, 5)
+    loader.close()
+    loader.close()
+    assert windows(first + take(loader, 7)) == straight
+    loader.close()
+
+
+def test_back_to_the_beginning(config, tokenizer):
+    loader = build(config, tokenizer, epochs=1)
+    beginning = loader.state_dict()
+    first = windows(take(loader))
+    loader.load_state_dict(beginning)
+    assert not loader.exhausted and windows(take(loader)) == first
+
+
+@pytest.mark.parametrize(
+    "changed", [{"packing": "none"}, {"train_on": "all"}, {"sampler": ShuffleSampler.Config(shuffle=False)}, "seq_len"]
+)
+def test_position_in_other_data_is_refused_loudly(config, tokenizer, caplog, changed):
+    loader = build(config, tokenizer)
+    take(loader, 3)
+    fields, runtime = ({}, {"seq_len": 60}) if changed == "seq_len" else (changed, {})
+    fresh, other = (build(replace(config, **fields), tokenizer, **runtime) for _ in range(2))
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        other.load_state_dict(loader.state_dict())
+    assert "reading starts at the beginning" in caplog.text and "a.jsonl" in caplog.text
+    assert windows(take(other, 3)) == windows(take(fresh, 3))
+
+
+# --- several data sets ----------------------------------------------------------------------------------------------
+
+
+def tokens_by_source(loader, batches):
+    """Positions that samples of the first data set and of the second take."""
+    sums = [0, 0]
+    for number, times in ledger(batches).items():
+        sums[loader.samples.locate(number)[0]] += times * (len(loader.samples.sample(number).ids) - 1)
+    return sums
+
+
+def test_mixture_is_exact_to_a_window_at_every_batch(two, tokenizer):
+    loader = build(replace(two, weights=[1, 3], max_epochs=[99, 99]), tokenizer, batch=1)
+    sums = np.zeros(2)
+    for _ in range(150):
+        sums += tokens_by_source(loader, [next(loader)])
+        assert np.abs(sums - sums.sum() * np.array([0.25, 0.75])).max() <= SEQ_LEN
+
+
+def test_weights_change_by_step(two, tokenizer):
+    weighted = replace(two, weights=[1, 1], weight_schedule=["6: 0 1"], max_epochs=[99, 99])
+    loader = build(weighted, tokenizer, batch=2, global_batch_size=4)
+    before, after = take(loader, 10), take(loader, 20)
+    assert min(tokens_by_source(loader, before)) > 0.4 * sum(tokens_by_source(loader, before))
+    assert tokens_by_source(loader, after)[0] <= SEQ_LEN  # what the first set was behind its share
+
+
+def test_several_without_weights_are_read_equally_often(two, tokenizer):
+    loader = build(two, tokenizer, epochs=1)
+    batches = take(loader)
+    assert set(ledger(batches).values()) == {1}
+    first, second = tokens_by_source(loader, batches[: len(batches) // 2])
+    whole = tokens_by_source(loader, batches)
+    assert first / second == pytest.approx(whole[0] / whole[1], rel=0.15)
+
+
+def test_reading_too_often_is_refused(two, tokenizer):
+    loader = build(replace(two, weights=[1, 1]), tokenizer, batch=1)
+    with pytest.raises(UserError, match=r"b.jsonl would be read .* times .*--dataloader.max_epochs"):
+        loader.check_repetitions(1000)
+    loader.check_repetitions(5)
+    seen = []
+    with pytest.raises(UserError, match="b.jsonl would be read"):
+        for batch in loader:
+            seen.append(batch)
+    assert set(ledger(seen).values()) == {1}
+    build(replace(two, weights=[1, 1], max_epochs=[1, 99]), tokenizer).check_repetitions(10)
+    take(build(replace(two, weights=[1, 1]), tokenizer, epochs=2))  # two epochs were asked for
+
+
+def test_one_set_without_weights_is_read_as_often_as_needed(config, tokenizer):
+    loader = build(config, tokenizer)
+    loader.check_repetitions(10**4)
+    with pytest.raises(UserError, match="a.jsonl would be read"):
+        build(replace(config, max_epochs=[1.5]), tokenizer).check_repetitions(10**3)
+
+
+def test_names_of_documents(config, two, tokenizer, folder):
+    loader = build(two, tokenizer)
+    names = loader.document_names(torch.tensor([0, 95, NO_DOCUMENT]))
+    assert names == [f"{folder / 'a.jsonl'}: a.jsonl:1", f"{folder / 'b.jsonl'}: b.jsonl:6"]
+    assert loader.describe(torch.tensor([0, 95, NO_DOCUMENT])) == ", ".join(names)
+    assert loader.document_names(torch.tensor([NO_DOCUMENT])) == []
+    assert build(config, tokenizer).describe(torch.tensor([NO_DOCUMENT])) == "no document (padding)"
+
+
+def test_samples_by_name(two, tokenizer):
+    loader = build(two, tokenizer)
+    batch = next(loader)
+    names = loader.document_names(batch["documents"][0])
+    found = loader.batch_of(names)
+    assert windows([found]) == [(number,) for number in windows([batch])[0]]
+    assert loader.document_names(found["documents"][0]) == names[:1]
+    with pytest.raises(UserError, match="'nowhere.jsonl:3' is no sample of this data"):
+        loader.batch_of(["nowhere.jsonl:3"])
+
+
+def test_summary(two, tokenizer):
+    loader = build(replace(two, too_long="truncate_left"), tokenizer, seq_len=30, epochs=1)
+    summary = loader.summary(loader.n_samples)
+    assert summary.windows_per_epoch == pytest.approx(loader.n_samples, abs=3)  # another shuffle
+    assert [of.name for of in summary.sets] == two.dataset and summary.max_length == 31 and summary.follows_seed
+    assert [of.epochs for of in summary.sets] == [1, 1] and [of.max_epochs for of in summary.sets] == [None, None]
+    assert [len(of.lengths) for of in summary.sets] == [90, 40] and summary.sets[0].lengths.max() > 31
+    assert summary.sets[0].report.truncated.count == (summary.sets[0].lengths > 31).sum()
+    weighted = build(replace(two, weights=[1, 3], max_epochs=[1, 9]), tokenizer)
+    first, second = weighted.summary(40).sets
+    assert (first.max_epochs, second.max_epochs) == (1, 9) and 3 < second.epochs / first.epochs < 12
+    assert not build(replace(two, sampler=Repeating.Config()), tokenizer).summary(0).follows_seed
+
+
+# --- samplers -------------------------------------------------------------------------------------------------------
+
+
+class Repeating(Sampler):
+    """Draws the samples that it was last told of, and any others before."""
+
+    needs_sample_losses = True
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Sampler.Config):
+        first: list[int] = field(default_factory=lambda: [0, 1, 2])
+
+    def __init__(self, config, *, n_samples, seed):
+        super().__init__(config, n_samples=n_samples, seed=seed)
+        self.told: list[int] = list(config.first)
+        self.n_drawn = 0
+
+    @property
+    def epoch(self):
+        return 0
+
+    def draw(self, n):
+        drawn = np.array([self.told[(self.n_drawn + i) % len(self.told)] for i in range(n)])
+        self.n_drawn += n
+        return drawn
+
+    def observe(self, statistics):
+        if len(statistics.samples):
+            # Something that a lost or doubled observation would change.
+            shift = int(statistics.loss) + int(self.told[0])
+            self.told = [int(sample + shift) % self.n_samples for sample in statistics.samples]
+
+    def state_dict(self):
+        return {"told": list(self.told), "n_drawn": self.n_drawn}
+
+    def load_state_dict(self, state):
+        self.told, self.n_drawn = list(state["told"]), state["n_drawn"]
+
+
+def train(loader, steps, first=1):
+    """Batches, each followed by a step's statistics about its samples."""
+    seen = []
+    for step in range(first, first + steps):
+        batch = next(loader)
+        numbers = np.array(sorted(ledger([batch])))
+        loader.observe(StepStatistics(step, float(step), 1.0, numbers, np.ones(len(numbers))))
+        seen += windows([batch])
+    return seen
+
+
+def test_statistics_reach_each_sampler_in_its_own_numbers(two, tokenizer):
+    loader = build(replace(two, sampler=Repeating.Config(), pack_chunk=1), tokenizer, batch=1)
+    assert loader.needs_sample_losses and not build(two, tokenizer).needs_sample_losses
+    next(loader)
+    loader.observe(StepStatistics(1, 2.0, 1.0, np.array([3, 89, 90, 95]), np.ones(4)))
+    next(loader)
+    told = [of_stream["sampler"]["told"] for of_stream in loader.state_dict()["position"]["streams"]]
+    assert told == [[5, 1], [2, 7]]  # 3 and 89 of 90, and 0 and 5 of 40, moved by 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_adaptive_sampler_resumes_exactly(config, tokenizer, workers):
+    adaptive = replace(config, sampler=Repeating.Config(), pack_chunk=3, num_workers=workers)
+    loader = build(adaptive, tokenizer)
+    straight = train(loader, 24)
+    loader.close()
+    assert len(set(straight)) > 8
+    first = build(adaptive, tokenizer)
+    seen = train(first, 9)
+    state = json.loads(json.dumps(first.state_dict()))
+    first.close()
+    resumed = build(adaptive, tokenizer)
+    resumed.load_state_dict(state)
+    assert seen + train(resumed, 15, first=10) == straight
+    resumed.close()
+
+
+# --- configuration --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": []}, "--dataloader.dataset must say what to train on"),
+        ({"num_workers": -1}, "num_workers must be at least 0, not -1"),
+        ({"pack_chunk": 0}, "pack_chunk must be at least 1 sample, not 0"),
+        ({"weights": [1.0, 2.0]}, "weights has 2 values for 1 data sets; give one each"),
+        ({"max_epochs": [1.0, 2.0]}, "max_epochs has 2 values for 1 data sets"),
+        ({"max_epochs": [0.0]}, "max_epochs must be above 0, not 0"),
+        ({"weight_schedule": ["5: 1"]}, "weight_schedule needs --dataloader.weights"),
+        ({"weights": [1.0], "weight_schedule": ["5 1"]}, "entries such as '500: 0.2 0.8', not '5 1'"),
+        ({"weights": [1.0], "weight_schedule": ["a: 1"]}, "not 'a: 1'"),
+        ({"token_range": "7"}, "token_range is LOW-HIGH"),
+        ({"max_repetition": 2.0}, "max_repetition is a share"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_read(config, tokenizer, changes, message):
+    with pytest.raises(UserError, match=message):
+        build(replace(config, **changes), tokenizer)
+
+
+def test_numbers_out_of_range(config, tokenizer):
+    for name in ("seq_len", "local_batch_size", "epochs"):
+        with pytest.raises(UserError, match=f"{name} must be at least 1, not 0"):
+            config.build(tokenizer=tokenizer, **{"seq_len": 8, "local_batch_size": 1, name: 0})
+
+
+def test_schedule():
+    assert parse_schedule([]) == [] and parse_schedule(["5: 0.2 0.8", "9:1 0"]) == [(5, [0.2, 0.8]), (9, [1.0, 0.0])]
+
+
+def test_conversations_need_a_template(config, tokenizer):
+    with pytest.raises(UserError, match="--dataloader.chat_template"):
+        build(replace(config, chat_template=""), tokenizer)
+
+
+def test_running_text_needs_none(config, tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a story of a cat"}\n{"text": "and one of a dog"}\n')
+    loader = build(replace(config, dataset=[str(tmp_path / "a.jsonl")], chat_template=""), tokenizer, batch=1, epochs=1)
+    assert loader.template is None and loader.assets() == {}
+    expected = tokenizer.encode_documents(["a story of a cat", "and one of a dog"])
+    assert [loader.samples.sample(i).ids.tolist() for i in range(2)] == expected
+
+
+def test_template_travels_with_the_model(config, tokenizer):
+    loader = build(config, tokenizer)
+    assert loader.assets()["chat_template.jinja"] == loader.template.source == TEMPLATE
+
+
+def test_prepare_builds_what_the_loader_opens(config, tokenizer, tmp_path):
+    fresh = replace(config, cache_dir=str(tmp_path))
+    fresh.prepare(tokenizer=tokenizer)
+    [made] = [path for path in (tmp_path / "samples").iterdir() if path.is_dir()]
+    build(fresh, tokenizer)
+    build(fresh, tokenizer, seq_len=32)
+    assert [path for path in (tmp_path / "samples").iterdir() if path.is_dir()] == [made]
+
+
+def test_the_data_is_described_at_the_start(config, tokenizer, caplog):
+    with caplog.at_level(logging.INFO, "torchtitan"):
+        loader = build(replace(config, too_long="truncate_right"), tokenizer, seq_len=30)
+    assert "90 of 90 rows kept (prompt_response)" in caplog.text and "truncated: " in caplog.text
+    positions = sum(len(loader.samples.sample(i).ids) - 1 for i in range(90))
+    assert f"{loader.packing_efficiency:.1%} of the windows' 30 positions are filled" in caplog.text
+    trained = sum(int(loader.samples.sample(i).trained[1:].sum()) for i in range(90))
+    assert loader.samples.trained_fraction == pytest.approx(trained / positions)
+
+
+def test_efficiency_is_that_of_an_epoch(config, tokenizer):
+    loader = build(config, tokenizer, batch=1, epochs=1)
+    batches = take(loader)
+    filled = sum(tokens_by_source(loader, batches))
+    # Another shuffle packs a little differently: a window or two of 30 or so.
+    assert loader.packing_efficiency == pytest.approx(filled / (len(batches) * SEQ_LEN), rel=0.06)
+
+
+# --- validation -----------------------------------------------------------------------------------------------------
+
+
+def test_validation_of_a_given_file_is_in_its_order(config, folder, tokenizer):
+    shuffled = replace(config, weights=[1.0], num_workers=2)
+    validation = shuffled.for_validation(str(folder / "b.jsonl"))
+    assert (validation.dataset, validation.split) == ([str(folder / "b.jsonl")], "train")
+    loader = build(replace(validation, packing="none"), tokenizer, epochs=1)
+    assert windows(take(loader)) == [(number,) for number in range(40)]
+    packed = build(validation, tokenizer, epochs=1)
+    assert ledger(take(packed)) == Counter(range(40))
+
+
+def test_own_validation_split(config):
+    assert config.for_validation("") is None
+    chats = replace(config, dataset=[*config.dataset, "chats"])
+    assert (chats.for_validation("").dataset, chats.for_validation("").split) == (["chats"], "validation")
+    assert chats.for_validation("chats").split == "validation"

@@ -1,0 +1,242 @@
+"""What the trainer tells the data loader of each step: its numbers, and the loss of each sample."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.processes import run_processes
+from tests.training import read_metrics, tiny_config, train
+from torchtitan.components.data.dataloader import BaseDataLoader
+from torchtitan.components.data.packing import IGNORE_INDEX, NO_DOCUMENT
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.sample_losses import SampleLosses, number_tokens
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.experiments.template.trainer import TemplateTrainer
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Trainer
+
+
+class Documents(BaseDataLoader):
+    """Windows of random tokens, packed with documents of random lengths and numbers, of which some come twice, with
+    some labels masked and padding at the end. Sample n is a function of n alone. Keeps what it is told."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        asks: bool = True
+
+    def __init__(self, config, *, seq_len, local_batch_size, dp_rank=0, dp_world_size=1, global_batch_size, **_):
+        super().__init__(config)
+        self.needs_sample_losses = config.asks
+        self.seq_len, self.batch_size, self.global_batch_size = seq_len, local_batch_size, global_batch_size
+        self.first, self.stride = dp_rank * local_batch_size, dp_world_size * local_batch_size
+        self.observed = []
+
+    def sample(self, n: int) -> dict[str, list[int]]:
+        generator = np.random.default_rng(n)
+        lengths = generator.integers(2, 12, 3)
+        rest = self.seq_len - lengths.sum()
+        tokens = generator.integers(3, 2000, self.seq_len + 1)
+        labels = np.where(generator.random(self.seq_len) < 0.3, IGNORE_INDEX, tokens[1:])
+        labels[self.seq_len - rest :] = IGNORE_INDEX
+        labels[0] = tokens[1]
+        return {
+            "input": tokens[:-1].tolist(),
+            "labels": labels.tolist(),
+            "positions": [place for length in (*lengths, rest) for place in range(length)],
+            "documents": [*(2**40 + generator.integers(0, 5, 3)).tolist(), NO_DOCUMENT],
+        }
+
+    def __next__(self):
+        samples = [self.sample(self.first + i) for i in range(self.batch_size)]
+        self.first += self.stride
+        return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
+
+    def observe(self, statistics):
+        self.observed.append(statistics)
+
+    def state_dict(self):
+        return {"first": self.first}
+
+    def load_state_dict(self, state):
+        self.first = state["first"]
+
+
+def config_of(folder: Path, *, asks: bool = True, **options):
+    config = tiny_config(folder, **{"optimizer__lr": 0.0, "training__mixed_precision_param": "float32"} | options)
+    config.dataloader = Documents.Config(asks=asks)
+    return config
+
+
+def run(config, trainer_class=Trainer) -> Trainer:
+    trainer = trainer_class(config)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    return trainer
+
+
+def reference(trainer: Trainer) -> list[dict[int, float]]:
+    """Of each step, document → mean loss of its valid tokens: each document by itself through the model, unpacked."""
+    loader, model, steps = trainer.dataloader, trainer.model_parts[0].eval(), []
+    for step in range(trainer.step):
+        losses: dict[int, list[float]] = {}
+        for n in range(step * loader.global_batch_size, (step + 1) * loader.global_batch_size):
+            sample = loader.sample(n)
+            starts = [i for i, position in enumerate(sample["positions"]) if position == 0] + [loader.seq_len]
+            for number, begin, end in zip(sample["documents"], starts, starts[1:], strict=False):
+                labels = torch.tensor(sample["labels"][begin:end])
+                with torch.no_grad():
+                    logits = model(torch.tensor([sample["input"][begin:end]]))[0]
+                of_tokens = F.cross_entropy(logits.double(), labels, reduction="none", ignore_index=IGNORE_INDEX)
+                losses.setdefault(number, []).extend(of_tokens[labels != IGNORE_INDEX].tolist())
+        steps.append({number: sum(own) / len(own) for number, own in losses.items() if own and number != NO_DOCUMENT})
+    return steps
+
+
+def as_dicts(observed) -> list[dict[int, float]]:
+    return [dict(zip(of.samples.tolist(), of.sample_losses.tolist(), strict=True)) for of in observed]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"training__global_batch_size": 6},
+        {"loss__chunk_tokens": 24},
+        {"loss__chunk_tokens": 0},
+        {"compile__enable": True, "compile__backend": "aot_eager", "compile__components": ["loss"]},
+    ],
+    ids=["accumulation", "chunks", "plain", "compiled"],
+)
+def test_loss_of_each_sample(tmp_path, options):
+    trainer = run(config_of(tmp_path / "run", **options, training__steps=2))
+    expected = reference(trainer)
+    # Float32 against float64 in the last step, and another order of the sums in attention.
+    assert as_dicts(trainer.dataloader.observed) == [pytest.approx(losses, rel=1e-5) for losses in expected]
+    # Six documents or more of five numbers, so that some came twice; and losses that can be told apart.
+    assert all(2 < len(losses) <= 5 and max(losses.values()) - min(losses.values()) > 0.01 for losses in expected)
+
+
+def test_asking_changes_no_bit(tmp_path):
+    options = {"optimizer__lr": 1e-2, "loss__chunk_tokens": 24, "training__global_batch_size": 4}
+    run(config_of(tmp_path / "asked", **options))
+    trainer = run(config_of(tmp_path / "not", asks=False, **options))
+    assert read_metrics(tmp_path / "asked", "loss", "grad_norm") == read_metrics(tmp_path / "not", "loss", "grad_norm")
+    assert [(len(of.samples), len(of.sample_losses)) for of in trainer.dataloader.observed] == [(0, 0)] * 4
+
+
+def test_the_step_s_own_numbers(tmp_path):
+    trainer = run(config_of(tmp_path, asks=False, optimizer__lr=1e-2))
+    observed = [(of.step, of.loss, of.grad_norm) for of in trainer.dataloader.observed]
+    assert observed == read_metrics(tmp_path, "loss", "grad_norm")
+
+
+def test_a_skipped_step_is_not_observed(tmp_path):
+    class InfiniteOnce(CrossEntropyLoss):
+        calls = 0
+
+        def __call__(self, hidden_BLD, weight_VD, labels_BL):
+            self.calls += 1
+            loss = super().__call__(hidden_BLD, weight_VD, labels_BL)
+            return loss * math.inf if self.calls == 2 else loss
+
+    config = config_of(tmp_path, training__on_nonfinite="skip")
+    config.model_spec.loss = InfiniteOnce.Config()
+    trainer = run(config)
+    assert [of.step for of in trainer.dataloader.observed] == [1, 3, 4]
+    expected = [losses for step, losses in enumerate(reference(trainer), start=1) if step != 2]
+    assert as_dicts(trainer.dataloader.observed) == [pytest.approx(losses, rel=1e-5) for losses in expected]
+
+
+def test_validation_does_not_count(tmp_path):
+    """Its forward passes are not those of the step."""
+
+    class Validated(Documents):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Documents.Config):
+            def for_validation(self, dataset):
+                return Documents.Config()
+
+    config = config_of(tmp_path, validator__enable=True, validator__freq=1, validator__steps=1)
+    config.dataloader = Validated.Config()
+    trainer = run(config)
+    assert as_dicts(trainer.dataloader.observed) == [pytest.approx(losses, rel=1e-5) for losses in reference(trainer)]
+
+
+def test_the_template_s_step_records_too(tmp_path):
+    config = config_of(tmp_path)
+    trainer = run(config, TemplateTrainer)
+    assert as_dicts(trainer.dataloader.observed) == [pytest.approx(losses, rel=1e-5) for losses in reference(trainer)]
+
+
+def test_a_step_that_does_not_record_is_told(tmp_path):
+    class Own(Trainer):
+        def train_step(self, batches):
+            (batch,) = self.next_micro_batches(batches)
+            n_tokens = self.count_valid_tokens([batch])
+            loss = self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
+            return self.read_outcome(loss, self.clip_gradients(), n_tokens)
+
+    run(config_of(tmp_path / "not", asks=False), Own)
+    with pytest.raises(UserError, match=r"self\.sample_losses\.of"):
+        run(config_of(tmp_path / "asked"), Own)
+
+
+def test_what_has_no_losses_of_tokens_is_refused():
+    loss = CrossEntropyLoss.Config().build()
+    with pytest.raises(UserError, match="pipeline_parallel_degree 2"):
+        SampleLosses(loss, ParallelDims(world_size=2, pp=2), wanted=True)
+    with pytest.raises(UserError, match="function gives none"):
+        SampleLosses(lambda *_: None, ParallelDims(world_size=1), wanted=True)
+    SampleLosses(lambda *_: None, ParallelDims(world_size=2, pp=2), wanted=False)
+
+
+def test_numbers_of_tokens():
+    batch = {
+        "positions": torch.tensor([[0, 1, 0, 0, 1], [0, 0, 0, 0, 1], [0, 1, 2, 3, 4]]),
+        "documents": torch.tensor([[7, 8, NO_DOCUMENT, NO_DOCUMENT], [1, 2, 3, 4], [NO_DOCUMENT] * 4]),
+    }
+    expected = [[7, 7, 8, NO_DOCUMENT, NO_DOCUMENT], [1, 2, 3, 4, 4], [NO_DOCUMENT] * 5]
+    assert number_tokens(batch).tolist() == expected
+
+
+LAYOUTS = {
+    "FSDP": {},
+    "DDP": {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1},
+    "TP": {"parallelism__tensor_parallel_degree": 2},
+    "TP, whole logits": {"parallelism__tensor_parallel_degree": 2, "parallelism__disable_loss_parallel": True},
+    "CP": {"parallelism__context_parallel_degree": 2},
+}
+
+
+def run_layouts(folder: Path) -> None:
+    """In each of two processes: every layout observes the same, and all of them what one process does."""
+    rank = torch.distributed.get_rank()
+    expected = torch.load(folder / "expected.pt", weights_only=False)
+    for name, layout in LAYOUTS.items():
+        sharded = "TP" in name or "CP" in name
+        options = {"training__local_batch_size": 4 if sharded else 2, "training__global_batch_size": 8}
+        trainer = run(
+            config_of(folder / f"{name} {rank}", **options, **layout, loss__chunk_tokens=24, training__steps=2)
+        )
+        observed = as_dicts(trainer.dataloader.observed)
+        # Float32 in another order of summation.
+        assert observed == [pytest.approx(losses, rel=1e-5) for losses in expected], name
+
+
+def test_every_rank_is_told_of_all_samples(tmp_path):
+    options = {"training__local_batch_size": 4, "training__global_batch_size": 8, "training__steps": 2}
+    torch.save(reference(run(config_of(tmp_path / "one", **options))), tmp_path / "expected.pt")
+    run_processes(run_layouts, 2, tmp_path)
+
+
+def test_what_a_loader_does_by_default(tmp_path):
+    """A loader that does not care is told, and nothing comes of it."""
+    trainer = train(tmp_path)
+    assert trainer.dataloader.needs_sample_losses is False
+    assert trainer.dataloader.assets() == {}

@@ -1,0 +1,187 @@
+"""Validation on several sets, and its bits per byte."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training import launch, read_validation, tiny_config, train
+from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
+from torchtitan.components.data.packing import IGNORE_INDEX
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.components.validate import Validator, count_bytes
+from torchtitan.tools.errors import UserError
+
+UNTRAINED = {"validator__enable": True, "training__steps": 1, "optimizer__lr": 0.0}
+
+
+@pytest.fixture
+def tokenizer():
+    return PretrainedTokenizer.Config().build(path="")
+
+
+@pytest.fixture
+def texts(tmp_path) -> dict[str, Path]:
+    """Three sets of different sizes; the last has characters of several bytes."""
+    contents = {
+        "short": "the cat sat on the mat. " * 5,
+        "long": "one day, a little girl found a red ball in the park. " * 30,
+        "accents": "où est passé l'été? ça, je ne sais pas. " * 10,
+    }
+    paths = {name: tmp_path / f"{name}.txt" for name in contents}
+    for name, path in paths.items():
+        path.write_text(contents[name])
+    return paths
+
+
+def validation_lines(folder: Path) -> list[dict]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "validation_loss" in line]
+
+
+class TestBytes:
+    def test_a_file_s_bytes_are_counted_once(self, tmp_path, texts, tokenizer):
+        """Windows, their ends and padding notwithstanding: all text of the file but that of the first token, where the
+        tokenizer puts no BOS in front of it; in ASCII, where no window can cut a character."""
+        text = texts["long"].read_text()
+        loader = PretrainDataLoader.Config(dataset=str(texts["long"]), cache_dir=str(tmp_path)).build(
+            tokenizer=tokenizer, seq_len=32, local_batch_size=3, epochs=1
+        )
+        first = tokenizer.encode(text)[:1]
+        unpredicted = len(tokenizer.decode(first, skip_special_tokens=True).encode())
+        assert sum(count_bytes(batch, tokenizer) for batch in loader) == len(text.encode()) - unpredicted
+
+    def test_only_valid_labels_count(self, tokenizer):
+        """By hand: the text is known by token, and every second run of three is masked."""
+        ids = tokenizer.encode("the little dog ran to the park and found a big red ball", add_bos=True, add_eos=True)
+        inputs, labels = torch.tensor([ids[:-1]]), torch.tensor([ids[1:]])
+        texts = [tokenizer.decode([i], skip_special_tokens=True) for i in ids]
+        assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=True)  # a byte-level vocabulary
+        masked = (torch.arange(len(ids) - 1) // 3) % 2 == 1
+        labels[0, masked] = IGNORE_INDEX
+        expected = sum(
+            len(text.encode()) for text, hidden in zip(texts[1:], masked.tolist(), strict=True) if not hidden
+        )
+        assert count_bytes({"input": inputs, "labels": labels}, tokenizer) == expected > 0
+
+    def test_documents_are_decoded_apart(self, tokenizer):
+        """Two documents in a row of a batch count as they do in rows of their own; padding counts nothing."""
+        rows = [tokenizer.encode(text, add_bos=True, add_eos=True) for text in ("a cat", "é à ü")]
+        apart = sum(
+            count_bytes({"input": torch.tensor([ids[:-1]]), "labels": torch.tensor([ids[1:]])}, tokenizer)
+            for ids in rows
+        )
+        inputs = torch.tensor([[i for ids in rows for i in ids[:-1]] + [0, 0]])
+        labels = torch.tensor([[i for ids in rows for i in ids[1:]] + [IGNORE_INDEX] * 2])
+        positions = torch.tensor([[*range(len(rows[0]) - 1), *range(len(rows[1]) - 1), 0, 1]])
+        packed = {"input": inputs, "labels": labels, "positions": positions}
+        assert count_bytes(packed, tokenizer) == apart == len("a cat") + len("é à ü".encode())
+
+    def test_a_blank_at_the_front_that_decoding_drops(self, assets):
+        """Where decoding drops a blank in front of a text, as SentencePiece's does, the blank between two words still
+        counts when the text in front of it is masked."""
+        tokenizer = PretrainedTokenizer.Config().build(path=assets / "mistral-v0.3-tokenizer")
+        ids = tokenizer.encode("once upon a time", add_bos=True, add_eos=False)
+        labels = torch.tensor([ids[1:]])
+        words = [tokenizer.decode(ids[: i + 1], skip_special_tokens=True) for i in range(len(ids))]
+        cut = next(i for i, text in enumerate(words) if text == "once upon")
+        labels[0, :cut] = IGNORE_INDEX
+        assert count_bytes({"input": torch.tensor([ids[:-1]]), "labels": labels}, tokenizer) == len(" a time")
+
+
+class TestSets:
+    def test_each_has_its_numbers_and_all_have_a_mean(self, tmp_path, texts):
+        """Each set as if it were the only one; all together, the mean over all tokens and over all bytes."""
+        alone = {}
+        for name, path in texts.items():
+            train(tmp_path / name, **UNTRAINED, validator__dataset=path)
+            (alone[name],) = validation_lines(tmp_path / name)
+            assert not any("/" in key for key in alone[name])
+        named = [f"first={texts['short']}", str(texts["long"]), f"third={texts['accents']}"]
+        train(tmp_path / "together", **UNTRAINED, validator__dataset=named)
+        (line,) = validation_lines(tmp_path / "together")
+        nats, tokens, n_bytes = [], [], []
+        for name, source in (("first", "short"), ("long.txt", "long"), ("third", "accents")):
+            loss, bits = line[f"validation_loss/{name}"], line[f"validation_bits_per_byte/{name}"]
+            assert (loss, bits) == (alone[source]["validation_loss"], alone[source]["validation_bits_per_byte"])
+            # Its valid tokens, from their rate and time, and its bytes, from the definition of bits per byte.
+            seconds, rate = alone[source]["validation_time"], alone[source]["validation_tokens_per_second"]
+            tokens.append(round(seconds * rate))
+            nats.append(loss * tokens[-1])
+            n_bytes.append(round(nats[-1] / math.log(2) / bits))
+        # Rounding of float64 alone.
+        assert line["validation_loss"] == pytest.approx(sum(nats) / sum(tokens), rel=1e-12)
+        assert line["validation_bits_per_byte"] == pytest.approx(sum(nats) / math.log(2) / sum(n_bytes), rel=1e-12)
+
+    def test_the_own_split_is_the_default(self, tmp_path):
+        train(tmp_path, **UNTRAINED, validator__steps=2)
+        (line,) = validation_lines(tmp_path)
+        keys = {"validation_loss", "validation_bits_per_byte", "validation_time", "validation_tokens_per_second"}
+        assert set(line) == {"step", *keys}
+        # 2048 tokens all alike, of three to four bytes.
+        assert line["validation_loss"] == pytest.approx(math.log(2048), abs=0.3)
+        assert 2 < line["validation_bits_per_byte"] < 5
+
+    def test_a_name_for_the_only_set_is_used(self, tmp_path, texts):
+        train(tmp_path / "run", **UNTRAINED, validator__dataset=f"mine={texts['short']}")
+        (line,) = validation_lines(tmp_path / "run")
+        assert line["validation_loss/mine"] == line["validation_loss"]
+
+    def test_the_second_time_equals_the_first(self, tmp_path, texts):
+        """Bytes are counted once, and data is read anew each time."""
+        options = {**UNTRAINED, "training__steps": 4, "validator__freq": 2, "validator__steps": 1}
+        train(tmp_path / "run", **options, validator__dataset=[texts["short"], texts["long"]])
+        first, second = validation_lines(tmp_path / "run")
+        same = [key for key in first if key.startswith(("validation_loss", "validation_bits"))]
+        assert len(same) == 6 and [first[key] for key in same] == [second[key] for key in same]
+
+    def test_two_processes_measure_the_same(self, tmp_path, texts):
+        options = {**UNTRAINED, "validator__dataset": [texts["short"], f"french={texts['accents']}"]}
+        options["training__mixed_precision_param"] = "float32"
+        train(tmp_path / "one", **options)
+        launch(tmp_path / "two", 2, **options)
+        (one,), (two,) = (validation_lines(tmp_path / name) for name in ("one", "two"))
+        same = [key for key in one if key.startswith(("validation_loss", "validation_bits"))]
+        # Float32, in batches of another size. (No window here cuts a character.)
+        assert len(same) == 6 and [two[key] for key in same] == [pytest.approx(one[key], rel=1e-6) for key in same]
+
+    @pytest.mark.parametrize(
+        ("datasets", "named"),
+        [
+            ([], {"": ""}),
+            (["c4"], {"": "c4"}),
+            (["web=c4"], {"web": "c4"}),
+            (["a/b/val.jsonl", "other=x=1.txt"], {"val.jsonl": "a/b/val.jsonl", "other": "x=1.txt"}),
+            (["data/x=1/a.txt", "b"], {"a.txt": "data/x=1/a.txt", "b": "b"}),
+        ],
+    )
+    def test_names(self, datasets, named):
+        assert Validator.Config(dataset=datasets).named_datasets() == named
+
+    def test_two_of_one_name_are_refused(self, tmp_path):
+        config = tiny_config(tmp_path, validator__enable=True, validator__dataset=["a/val.txt", "b/val.txt"])
+        with pytest.raises(UserError, match=r"2 sets called 'val.txt'.*val.txt2="):
+            config.check(world_size=1)
+
+    def test_data_that_the_loader_cannot_read_is_refused(self, tmp_path):
+        config = tiny_config(tmp_path, validator__enable=True, validator__dataset="a.txt")
+        config.dataloader = BaseDataLoader.Config()
+        with pytest.raises(UserError, match="--validator.dataset 'a.txt': BaseDataLoader"):
+            config.validation_dataloaders()
+
+
+def test_at_start(tmp_path, texts):
+    """Before the first step too, with the numbers of the untrained model; training is not changed by a bit, and a
+    resumed run has no start."""
+    options = {"validator__enable": True, "validator__dataset": texts["long"], "validator__freq": 2}
+    options |= {"checkpoint__enable": True, "checkpoint__interval": 2}
+    train(tmp_path / "start", **options, validator__at_start=True)
+    train(tmp_path / "plain", **options)
+    train(tmp_path / "untrained", **UNTRAINED, validator__dataset=texts["long"])
+    start, plain, untrained = (read_validation(tmp_path / name) for name in ("start", "plain", "untrained"))
+    assert [step for step, _ in start] == [0, 2, 4]
+    assert start[1:] == plain and start[0][1] == untrained[0][1]
+    train(tmp_path / "start", **{**options, "training__steps": 6}, validator__at_start=True)
+    assert [step for step, _ in read_validation(tmp_path / "start")] == [0, 2, 4, 6]

@@ -1,0 +1,325 @@
+"""`torchtitan data`: what a run is trained on, looked at before the run, or step by step behind it."""
+
+import argparse
+import itertools
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchtitan.cli.model_options import run_command
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.components.data.dataloader import BaseDataLoader
+    from torchtitan.components.data.packing import Batch
+    from torchtitan.components.data.summary import DataSummary
+    from torchtitan.components.tokenizer import Tokenizer
+    from torchtitan.config.manager import Job
+
+_USAGE = """usage: torchtitan data inspect|show [options]
+
+  inspect   what a configuration would train on: counts, lengths, what is left out, and the first windows
+  show      the documents of one training step
+
+Both take the options of `torchtitan train`; `torchtitan data inspect --help` lists them all."""
+
+
+def data(args: Sequence[str]) -> int:
+    """Run the sub-command that the command line names; the exit code, 2 for a user's mistake."""
+    words = list(args)
+    if not words or words[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    commands: dict[str, Callable[[Sequence[str]], int]] = {"inspect": inspect, "show": show}
+    if words[0] not in commands:
+        print(f"torchtitan data: unknown command '{words[0]}' (there are: {', '.join(commands)})", file=sys.stderr)
+        return 2
+    return commands[words[0]](words[1:])
+
+
+def inspect(args: Sequence[str]) -> int:
+    """Show what the configuration would train on; no model is built. The exit code."""
+    parser = _parser(
+        "inspect",
+        "Show what a configuration would train on: counts, lengths, what is left out and why, and the first windows, "
+        "with the trained tokens marked. No model is built.",
+    )
+    parser.add_argument("--samples", type=int, default=5, metavar="N", help="windows to show (default: 5)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write all that, token by token, as a page too")
+    parser.add_argument("--seed", type=int, metavar="S", help="order of the samples (default: --debug.seed, the run's)")
+    return run_command("data inspect", lambda: _inspect(*_parse(parser, args)))
+
+
+def show(args: Sequence[str]) -> int:
+    """Show the documents of a training step; the exit code."""
+    parser = _parser(
+        "show",
+        "Show the documents of a training step, with the trained tokens marked: those that the run's ledger names "
+        "(--debug.ledger), or else those that the configuration and its seed decide.",
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="number of the step, from 1")
+    return run_command("data show", lambda: _show(*_parse(parser, args)))
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"torchtitan data {command}",
+        description=description,
+        epilog="All options of `torchtitan train` are taken too.",
+        allow_abbrev=False,
+        add_help=False,
+    )
+
+
+def _parse(parser: argparse.ArgumentParser, args: Sequence[str]) -> tuple[argparse.Namespace, "Job"]:
+    """The command's own options, and the configuration that the others give."""
+    from torchtitan.config.manager import ConfigManager
+
+    options, others = parser.parse_known_args(args)
+    if {"-h", "--help"} & set(others):
+        print(parser.format_help(), flush=True)
+    return options, ConfigManager(parser.prog).parse_args(others)
+
+
+class _Run(NamedTuple):
+    """What decides a run's data."""
+
+    config: Any  # a Trainer.Config
+    tokenizer: "Tokenizer"
+    samples_per_step: int
+
+    @classmethod
+    def of(cls, config: Any) -> "_Run":
+        """Check what the data depends on, and tokenize it where that is still to do."""
+        for component in (config.tokenizer, config.dataloader, config.training, config.debug):
+            component.validate()
+        samples_per_step = config.training.resolve_global_batch_size(_data_parallel_degree(config.parallelism))
+        tokenizer = config.tokenizer.build(path=config.hf_assets_path)
+        config.dataloader.prepare(tokenizer=tokenizer)
+        return cls(config, tokenizer, samples_per_step)
+
+    @contextmanager
+    def loader(self, n_samples: int, *, place: int = 0) -> "Iterator[BaseDataLoader]":
+        """A loader whose first batch is the `place`-th part, from 0, of the run's order in parts of `n_samples`.
+
+        That is what rank number `place` reads first: the loaders' order does not depend on how many ranks there are.
+        """
+        config, level = self.config, logger.level
+        logger.setLevel(logging.WARNING)  # the report it would log is shown as tables
+        try:
+            loader = config.dataloader.build(
+                tokenizer=self.tokenizer,
+                seq_len=config.training.seq_len,
+                local_batch_size=n_samples,
+                dp_rank=place,
+                dp_world_size=place + 1,
+                seed=config.debug.seed,
+                epochs=config.training.epochs,
+                global_batch_size=self.samples_per_step,
+            )
+        finally:
+            logger.setLevel(level)
+        with closing(loader):
+            yield loader
+
+    def total_steps(self, loader: "BaseDataLoader") -> int:
+        """The last step, as far as it is known before training: that of the trainer."""
+        training = self.config.training
+        if training.epochs is None or loader.n_samples is None:
+            return int(training.steps)
+        return math.ceil(loader.n_samples / self.samples_per_step)
+
+
+def _data_parallel_degree(parallelism: Any) -> int:
+    """Ranks that read different samples: of `NGPU` x `NNODES` processes, or as many as the degrees need."""
+    import torch
+
+    from torchtitan.cli.launch import environment_number
+    from torchtitan.distributed import ParallelDims
+
+    processes = environment_number("NNODES", default=1, minimum=1)
+    processes *= environment_number("NGPU", default=max(1, torch.cuda.device_count()), minimum=1)
+    degrees = (
+        "data_parallel_replicate",
+        "data_parallel_shard",
+        "context_parallel",
+        "tensor_parallel",
+        "pipeline_parallel",
+    )
+    needed = math.prod(max(1, getattr(parallelism, f"{name}_degree")) for name in degrees)
+    return ParallelDims.from_config(parallelism, max(processes, needed)).dp_degree
+
+
+def _inspect(options: argparse.Namespace, job: "Job") -> None:
+    from torchtitan.cli.data_page import page
+    from torchtitan.cli.data_samples import Sample, samples_of
+    from torchtitan.cli.data_tables import Inspection
+    from torchtitan.cli.data_view import open_console, print_inspection
+
+    if options.samples < 1:
+        raise UserError(f"--samples must be at least 1, not {options.samples}")
+    if options.html is not None and not options.html.absolute().parent.is_dir():
+        raise UserError(f"--html: there is no folder {options.html.absolute().parent}")
+    if options.seed is not None:
+        job.config.debug.seed = options.seed
+    run = _Run.of(job.config)
+    with run.loader(1) as loader:
+        n_samples = run.total_steps(loader) * run.samples_per_step
+        summary, refusal = loader.summary(n_samples), _refusal(loader, n_samples)
+        # Behind the end of small data, it begins again.
+        n_shown = min(options.samples, summary.windows_per_epoch) if summary else options.samples
+        samples: list[Sample] = []
+        with suppress(UserError) if refusal else nullcontext():
+            for batch in itertools.islice(loader, n_shown):
+                samples += samples_of(batch, loader, run.tokenizer)
+        inspection = Inspection(
+            title=f"Data of {job.module} {job.config_name}",
+            facts=_facts(run, run.total_steps(loader), summary),
+            summary=summary,
+            samples=samples,
+            refusal=refusal,
+        )
+    print_inspection(open_console(), inspection)
+    if options.html is not None:
+        try:
+            options.html.write_text(page(inspection), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--html {options.html} cannot be written: {error.strerror}") from error
+        print(f"\nwritten to {options.html}")
+
+
+def _refusal(loader: "BaseDataLoader", n_samples: int) -> str:
+    """Why the trainer would not begin, if it would not."""
+    try:
+        loader.check_repetitions(n_samples)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _facts(run: _Run, n_steps: int, summary: "DataSummary | None") -> list[tuple[str, str]]:
+    training = run.config.training
+    facts = [
+        ("tokenizer", f"{run.config.hf_assets_path or 'embedded'}, {run.tokenizer.vocab_size:,} tokens"),
+        ("the run", f"{n_steps:,} steps of {run.samples_per_step:,} windows of {training.seq_len:,} positions"),
+    ]
+    if summary is None:
+        return [*facts, ("the data", f"unknown to {run.config.dataloader._owner.__qualname__} before it is read")]
+    trained = sum(of_set.report.trained_tokens for of_set in summary.sets)
+    tokens = sum(of_set.report.tokens for of_set in summary.sets)
+    facts += [
+        ("tokens", f"{tokens:,}, of which {trained:,} ({trained / max(1, tokens):.1%}) are trained"),
+        ("windows per epoch", f"{summary.windows_per_epoch:,}"),
+        ("steps per epoch", f"{math.ceil(summary.windows_per_epoch / run.samples_per_step):,}"),
+    ]
+    if summary.packing_efficiency is not None:
+        facts.append(("packing efficiency", f"{summary.packing_efficiency:.1%} of all positions hold data"))
+    return facts
+
+
+def _show(options: argparse.Namespace, job: "Job") -> None:
+    from torchtitan.cli.data_samples import samples_of, visible
+    from torchtitan.cli.data_view import open_console, print_samples
+
+    if options.step is None or options.step < 1:
+        raise UserError(f"--step says which step to show, a number from 1, not {options.step}")
+    path = Path(job.config.dump_folder) / "ledger.jsonl"
+    line = _ledger_line(path, options.step) if path.exists() else None
+    data_step = line["data_step"] if line else _data_step(job.config.training, options.step)
+    run = _Run.of(job.config)
+    with run.loader(run.samples_per_step, place=data_step - 1) as loader:
+        names = line["documents"] if line else []
+        batch = _named(run, loader, options.step, names) if line else _planned(run, loader, options.step)
+        samples = samples_of(batch, loader, run.tokenizer) if batch is not None else []
+    decided_by = f"{path} names it" if line else f"configuration and seed decide (there is no {path})"
+    print(f"step {options.step}, as {decided_by}:")
+    if samples:
+        print_samples(open_console(), samples)
+    else:
+        print("\n".join(map(visible, names)))
+
+
+def _ledger_line(path: Path, step: int) -> dict[str, Any]:
+    """What the ledger says of a step.
+
+    Raises:
+        UserError: nothing.
+    """
+    steps = []
+    with path.open(encoding="utf-8") as lines:
+        for text in lines:
+            try:
+                line: dict[str, Any] = json.loads(text)
+            except ValueError:  # a run that was killed may leave its last line torn
+                continue
+            if line["step"] == step:
+                return line
+            steps.append(line["step"])
+    known = f"has the steps {steps[0]} to {steps[-1]}" if steps else "is empty"
+    raise UserError(f"there is no step {step}: '{path}' {known}")
+
+
+def _data_step(training: Any, step: int) -> int:
+    """The step's place among the global batches, those that `training.skip_data` leaves out being counted too."""
+    from torchtitan.config.job_config import parse_step_ranges
+
+    skipped = parse_step_ranges(training.skip_data)
+    data_step = 0
+    for _ in range(step):
+        data_step += 1
+        while any(data_step in steps for steps in skipped):
+            data_step += 1
+    return data_step
+
+
+def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
+    """The step's samples by the configuration alone: the loader's first batch.
+
+    Raises:
+        UserError: the order is not decided by it, or ends before.
+    """
+    from torchtitan.components.data.packing import NO_DOCUMENT
+
+    if not _follows_seed(loader):
+        raise UserError(
+            f"which documents step {step} has is not decided before it: a run with --debug.ledger keeps account of them"
+        )
+    if step > (n_steps := run.total_steps(loader)):
+        raise UserError(f"there is no step {step}: the run has {n_steps:,}")
+    batch = next(loader, None)
+    if batch is None or (batch["documents"][:, 0] == NO_DOCUMENT).all():
+        raise UserError(f"there is no step {step}: the data has ended before")
+    return batch
+
+
+def _named(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) -> "Batch | None":
+    """The step's samples by their names; None: there is no more to say than these.
+
+    Names that stand for more than one sample can be those of the samples that the configuration decides.
+    """
+    from torchtitan.components.ledger import names_of
+
+    batch = loader.batch_of(names)
+    if batch is not None or not _follows_seed(loader):
+        return batch
+    planned = _planned(run, loader, step)
+    if names_of([planned], loader.document_names) == [names]:
+        return planned
+    logger.warning(
+        "the configuration gives step %d other documents, with %d windows per step (NGPU says on how many processes): "
+        "here are the names alone",
+        step,
+        run.samples_per_step,
+    )
+    return None
+
+
+def _follows_seed(loader: "BaseDataLoader") -> bool:
+    summary = loader.summary(0)
+    return summary is not None and summary.follows_seed

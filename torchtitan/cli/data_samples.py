@@ -1,0 +1,208 @@
+"""Batches as people read them: rows taken apart into documents, and these into tokens with their text."""
+
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from torchtitan.components.data.dataloader import BaseDataLoader
+from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
+from torchtitan.components.data.packing import NO_DOCUMENT, Batch
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.errors import UserError
+
+_UNDECODED = "\ufffd"
+_MOST_SHARED = 16
+"""Tokens that are looked at for the rest of a character. One has four at most, and the last may begin another."""
+
+
+class Token(NamedTuple):
+    """A token of a document."""
+
+    id: int
+    text: str
+    """What it adds to the text; empty where its character stands at a token before it."""
+    trained: bool
+    """Whether it is predicted in training."""
+    special: bool
+    position: int
+    """Place in its document, from 0."""
+
+
+class Document(NamedTuple):
+    """Tokens that see each other."""
+
+    name: str
+    """Where it comes from; empty: that is not known of this one alone."""
+    tokens: list[Token]
+
+
+class Row(NamedTuple):
+    """One of a sample's inputs (T,)."""
+
+    title: str
+    """Which input it is, where a sample has several; else empty."""
+    documents: list[Document]
+    n_positions: int
+    """T, padding included."""
+    n_padding: int
+    """Positions at its end that hold nothing."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A row of a batch."""
+
+    name: str
+    """Where its documents come from."""
+    rows: list[Row]
+    answer: str | None = None
+    """The reference answer of a prompt."""
+
+
+def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> list[Sample]:
+    """The rows of a batch, without those that only fill it up.
+
+    Raises:
+        UserError: the batch holds nothing that is known here.
+    """
+    samples = []
+    for index in range(len(next(iter(batch.values())))):
+        row = {name: value[index] for name, value in batch.items()}
+        documents = row.get("documents")
+        if documents is not None and documents[0] == NO_DOCUMENT:
+            continue
+        names = [] if documents is None else loader.document_names(documents)
+        rows = [_prompt(row, names, tokenizer)] if "prompts" in row else _rows(row, names, tokenizer)
+        if not rows:
+            raise UserError(
+                f"{type(loader).__qualname__} gives batches of {', '.join(batch)}, of which nothing can be shown: that "
+                "takes input with labels, under these names or behind a common prefix"
+            )
+        answer = None
+        if isinstance(loader, PromptDataLoader) and documents is not None:
+            answer = loader.answer(int(documents[0]))
+        samples.append(Sample(", ".join(dict.fromkeys(names)), rows, answer))
+    return samples
+
+
+def _rows(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> list[Row]:
+    """All of a sample's inputs that have labels."""
+    shown = []
+    for prefix in (name.removesuffix("input") for name in row if name.endswith("input")):
+        inputs, labels, positions = (row.get(f"{prefix}{name}") for name in ("input", "labels", "positions"))
+        if inputs is not None and labels is not None:
+            shown.append(_row(prefix.rstrip("_"), inputs, labels, positions, names, tokenizer))
+    return shown
+
+
+def _prompt(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:
+    [ids] = prompt_ids({name: row[name][None] for name in ("prompts", "prompt_lengths")})
+    tokens = _tokens(ids, [IGNORE_INDEX] * len(ids), tokenizer)
+    n_positions = len(row["prompts"])
+    return Row("", [Document(names[0] if names else "", tokens)], n_positions, n_positions - len(ids))
+
+
+def _row(
+    title: str,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    positions: torch.Tensor | None,
+    names: Sequence[str],
+    tokenizer: Tokenizer,
+) -> Row:
+    starts = [0] if positions is None else sorted({0, *(positions == 0).nonzero().flatten().tolist()})
+    n_data = len(inputs) - _n_padding(inputs, labels, None if positions is None else starts[-1])
+    starts = [start for start in starts if start < n_data]
+    own_names = names if len(names) == len(starts) else [""] * len(starts)
+    ids, predicted = inputs.tolist(), labels.tolist()
+    documents = [
+        Document(name, _tokens(ids[start:stop], predicted[start:stop], tokenizer))
+        for name, start, stop in zip(own_names, starts, [*starts, n_data][1:], strict=True)
+    ]
+    return Row(title, documents, len(inputs), len(inputs) - n_data)
+
+
+def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | None) -> int:
+    """Positions at the end of a row that hold nothing: one token over and over, never predicting.
+
+    Args:
+        last_start: where the last document begins, which is either padding or not; None: it is not known where
+            documents begin, and padding is at least two positions.
+    """
+    differs = ((inputs != inputs[-1]) | (labels != IGNORE_INDEX)).nonzero().flatten()
+    begin = int(differs[-1]) + 1 if len(differs) else 0
+    if last_start is not None:
+        return len(inputs) - last_start if begin <= last_start else 0
+    return len(inputs) - begin if len(inputs) - begin >= 2 else 0
+
+
+def _tokens(ids: list[int], labels: list[int], tokenizer: Tokenizer) -> list[Token]:
+    """The tokens of a document, from the inputs and what each of them is to predict.
+
+    A label is the next input. One that is not, as behind the last input, is put where it would stand.
+    """
+    shown: list[tuple[int, bool, int]] = []
+    for position, token in enumerate(ids):
+        is_label = position > 0 and labels[position - 1] == token
+        if position > 0 and labels[position - 1] != IGNORE_INDEX and not is_label:
+            shown.append((labels[position - 1], True, position))
+        shown.append((token, is_label, position))
+    if ids and labels[-1] != IGNORE_INDEX:
+        shown.append((labels[-1], True, len(ids)))
+    texts = token_texts([token for token, _, _ in shown], tokenizer)
+    special = tokenizer.special_ids
+    return [
+        Token(token, visible(text), trained, token in special, position)
+        for (token, trained, position), text in zip(shown, texts, strict=True)
+    ]
+
+
+def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+    """What each token adds to the text of all of them.
+
+    A character that is split over tokens stands at the first one, and the others of them have an empty text.
+    """
+    texts: list[str] = []
+    before: list[int] = []  # decides, for one, whether the blank at the beginning of a text is dropped
+    while (start := len(texts)) < len(ids):
+        decoded = partial(_decode_behind, tokenizer, before)
+        n_tokens = _n_sharing(ids[start : start + _MOST_SHARED], decoded)
+        before = list(ids[start : start + n_tokens])
+        texts += [decoded(before), *[""] * (n_tokens - 1)]
+    return texts
+
+
+def _decode_behind(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    return tokenizer.decode([*before, *ids])[len(tokenizer.decode(before)) :]
+
+
+def _n_sharing(ids: Sequence[int], decoded: Callable[[Sequence[int]], str]) -> int:
+    """How many of the tokens, from the first one on, make up the same characters."""
+    first = decoded(ids[:1])
+    if not first.endswith(_UNDECODED):
+        return 1
+    texts = [decoded(ids[: n + 1]) for n in range(len(ids))]
+    whole = next((n for n, text in enumerate(texts) if not text.endswith(_UNDECODED)), None)
+    if whole is not None and texts[whole].count(_UNDECODED) < first.count(_UNDECODED):
+        return whole + 1
+    # U+FFFD is what the text says, perhaps byte by byte, or the bytes are no text.
+    return next((n for n, text in enumerate(texts) if text != first), len(texts))
+
+
+def visible(text: str) -> str:
+    """`text` with what would control a terminal, or the direction of the text, spelt out; lines and tabs stay."""
+    return "".join(map(_visible, text))
+
+
+def _visible(char: str) -> str:
+    if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cs") and char not in _BIDIRECTIONAL:
+        return char
+    return chr(0x2400 + ord(char)) if ord(char) < 0x20 else f"\\u{ord(char):04x}"
+
+
+_BIDIRECTIONAL = "\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"

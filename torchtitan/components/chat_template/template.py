@@ -1,0 +1,221 @@
+"""`ChatTemplate`: renders conversations, by the conventions of the library transformers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.parser
+    import jinja2.runtime
+    import jinja2.sandbox
+
+Message = Mapping[str, Any]
+"""`role` ("system", "user", "assistant", …), `content`, and whatever else the template reads."""
+
+Span = tuple[int, int]
+"""Where a piece of text begins and ends, in characters."""
+
+_PROBE = "Answer"
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        source: the template, in Jinja's language. It may come from anywhere, so it runs in Jinja's sandbox.
+        variables: what it can read beside the conversation, such as `bos_token`.
+        name: what messages call it.
+        required_tokens: texts in it that must be tokens of the vocabulary, though they do not look special.
+        of_model: whether it is the one that a model was trained with, not one that is put upon it.
+
+    Raises:
+        UserError: if it is not a template.
+    """
+
+    source: str
+    name: str
+    of_model: bool
+    required_tokens: tuple[str, ...]
+    variables: dict[str, str]
+    literals: list[str]
+    """The texts in it that it may write."""
+    marks_generation: bool
+    """Whether it says by `{% generation %}…{% endgeneration %}` what the assistant writes."""
+
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, str] | None = None,
+        name: str = "the chat template",
+        *,
+        required_tokens: Sequence[str] = (),
+        of_model: bool = False,
+    ):
+        import jinja2
+
+        environment = _environment()
+        try:
+            tree = environment.parse(source)
+            self.literals, self.marks_generation = _literals(tree), _marks_generation(tree)
+            self._template = environment.from_string(tree)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"{name} is not valid Jinja, line {error.lineno}: {error.message}") from error
+        except RecursionError as error:
+            raise UserError(f"{name} is nested too deeply to be read") from error
+        self.source, self.name, self.of_model = source, name, of_model
+        self.variables, self.required_tokens = dict(variables or {}), tuple(required_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation. It spells special tokens: encode it with `allow_special`, without another BOS.
+
+        Args:
+            messages: in their order.
+            add_generation_prompt: end with the beginning of the assistant's next turn.
+            tools: JSON schemas of the functions that the model may call.
+            variables: options of this template, such as Qwen3's `enable_thinking`.
+
+        Raises:
+            UserError: if the template does not take this conversation, with its own words, or fails at it.
+        """
+        known = {"tools": tools, "documents": None, **self.variables, **variables}
+        return self._render(messages, {"add_generation_prompt": add_generation_prompt, **known})[0]
+
+    def render_marked(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> tuple[str, list[Span]]:
+        """The text of a conversation, and the spans that the template marks as written by the assistant, in order.
+
+        Raises:
+            UserError: as `render`; and where the marks are inside of something, such as a macro, whose text is put
+                together before it has a place in the whole.
+        """
+        known = {"tools": tools, "documents": None, **self.variables, **variables}
+        rendered, marks = self._render(messages, {"add_generation_prompt": False, **known})
+        if any(not rendered.startswith(text, start) for start, text in marks):
+            raise UserError(
+                f"{self.name} has {{% generation %}} inside of a macro, a filter or a variable, where it cannot be "
+                "told which text it marks; put it around the assistant's turn itself"
+            )
+        return rendered, [(start, start + len(text)) for start, text in marks]
+
+    def end_of_turn(self) -> str:
+        """What it writes behind an answer, without white space; empty where nothing, or where that cannot be told."""
+        turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": _PROBE}]
+        try:
+            _, found, tail = self.render(turns, add_generation_prompt=False).rpartition(_PROBE)
+        except UserError:
+            return ""
+        return tail.strip() if found else ""
+
+    def end_of_turn_id(self, tokenizer: Tokenizer) -> int | None:
+        """The special token that it writes behind an answer, if there is one: there a model has to stop."""
+        [ids] = tokenizer.tokenize([self.end_of_turn()], allow_special=True)
+        return ids[0] if ids and ids[0] in tokenizer.special_ids else None
+
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
+        """The text; of each mark, where it begins, and what it marks."""
+        import jinja2
+
+        blocks, progress = [], _Progress()
+        known = {**variables, _PROGRESS: progress, "messages": [_as_templates_read_it(turn) for turn in messages]}
+        try:
+            for block in self._template.generate(known):
+                blocks.append(block)
+                progress.n_characters += len(block)
+        except jinja2.TemplateError as error:
+            raise UserError(f"{self.name} refuses this conversation: {error}") from error
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise UserError(f"{self.name} fails at this conversation: {type(error).__name__}: {error}") from error
+        return "".join(blocks), progress.marks
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a template has written so far."""
+
+    n_characters: int = 0
+    marks: list[tuple[int, str]] = field(default_factory=list)
+
+
+_PROGRESS = "its progress"
+"""The variable by which a mark finds its place. No template can name it, since the name has a blank."""
+
+
+def _as_templates_read_it(message: Message) -> dict[str, Any]:
+    """Without the keys that have no value, and with a model's reasoning under both names that templates look for."""
+    known = {key: value for key, value in message.items() if value is not None}
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((known[name] for name in names if name in known), None)
+    return known if reasoning is None else {"thinking": reasoning, **known, "reasoning_content": reasoning}
+
+
+def _environment() -> "jinja2.sandbox.ImmutableSandboxedEnvironment":
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.runtime
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}…{% endgeneration %}` marks what the assistant says; its text is that between."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: "jinja2.parser.Parser") -> "jinja2.nodes.Node":
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method(_MARK), [], [], body, lineno=line)
+
+        @jinja2.pass_context
+        def mark(self, context: "jinja2.runtime.Context", caller: "jinja2.runtime.Macro") -> str:
+            text: str = caller()
+            progress: _Progress = context[_PROGRESS]
+            progress.marks.append((progress.n_characters, text))
+            return text
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment
+
+
+_MARK = "mark"
+
+
+def _marks_generation(tree: "jinja2.nodes.Template") -> bool:
+    import jinja2.nodes
+
+    return any(node.name == _MARK for node in tree.find_all(jinja2.nodes.ExtensionAttribute))
+
+
+def _literals(tree: "jinja2.nodes.Template") -> list[str]:
+    import jinja2.nodes
+
+    texts = [node.data for node in tree.find_all(jinja2.nodes.TemplateData)]
+    return texts + [node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)]
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own filter would escape characters that mean something in HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    import jinja2
+
+    raise jinja2.TemplateError(message)

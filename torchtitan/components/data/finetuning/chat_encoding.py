@@ -1,0 +1,240 @@
+"""`ChatEncoder`: conversations and texts to token ids, and which of them are trained on."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Pair, Text
+from torchtitan.components.data.finetuning.loss_mask import Rendered, TrainOn, render_with_mask
+from torchtitan.components.data.finetuning.template_tokens import check_template_tokens
+from torchtitan.components.tokenizer import Offsets, Tokenizer
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+
+class EncodedSample(NamedTuple):
+    """A sample as a model sees it."""
+
+    ids: np.ndarray
+    """Token ids, int64 (n,)."""
+    trained: np.ndarray
+    """Which of them the model learns to predict, bool (n,)."""
+    n_spelt: int = 0
+    """How many special tokens its content spells, which are none of the template's."""
+
+
+class ChatEncoder:
+    """Encodes conversations by a chat template.
+
+    The ids are those of the whole rendered text, as transformers' `apply_chat_template` encodes it, with nothing added.
+    The mask is its `assistant_masks` where the template marks what the assistant writes, see `render_with_mask`; with
+    two differences. The token that ends a trained turn is trained also where the marks leave it out, and so are all
+    tokens of a turn's last character. White space behind the end of a turn that is found by prefixes is not trained.
+
+    Args:
+        tokenizer: of the model.
+        template: None where there are only texts.
+        train_on: which turns are trained on, unless the row of a conversation says so itself.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, train_on: TrainOn):
+        self._tokenizer, self._template, self._train_on = tokenizer, template, train_on
+        self._special_ids = tokenizer.special_ids
+        self._spellings = _Spellings([tokenizer.decode([token_id]) for token_id in self._special_ids])
+        self._end_ids = {tokenizer.eos_id, template.end_of_turn_id(tokenizer) if template else None} - {None}
+        self._reported = False
+
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal digest of what decides ids and masks: tokenizer, template, `train_on`; for a cache's key."""
+        template = [self._template.source, self._template.variables] if self._template else None
+        parts = [self._tokenizer.fingerprint, sorted(self._special_ids), template, self._train_on]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def check(self) -> None:
+        """Find tokens that the template writes and the vocabulary does not have; see `check_template_tokens`.
+
+        Raises:
+            UserError: naming them, and what to do.
+        """
+        if self._template:
+            check_template_tokens(self._template, self._tokenizer)
+
+    def encode_batch(self, samples: Sequence[Conversation | Text]) -> list[EncodedSample | BrokenSample]:
+        """Ids and mask of each sample, or why it cannot be encoded.
+
+        A text has BOS as the model has it and EOS, see `Tokenizer.encode_documents`. All of it is trained on but BOS.
+
+        Raises:
+            UserError: if there are conversations and no template.
+        """
+        texts = iter(self._encode_texts([sample.text for sample in samples if isinstance(sample, Text)]))
+        conversations = [sample for sample in samples if not isinstance(sample, Text)]
+        chats = iter(self._encode_conversations(conversations, self._train_on))
+        return [next(texts) if isinstance(sample, Text) else next(chats) for sample in samples]
+
+    def encode_prompt(self, conversation: Conversation) -> np.ndarray:
+        """Ids, int64 (n,), of a conversation that waits for the assistant's answer, with the generation prompt.
+
+        Raises:
+            BrokenSample: if the template does not take the conversation.
+            UserError: if there is no template.
+        """
+        template = self._required_template()
+        try:
+            text = template.render(conversation.messages, tools=conversation.tools, add_generation_prompt=True)
+        except UserError as error:
+            raise BrokenSample(str(error)) from error
+        return np.array(self._tokenizer.tokenize([text], allow_special=True)[0], dtype=np.int64)
+
+    def encode_pair(self, pair: Pair) -> tuple[EncodedSample, EncodedSample]:
+        """The prompt with the chosen continuation, and with the rejected one. Of both, the assistant's turns of the
+        continuation are trained on, whatever `train_on` is.
+
+        Raises:
+            BrokenSample: if one of them cannot be encoded.
+            UserError: if there is no template.
+        """
+        chosen, rejected = self._encode_conversations(
+            [_continued(pair.prompt, pair.chosen), _continued(pair.prompt, pair.rejected)], "assistant"
+        )
+        for encoded in (chosen, rejected):
+            if isinstance(encoded, BrokenSample):
+                raise encoded
+        assert isinstance(chosen, EncodedSample) and isinstance(rejected, EncodedSample)
+        return chosen, rejected
+
+    def _required_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise UserError("there are conversations, which need a chat template: --dataloader.chat_template sets one")
+        return self._template
+
+    def _encode_texts(self, texts: Sequence[str]) -> Iterator[EncodedSample]:
+        for ids in self._tokenizer.encode_documents(texts) if texts else []:
+            yield EncodedSample(np.array(ids, dtype=np.int64), self._without_bos(ids, np.ones(len(ids), dtype=bool)))
+
+    def _encode_conversations(
+        self, conversations: Sequence[Conversation], train_on: TrainOn
+    ) -> list[EncodedSample | BrokenSample]:
+        results: list[Rendered | BrokenSample] = [self._render(sample, train_on) for sample in conversations]
+        texts = [result.text for result in results if isinstance(result, Rendered)]
+        encoded = iter(self._tokenizer.tokenize_with_offsets(texts, allow_special=True) if texts else [])
+        return [
+            self._masked(result, *next(encoded), self._spellings.count(conversation))
+            if isinstance(result, Rendered)
+            else result
+            for conversation, result in zip(conversations, results, strict=True)
+        ]
+
+    def _render(self, conversation: Conversation, train_on: TrainOn) -> Rendered | BrokenSample:
+        template = self._required_template()
+        try:
+            return render_with_mask(template, conversation, train_on)
+        except BrokenSample as error:
+            return error
+
+    def _masked(self, rendered: Rendered, ids: list[int], offsets: Offsets, n_spelt: int) -> EncodedSample:
+        tokens = _Tokens(rendered.text, ids, offsets, self._special_ids)
+        trained = np.full(len(ids), rendered.default)
+        marked = [turn for turn in rendered.turns if turn.marked]
+        ranges = self._with_ends(tokens, [tokens.range_of(*turn.span) for turn in marked])
+        for turn, positions in zip(marked, ranges, strict=True):
+            trained[positions.start : positions.stop] = turn.trained
+        for turn in rendered.turns:
+            if not turn.marked:
+                positions = tokens.range_of(*turn.span)
+                stop = tokens.end_of_turn(positions) if turn.trained else positions.stop
+                trained[positions.start : stop] = turn.trained
+        return EncodedSample(np.array(ids, dtype=np.int64), self._without_bos(ids, trained), n_spelt)
+
+    def _with_ends(self, tokens: "_Tokens", turns: list[range]) -> list[range]:
+        """The turns, with the tokens that end them where the template marks them without."""
+        open_turns = [turn for turn in turns if not tokens.ends_with_special(turn)]
+        ended = [turn for turn in open_turns if tokens.special_at(turn.stop) in self._end_ids]
+        if ended and not self._reported:
+            self._reported = True
+            text = self._tokenizer.decode([tokens.ids[ended[0].stop]])
+            logger.info(
+                f"{self._required_template().name} marks the assistant's turns without {text!r}, which ends them: it "
+                "is trained on as well, for the model to learn to stop"
+            )
+        return [range(turn.start, turn.stop + 1) if turn in ended else turn for turn in turns]
+
+    def _without_bos(self, ids: Sequence[int], trained: np.ndarray) -> np.ndarray:
+        if ids and ids[0] == self._tokenizer.bos_id:
+            trained[0] = False
+        return trained
+
+
+def _continued(prompt: Conversation, messages: Sequence[dict[str, Any]]) -> Conversation:
+    trained: list[bool | None] = [False for _ in prompt.messages]
+    trained += [message["role"] == "assistant" for message in messages]
+    return Conversation([*prompt.messages, *messages], prompt.tools, trained)
+
+
+class _Tokens:
+    """The tokens of a text, found by characters."""
+
+    def __init__(self, text: str, ids: list[int], offsets: Offsets, special_ids: frozenset[int]):
+        self._text, self.ids, self._special_ids = text, ids, special_ids
+        self._starts, self._ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+
+    def range_of(self, start: int, end: int) -> range:
+        """The tokens from the first to the last that have a character of [start, end); if none has, none at `start`."""
+        found = np.flatnonzero((self._starts < end) & (self._ends > start) & (self._ends > self._starts))
+        if len(found):
+            return range(int(found[0]), int(found[-1]) + 1)
+        position = int(np.searchsorted(self._starts, start))
+        return range(position, position)
+
+    def special_at(self, position: int) -> int | None:
+        """The id of the token there, if it is a special one."""
+        token = self.ids[position] if position < len(self.ids) else None
+        return token if token in self._special_ids else None
+
+    def ends_with_special(self, turn: range) -> bool:
+        """Whether a special token ends a turn, with nothing but white space behind it."""
+        return bool(turn) and self.special_at(self.end_of_turn(turn) - 1) is not None
+
+    def end_of_turn(self, turn: range) -> int:
+        """The position behind the special token that ends a turn, where the model has stopped; if none does, behind
+        the whole turn."""
+        for position in reversed(turn):
+            if self.special_at(position) is not None:
+                return position + 1
+            if self._text[self._starts[position] : self._ends[position]].strip():
+                break
+        return turn.stop
+
+
+class _Spellings:
+    """Finds special tokens in content that somebody wrote."""
+
+    def __init__(self, tokens: Sequence[str]):
+        self._tokens = frozenset(tokens)
+        self._lengths = sorted({len(token) for token in self._tokens})
+        first = "".join(sorted({re.escape(token[0]) for token in self._tokens if token}))
+        self._candidate = re.compile(f"[{first}]" if first else "(?!)")
+
+    def count(self, conversation: Conversation) -> int:
+        """How many the conversation's messages and tools spell."""
+        texts = chain(_texts(conversation.messages), _texts(conversation.tools))
+        return sum(self._begins_at(text, found.start()) for text in texts for found in self._candidate.finditer(text))
+
+    def _begins_at(self, text: str, position: int) -> bool:
+        return any(text[position : position + length] in self._tokens for length in self._lengths)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in JSON-like data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)

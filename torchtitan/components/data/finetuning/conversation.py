@@ -1,0 +1,202 @@
+"""What a row of fine-tuning data says, whatever the shape it was written in: the classes that all formats end in.
+
+A message is a dictionary as the chat templates of the library transformers read it: `role`, `content`, and where it
+applies `name`, `tool_calls`, `tool_call_id`, or whatever else a model's own template knows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.components.data.readers import parse_json
+from torchtitan.tools.errors import UserError
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class BrokenSample(UserError):
+    """A row that cannot be used, and why; the loader's `broken` policy decides what happens to it."""
+
+
+class EmptySample(BrokenSample):
+    """A row with nothing in it to learn: no message, no text, an empty answer. The `empty` policy decides on it."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages in their order."""
+
+    messages: list[Message]
+    """Normalized, see `normalize`."""
+    tools: list[dict[str, Any]] | None = None
+    """The functions that the model may call: `{"type": "function", "function": {"name": …, "parameters": …}}` each."""
+    trained: list[bool | None] = field(default_factory=list)
+    """For each message whether it is trained on, where its row says so; None: as `train_on` decides. Left out: all."""
+
+    def __post_init__(self) -> None:
+        self.trained = self.trained or [None] * len(self.messages)
+        assert len(self.trained) == len(self.messages)
+
+
+@dataclass(slots=True)
+class Text:
+    """Running text, all of which is trained on."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class Pair:
+    """Two continuations of a conversation, of which one is preferred. Both begin with an assistant's message."""
+
+    prompt: Conversation
+    chosen: list[Message]
+    rejected: list[Message]
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A conversation that waits for an answer, and the reference answer where there is one."""
+
+    prompt: Conversation
+    answer: str | None
+
+
+Sample = Conversation | Text | Pair | Prompt
+
+
+def normalize(messages: Any, tools: Any = None) -> Conversation:
+    """The conversation that messages in OpenAI's format are, in the form that chat templates expect.
+
+    - Content in parts (`[{"type": "text", "text": …}, …]`) becomes one text, nothing between the parts.
+    - `arguments` of tool calls that are JSON text become objects; ids and names stay.
+    - A message's `weight` (0 or 1) or `train` (a boolean) moves to `Conversation.trained`.
+    - Keys without a value go: tables that keep messages in columns have every key in every message.
+    - A function without its `{"type": "function", "function": …}` around it gets that.
+
+    Args:
+        messages: a list of messages, or its JSON text, as a cell of a CSV file holds it.
+        tools: the functions that may be called, a list or its JSON text, or nothing.
+
+    Raises:
+        EmptySample: there is no message.
+        BrokenSample: something else that a template could not be given; the message says which turn, from 1.
+    """
+    turns = from_json(messages, "messages")
+    if not isinstance(turns, list):
+        raise BrokenSample(f"the messages are a {type(turns).__name__}, and must be a list")
+    if not turns:
+        raise EmptySample("there are no messages")
+    normal, trained = [], []
+    for number, turn in enumerate(turns, 1):
+        try:
+            turn = _object(from_json(turn, "message"), "message")
+            normal.append(_message(turn))
+            trained.append(_trained(turn))
+        except BrokenSample as error:
+            raise BrokenSample(f"message {number}: {error}") from None
+    return Conversation(normal, _tools(tools), trained)
+
+
+def from_json(value: Any, what: str) -> Any:
+    """`value`, or what it says if it is text; raises `BrokenSample` if that is not JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError as error:
+        raise BrokenSample(f"the {what} should be JSON ({error}): {shortened(value)}") from None
+
+
+def checked_text(value: Any, what: str) -> str:
+    """`value` if it is text; raises `BrokenSample` otherwise."""
+    if not isinstance(value, str):
+        raise BrokenSample(f"the {what} is a {type(value).__name__}, and must be text: {shortened(value)}")
+    return value
+
+
+def shortened(value: Any) -> str:
+    """The beginning of a value, for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _message(turn: Mapping[str, Any]) -> Message:
+    message = {key: value for key, value in turn.items() if value is not None and key not in ("weight", "train")}
+    role = message.get("role")
+    if role not in ROLES:
+        raise BrokenSample(f"its role is {role!r}, and must be one of: {', '.join(ROLES)}")
+    if calls := from_json(message.pop("tool_calls", None), "tool_calls"):
+        if role != "assistant":
+            raise BrokenSample(f"the role {role!r} has tool_calls, which only the assistant makes")
+        message["tool_calls"] = [_tool_call(call) for call in _list(calls, "tool_calls")]
+    content = message.get("content")
+    if content is None and not calls:
+        raise BrokenSample(f"the role {role!r} has no content" + (" and no tool_calls" if role == "assistant" else ""))
+    message["content"] = None if content is None else _content(content)
+    return message
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(_part(part) for part in content)
+    return checked_text(content, "content")
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return checked_text(part, "content")
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text":
+        raise BrokenSample(f"its content has a part of the type {kind!r}, and only text can be read")
+    return checked_text(part.get("text"), "text of a part")
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    wrapper = {key: value for key, value in _object(call, "tool call").items() if value is not None}
+    function = dict(_object(wrapper.get("function", wrapper), "function of a tool call"))
+    if not isinstance(function.get("name"), str):
+        raise BrokenSample(f"a tool call has no name: {shortened(call)}")
+    arguments = function.get("arguments")
+    arguments = from_json(arguments, "arguments of a tool call") if arguments not in ("", None) else {}
+    function["arguments"] = _object(arguments, "arguments of a tool call")
+    if "function" not in wrapper:
+        return {"type": "function", "function": function}
+    return {**wrapper, "type": "function", "function": function}
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    listed = from_json(tools, "tools") if tools not in ("", None) else None
+    wrapped = []
+    for tool in _list(listed or [], "tools"):
+        tool = _object(tool, "tool")
+        function = _object(tool.get("function", tool), "function of a tool")
+        if not isinstance(function.get("name"), str):
+            raise BrokenSample(f"a tool has no name: {shortened(tool)}")
+        wrapped.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
+    return wrapped or None
+
+
+def _trained(turn: Mapping[str, Any]) -> bool | None:
+    said = {key: turn[key] for key in ("weight", "train") if turn.get(key) is not None}
+    for key, value in said.items():
+        if value not in (0, 1):
+            raise BrokenSample(f"its {key} is {value!r}, and must be " + ("0 or 1" if key == "weight" else "a boolean"))
+    values = {bool(value) for value in said.values()}
+    if len(values) > 1:
+        raise BrokenSample(f"its weight is {turn['weight']!r} and its train is {turn['train']!r}")
+    return values.pop() if values else None
+
+
+def _list(value: Any, what: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise BrokenSample(f"the {what} are a {type(value).__name__}, and must be a list: {shortened(value)}")
+    return value
+
+
+def _object(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BrokenSample(f"the {what} is a {type(value).__name__}, and must be an object: {shortened(value)}")
+    return value

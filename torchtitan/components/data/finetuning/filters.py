@@ -1,0 +1,67 @@
+"""Which samples are left out for what their tokens are: how many, which ids, how repetitive."""
+
+from dataclasses import dataclass
+
+from torchtitan.components.data.packing import Array
+from torchtitan.tools.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filters:
+    """Limits for a sample's tokens, before anything is cut off. The names are those of the loader's options.
+
+    Raises:
+        UserError: for limits that no sample could keep.
+    """
+
+    min_tokens: int = 0
+    """Fewest tokens of a sample."""
+    max_tokens: int | None = None
+    """Most tokens of a sample; None: any number."""
+    token_range: tuple[int, int] | None = None
+    """Smallest and largest token id that may occur, both included; None: any."""
+    max_repetition: float = 1.0
+    """Largest share of a sample's n-grams that occurred before in it; 1: any."""
+    repetition_ngram: int = 10
+    """Tokens per n-gram."""
+
+    def __post_init__(self) -> None:
+        if self.min_tokens < 0:
+            raise UserError(f"--dataloader.min_tokens must be at least 0, not {self.min_tokens}")
+        if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
+            limit = max(1, self.min_tokens)
+            raise UserError(f"--dataloader.max_tokens must be at least {limit} (min_tokens), not {self.max_tokens}")
+        if not 0 <= self.max_repetition <= 1:
+            raise UserError(f"--dataloader.max_repetition is a share from 0 to 1, not {self.max_repetition}")
+        if self.repetition_ngram < 1:
+            raise UserError(f"--dataloader.repetition_ngram must be at least 1 token, not {self.repetition_ngram}")
+
+    def objection(self, ids: Array) -> tuple[str, str] | None:
+        """The first limit that a sample's token ids (n,) exceed, and how; None where they keep all of them."""
+        if len(ids) < self.min_tokens:
+            return "min_tokens", f"{len(ids)} tokens, fewer than {self.min_tokens}"
+        if self.max_tokens is not None and len(ids) > self.max_tokens:
+            return "max_tokens", f"{len(ids):,} tokens, more than {self.max_tokens:,}"
+        if self.token_range is not None:
+            low, high = self.token_range
+            outside = ids[(ids < low) | (ids > high)]
+            if len(outside):
+                return "token_range", f"token {outside[0]} is not from {low} to {high}"
+        if self.max_repetition < 1:
+            share = repetition(ids, self.repetition_ngram)
+            if share > self.max_repetition:
+                shown = f"{share:.0%} of its {self.repetition_ngram}-grams occurred before"
+                return "max_repetition", f"{shown}, more than {self.max_repetition:.0%}"
+        return None
+
+
+def repetition(ids: Array, n: int) -> float:
+    """The share of the n-grams of `ids` that occurred before in it: 0 where all differ or there is none.
+
+    After the repetition filters of Rae et al. 2021 (arXiv:2112.11446, table A1), on tokens rather than words.
+    """
+    n_grams = len(ids) - n + 1
+    if n_grams < 1:
+        return 0.0
+    values = ids.tolist()
+    return 1 - len(set(zip(*(values[i:] for i in range(n)), strict=False))) / n_grams

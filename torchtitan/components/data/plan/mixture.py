@@ -1,0 +1,122 @@
+"""Which of several sources gives the next window, so that each has its share of the tokens at every moment."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torchtitan.tools.errors import UserError
+
+
+class Mixture:
+    """Deals windows to sources by weight: no randomness, and exact to within a window at any time.
+
+    After every window, the tokens that a source has given differ from its share (the sum, over all windows so far, of
+    its weight times the window's tokens) by at most one window's capacity. A source is *released* when it has given no
+    more than its share, and *due* when its share will have grown by its next window. Of the released sources, the one
+    due earliest gives the next window. That is non-preemptive earliest-deadline-first scheduling of a processor that
+    is never idle, where no job is late by more than the longest one (cf. Tijdeman, "The chairman assignment problem",
+    1980, for windows of one size). When a source is due behind a change of the weights is estimated by the mean tokens
+    of the windows so far.
+
+    Args:
+        weights: of each source, not negative; only their proportions count.
+        capacity: most tokens of a window.
+        schedule: pairs of a step, in ascending order, and the weights from that step on.
+        windows_per_step: windows of one training step; steps count from 1.
+
+    Raises:
+        UserError: for weights or steps that cannot be used.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        capacity: int,
+        schedule: Sequence[tuple[int, Sequence[float]]] = (),
+        windows_per_step: int = 1,
+    ):
+        steps = [step for step, _ in schedule]
+        if any(step < 1 for step in steps) or any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
+            raise UserError(f"the steps of the weight schedule must ascend, from 1 on, not be {steps}")
+        self._pieces = [(0, _normalized(weights, len(weights)))]
+        self._pieces += [((step - 1) * windows_per_step, _normalized(of, len(weights))) for step, of in schedule]
+        self._capacity = capacity
+        self.n_windows = 0
+        """Windows dealt so far."""
+        self.given = [0] * len(weights)
+        """Tokens that each source has given."""
+        self.share = [0.0] * len(weights)
+        """Tokens that each source should have given."""
+
+    def released(self) -> list[int]:
+        """The sources that may give the next window: those not ahead of their share."""
+        # Shares are sums of floats: a source exactly at its share may seem ahead by a rounding error.
+        tolerance = 1e-6 * self._capacity
+        weights = self._weights()
+        behind = [share - given for share, given in zip(self.share, self.given, strict=True)]
+        # One that gets nothing now may still be owed a window from before the weights changed.
+        return [i for i, tokens in enumerate(behind) if tokens > (-tolerance if weights[i] else tolerance)]
+
+    def choose(self, n_tokens: Mapping[int, int]) -> int:
+        """The source that is due earliest, of those whose next window's tokens are given."""
+        return min(n_tokens, key=lambda source: (self._due(source, n_tokens[source]), source))
+
+    def deal(self, source: int, n_tokens: int) -> None:
+        """Count the next window."""
+        self.share = [share + weight * n_tokens for share, weight in zip(self.share, self._weights(), strict=True)]
+        self.given[source] += n_tokens
+        self.n_windows += 1
+
+    def share_after(self, n_windows: int) -> list[float]:
+        """Tokens that each source should give in the first `n_windows`, estimated by the mean of the windows so far."""
+        share = self.share
+        for count, weights in self._ahead(n_windows):
+            share = [tokens + weight * count * self._mean() for tokens, weight in zip(share, weights, strict=True)]
+        return share
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been dealt, JSON-ready."""
+        return {"n_windows": self.n_windows, "given": list(self.given), "share": list(self.share)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Deal on from a saved state."""
+        self.n_windows, self.given, self.share = state["n_windows"], list(state["given"]), list(state["share"])
+
+    def _due(self, source: int, n_tokens: int) -> float:
+        """In how many tokens of all sources the share of `source` covers its next window; negative: it does now."""
+        missing = self.given[source] + n_tokens - self.share[source]
+        elapsed = 0.0
+        for count, weights in self._ahead(math.inf):
+            weight, duration = weights[source], count * self._mean()
+            if weight and missing <= weight * duration:
+                return elapsed + missing / weight
+            if weight:
+                missing -= weight * duration
+            elapsed += duration
+        return elapsed
+
+    def _ahead(self, n_windows: float) -> Iterator[tuple[float, list[float]]]:
+        """How many windows up to `n_windows` are dealt by which weights, from now on."""
+        ends = [*(first for first, _ in self._pieces[1:]), math.inf]
+        for (first, weights), end in zip(self._pieces, ends, strict=True):
+            count = min(end, n_windows) - max(first, self.n_windows)
+            if count > 0:
+                yield count, weights
+
+    def _weights(self) -> list[float]:
+        return next(weights for first, weights in reversed(self._pieces) if first <= self.n_windows)
+
+    def _mean(self) -> float:
+        return sum(self.given) / self.n_windows if self.n_windows else self._capacity
+
+
+def _normalized(weights: Sequence[float], n_sources: int) -> list[float]:
+    if len(weights) != n_sources:
+        raise UserError(f"{len(weights)} weights ({_listed(weights)}) for {n_sources} data sets: give one each")
+    if not all(0 <= weight < math.inf for weight in weights) or sum(weights) == 0:
+        raise UserError(f"the weights {_listed(weights)} must be finite, at least 0, and not all 0")
+    return [weight / sum(weights) for weight in weights]
+
+
+def _listed(weights: Sequence[float]) -> str:
+    return " ".join(f"{weight:g}" for weight in weights)

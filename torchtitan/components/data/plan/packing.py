@@ -1,0 +1,123 @@
+"""Samples of unequal lengths into windows of a fixed capacity: bin packing, no sample split.
+
+Every function takes the lengths (n,) of the samples, each at least 1 and at most `capacity`, and returns the windows,
+each as the indices of its samples in ascending order. The result depends on the arguments alone.
+"""
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.int64]
+
+
+def one_each(lengths: Array, capacity: int) -> list[Array]:
+    """One sample per window: no packing."""
+    _check(lengths, capacity)
+    return [np.array([index]) for index in range(len(lengths))]
+
+
+def first_fit_decreasing(lengths: Array, capacity: int) -> list[Array]:
+    """The longest samples first, each into the first window that has room for it: O(n log n).
+
+    At most 11/9 of the fewest windows possible, and 6/9 of one (Dósa, "The tight bound of first fit decreasing
+    bin-packing algorithm", 2007); with samples much shorter than the window, it fills all windows but the last few.
+    """
+    _check(lengths, capacity)
+    return _windows(_first_fit_decreasing(lengths, capacity))
+
+
+def multipack(lengths: Array, capacity: int) -> list[Array]:
+    """Windows filled equally: what ranks and micro-batches take is balanced in tokens.
+
+    As many windows as first-fit-decreasing needs, or a few percent more where that many cannot be equal. The longest
+    samples go first, each into the least full window ("longest processing time first"; Graham, "Bounds on
+    multiprocessing timing anomalies", 1969); windows that are too full then swap a sample for a shorter one.
+    """
+    _check(lengths, capacity)
+    if len(lengths) == 0:
+        return []
+    n_windows = int(_first_fit_decreasing(lengths, capacity).max()) + 1
+    while (window_of := _fit_equally(lengths, capacity, n_windows)) is None:
+        n_windows += -(-n_windows // 100)
+    return _windows(window_of)
+
+
+def _fit_equally(lengths: Array, capacity: int, n_windows: int) -> Array | None:
+    """The window of each sample; None where no swap helps a window that is too full."""
+    window_of = _longest_processing_time(lengths, n_windows)
+    room = capacity - np.bincount(window_of, weights=lengths, minlength=n_windows).astype(np.int64)
+    for window in np.flatnonzero(room < 0).tolist():
+        while room[window] < 0:
+            swap = _best_swap(lengths, window_of, room, window)
+            if swap is None:
+                return None
+            given, taken = swap
+            difference = lengths[given] - lengths[taken]
+            room[window] += difference
+            room[window_of[taken]] -= difference
+            window_of[given], window_of[taken] = window_of[taken], window
+    return window_of
+
+
+def _best_swap(lengths: Array, window_of: Array, room: Array, window: int) -> tuple[int, int] | None:
+    """A sample of a window that is too full, and one to swap it for that makes it as full as can be; or, where no swap
+    is enough, the one that helps most. None where none helps."""
+    best, best_rank = None, (True, 0)
+    for given in np.flatnonzero(window_of == window).tolist():
+        gains = lengths[given] - lengths  # what the window gets rid of, and the other takes
+        gains[gains > room[window_of]] = 0
+        enough = gains >= -room[window]
+        taken = int(np.argmin(np.where(enough, gains, np.iinfo(np.int64).max)) if enough.any() else np.argmax(gains))
+        rank = (not enough.any(), int(gains[taken] if enough.any() else -gains[taken]))
+        if gains[taken] > 0 and (best is None or rank < best_rank):
+            best, best_rank = (given, taken), rank
+    return best
+
+
+def _longest_processing_time(lengths: Array, n_windows: int) -> Array:
+    order = np.argsort(-lengths, kind="stable")
+    # An entry of the heap is `load * n_windows + window`: the least full window first, of equal ones the lowest.
+    heap = list(range(n_windows))
+    window_of = np.empty(len(lengths), np.int64)
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        window_of[index] = heap[0] % n_windows
+        heapq.heapreplace(heap, heap[0] + length * n_windows)
+    return window_of
+
+
+def _first_fit_decreasing(lengths: Array, capacity: int) -> Array:
+    """The number of each sample's window."""
+    # A binary tree over the windows, as an array: leaf `n_leaves + w` is the room left in window w, and each inner
+    # node the most room below it, so that the first window with room is found from the root.
+    n_leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    room = [capacity] * (2 * n_leaves)
+    window_of = np.empty(len(lengths), np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        node = 1
+        while node < n_leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        window_of[index] = node - n_leaves
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                break
+            room[node] = most
+    return window_of
+
+
+def _windows(window_of: Array) -> list[Array]:
+    """The samples of each window, from the window of each sample; windows without samples are left out."""
+    order = np.argsort(window_of, kind="stable")
+    starts = np.flatnonzero(np.diff(window_of[order], prepend=-1))
+    return np.split(order, starts[1:]) if len(order) else []
+
+
+def _check(lengths: Array, capacity: int) -> None:
+    assert len(lengths) == 0 or 1 <= lengths.min() <= lengths.max() <= capacity, "a sample must fit into a window"

@@ -1,0 +1,282 @@
+"""The planner: one global order of windows over all sources, from the lengths of the samples alone."""
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan.components.data.plan.mixture import Mixture
+from torchtitan.components.data.plan.sampler import Sampler, StepStatistics
+from torchtitan.components.data.plan.stream import Packing, SourceStream, StreamSnapshot, Window
+from torchtitan.tools.errors import UserError
+
+Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A position of a planner, cheap to take: references to what does not change any more."""
+
+    n_windows: int
+    """Windows given before it."""
+    mixture: dict[str, Any]
+    streams: list[StreamSnapshot]
+
+
+class Planner:
+    """An iterator over the windows of all sources, in one order that is the same on every rank.
+
+    Each source's samples are drawn by its sampler, `chunk` at a time, and packed; a `Mixture` deals the sources'
+    windows. The order is a function of the arguments and of what was given to `observe`: ranks, workers and batches
+    take windows from it as they like, and whoever counts windows can go on anywhere.
+
+    Samples are numbered over all sources too: sample s of source i is `offsets[i] + s`.
+
+    Args:
+        lengths: for each source, the positions (n,) that its samples take, 1 to `capacity` each; n is at least 1.
+        capacity: positions of a window.
+        samplers: one per source, at their beginning, of as many samples.
+        packing: how the samples of a chunk become windows.
+        chunk: samples of one source that are packed together.
+        weights: share of each source in the tokens; None: by their numbers of tokens, so that all are read equally
+            often.
+        schedule: steps and the weights from then on, see `Mixture`; only with weights.
+        windows_per_step: windows of one training step, for the schedule.
+        max_epochs: how often each source may be read; None: without limit.
+        names: of the sources, for messages.
+        seed: orders the windows of a chunk.
+        epochs: how often the sources are read. With weights the data ends when the first source has been read so often
+            and is wanted again. None: without end.
+        ahead: most windows that are planned before those trained on; what a step taught the samplers changes the
+            samples drawn this many windows later. The same in a resumed run for the same samples.
+
+    Raises:
+        UserError: weights, schedule or limits cannot be used.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[Array],
+        capacity: int,
+        samplers: Sequence[Sampler],
+        *,
+        packing: Packing = "ffd",
+        chunk: int = 8192,
+        weights: Sequence[float] | None = None,
+        schedule: Sequence[tuple[int, Sequence[float]]] = (),
+        windows_per_step: int = 1,
+        max_epochs: Sequence[float | None] | None = None,
+        names: Sequence[str] | None = None,
+        seed: int = 0,
+        epochs: int | None = None,
+        ahead: int = 0,
+    ):
+        self.names = list(names) if names is not None else [f"data set {i + 1}" for i in range(len(lengths))]
+        self.offsets = np.cumsum([0, *(len(of_source) for of_source in lengths)])
+        """Where each source's samples begin in the numbers over all sources, and the number of all samples."""
+        self.n_tokens = [int(of_source.sum()) for of_source in lengths]
+        """Positions that all samples of each source take."""
+        self._streams = [
+            SourceStream(i, of_source, capacity, sampler, packing=packing, chunk=chunk, seed=seed, epochs=epochs)
+            for i, (of_source, sampler) in enumerate(zip(lengths, samplers, strict=True))
+        ]
+        if weights is None and schedule:
+            raise UserError("a weight schedule needs --dataloader.weights, those before its first step")
+        self._weighted = weights is not None
+        self._mixture = Mixture(weights or self.n_tokens, capacity, schedule, windows_per_step)
+        self._limits = list(max_epochs) if max_epochs is not None else [None] * len(lengths)
+        if len(self._limits) != len(lengths):
+            raise UserError(
+                f"{len(self._limits)} values of --dataloader.max_epochs for {len(lengths)} data sets: give one each"
+            )
+        self._epochs = epochs
+        self._ahead = ahead
+        self._adaptive = any(sampler.adaptive for sampler in samplers)
+        self._observed: list[tuple[int, StepStatistics]] = []
+        self._horizon = 0
+        initial = copy.deepcopy(list(samplers))
+        self._from_start = lambda: Planner(
+            lengths,
+            capacity,
+            copy.deepcopy(initial),
+            packing=packing,
+            chunk=chunk,
+            weights=weights,
+            schedule=schedule,
+            windows_per_step=windows_per_step,
+            max_epochs=max_epochs,
+            names=names,
+            seed=seed,
+            epochs=epochs,
+        )
+
+    @property
+    def n_windows(self) -> int:
+        """Windows given so far."""
+        return self._mixture.n_windows
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Window:
+        """The next window; `StopIteration` behind the last.
+
+        Raises:
+            UserError: a source would be read more often than its limit.
+        """
+        due = self.n_windows - self._ahead
+        for at, statistics in self._observed:
+            if at == due:
+                self._teach(statistics)
+        source, n_tokens = self._choose()
+        limit = self._limits[source]
+        if limit is not None and self._mixture.given[source] + n_tokens > limit * self.n_tokens[source]:
+            raise self._over_epoching(source, limit)
+        self._mixture.deal(source, n_tokens)
+        return self._streams[source].take()
+
+    def _choose(self) -> tuple[int, int]:
+        """The source of the next window, and its tokens."""
+        sizes = {source: self._streams[source].next_size() for source in self._mixture.released()}
+        if self._weighted and None in sizes.values():
+            raise StopIteration
+        left = {source: size for source, size in sizes.items() if size is not None}
+        if not left:  # the released ones are over; the others end within a window of their share
+            every = {source: stream.next_size() for source, stream in enumerate(self._streams)}
+            left = {source: size for source, size in every.items() if size is not None}
+        if not left:
+            raise StopIteration
+        source = self._mixture.choose(left)
+        return source, left[source]
+
+    def _over_epoching(self, source: int, limit: float) -> UserError:
+        n_windows = max(self._horizon, self.n_windows + 1)
+        times = self._mixture.share_after(n_windows)[source] / self.n_tokens[source]
+        return UserError(
+            f"{self.names[source]} would be read {times:.2f} times in {n_windows} windows, beyond its limit of "
+            f"{limit:g}: train fewer steps, give it less weight, or allow more by --dataloader.max_epochs"
+        )
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the windows depend on what is observed, and not on the arguments alone."""
+        return self._adaptive
+
+    @property
+    def max_epochs(self) -> list[float | None]:
+        """How often each source may be read; None: without limit."""
+        return list(self._limits)
+
+    def epochs_after(self, n_windows: int) -> list[float]:
+        """How often each source has been read, by its tokens, after the first `n_windows` or at the end; found by
+        planning, whatever the limits, and as if nothing were observed."""
+        planner = self._from_start()
+        planner._limits = [None] * len(self._limits)
+        for _ in itertools.islice(planner, n_windows):
+            pass
+        return [given / total for given, total in zip(planner._mixture.given, self.n_tokens, strict=True)]
+
+    def count_windows(self) -> int | None:
+        """Windows of all epochs, exactly, found by planning them, in seconds per million samples.
+
+        Returns:
+            None: without end, or not known because a sampler draws by what it observes.
+
+        Raises:
+            UserError: a source would be read more often than its limit.
+        """
+        if self._epochs is None or self._adaptive:
+            return None
+        return sum(1 for _ in self._from_start())
+
+    def check_repetitions(self, n_windows: int) -> None:
+        """Find out beforehand, by planning, whether a source is read more often than its limit in `n_windows` windows.
+
+        Raises:
+            UserError: it is; the message says how often, estimated by the mean tokens of a window.
+        """
+        if all(limit is None for limit in self._limits):
+            return
+        planner = self._from_start()
+        planner._horizon = n_windows
+        for _ in itertools.islice(planner, n_windows):
+            pass
+
+    def observe(self, statistics: StepStatistics, n_windows: int) -> None:
+        """Give the samplers what a training step found out.
+
+        Args:
+            statistics: of the step; `samples` are numbers over all sources.
+            n_windows: windows trained on so far, those of the step included; more than in the call before.
+        """
+        if not self._adaptive:
+            return
+        assert self.n_windows <= n_windows + self._ahead, "planned further ahead than `ahead` says"
+        # No position before `n_windows` will be saved any more, and those behind it have learned what is dropped here.
+        self._observed = [entry for entry in self._observed if entry[0] >= n_windows - self._ahead]
+        self._observed.append((n_windows, statistics))
+
+    def _teach(self, statistics: StepStatistics) -> None:
+        for i, stream in enumerate(self._streams):
+            own = (statistics.samples >= self.offsets[i]) & (statistics.samples < self.offsets[i + 1])
+            stream.sampler.observe(
+                replace(
+                    statistics,
+                    samples=statistics.samples[own] - self.offsets[i],
+                    sample_losses=statistics.sample_losses[own],
+                )
+            )
+
+    def snapshot(self) -> Snapshot:
+        """The position behind the last window."""
+        return Snapshot(self.n_windows, self._mixture.state_dict(), [stream.snapshot() for stream in self._streams])
+
+    def state_dict(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
+        """A position, JSON-ready, exact at any window; it has what was observed and not learned yet there.
+
+        Args:
+            snapshot: the position, not before the last `observe`d; None: where the planner stands.
+        """
+        snapshot = snapshot or self.snapshot()
+        learned = snapshot.n_windows - 1 - self._ahead
+        return {
+            "mixture": snapshot.mixture,
+            "streams": [
+                stream.state_dict(position) for stream, position in zip(self._streams, snapshot.streams, strict=True)
+            ],
+            "observed": [
+                {
+                    "n_windows": at,
+                    "step": of.step,
+                    "loss": of.loss,
+                    "grad_norm": of.grad_norm,
+                    "samples": of.samples.tolist(),
+                    "sample_losses": of.sample_losses.tolist(),
+                }
+                for at, of in self._observed
+                if at > learned
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position in the same data, with the same capacity, packing, chunk and number of sources."""
+        self._mixture.load_state_dict(state["mixture"])
+        for stream, of_stream in zip(self._streams, state["streams"], strict=True):
+            stream.load_state_dict(of_stream)
+        self._observed = []
+        for entry in state["observed"]:
+            statistics = StepStatistics(
+                step=entry["step"],
+                loss=entry["loss"],
+                grad_norm=entry["grad_norm"],
+                samples=np.array(entry["samples"], np.int64),
+                sample_losses=np.array(entry["sample_losses"], np.float64),
+            )
+            if entry["n_windows"] < self.n_windows - self._ahead:
+                self._teach(statistics)  # the run that saved it planned further ahead
+            else:
+                self._observed.append((entry["n_windows"], statistics))

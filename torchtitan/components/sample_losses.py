@@ -1,0 +1,114 @@
+"""The loss of each sample of a training step, for samplers that ask for it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan.components.data.packing import NO_DOCUMENT, Array, Batch
+from torchtitan.components.data.plan.sampler import StepStatistics
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.distributed.context_parallel import shard_sequences
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.process_group import gather_objects
+from torchtitan.tools.errors import UserError
+
+
+class SampleLosses:
+    """Collects the losses of single tokens from the forward passes of a step, and adds them up by sample, over all
+    ranks.
+
+    Where they are not `wanted`, nothing happens. Where they are, nothing is computed twice but the last step from a
+    chunk's logits to its losses; the training loss and its gradients keep their bits. The losses stay on the device
+    until `statistics` asks for them.
+
+    Args:
+        loss: of the forward passes.
+        parallel_dims: how the ranks share the work.
+        wanted: whether a sampler asks for them.
+
+    Raises:
+        UserError: where there are no losses of tokens to collect: for a loss that is no `CrossEntropyLoss`, and under
+            pipeline parallelism, where only the last stage has them.
+    """
+
+    def __init__(self, loss: Any, parallel_dims: ParallelDims, *, wanted: bool):
+        if wanted and not isinstance(loss, CrossEntropyLoss):
+            raise UserError(
+                f"the sampler asks for the loss of each sample, and {type(loss).__qualname__} gives none: derive the "
+                "loss from CrossEntropyLoss, or choose another --dataloader.sampler"
+            )
+        if wanted and parallel_dims.pp > 1:
+            raise UserError(
+                "the sampler asks for the loss of each sample, which --parallelism.pipeline_parallel_degree "
+                f"{parallel_dims.pp} does not give: train without pipeline stages, or choose another sampler"
+            )
+        self._loss = loss
+        self._dims = parallel_dims
+        self._wanted = wanted
+        self._recorded: list[tuple[Array, Tensor]] = []  # of each micro-batch: numbers and losses of its valid tokens
+
+    @contextlib.contextmanager
+    def of(self, batch: Batch) -> Iterator[None]:
+        """Around the forward (and backward) pass of a micro-batch, which is given as it came from the loader."""
+        if not self._wanted:
+            yield
+            return
+        with self._loss.recording() as chunks:
+            yield
+        per_token = {"input": batch["input"], "labels": batch["labels"], "numbers": number_tokens(batch)}
+        if self._dims.cp > 1:
+            per_token = shard_sequences(per_token, self._dims.sequence_shards, self._dims.coordinate("cp"))
+        counts = (per_token["labels"] != IGNORE_INDEX) & (per_token["numbers"] != NO_DOCUMENT)
+        losses = torch.cat(chunks)
+        numbers = torch.where(counts, per_token["numbers"], NO_DOCUMENT).flatten()
+        assert losses.shape == numbers.shape, "one forward pass of the batch, and no other"
+        if self._dims.is_tensor_leader:
+            self._recorded.append((numbers.numpy(), losses))
+
+    def statistics(self, step: int, loss: float, grad_norm: float) -> StepStatistics:
+        """Of the step whose micro-batches were recorded, equal on all ranks; a sample that came twice counts as one,
+        and one without a valid token does not count.
+
+        Raises:
+            UserError: where no rank has recorded anything, because the trainer's step does not.
+        """
+        if not self._wanted:
+            return StepStatistics(step, loss, grad_norm, samples=np.zeros(0, np.int64), sample_losses=np.zeros(0))
+        recorded, self._recorded = self._recorded, []
+        numbers = np.concatenate([own for own, _ in recorded]) if recorded else np.zeros(0, np.int64)
+        losses = np.concatenate([own.cpu().double().numpy() for _, own in recorded]) if recorded else np.zeros(0)
+        valid = numbers != NO_DOCUMENT
+        own = _add_up(numbers[valid], losses[valid], np.ones(valid.sum()))
+        gathered = gather_objects((bool(recorded), own))
+        if not any(has_recorded for has_recorded, _ in gathered):
+            raise UserError(
+                "the sampler asks for the loss of each sample, and this trainer's train_step does not record them: it "
+                "must compute each micro-batch within `self.sample_losses.of(batch)`"
+            )
+        samples, sums, counts = _add_up(
+            *(np.concatenate(parts) for parts in zip(*(own for _, own in gathered), strict=True))
+        )
+        return StepStatistics(step=step, loss=loss, grad_norm=grad_norm, samples=samples, sample_losses=sums / counts)
+
+
+def number_tokens(batch: Batch) -> Tensor:
+    """The number of the document that each token of a batch belongs to, (B, T); `NO_DOCUMENT` for padding.
+
+    The k-th document of a row begins at the k-th place where `positions` is 0; its number is the k-th of `documents`.
+    """
+    places = (batch["positions"] == 0).long().cumsum(dim=1) - 1
+    documents = batch["documents"]
+    padded = torch.cat([documents, torch.full_like(documents[:, :1], NO_DOCUMENT)], dim=1)
+    return padded.gather(1, places)
+
+
+def _add_up(
+    numbers: Array, sums: np.typing.NDArray[np.float64], counts: np.typing.NDArray[np.float64]
+) -> tuple[Array, np.typing.NDArray[np.float64], np.typing.NDArray[np.float64]]:
+    """Each number once, in order, with the sums and counts of its entries."""
+    unique, where = np.unique(numbers, return_inverse=True)
+    return unique, *(np.bincount(where, values, len(unique)) for values in (sums, counts))  # type: ignore[return-value]

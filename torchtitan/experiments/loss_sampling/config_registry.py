@@ -1,0 +1,18 @@
+"""Configurations of this experiment."""
+
+import dataclasses
+
+from torchtitan.components.data.finetuning.sft import SFTDataLoader
+from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
+from torchtitan.trainer import Trainer
+
+from .sampler import LossSampler
+
+
+def loss_sampling_debugmodel() -> Trainer.Config:
+    """The small Llama 3 on the embedded chats, of which those that it answers badly come more often."""
+    config = llama3_debugmodel_sft()
+    assert isinstance(config.dataloader, SFTDataLoader.Config)
+    # Small chunks, so that what a step has taught is soon used.
+    config.dataloader = dataclasses.replace(config.dataloader, sampler=LossSampler.Config(), pack_chunk=128)
+    return config

@@ -1,0 +1,83 @@
+"""The sampler of this experiment."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics
+from torchtitan.config.job_config import require_at_least
+from torchtitan.tools.errors import UserError
+
+_UNSEEN = -1.0
+
+
+class LossSampler(Sampler):
+    """Draws samples by their recent loss; see the package."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Sampler.Config):
+        """Samples drawn by their recent loss."""
+
+        power: float = 1.0
+        """The chance of a sample is proportional to its loss to this power; 0: all alike."""
+
+        explore: float = 0.1
+        """Share of the chance that is the same for all samples, from 0 to 1."""
+
+        momentum: float = 0.5
+        """Share of a sample's earlier loss that is kept when it is measured again, from 0 to below 1."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for a number out of range."""
+            require_at_least(0, dataloader__sampler__power=self.power)
+            if not 0 <= self.explore <= 1:
+                raise UserError(f"--dataloader.sampler.explore is {self.explore}, and must be from 0 to 1")
+            if not 0 <= self.momentum < 1:
+                raise UserError(f"--dataloader.sampler.momentum is {self.momentum}, and must be from 0 to below 1")
+
+    config: Config
+    needs_sample_losses: ClassVar[bool] = True
+
+    def __init__(self, config: Config, *, n_samples: int, seed: int):
+        super().__init__(config, n_samples=n_samples, seed=seed)
+        self._drawn = 0  # in all epochs
+        self._losses = np.full(n_samples, _UNSEEN)
+
+    @property
+    def epoch(self) -> int:
+        return self._drawn // self.n_samples
+
+    def chances(self) -> np.typing.NDArray[np.float64]:
+        """The chance (n_samples,) of each sample to be drawn first."""
+        seen = self._losses >= 0
+        losses = np.where(seen, self._losses, self._losses[seen].mean() if seen.any() else 1.0)
+        weights = losses**self.config.power
+        total = weights.sum()
+        by_loss = weights / total if total > 0 else np.full(self.n_samples, 1 / self.n_samples)
+        return (1 - self.config.explore) * by_loss + self.config.explore / self.n_samples
+
+    def draw(self, n: int) -> Array:
+        """The next samples, without repetition within one call.
+
+        Each waits for an exponentially distributed time at the rate of its chance, and the first ones come: so they are
+        drawn one after the other, each by its chance among those that are left (Efraimidis and Spirakis, 2006).
+        """
+        n = min(n, self.n_samples - self._drawn % self.n_samples)
+        raw = np.random.PCG64(np.random.SeedSequence((self.seed, self._drawn))).random_raw(self.n_samples)
+        uniform = ((raw >> 11) + 0.5) * 2.0**-53
+        with np.errstate(divide="ignore"):  # a chance of 0 waits forever
+            samples = np.argsort(-np.log(uniform) / self.chances(), kind="stable")[:n]
+        self._drawn += n
+        return samples
+
+    def observe(self, statistics: StepStatistics) -> None:
+        samples, losses = statistics.samples, statistics.sample_losses
+        before, momentum = self._losses[samples], self.config.momentum
+        self._losses[samples] = np.where(before < 0, losses, momentum * before + (1 - momentum) * losses)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed, "drawn": self._drawn, "losses": self._losses.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seed, self._drawn, self._losses = state["seed"], state["drawn"], np.array(state["losses"])
