@@ -85,7 +85,7 @@ def loss_of_transformers(folder: Path, chats: list[list[dict[str, str]]]) -> flo
     return total / n_tokens
 
 
-SHORT = {"training__mixed_precision_param": "float32", "metrics__log_freq": 1}
+SHORT = {"training__epochs": 3, "training__mixed_precision_param": "float32", "metrics__log_freq": 1}
 
 
 class TestFromHuggingFace:
@@ -96,7 +96,7 @@ class TestFromHuggingFace:
 
         run("from_hf_sft", tmp_path / "run", hf_assets_path=pretrained, dataloader__dataset=[chat_file], **SHORT)
         ((_, first), *_, (last_step, last)) = read_metrics(tmp_path / "run", "loss")
-        assert last_step == 3  # epochs: the rows fit into one window
+        assert last_step == 3  # the rows fit into one window
         # Packed into a window of 2048, against one after the other: other sums of float32.
         assert first == pytest.approx(loss_of_transformers(pretrained, CHATS), rel=1e-5)
         assert last < first
@@ -159,7 +159,6 @@ class TestFromHuggingFace:
             dataloader__dataset=["chats"],
             dataloader__chat_template="chatml",
             tokenizer__added_tokens=["<|im_start|>", "<|im_end|>"],
-            training__epochs=None,
             training__steps=40,
             training__local_batch_size=8,
             activation_checkpoint__mode="none",
@@ -167,7 +166,7 @@ class TestFromHuggingFace:
             validator__enable=True,
             validator__at_start=True,
             validator__steps=4,
-            **SHORT,
+            **SHORT | {"training__epochs": None},
         )
         (_, before), *_, (_, after) = read_validation(tmp_path)
         assert after < before - 0.5

@@ -102,8 +102,8 @@ def llama3_from_hf_sft(hf_assets_path: str) -> Trainer.Config:
     """Fine-tunes the Llama-like model in a Hugging Face folder on conversations or instructions:
     `--config from_hf_sft --hf_assets_path DIR --dataloader.dataset my.jsonl`.
 
-    Weights, tokenizer and chat template are those of DIR, and the last checkpoint is such a folder. The data is read
-    three times; `--training.epochs None --training.steps N` counts steps instead.
+    Weights, tokenizer and chat template are those of DIR, and the last checkpoint is such a folder. `--training.steps`
+    says how long, or `--training.epochs`, which then counts instead.
 
     Raises:
         UserError: as `llama3_from_hf`.
@@ -113,12 +113,12 @@ def llama3_from_hf_sft(hf_assets_path: str) -> Trainer.Config:
 
 def llama3_8b_sft() -> Trainer.Config:
     """Llama 3.1 8B Instruct on conversations or instructions: `--dataloader.dataset my.jsonl`."""
-    return _for_conversations(_published("8B", "Llama-3.1-8B-Instruct", lr=2e-5, local_batch_size=2, steps=1000))
+    return _for_conversations(_published("8B", "Llama-3.1-8B-Instruct", lr=2e-5, local_batch_size=2, steps=300))
 
 
 def _for_conversations(config: Trainer.Config) -> Trainer.Config:
     """`config` for conversations that the user has to name; its weights from a Hugging Face folder, and into one."""
-    training = dataclasses.replace(config.training, epochs=3, seq_len=min(2048, config.model_spec.model.max_seq_len))
+    training = dataclasses.replace(config.training, steps=300, seq_len=min(2048, config.model_spec.model.max_seq_len))
     return dataclasses.replace(
         config,
         dataloader=SFTDataLoader.Config(dataset=[]),
