@@ -262,7 +262,9 @@ class SFTDataLoader(PlannedDataLoader):
     def check_repetitions(self, n_samples: int) -> None:
         self._planner.check_repetitions(n_samples)
         if not self.config.weights:
-            logger.info(f"the run reads {' '.join(self.config.dataset)} {n_samples / self._windows_per_epoch:.1f} times")
+            logger.info(
+                f"the run reads {' '.join(self.config.dataset)} {n_samples / self._windows_per_epoch:.1f} times"
+            )
 
     def assets(self) -> dict[str, str]:
         """The chat template, and what a model that was trained with it is used by; see `chat_assets`."""

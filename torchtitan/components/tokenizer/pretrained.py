@@ -1,0 +1,141 @@
+"""`PretrainedTokenizer`: the tokenizer in a model's folder, with the BOS and EOS that the files beside it declare."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.tokenizer.backend import Backend
+from torchtitan.components.tokenizer.interface import Offsets, Tokenizer
+from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
+from torchtitan.components.tokenizer.tokenizer_json import HuggingFace
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
+
+EMBEDDED_TOKENIZER = Path(__file__).parents[2] / "assets" / "tokenizer"
+"""Folder of the tokenizer that the package brings along, trained on `Stories`."""
+
+_USUAL_NAMES = {
+    "bos": ("<|begin_of_text|>", "<s>", "<bos>"),
+    "eos": ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>"),
+}
+
+
+class PretrainedTokenizer(Tokenizer):
+    """The tokenizer in a model's folder; without a folder, the embedded one.
+
+    `tokenizer.json` (read by the library `tokenizers`) wins over `tokenizer.model` in tiktoken format, which is taken
+    for Llama 3's. Which tokens are BOS and EOS is looked up in tokenizer_config.json, special_tokens_map.json,
+    config.json, generation_config.json and, where none of them says, by the names that are usual. Whether they are
+    added is up to `add_bos_token` and `add_eos_token` of tokenizer_config.json, else up to the tokenizer itself.
+
+    Args:
+        config: what to add to the vocabulary.
+        path: folder with the files; empty: the embedded tokenizer.
+
+    Raises:
+        UserError: when the folder has no tokenizer, or one that cannot be used or extended.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Tokenizer.Config):
+        """What is added to a tokenizer's files."""
+
+        added_tokens: list[str] = field(default_factory=list)
+        """Special tokens, as <|im_start|>, to add where the vocabulary lacks them; the model gets rows for them."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for a text that cannot be a token."""
+            if blank := [token for token in self.added_tokens if not token.strip()]:
+                raise UserError(f"--tokenizer.added_tokens has {blank[0]!r}, and needs texts that are not blank")
+
+    def __init__(self, config: Config, *, path: str | Path = ""):
+        super().__init__(config)
+        self.folder = folder = Path(path) if str(path) else EMBEDDED_TOKENIZER
+        self._backend = _load_backend(folder)
+        self.n_added = self._backend.add_special_tokens(config.added_tokens) if config.added_tokens else 0
+        settings = read_object(folder / "tokenizer_config.json")
+        prefix, suffix = self._backend.added_ids()
+        self.vocab_size = self._backend.vocab_size
+        self.bos_id = _special_id(folder, "bos", self._backend)
+        self.eos_id = _special_id(folder, "eos", self._backend)
+        self.adds_bos = _adds(self.bos_id, settings.get("add_bos_token"), prefix)
+        self.adds_eos = _adds(self.eos_id, settings.get("add_eos_token"), suffix)
+        parts = [type(self).__module__, type(self).__qualname__, type(self._backend).__name__]
+        parts += [hashlib.sha256(self._backend.content).hexdigest()]
+        parts += [str(x) for x in (self.bos_id, self.eos_id, self.adds_bos, self.adds_eos)]
+        self.fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    @property
+    def changed_files(self) -> dict[str, bytes]:
+        """The tokenizer's file with the added tokens, where there are any."""
+        return self._backend.changed_files
+
+    def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
+        return self._backend.tokenize(texts, allow_special=allow_special)
+
+    def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
+        """Ids and character spans; see `Tokenizer`. (White space that a token begins with is part of its span.)"""
+        if type(self).tokenize is not PretrainedTokenizer.tokenize:  # a subclass has other ids
+            return super().tokenize_with_offsets(texts, allow_special=allow_special)
+        return self._backend.tokenize_with_offsets(texts, allow_special=allow_special)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that the file marks as special."""
+        return self._backend.special_ids()
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token of the vocabulary; None where it has no such token."""
+        return self._backend.id_of(token)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def _load_backend(folder: Path) -> Backend:
+    if not folder.is_dir():
+        raise UserError(f"'{folder}' is not a folder; name the folder that holds tokenizer.json or tokenizer.model")
+    if (folder / "tokenizer.json").is_file():
+        return HuggingFace(folder / "tokenizer.json")
+    if (folder / "tokenizer.model").is_file():
+        return Tiktoken(folder / "tokenizer.model")
+    raise UserError(
+        f"no tokenizer in '{folder}': it has neither tokenizer.json (Hugging Face) nor tokenizer.model (tiktoken)"
+    )
+
+
+def _special_id(folder: Path, kind: str, backend: Backend) -> int | None:
+    """Id of the `kind` ("bos" or "eos") token; a file that names it decides, also when it says null."""
+    for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        content = read_object(path)
+        if f"{kind}_token" in content:
+            return _named_id(content[f"{kind}_token"], path, kind, backend)
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        declared = read_object(path).get(f"{kind}_token_id")
+        if declared not in (None, []):
+            # Several ids are several ways to stop generating; the first is the model's own end of text.
+            token_id = declared[0] if isinstance(declared, list) else declared
+            if token_id not in range(backend.vocab_size):
+                raise UserError(f"'{path}' has {kind}_token_id {declared}, not an id of the tokenizer beside it")
+            return int(token_id)
+    ids = (backend.id_of(name) for name in _USUAL_NAMES[kind])
+    return next((token_id for token_id in ids if token_id is not None), None)
+
+
+def _named_id(token: Any, path: Path, kind: str, backend: Backend) -> int | None:
+    """Id of a token written as null, a string, or an object with its `content` (a serialized `AddedToken`)."""
+    name = token.get("content") if isinstance(token, dict) else token
+    if name is None:
+        return None
+    token_id = backend.id_of(name) if isinstance(name, str) else None
+    if token_id is None:
+        raise UserError(f"'{path}' has {kind}_token {name!r}, which is no token of the tokenizer beside it")
+    return token_id
+
+
+def _adds(token_id: int | None, declared: bool | None, added: list[int]) -> bool:
+    """Whether a token is added to a text: as the configuration declares, else as the tokenizer itself does."""
+    return token_id is not None and (token_id in added if declared is None else declared)

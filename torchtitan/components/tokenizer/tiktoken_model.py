@@ -1,0 +1,133 @@
+"""The file format tokenizer.model as tiktoken reads it, which Llama 3 was published in."""
+
+import base64
+import math
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from torchtitan.components.tokenizer.backend import without_surrogates
+from torchtitan.components.tokenizer.interface import Offsets
+from torchtitan.tools.errors import UserError
+
+# Llama 3's split pattern and special tokens (with Llama 3.1's names), as published with the model:
+# https://github.com/meta-llama/llama-models/blob/main/models/llama3/tokenizer.py
+_LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_NAMED = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    4: "<|finetune_right_pad_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+_LLAMA3_N_SPECIAL = 256
+
+# The pattern's backtracking overflows the stack of tiktoken's regex engine in about a million blanks on end.
+_LONG_BLANK = re.compile(r"(\s{500000})")
+
+
+class Tiktoken:
+    """`tokenizer.model` in tiktoken format: Llama 3's, with the special tokens behind the ranks."""
+
+    def __init__(self, path: Path):
+        import tiktoken
+
+        self.path = path
+        self.content = path.read_bytes()
+        self.changed_files: dict[str, bytes] = {}
+        ranks = _parse_ranks(path, self.content)
+        self.n_ranks = len(ranks)
+        self.special = _llama3_special_tokens(self.n_ranks)
+        self.vocab_size = self.n_ranks + len(self.special)
+        self._encoding = tiktoken.Encoding(
+            "llama3", pat_str=_LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
+        )
+
+    def add_special_tokens(self, tokens: Sequence[str]) -> int:
+        if absent := [token for token in tokens if token not in self.special]:
+            raise UserError(
+                f"--tokenizer.added_tokens: {', '.join(absent)} cannot be added to '{self.path}', a file in tiktoken "
+                "format; use the model's tokenizer.json, or a chat template of this tokenizer's own special tokens"
+            )
+        return 0
+
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        return [self.special["<|begin_of_text|>"]], []
+
+    def id_of(self, token: str) -> int | None:
+        return self.special.get(token)
+
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self.special.values())
+
+    def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
+        batch = self.tokenize(texts, allow_special=allow_special)
+        return [(ids, self._offsets(text, ids)) for text, ids in zip(texts, batch, strict=True)]
+
+    def _offsets(self, text: str, ids: list[int]) -> Offsets:
+        ends = list(accumulate(map(len, self._encoding.decode_tokens_bytes(ids))))
+        if text.isascii():
+            return list(pairwise([0, *ends]))
+        # The bytes of the tokens are those of the text: of each byte, the character that it belongs to.
+        characters = [i for i, char in enumerate(without_surrogates(text)) for _ in char.encode()]
+        return [(characters[start], characters[end - 1] + 1) for start, end in pairwise([0, *ends])]
+
+    def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
+        n_threads = os.cpu_count() or 1
+        size = math.ceil(len(texts) / n_threads) or 1
+        slices = [texts[i : i + size] for i in range(0, len(texts), size)]
+        tokenize = partial(self._tokenize_slice, allow_special=allow_special)
+        with ThreadPoolExecutor(n_threads) as pool:
+            return [ids for slice_ids in pool.map(tokenize, slices) for ids in slice_ids]
+
+    def _tokenize_slice(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
+        return [self._tokenize_one(text, allow_special=allow_special) for text in texts]
+
+    def _tokenize_one(self, text: str, *, allow_special: bool) -> list[int]:
+        ids: list[int] = []
+        for piece in _LONG_BLANK.split(text):
+            if allow_special:
+                ids += self._encoding.encode(piece, allowed_special="all")
+            else:
+                ids += self._encoding.encode_ordinary(piece)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self._encoding.decode([i for i in ids if not (skip_special_tokens and i >= self.n_ranks)])
+
+
+def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
+    """Token bytes to rank, from lines of `<base64 of the bytes> <rank>`."""
+    # A SentencePiece model is a protobuf whose first field, the pieces, has the tag 0x0A.
+    if content.startswith(b"\x0a"):
+        raise UserError(
+            f"'{path}' is a SentencePiece model, which is not read directly; convert it once with transformers: "
+            f"AutoTokenizer.from_pretrained('{path.parent}').save_pretrained('{path.parent}') writes tokenizer.json"
+        )
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise UserError(f"'{path}' line {number} is not `<base64> <rank>`, tiktoken's format") from error
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
+        raise UserError(f"'{path}' is incomplete: its {len(ranks)} ranks are not 0, 1, 2, ... with all single bytes")
+    return ranks
+
+
+def _llama3_special_tokens(first_id: int) -> dict[str, int]:
+    """Name to id of Llama 3's 256 special tokens: those with a name, the rest reserved and counted."""
+    unnamed = [offset for offset in range(_LLAMA3_N_SPECIAL) if offset not in _LLAMA3_NAMED]
+    reserved = {offset: f"<|reserved_special_token_{n}|>" for n, offset in enumerate(unnamed)}
+    return {name: first_id + offset for offset, name in sorted({**_LLAMA3_NAMED, **reserved}.items())}
