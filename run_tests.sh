@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Runs the tests; sets itself up on first use. Arguments go to pytest:
 #   ./run_tests.sh                    the default tests
-#   ./run_tests.sh -m ''              the slow ones too
+#   ./run_tests.sh -m 'not long'      the slow ones too, as .ci/run
+#   ./run_tests.sh -m long            those that take minutes, each beside a shorter one of its kind
 #   ./run_tests.sh tests/test_loss.py -k chunked
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 use_environment dev
 cd "$root"
-exec python -m pytest -m "not slow" "$@"
+exec python -m pytest -m "not slow and not long" "$@"

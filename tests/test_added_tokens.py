@@ -30,6 +30,7 @@ TURN = "<|im_start|>user\nA cat.<|im_end|>\n"
 ADDED = {"tokenizer__added_tokens": TURN_TOKENS}
 MESSAGES = [{"role": "user", "content": "Who ran?"}, {"role": "assistant", "content": "Tim ran."}]
 N_EMBEDDED = 2048
+NEW = range(N_EMBEDDED, N_EMBEDDED + 2)
 
 
 def build(folder: Path | str = "", *tokens: str) -> PretrainedTokenizer:
@@ -122,12 +123,14 @@ class Recorded(TensorSource):
 
 
 class TestGrownVocabulary:
-    def grown(self, dtype: torch.dtype = torch.float32) -> tuple[Recorded, GrownVocabulary, Tensor]:
+    """20 rows and 3 added ones; `n_padding`: how many rows the source has behind the 20 that are in use."""
+
+    def grown(self, dtype: torch.dtype = torch.float32, n_padding: int = 0) -> tuple[Recorded, GrownVocabulary, Tensor]:
         torch.manual_seed(0)
-        source = Recorded(torch.randn(20, 6, dtype=dtype))
-        mean = source.tensor.double().mean(dim=0).to(dtype)
-        forms = {"w": TensorForm(torch.Size([23, 6]), dtype)}
-        return source, GrownVocabulary(source, forms), torch.cat([source.tensor, mean.expand(3, 6)])
+        source = Recorded(torch.randn(20 + n_padding, 6, dtype=dtype))
+        mean = source.tensor[:20].double().mean(dim=0).to(dtype)
+        expected = torch.cat([source.tensor[:20], mean.expand(3, 6), source.tensor[23:]])
+        return source, GrownVocabulary(source, ["w"], range(20, 23)), expected
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_new_rows_are_the_mean(self, dtype):
@@ -135,10 +138,12 @@ class TestGrownVocabulary:
         assert grown.forms["w"].shape == (23, 6)
         assert torch.equal(grown.read("w"), expected)
 
-    def test_any_part_is_that_of_the_whole(self):
-        _, grown, expected = self.grown()
-        for first in range(24):
-            for end in range(first, 24):
+    @pytest.mark.parametrize("n_padding", [0, 2, 3, 5])
+    def test_any_part_is_that_of_the_whole(self, n_padding):
+        _, grown, expected = self.grown(n_padding=n_padding)
+        assert grown.forms["w"].shape == expected.shape
+        for first in range(len(expected) + 1):
+            for end in range(first, len(expected) + 1):
                 part = (slice(first, end), slice(2, 5))
                 assert torch.equal(grown.read("w", part), expected[part]), part
 
@@ -146,6 +151,10 @@ class TestGrownVocabulary:
         source, grown, _ = self.grown()
         grown.read("w", (slice(5, 12), slice(0, 6)))
         assert source.read_rows == set(range(5, 12))
+
+    def test_a_tensor_that_lacks_other_rows_too_stays_short(self):
+        source = Recorded(torch.randn(20, 6))
+        assert GrownVocabulary(source, ["w"], range(21, 23)).forms == source.forms
 
 
 def means_of(tensor: Tensor, n: int) -> Tensor:
@@ -198,11 +207,18 @@ class TestModel:
             is_grown = name in ("tok_embeddings.weight", "output.weight")
             assert torch.equal(after[name], means_of(tensor, 2) if is_grown else tensor), name
 
+    def test_a_checkpoint_of_ours_that_knows_them_is_loaded_as_it_is(self, tmp_path):
+        first = train(tmp_path / "first", **FLOAT32, **ADDED, training__steps=1, checkpoint__enable=True)
+        start = {"checkpoint__initial_load_path": tmp_path / "first" / "checkpoint" / "step-1"}
+        trainer = train(tmp_path / "run", **FLOAT32, **ADDED, **self.FROZEN, **start)
+        before, after = (run.model_parts[0].state_dict() for run in (first, trainer))
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
     def test_from_metas_format(self, tmp_path):
         source = make_pretrained(tmp_path / "source")
         assert convert([str(source), str(tmp_path / "meta"), "--to", "meta"]) == 0
         spec = tiny_config(tmp_path, model__vocab_size=N_EMBEDDED + 2).model_spec
-        one, other = (native_source(path, spec, n_added=2) for path in (source, tmp_path / "meta"))
+        one, other = (native_source(path, spec, added=NEW) for path in (source, tmp_path / "meta"))
         assert one.forms == other.forms
         assert all(torch.equal(one.read(name), other.read(name)) for name in one.forms)
 
@@ -216,12 +232,18 @@ class TestModel:
 
     def test_fewer_rows_than_were_added_are_an_error(self, tmp_path):
         source = make_pretrained(tmp_path / "source")
-        for rows, n_added in ((N_EMBEDDED + 2, 0), (N_EMBEDDED + 2, 1), (N_EMBEDDED + 3, 2), (N_EMBEDDED - 1, 2)):
+        for rows, n_added, n_known in (
+            (2050, 0, 2050),
+            (2050, 1, 2049),
+            (2051, 2, 2048),
+            (2051, 2, 2049),
+            (2047, 2, 2045),
+        ):
             spec = tiny_config(tmp_path, model__vocab_size=rows).model_spec
             with pytest.raises(
                 UserError, match=rf"model.embed_tokens.weight is \[2048, 64\] and must be \[{rows}, 64\]"
             ):
-                native_source(source, spec, n_added=n_added)
+                native_source(source, spec, added=range(n_known, n_known + n_added))
 
     def test_a_vocabulary_without_the_files_own_tokens_is_an_error(self, tmp_path):
         with pytest.raises(UserError, match="has 2050 tokens, and the model's vocabulary only 2000"):
@@ -230,6 +252,28 @@ class TestModel:
     def test_rows_to_spare_are_used(self, tmp_path):
         config = tiny_config(tmp_path, **ADDED, model__vocab_size=2100)
         assert config.resolve(config.tokenizer.build()).model_spec.model.vocab_size == 2100
+
+    @pytest.mark.parametrize("n_saved", [2049, 2050, 2056])
+    def test_rows_that_are_padding_become_the_mean_too(self, tmp_path, n_saved):
+        """Published vocabularies have rows to spare, which no token has trained."""
+        source = make_pretrained(tmp_path / "source", vocab_size=n_saved)
+        spec = tiny_config(tmp_path, model__vocab_size=max(n_saved, NEW.stop)).model_spec
+        saved, grown = weights_of(source)["lm_head.weight"], native_source(source, spec, added=NEW)
+        for name in ("tok_embeddings.weight", "output.weight"):
+            assert grown.forms[name].shape == (max(n_saved, NEW.stop), 64)
+        expected = torch.cat([means_of(saved[:N_EMBEDDED], 2), saved[NEW.stop :]])
+        assert torch.equal(grown.read("output.weight"), expected)
+
+    def test_rows_of_tokens_that_the_checkpoint_knows_stay(self, tmp_path):
+        """One of an earlier run with the same tokens, while the tokenizer is read from the folder without them."""
+        source = make_pretrained(tmp_path / "source", vocab_size=2056)
+        (source / "tokenizer.json").write_bytes(build("", TURN_TOKENS[0]).changed_files["tokenizer.json"])
+        spec = tiny_config(tmp_path, model__vocab_size=2056).model_spec
+        saved = weights_of(source)["lm_head.weight"]
+        expected = torch.cat([means_of(saved[: NEW.start + 1], 1), saved[NEW.stop :]])
+        assert torch.equal(native_source(source, spec, added=NEW).read("output.weight"), expected)
+        (source / "tokenizer.json").write_bytes(build().changed_files["tokenizer.json"])
+        assert torch.equal(native_source(source, spec, added=NEW).read("output.weight"), saved)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

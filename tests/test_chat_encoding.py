@@ -411,13 +411,114 @@ def test_a_template_that_refuses_breaks_the_sample_and_not_the_batch(qwen: Path)
     assert isinstance(text, EncodedSample) and isinstance(good, EncodedSample)
 
 
-def test_marks_that_cannot_be_matched_with_turns(qwen: Path) -> None:
+def test_several_marks_in_a_turn(qwen: Path) -> None:
     source = MARKED.replace("{%- generation %}", "{%- generation %}{% endgeneration %}{% generation %}")
     tokenizer = build(qwen)
-    sample = one(ChatEncoder(tokenizer, ChatTemplate(source), "assistant"), PLAIN)
-    assert_equal(sample, *chatml_by_hand(tokenizer, PLAIN, [False, False, True, False, True]))
-    [error] = ChatEncoder(tokenizer, ChatTemplate(source), "last_assistant").encode_batch([Conversation(PLAIN)])
-    assert isinstance(error, BrokenSample) and "4 texts" in str(error) and "2 turns" in str(error)
+    expected: list[tuple[TrainOn, list[bool]]] = [
+        ("assistant", [False, False, True, False, True]),
+        ("last_assistant", [False, False, False, False, True]),
+    ]
+    for train_on, trained in expected:
+        sample = one(ChatEncoder(tokenizer, ChatTemplate(source), train_on), PLAIN)
+        assert_equal(sample, *chatml_by_hand(tokenizer, PLAIN, trained))
+
+
+MARKED_APART = """\
+{%- for m in messages %}[{{ m.role }}]
+    {%- if m.role != 'assistant' %}{{ m.content }}{% endif %}
+    {%- if m.role == 'assistant' and m.content %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}
+    {%- for f in m.tool_calls or [] %}{% generation %}{{ f.function.name }}<|im_end|>{% endgeneration %}{% endfor %}
+{%- endfor %}"""
+
+
+def test_marks_belong_to_the_turn_that_they_are_in(qwen: Path) -> None:
+    """Two marks and two turns: both of the first turn, which calls twice, and none of the empty one."""
+    tokenizer = build(qwen)
+    calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in "fg"]
+    encoder = ChatEncoder(tokenizer, ChatTemplate(MARKED_APART), "last_assistant")
+    twice = [user("Hi"), assistant("", tool_calls=calls), {"role": "tool", "content": "r"}]
+    assert decoded(tokenizer, one(encoder, [*twice, assistant("")], trained=[None, None, None, True])) == ""
+    assert (
+        decoded(tokenizer, one(encoder, [*twice, assistant("a", tool_calls=calls)]))
+        == "a<|im_end|>f<|im_end|>g<|im_end|>"
+    )
+    said = [None, True, None, None]
+    first = one(
+        ChatEncoder(tokenizer, ChatTemplate(MARKED_APART), "last_assistant"), [*twice, assistant("")], trained=said
+    )
+    assert decoded(tokenizer, first) == "f<|im_end|>g<|im_end|>"
+
+
+def test_marks_that_cannot_be_matched_with_turns(qwen: Path) -> None:
+    """Where a template marks in the last turn only, or drops what it marked apart, marks change turns as it goes on."""
+    only_last = MARKED_APART.replace("m.content %}{% generation", "m.content and loop.last %}{% generation")
+    tokenizer = build(qwen)
+    encoder = ChatEncoder(tokenizer, ChatTemplate(only_last, name="mine"), "last_assistant")
+    pair = Pair(Conversation(PLAIN[:4]), [assistant("No.")], [assistant("No.")])
+    [error] = encoder.encode_batch([Conversation(PLAIN)])
+    assert isinstance(error, BrokenSample)
+    assert "mine marks other texts" in str(error) and "message 3" in str(error) and "train_on assistant" in str(error)
+    with pytest.raises(BrokenSample, match="mine marks other texts") as raised:
+        encoder.encode_pair(pair)
+    assert "train_on" not in str(raised.value)
+
+
+def test_marks_of_a_turn_that_loses_its_reasoning(qwen: Path) -> None:
+    """As Qwen3's template for training writes it: an earlier turn has a part of its text only."""
+    source = MARKED.replace(
+        "{{ message.content + ", "{{ '' if not loop.last else '<think>Hm</think>' }}{{ message.content + "
+    )
+    tokenizer = build(qwen)
+    sample = one(ChatEncoder(tokenizer, ChatTemplate(source), "last_assistant"), PLAIN)
+    assert decoded(tokenizer, sample) == "<think>Hm</think>No.<|im_end|>"
+
+
+def test_an_empty_turn_is_ended_by_its_own_token_only(qwen: Path) -> None:
+    """Two empty turns, of which only the first is followed by the token that ends a turn."""
+    tokenizer = build(qwen)
+    source = OPEN.replace("{{ '<|im_end|>' }}", "{{ '<|im_end|>' if not loop.last else 'TAIL' }}")
+    encoder = ChatEncoder(tokenizer, ChatTemplate(source, {"eos_token": "<|im_end|>"}), "assistant")
+    sample = one(encoder, [user("a"), assistant(""), user("b"), assistant("")])
+    assert decoded(tokenizer, sample) == "<|im_end|>"
+
+
+def test_advice_is_what_helps(assets: Path) -> None:
+    """Another template always; another choice of turns where there is one that may be taken."""
+    folder = assets / "mistral-v0.3-tokenizer"
+    tokenizer = build(folder)
+    template = resolve_chat_template("", [folder], tokenizer)
+    cases: list[tuple[TrainOn, list[bool | None], bool]] = [
+        ("assistant", [], True),
+        ("assistant", [None, None, False, None, None], False),
+        ("last_assistant", [], False),
+        ("assistant", [None, None, True, None, None], False),
+    ]
+    for train_on, trained, helps in cases:
+        [error] = ChatEncoder(tokenizer, template, train_on).encode_batch([Conversation(PLAIN, None, trained)])
+        assert "chat_template: chatml, llama3, mistral, alpaca, or a file that has {% generation %}" in str(error)
+        assert ("last_assistant" in str(error)) == helps
+        assert isinstance(
+            ChatEncoder(tokenizer, resolve_chat_template("mistral", [], tokenizer), train_on).encode_batch(
+                [Conversation(PLAIN, None, trained)]
+            )[0],
+            EncodedSample,
+        )
+
+
+def test_each_beginning_of_a_conversation_is_rendered_once(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, bool]] = []
+    template = ChatTemplate(UNMARKED)
+    render = template.render
+
+    def recorded(messages: Sequence[Message], *, add_generation_prompt: bool, **more: Any) -> str:
+        seen.append((len(messages), add_generation_prompt))
+        return render(messages, add_generation_prompt=add_generation_prompt, **more)
+
+    monkeypatch.setattr(template, "render", recorded)
+    encoder = ChatEncoder(build(qwen), template, "assistant")
+    seen.clear()
+    one(encoder, PLAIN * 3, trained=[True] * 3 * len(PLAIN))
+    assert len(seen) == len(set(seen)) == 15 + 6
 
 
 # Texts, prompts, pairs.
@@ -531,6 +632,37 @@ def test_what_the_own_template_spells_in_ordinary_text(
         ChatEncoder(tokenizer, own, "assistant").check()
 
 
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        (
+            "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}",
+            "'<start_of_turn>' '<end_of_turn>'",
+        ),
+        (
+            "{% for m in messages %}<｜User｜>{{ m.content }}<｜end▁of▁sentence｜>{% endfor %}",
+            "'<｜User｜>' '<｜end▁of▁sentence｜>'",
+        ),
+        ("{% for m in messages %}[{{ m.role }}] {{ m.content }}<end>\n{% endfor %}", "'<end>'"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}", "'[STOP]'"),
+    ],
+)
+def test_missing_tokens_of_other_forms_are_refused(source: str, missing: str) -> None:
+    """Gemma's and DeepSeek's; and whatever a template, which is not the model's own, puts behind an answer."""
+    template = ChatTemplate(source, {"eos_token": "[STOP]"})
+    with pytest.raises(UserError) as raised:
+        ChatEncoder(build(""), template, "assistant").check()
+    assert str(raised.value).endswith(f"--tokenizer.added_tokens {missing}")
+    added = [token.strip("'") for token in missing.split()]
+    extended = PretrainedTokenizer.Config(added_tokens=added).build(path="")
+    ChatEncoder(extended, template, "assistant").check()
+
+
+def test_tags_in_front_of_the_end_of_a_turn_are_text(qwen: Path) -> None:
+    template = ChatTemplate("{% for m in messages %}<answer>{{ m.content }}</answer><|im_end|>{% endfor %}")
+    ChatEncoder(build(qwen), template, "assistant").check()
+
+
 def test_a_template_without_any_end_is_a_warning(
     qwen: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -564,3 +696,14 @@ def test_real_rows(assets: Path) -> None:
     for row, sample in zip(rows, encode(encoder, *(normalize(row) for row in rows)), strict=True):
         answers = [message["content"] + "<|im_end|>" for message in row if message["role"] == "assistant"]
         assert decoded(tokenizer, sample) == "".join(answers)
+
+
+def test_a_template_that_writes_the_date(caplog: pytest.LogCaptureFixture) -> None:
+    """It is one for all texts, so that the beginnings of a conversation are those of the whole; and it is said."""
+    tokenizer = PretrainedTokenizer.Config().build()
+    template = ChatTemplate("{{ strftime_now('%S.%f') }}{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    texts = {template.render([user("q")], add_generation_prompt=False) for _ in range(20)}
+    assert len(texts) == 1
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        ChatEncoder(tokenizer, template, "assistant").check()
+    assert "writes the date, by strftime_now: what is tokenized now keeps this day's" in caplog.text

@@ -213,3 +213,58 @@ def test_an_exported_built_in_template_is_the_models_own(tmp_path: Path, stories
     assert transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TURNS, tokenize=False) == expected
     own = resolve_chat_template("", [tmp_path], build(tmp_path))
     assert own.render(TURNS, add_generation_prompt=False) == expected
+
+
+def ending(text: str, mark: bool = False) -> str:
+    """A template whose ends and blanks are such that Jinja takes some of them away."""
+    body = "{% generation %}{{ m.content }}{% endgeneration %}" if mark else "{{ m.content }}"
+    return f"\n  {{{{ bos_token }}}}{text}\n{{% for m in messages %}}\n  {body} \n{{% endfor %}}\n  \n"
+
+
+def named(**templates: str) -> str:
+    declared = [{"name": name, "template": text} for name, text in templates.items()]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "chat_template": declared}
+    return json.dumps(settings)
+
+
+@pytest.mark.parametrize("as_files", [False, True])
+def test_named_templates_are_chosen_by_tools_as_in_transformers(as_files: bool, tmp_path: Path, stories: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shutil.copy(stories / "tokenizer.json", tmp_path)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    default, tool_use = ending("none"), ending("{{ tools | tojson }}")
+    (tmp_path / "tokenizer_config.json").write_text(named(default=default, tool_use=tool_use, rag="x"))
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    if as_files:
+        reference.save_pretrained(tmp_path)
+        assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").is_file()
+    template = load_chat_template(tmp_path)
+    assert template is not None
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    (exported / "chat_template.jinja").write_text(template.source)
+    again = load_chat_template(exported, tmp_path)
+    assert again is not None
+    for given in (None, tools):
+        expected = reference.apply_chat_template(TURNS, tools=given, tokenize=False)
+        assert ("parameters" in expected) == (given is not None)
+        for either in (template, again):
+            assert either.render(TURNS, tools=given, add_generation_prompt=False) == expected
+
+
+def test_named_templates_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(named(rag="x", tool_use="y"))
+    with pytest.raises(UserError, match="the chat templates rag, tool_use, and none is named default"):
+        load_chat_template(tmp_path)
+    file.write_text(named(default="x", tool_use="{% if %}"))
+    with pytest.raises(UserError, match="the chat template tool_use in .* is not valid Jinja, line 1"):
+        load_chat_template(tmp_path)
+    file.write_text(named(default=ending("x", mark=True), tool_use=ending("y")))
+    with pytest.raises(UserError, match="default and tool_use .* one marks"):
+        load_chat_template(tmp_path)
+    file.write_text(named(default=ending("x", mark=True), tool_use=ending("y", mark=True)))
+    template = load_chat_template(tmp_path)
+    assert template is not None and template.marks_generation
+    text, spans = template.render_marked(TURNS, tools=[{}])
+    assert "y" in text and [text[start:end] for start, end in spans] == [turn["content"] for turn in TURNS]

@@ -70,7 +70,7 @@ def test_tool_call_without_arguments_or_wrapping(arguments):
         ({"role": ["user"], "content": "x"}, "its role is ['user']"),
         ({"role": "user", "content": None}, "the role 'user' has no content"),
         ({"role": "assistant", "tool_calls": []}, "has no content and no tool_calls"),
-        ({"role": "user", "content": 3}, "the content is a int, and must be text: 3"),
+        ({"role": "user", "content": 3}, "the content is an int, and must be text: 3"),
         ({"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}, "which only the assistant makes"),
         ({"role": "assistant", "tool_calls": {"name": "f"}}, "the tool_calls are a dict, and must be a list"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "a tool call has no name"),
@@ -182,3 +182,32 @@ def test_calls_get_ids_that_their_results_have():
 def test_openai_turns_under_the_name():
     turns = [{**QUESTION, "from": None}, ANSWER]
     assert converted({"conversations": turns}) == Conversation([QUESTION, ANSWER])
+
+
+@pytest.mark.parametrize(
+    ("said", "is_empty"),
+    [
+        ([{"content": ""}], True),
+        ([{"content": " \n"}, {"content": ""}], True),
+        ([{"content": "a", "weight": 0}, {"content": ""}], True),  # what says something is not trained on
+        ([{"content": "a"}, {"content": ""}], False),
+        ([{"content": "", "weight": 0}], False),  # nothing that is trained is empty
+        ([{"content": "", "reasoning_content": "because"}], False),
+        ([{"content": None, "tool_calls": [{"name": "f", "arguments": {}}]}], False),
+        ([], False),
+    ],
+)
+def test_conversations_in_which_the_assistant_says_nothing(said, is_empty):
+    messages = [QUESTION, *({"role": "assistant", **message} for message in said)]
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names[turn["role"]], "value": turn["content"], "weight": turn.get("weight")} for turn in messages]
+    if not is_empty:
+        assert len(converted({"messages": messages}).messages) == len(messages)
+        return
+    for row in ({"messages": messages}, {"conversations": turns}):
+        with raises("the assistant's messages are empty", EmptySample):
+            converted(row)
+
+
+def test_blank_cell_of_tool_calls():
+    assert converted({"messages": [QUESTION, {**ANSWER, "tool_calls": ""}]}) == Conversation([QUESTION, ANSWER])

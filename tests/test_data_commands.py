@@ -330,6 +330,16 @@ def test_what_training_would_refuse(chats, folder, capsys):
     assert float(page.row("few.jsonl")[9]) > 1
 
 
+def test_what_is_left_out_is_read_too(chats):
+    """With steps it is more data, and with epochs it is fewer steps."""
+    words = of_chats(chats, training__steps=4, training__global_batch_size=2)
+    skipping = [*words, "--training.skip_data", "2-3", "5", "900"]
+    straight, longer = inspect(*words, "--training.steps", "7"), inspect(*skipping)
+    assert longer.row("chats.jsonl")[9] == straight.row("chats.jsonl")[9]
+    steps = [int(inspect(*of, "--training.epochs", "1").row("the run")[1].split()[0]) for of in (words, skipping)]
+    assert steps[1] == steps[0] - 3
+
+
 # --- other loaders ---------------------------------------------------------------------------------------------------
 
 
@@ -442,6 +452,7 @@ def train_here(words: list[str]) -> None:
 def test_a_step_by_its_ledger_and_by_its_plan(chats, capsys):
     words = of_chats(chats, training__steps=4, training__global_batch_size=4, training__skip_data=["2", "4-5"])
     planned = [shown_step(capsys, step, words) for step in (1, 2, 3, 4)]
+    assert shown_step(capsys, 4, [*words, "--dataloader.num_workers", "2"]) == planned[3]
     train_here([*words, "--debug.ledger"])
     named = [shown_step(capsys, step, words) for step in (1, 2, 3, 4)]
     assert [documents for _, documents in named] == [documents for _, documents in planned]
@@ -452,6 +463,19 @@ def test_a_step_by_its_ledger_and_by_its_plan(chats, capsys):
     assert names == [line["documents"] for line in lines]
     assert [line["data_step"] for line in lines] == [1, 3, 6, 7]
     assert "⟦" in named[0][1][0]
+    capsys.readouterr()
+    assert main(["data", "show", "--step", "4", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "Documents: " in printed and not re.search("windows|padding", printed, re.IGNORECASE)
+    assert re.search(rf"documents +{len(names[3])}\n +tokens +\d+\n +trained +\d+", printed)
+
+
+def test_a_step_that_was_not_taken(chats, capsys):
+    Path("run").mkdir()
+    lines = [json.dumps({"step": step, "data_step": step, "documents": []}) for step in (1, 3)]
+    Path("run/ledger.jsonl").write_text("\n".join(lines))
+    assert "step 2 was not taken" in failure(capsys, "show", "--step", "2", *of_chats(chats))
+    assert "has the steps 1 to 3" in failure(capsys, "show", "--step", "4", *of_chats(chats))
 
 
 def test_a_step_of_running_text_by_its_ledger(folder, capsys):

@@ -210,7 +210,7 @@ def test_wrong_column_lists_the_columns(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
 def test_column_without_text(tmp_path, kind):
-    with raises("column 'id' holds a int, not text"):
+    with raises("column 'id' holds an int, not text"):
         documents_at(write_table(tmp_path / f"data.{kind}"), "id")
 
 

@@ -357,7 +357,7 @@ def test_prepare_finds_what_is_wrong(tmp_path, one_file, tokenizer):
     prepare(one_file)
     with pytest.raises(UserError, match=f"dataset '{one_file}': no column 'body'; set --dataloader.text_column to"):
         prepare(one_file, text_column="body")
-    with pytest.raises(UserError, match="column 'n' holds a int, not text"):
+    with pytest.raises(UserError, match="column 'n' holds an int, not text"):
         prepare(one_file, text_column="n")
     register_dataset("streaming-test-missing", HubDataset(path=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match=r"'streaming-test-missing' \(.*nowhere, split 'train'\) cannot be read: "):
@@ -374,7 +374,7 @@ def test_prepare_finds_what_is_wrong(tmp_path, one_file, tokenizer):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_text_in_a_worker_is_one_line(one_file, tokenizer, workers):
     loader = build(one_file, tokenizer, workers=workers, text_column="n")
-    with pytest.raises(UserError, match=f"^dataset '{one_file}': column 'n' holds a int, not text$"):
+    with pytest.raises(UserError, match=f"^dataset '{one_file}': column 'n' holds an int, not text$"):
         next(loader)
     loader.close()
 

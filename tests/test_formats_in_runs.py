@@ -31,12 +31,11 @@ def make_pretrained(folder: Path, dtype: torch.dtype = torch.float32, **sizes: i
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
-        vocab_size=2048,
         max_position_embeddings=2048,
         rope_theta=10_000.0,
         rms_norm_eps=1e-5,
         initializer_range=0.2,
-        **sizes,
+        **{"vocab_size": 2048, **sizes},
     )
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     return folder

@@ -1,5 +1,6 @@
 """The ledger: which documents each step was trained on."""
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -91,6 +92,30 @@ def test_an_epoch_in_the_ledger_is_every_sample_once(tmp_path, data):
     assert n_samples % 5 != 0 and trainer.step == math.ceil(n_samples / 5)
     assert sum(counts.values()) == n_samples
     assert all(count % 2 == 0 for count in counts.values())
+
+
+def test_a_larger_batch_after_a_resume_reads_the_rest(tmp_path, data):
+    options = {"dataloader__dataset": data, "debug__ledger": True, "training__epochs": 1}
+    options |= {"checkpoint__enable": True, "checkpoint__interval": 3, "lr_scheduler__min_lr_factor": 0.0}
+    with pytest.raises(Killed):
+        train(tmp_path, KilledAfterStepThree, **options)
+    trainer = train(tmp_path, **options, training__global_batch_size=8)
+    n_samples = trainer.dataloader.n_samples
+    assert trainer.step == 3 + math.ceil((n_samples - 3 * 2) / 8)
+    documents = [name for line in read(tmp_path) for name in line["documents"]]
+    assert len(documents) == len(set(documents)) == n_samples
+    assert trainer.metrics.total_steps == trainer.lr_scheduler.total_steps == trainer.step
+    assert trainer.lr_scheduler.lr == 0
+
+
+def test_a_step_that_was_not_taken_has_no_line(tmp_path, data):
+    class Overflowing(Trainer):
+        def read_outcome(self, *arguments):
+            outcome = super().read_outcome(*arguments)
+            return dataclasses.replace(outcome, loss=math.inf) if self.step == 1 else outcome
+
+    train(tmp_path, Overflowing, dataloader__dataset=data, debug__ledger=True, training__on_nonfinite="skip")
+    assert [(line["step"], line["data_step"]) for line in read(tmp_path)] == [(1, 1), (3, 3), (4, 4)]
 
 
 def test_a_line_is_there_before_its_checkpoint(tmp_path, data):

@@ -81,10 +81,11 @@ class TestSampler:
         sampler.draw(3)
         sampler.observe(observed([1, 2], [0.3, 2.0]))
         state = sampler.state_dict()
-        saved = json.dumps(state)
+        assert state["losses"] is sampler.state_dict()["losses"], "no copy for each batch"
+        saved = json.dumps(state, default=np.ndarray.tolist)
         expected = [sampler.draw(4).tolist() for _ in range(5)]
         sampler.observe(observed([1, 2], [9.0, 9.0]))
-        assert json.dumps(state) == saved
+        assert json.dumps(state, default=np.ndarray.tolist) == saved
         other = LossSampler.Config().build(n_samples=8, seed=6)
         other.load_state_dict(json.loads(saved))
         assert [other.draw(4).tolist() for _ in range(5)] == expected

@@ -159,6 +159,18 @@ def test_the_curve_of_a_resumed_run_is_the_configured_one():
     assert curve(longer, 24) == curve(make_scheduler(30, warmup_steps=2, decay_type="sqrt"), 30)[6:]
 
 
+def test_another_length_of_the_run_is_that_of_the_schedule():
+    stopped = make_scheduler(20, warmup_steps=2)
+    curve(stopped, 6)
+    resumed = make_scheduler(20, warmup_steps=2)
+    resumed.load_state_dict(stopped.state_dict())
+    resumed.set_length(13)
+    assert curve(resumed, 7) == curve(make_scheduler(13, warmup_steps=2), 13)[6:]
+    own = make_scheduler(20, total_steps=30)
+    own.set_length(13)
+    assert own.total_steps == 30
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

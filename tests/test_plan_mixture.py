@@ -63,18 +63,19 @@ def test_within_one_window_of_the_share_at_every_moment(seed):
 def test_a_schedule_keeps_the_bound(seed):
     rng = np.random.default_rng(seed)
     n_sources, per_step = int(rng.integers(2, 11)), int(rng.integers(1, 9))
-    steps = np.sort(rng.choice(np.arange(2, 60), size=int(rng.integers(1, 6)), replace=False))
+    steps = np.sort(rng.choice(np.arange(2, 60), size=int(rng.integers(1, 8)), replace=False))
     pieces = [(1, rng.dirichlet(np.full(n_sources, 0.5)))]
     pieces += [(int(step), rng.dirichlet(np.full(n_sources, 0.5))) for step in steps]
-    sizes = rng.integers(900, CAPACITY + 1, (n_sources, 500))
+    sizes = random_sizes(rng, n_sources, 500)
+    if seed % 3 == 0:  # nearly empty and full windows, which no mean foretells
+        sizes = rng.choice([1, CAPACITY], (n_sources, 500))
     schedule = [(step, of_step.tolist()) for step, of_step in pieces[1:]]
     order = deal(Mixture(pieces[0][1].tolist(), CAPACITY, schedule, per_step), sizes, 500)
 
     def weights_at(k):
         return next(of_step for step, of_step in reversed(pieces) if step <= 1 + k // per_step)
 
-    # Windows are 90 to 100 % full; where the change of the weights falls is estimated by their mean: 10 %.
-    assert largest_deviation(order, sizes, weights_at) <= CAPACITY * 1.1
+    assert largest_deviation(order, sizes, weights_at) <= CAPACITY * (1 + 1e-5)
 
 
 def test_weights_change_with_the_step():
@@ -83,6 +84,22 @@ def test_weights_change_with_the_step():
     assert set(order[:40]) == {0}
     assert set(order[40:80]) == {1}
     assert abs(np.mean(order[80:]) - 0.5) <= 1 / 80
+
+
+def test_steps_that_were_done_count_as_such_when_a_step_has_more_windows():
+    """200 steps of one weight, then of the other, whatever a step has been: 150 of 8 windows, 20 of 16, then of 4."""
+    sizes, schedule = np.full((2, 4000), CAPACITY), [(201, [0, 1])]
+    order: list[int] = []
+    state = Mixture([1, 0], CAPACITY, schedule, 8).state_dict()
+    for windows_per_step, n_steps in ((8, 150), (16, 20), (4, 40)):
+        mixture = Mixture([1, 0], CAPACITY, schedule, windows_per_step)
+        mixture.load_state_dict(json.loads(json.dumps(state)))
+        order += deal(mixture, sizes, n_steps * windows_per_step)
+        state = mixture.state_dict()
+    assert order == [0] * (150 * 8 + 20 * 16 + 30 * 4) + [1] * (10 * 4)
+    later = Mixture([1, 0], CAPACITY, schedule, 16)
+    later.load_state_dict(state)
+    assert set(deal(later, sizes, 100)) == {1}, "and it does not run backwards"
 
 
 def test_equal_weights_of_full_windows_take_turns():

@@ -142,8 +142,8 @@ def test_windows_are_counted_exactly():
     planner = make(lengths, epochs=3)
     for _ in range(5):
         next(planner)
-    assert planner.count_windows() == 5 + sum(1 for _ in planner)
-    assert make(lengths).count_windows() is None
+    assert sum(planner.windows_of_epochs) == 5 + sum(1 for _ in planner)
+    assert make(lengths).windows_of_epochs is None
 
 
 def test_reading_too_often_is_refused_when_it_happens_and_before():
@@ -167,10 +167,53 @@ def test_reading_too_often_is_refused_when_it_happens_and_before():
         make(lengths, max_epochs=[1])
 
 
+def test_a_limit_is_checked_from_where_the_planner_stands():
+    """150 windows of a step's 2 each, then 20 of a step's 8 each: the weights change after 100 steps of either."""
+    lengths = [np.full(200, CAPACITY), np.full(2000, CAPACITY)]
+    options: dict[str, Any] = {"weights": [1, 0], "schedule": [(101, [0, 1])], "max_epochs": [1, None]}
+    first = make(lengths, **options, windows_per_step=2)
+    for _ in range(150):
+        next(first)
+    first.check_repetitions(1000)
+    resumed = make(lengths, **options, windows_per_step=8)
+    resumed.load_state_dict(first.state_dict())
+    with pytest.raises(UserError, match=r"data set 1 would be read 1.75 times in 1000 windows"):
+        resumed.check_repetitions(1000)  # 150 + 25 * 8 of 200
+    resumed.check_repetitions(200)
+    assert resumed.n_windows == 150
+
+
+def test_what_is_said_of_repetitions_stays_within_the_epochs():
+    lengths = some_lengths(100, 100)
+    with pytest.raises(UserError, match=r"data set 1 would be read 2\.00 times"):
+        make(lengths, weights=[1, 1], max_epochs=[1.5, 9], epochs=2).check_repetitions(10**4)
+
+
+def test_how_often_is_told_without_planning_it_all():
+    """A run of ten million windows would take minutes to plan."""
+    lengths = some_lengths(60, 40)
+    assert make(lengths, epochs=1).epochs_after(10**7) == [1, 1]
+    planner = make(lengths, weights=[0.25, 0.75], schedule=[(5_000_001, [0.75, 0.25])])
+    expected = [0.5 * 10**7 / (n_tokens / CAPACITY) for n_tokens in planner.n_tokens]
+    # How full windows are is known from one epoch: to some percent.
+    assert planner.epochs_after(10**7) == pytest.approx(expected, rel=0.1)
+    few = make(lengths, weights=[0.25, 0.75])
+    given = np.zeros(2)
+    for window in itertools.islice(few, 10):
+        given[window.source] += window.n_tokens
+    assert few.epochs_after(10) == pytest.approx(given / few.n_tokens)
+
+
+def test_windows_of_each_epoch():
+    lengths = some_lengths(150, 80)
+    counts = Counter(window.epoch for window in make(lengths, epochs=3))
+    assert make(lengths, epochs=3).windows_of_epochs == [counts[0], counts[1], counts[2]]
+
+
 def test_one_epoch_of_a_limit_is_exactly_one_epoch():
     lengths = some_lengths(100, 57)
     planner = make(lengths, max_epochs=[1, 1], epochs=1)
-    n_windows = planner.count_windows()
+    n_windows = sum(planner.windows_of_epochs)
     planner.check_repetitions(n_windows)
     assert sum(1 for _ in planner) == n_windows
 
@@ -232,7 +275,7 @@ def test_what_samplers_learned_is_resumed_exactly(per_step, ahead):
         return make(lengths, samplers=samplers, chunk=6, ahead=ahead), samplers
 
     planner, samplers = fresh()
-    assert planner.count_windows() is None
+    assert planner.windows_of_epochs is None
     windows, states = train(planner, 40, per_step=per_step, ahead=ahead)
     steps, _, of_first = zip(*samplers[0].learned, strict=True)
     assert list(steps) == list(range(1, len(steps) + 1)), "each step once, in order"
@@ -279,6 +322,6 @@ def test_a_million_samples():
     lengths = np.clip(np.random.default_rng(0).lognormal(5.0, 0.8, 1_000_000).astype(np.int64), 1, 4096)
     begin = time.perf_counter()
     planner = Planner([lengths], 4096, shuffled([lengths]), epochs=1)
-    n_windows = planner.count_windows()
+    n_windows = sum(planner.windows_of_epochs)
     seconds = time.perf_counter() - begin
     print(f"\n{n_windows} windows in {seconds:.1f} s, {lengths.sum() / n_windows / 4096:.2%} full")

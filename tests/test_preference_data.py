@@ -118,7 +118,7 @@ def test_the_two_forward_passes_see_each_answer_as_if_it_were_alone(tokenizer, f
             logits = model(batch[f"{side}_input"], batch[f"{side}_positions"])
             together = log_probability(logits, batch[f"{side}_labels"])
             for row in range(4):
-                part = loader.sets[0].example(row).parts[i]
+                part = loader.samples.sets[0].example(row).parts[i]
                 ids, trained = torch.from_numpy(part.ids), torch.from_numpy(part.trained)
                 labels = torch.where(trained, ids, IGNORE_INDEX)
                 alone = log_probability(model(ids[None, :-1]), labels[None, 1:])
@@ -151,7 +151,7 @@ class TestTooLong:
         loader = build(tokenizer, **in_order())
         (batch,) = loader
         assert loader.document_names(batch["documents"][0]) == ["data.jsonl:3"]
-        report = loader.sets[0].report
+        report = loader.samples.sets[0].report
         assert (report.rows, report.kept, report.dropped["too_long"].count) == (3, 1, 2)
         labels = torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
         assert report.trained_tokens == (labels != IGNORE_INDEX).sum()
@@ -164,14 +164,14 @@ class TestTooLong:
         loader = build(tokenizer, too_long="truncate_left", **in_order())
         (batch,) = loader
         assert [loader.describe(row) for row in batch["documents"]] == ["data.jsonl:1", "data.jsonl:3"]
-        report = loader.sets[0].report
+        report = loader.samples.sets[0].report
         assert (report.kept, report.truncated.count, report.dropped["too_long"].count) == (2, 1, 1)
         chosen, rejected = batch["chosen_input"][0], batch["rejected_input"][0]
         n_prompt = int((batch["chosen_labels"][0] != IGNORE_INDEX).nonzero()[0])
         assert n_prompt > 20 and torch.equal(chosen[:n_prompt], rejected[:n_prompt])
         assert trained_text(tokenizer, batch["chosen_labels"][0]).startswith(" No, it is small.")
-        assert report.tokens == sum(len(part.ids) for i in range(2) for part in loader.sets[0].example(i).parts)
-        longest = max(len(part.ids) for part in loader.sets[0].example(0).parts)
+        assert report.tokens == sum(len(part.ids) for i in range(2) for part in loader.samples.sets[0].example(i).parts)
+        longest = max(len(part.ids) for part in loader.samples.sets[0].example(0).parts)
         assert longest == SEQ_LEN + 1, "no more is cut than must be"
 
     def test_error(self, tokenizer, folder):
@@ -187,13 +187,13 @@ class TestTooLong:
 
 def test_empty_and_broken_rows(tokenizer, folder):
     same = {"prompt": "Is it?", "chosen": "No.", "rejected": "No."}
-    wrong = {"prompt": "Is it?", "chosen": "No.", "rejected": 7}
+    wrong = {"prompt": "Is it?", "chosen": "No.", "rejected": True}
     write(folder / "data.jsonl", [*pairs(2), same, wrong])
-    with pytest.raises(UserError, match=r"data.jsonl:4: .*int.*--dataloader.broken drop"):
+    with pytest.raises(UserError, match=r"data.jsonl:4: .*bool.*--dataloader.broken drop"):
         build(tokenizer)
     with pytest.raises(UserError, match=r"data.jsonl:3: .*same.*--dataloader.empty drop"):
         build(tokenizer, empty="error", broken="drop")
-    report = build(tokenizer, broken="drop").sets[0].report
+    report = build(tokenizer, broken="drop").samples.sets[0].report
     assert (report.rows, report.kept) == (4, 2)
     assert {reason: tally.count for reason, tally in report.dropped.items()} == {"empty": 1, "broken": 1}
 
@@ -297,6 +297,32 @@ def test_a_position_in_other_data_is_refused(tokenizer, folder, caplog):
     assert torch.equal(next(other)["documents"], first)
 
 
+def test_a_position_holds_for_the_same_data_elsewhere(tokenizer, folder):
+    for name in ("data.jsonl", "renamed.jsonl"):
+        write(folder / name, questions(5))
+    loader = build(tokenizer, PromptDataLoader)
+    next(loader)
+    state = loader.state_dict()
+    other = build(tokenizer, PromptDataLoader, dataset=["./renamed.jsonl"])
+    other.load_state_dict(state)
+    assert torch.equal(next(other)["documents"], next(loader)["documents"])
+    write(folder / "renamed.jsonl", [row | {"answer": "Another."} for row in questions(5)])
+    other = build(tokenizer, PromptDataLoader, dataset=["renamed.jsonl"])
+    other.load_state_dict(state)
+    assert torch.equal(next(other)["documents"], next(build(tokenizer, PromptDataLoader))["documents"])
+
+
+def test_a_position_holds_for_other_code_that_makes_the_same_examples(tokenizer, folder, monkeypatch):
+    write(folder / "data.jsonl", questions(5))
+    loader = build(tokenizer, PromptDataLoader)
+    next(loader)
+    monkeypatch.setattr("torchtitan.components.data.finetuning.examples.code_version", lambda: "another")
+    later = build(tokenizer, PromptDataLoader)
+    later.load_state_dict(loader.state_dict())
+    assert len(list((folder / "cache" / "examples").glob("*/report.json"))) == 2
+    assert torch.equal(next(later)["documents"], next(loader)["documents"])
+
+
 def test_validation_data_is_in_order(tokenizer, folder):
     write(folder / "data.jsonl", pairs(5))
     write(folder / "held_out.jsonl", pairs(4))
@@ -326,7 +352,7 @@ def test_answers_of_several_data_sets(tokenizer, folder):
     write(folder / "more.jsonl", [{"prompt": "Who?", "solution": 42}])
     loader = build(tokenizer, PromptDataLoader, ["data.jsonl", "more.jsonl"], **in_order())
     assert loader.answer(2) == "It is 4." and loader.answer(3) == "42"
-    assert loader.sample_name(3) == "more.jsonl: more.jsonl:1"
+    assert loader.sample_name(3) == "more.jsonl:1"
 
 
 def test_prompts_that_are_too_long(tokenizer, folder):

@@ -19,16 +19,14 @@ RUN = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((4, FSDP_4), (4, PP_2_TP_2)),
-        ((4, PP_2_TP_2), (4, FSDP_4)),
-        ((2, ZBV_2), (4, CP_2_TP_2)),
-        ((4, HSDP_2X2), (2, ZBV_2)),
+        pytest.param((4, FSDP_4), (4, PP_2_TP_2), marks=pytest.mark.slow, id="fsdp-to-pp-tp"),
+        pytest.param((4, PP_2_TP_2), (4, FSDP_4), marks=pytest.mark.slow, id="pp-tp-to-fsdp"),
+        pytest.param((2, ZBV_2), (4, CP_2_TP_2), marks=pytest.mark.long, id="zbv-to-cp-tp"),
+        pytest.param((4, HSDP_2X2), (2, ZBV_2), marks=pytest.mark.long, id="hsdp-to-zbv"),
     ],
-    ids=["fsdp-to-pp-tp", "pp-tp-to-fsdp", "zbv-to-cp-tp", "hsdp-to-zbv"],
 )
 def test_resume_in_another_layout(tmp_path, before, after):
     for steps, (processes, layout) in ((4, before), (8, after)):

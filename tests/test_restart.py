@@ -130,7 +130,7 @@ class TestOurLauncher:
             ("kill", 2),
             ("crash", 1),
             pytest.param("hang", 2, marks=pytest.mark.slow),
-            pytest.param("kill", 4, marks=pytest.mark.slow),
+            pytest.param("kill", 4, marks=pytest.mark.long),
         ],
     )
     def test_the_loss_curve_continues(
@@ -188,8 +188,9 @@ class TestOurLauncher:
 
 
 class TestTorchrun:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("processes", [2, 4])
+    @pytest.mark.parametrize(
+        "processes", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)]
+    )
     def test_a_killed_worker_comes_back(
         self, start: Callable[..., Command], workplace: Path, expected: Any, processes: int
     ) -> None:

@@ -16,7 +16,12 @@ from torchtitan.components.data.finetuning.conversation import (
     Prompt,
     Text,
 )
-from torchtitan.components.data.finetuning.registry import ChatDataset, dataset_format, register_chat_dataset
+from torchtitan.components.data.finetuning.registry import (
+    ChatDataset,
+    dataset_formats,
+    describes,
+    register_chat_dataset,
+)
 from torchtitan.components.data.finetuning.row_formats import (
     FORMATS,
     RowFormat,
@@ -51,6 +56,17 @@ def converted(row: dict, kind: str = "sft", format: str = "auto", mapping: dict 
         ({"instruction": "q", "input": "", "output": "a", "system": None}, [QUESTION, ANSWER]),
         ({"instruction": "q", "input": "i", "output": "a"}, [{"role": "user", "content": "q\n\ni"}, ANSWER]),
         ({"instruction": "", "input": "q", "output": "a"}, [QUESTION, ANSWER]),
+        ({"question": "q", "answer": 0}, [QUESTION, {"role": "assistant", "content": "0"}]),
+        ({"prompt": 1.5, "response": "a"}, [{"role": "user", "content": "1.5"}, ANSWER]),
+        (
+            {"instruction": "q", "input": 2, "output": 4, "history": [["q", 3]]},
+            [
+                QUESTION,
+                {"role": "assistant", "content": "3"},
+                {"role": "user", "content": "q\n\n2"},
+                {"role": "assistant", "content": "4"},
+            ],
+        ),
         (
             {"instruction": "r", "output": "b", "history": [["q", "a"]], "system": "s"},
             [SYSTEM, QUESTION, ANSWER, {"role": "user", "content": "r"}, {"role": "assistant", "content": "b"}],
@@ -68,11 +84,15 @@ def test_columns_of_texts(row, messages):
         ({"text": None}, "text is empty", EmptySample),
         ({"prompt": "q", "response": ""}, "response is empty", EmptySample),
         ({"prompt": None, "response": "a"}, "prompt is empty", EmptySample),
-        ({"question": "q", "answer": 0}, "the answer is a int, and must be text: 0", BrokenSample),
+        ({"question": "q", "answer": True}, "the answer is a bool, and must be text: True", BrokenSample),
+        ({"question": "q", "answer": float("nan")}, "the answer is a float, and must be text: nan", BrokenSample),
         ({"instruction": "", "input": None, "output": "a"}, "instruction is empty", EmptySample),
         ({"instruction": "q", "output": "a", "history": ["q"]}, "history must be a list of pairs", BrokenSample),
+        ({"instruction": "q", "output": "a", "history": 1}, "history must be a list of pairs of texts", BrokenSample),
+        ({"instruction": "q", "output": "a", "history": True}, "history must be a list of pairs", BrokenSample),
+        ({"prompt": "q", "response": [{"role": "assistant", "content": ""}]}, "messages are empty", EmptySample),
         ({"instruction": "q", "output": "a", "history": [["q", None]]}, "the role 'assistant' has no", BrokenSample),
-        ({"prompt": "q", "response": "a", "system": 3}, "the system is a int", BrokenSample),
+        ({"prompt": "q", "response": "a", "system": 3}, "the system is an int", BrokenSample),
     ],
 )
 def test_rows_that_cannot_be_used(row, error, kind):
@@ -92,9 +112,9 @@ class TestRecognition:
 
     def test_the_more_telling_columns_win(self):
         assert find_format(["prompt", "prompt_id", "messages"], "auto", {}, "sft").name == "messages"
-        columns = ["text", "instruction", "input", "output", "chosen", "rejected"]
+        columns = ["text", "instruction", "input", "output"]
         assert find_format(columns, "auto", {}, "sft").name == "instruction"
-        assert find_format(columns, "auto", {}, "preference").name == "instruction"
+        assert find_format([*columns, "chosen", "rejected"], "auto", {}, "preference").name == "instruction"
         assert find_format(columns, "text", {}, "sft").name == "text"
 
     def test_nothing_fits(self):
@@ -116,9 +136,50 @@ class TestRecognition:
         swapped = {"instruction": "output", "output": "instruction"}
         assert converted({"instruction": "a", "output": "q"}, mapping=swapped) == Conversation([QUESTION, ANSWER])
 
+    def test_all_mapped_columns_are_read(self):
+        row = {"messages": [QUESTION, {"role": "assistant", "content": "no"}], "q": "q", "a": "a"}
+        mapping = {"prompt": "q", "response": "a"}
+        assert converted(row, mapping=mapping) == Conversation([QUESTION, ANSWER])
+        with raises("--dataloader.columns: 'prompt' is none that the format 'messages' reads"):
+            find_format(list(row), "messages", mapping, "sft")
+        with raises("the rows have the columns messages, a, prompt, which fit none of the formats"):
+            find_format(list(row), "auto", {"prompt": "q"}, "sft")
+
+    @pytest.mark.parametrize("beside", ["prompt", "messages", "conversations"])
+    def test_preference_rows_are_not_imitated_unasked(self, beside):
+        columns = [beside, "chosen", "rejected"]
+        with raises("the rows have chosen and rejected, which are for preference training"):
+            find_format(columns, "auto", {}, "sft")
+        assert find_format(columns, "auto", {}, "prompt").name == beside
+        row = {"prompt": "q", "chosen": "a", "rejected": "b"}
+        assert converted(row, mapping={"response": "chosen"}) == Conversation([QUESTION, ANSWER])
+        assert converted({"messages": [QUESTION, ANSWER], **row}, format="messages") == Conversation([QUESTION, ANSWER])
+
     def test_mapping_of_a_column_that_is_there_as_well(self):
         row = {"prompt": "no", "question": "q", "response": "a"}
         assert converted(row, mapping={"prompt": "question"}) == Conversation([QUESTION, ANSWER])
+
+    @pytest.mark.parametrize(
+        ("columns", "row", "needs"),
+        [
+            (["messages", "prompt", "response"], {"prompt": "q", "response": "a"}, "prompt, response"),
+            (["prompt", "response", "completion"], {"prompt": "q", "completion": "a"}, "prompt, completion"),
+            (["prompt", "response", "text"], {"prompt": " ", "response": "", "text": "t"}, "text"),
+        ],
+    )
+    def test_rows_of_another_format_in_a_merged_file(self, columns, row, needs):
+        """They have values in other columns, which are null where those of the first row are not."""
+        row = {**dict.fromkeys(columns), **row}
+        format = find_format(columns, "auto", {}, "sft")
+        with raises(f"is empty, while the columns of another format are filled ({needs})", BrokenSample):
+            format.convert(row)
+        with raises("is empty", EmptySample):
+            converted(row, format=format.name)
+
+    def test_an_empty_answer_beside_a_text_is_empty(self):
+        """As in Alpaca's own rows, whose text is the same put together."""
+        with raises("output is empty", EmptySample):
+            converted({"instruction": "q", "output": "", "text": "Below is an instruction. q"})
 
     def test_later_rows_may_lack_a_column(self):
         format = find_format(["frage", "response"], "auto", {"prompt": "frage"}, "sft")
@@ -139,14 +200,15 @@ class TestRecognition:
             find_format(["frage"], "auto", {"prompt": "frag"}, "sft")
 
     def test_fingerprint_tells_what_converts_differently(self):
-        columns = ["text", "prompt", "response", "chosen", "rejected"]
+        columns = ["text", "prompt", "response"]
         chosen = [
             find_format(columns, "auto", {}, "sft"),
+            find_format(columns, "prompt_response", {}, "sft"),
             find_format(columns, "text", {}, "sft"),
             find_format(columns, "text", {"text": "prompt"}, "sft"),
-            find_format(columns, "auto", {}, "preference"),
+            find_format([*columns, "chosen", "rejected"], "auto", {}, "preference"),
         ]
-        assert len({format.fingerprint for format in chosen}) == 4
+        assert len({format.fingerprint for format in chosen}) == 5
         assert find_format(["prompt", "response"], "auto", {}, "sft").fingerprint == chosen[0].fingerprint
 
 
@@ -186,6 +248,7 @@ class TestPreference:
         [
             ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same", EmptySample),
             ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected is empty", EmptySample),
+            ({"prompt": "q", "chosen": {**ANSWER, "content": ""}, "rejected": "a"}, "chosen is empty", EmptySample),
             ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, "are the same", EmptySample),
             ({"chosen": "a", "rejected": "b"}, "there is no column for the prompt", BrokenSample),
             (
@@ -270,6 +333,18 @@ class TestFunctions:
         with raises("is not a function written in Python"):
             function_format(json.loads.__call__, "sft")
 
+    def test_a_file_imports_what_is_beside_it(self, tmp_path, monkeypatch):
+        (tmp_path / "helpers_beside_rows.py").write_text("def body(row):\n    return row['body']\n")
+        (tmp_path / "mine.py").write_text(
+            "from helpers_beside_rows import body\n\ndef convert(row):\n    return {'text': body(row)}\n"
+        )
+        path = list(sys.path)
+        try:
+            assert find_format(["body"], f"{tmp_path}/mine.py:convert", {}, "sft").convert({"body": "b"}) == Text("b")
+        finally:
+            sys.modules.pop("helpers_beside_rows", None)
+        assert sys.path == path
+
     def test_names_that_lead_nowhere(self, tmp_path):
         (tmp_path / "mine.py").write_text(self.SOURCE)
         (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
@@ -293,12 +368,48 @@ def test_registered_sets_say_how_their_rows_are_read(monkeypatch):
     register_chat_dataset("function", ChatDataset(path="a.jsonl", function=as_question))
     columns = ["frage", "antwort", "text", "body"]
     row = {"frage": "q", "antwort": "a", "text": "t", "body": "b"}
-    assert dataset_format("mapped", columns, "auto", {}, "sft").convert(row) == Conversation([QUESTION, ANSWER])
-    assert dataset_format("mapped", columns, "text", {}, "sft").convert(row) == Text("t")
-    assert dataset_format("mapped", columns, "auto", {"text": "body"}, "sft").convert(row) == Text("b")
     asked = Conversation([{"role": "user", "content": "b"}])
-    assert dataset_format("function", columns, "auto", {}, "sft").convert(row) == asked
-    assert dataset_format("a.jsonl", columns, "auto", {}, "sft").convert(row) == Text("t")
+
+    def read(dataset, format="auto", mapping=None):
+        [row_format] = dataset_formats([dataset], [columns], format, mapping or {}, "sft")
+        return row_format.convert(row)
+
+    assert read("mapped") == Conversation([QUESTION, ANSWER])
+    assert read("mapped", "text") == Text("t")
+    assert read("mapped", mapping={"text": "body"}) == Text("b")
+    assert read("function") == asked
+    assert read("a.jsonl") == Text("t")
+
+
+def test_options_are_for_the_sets_that_they_fit(monkeypatch):
+    monkeypatch.setattr(registry, "_registry", {})
+    register_chat_dataset("mapped", ChatDataset(path="a.jsonl", columns={"prompt": "q", "response": "a"}))
+    register_chat_dataset("plain", ChatDataset(path="a.jsonl"))
+    columns = {"mapped": ["q", "a"], "plain": ["text"], "x.jsonl": ["question", "reply"], "y.jsonl": ["messages"]}
+
+    def names(datasets, format="auto", mapping=None):
+        of_each = dataset_formats(datasets, [columns[name] for name in datasets], format, mapping or {}, "sft")
+        return [row_format.name.split(":")[-1] for row_format in of_each]
+
+    mapping = {"prompt": "question", "response": "reply"}
+    assert names(["x.jsonl", "y.jsonl", "mapped"], mapping=mapping) == [
+        "prompt_response",
+        "messages",
+        "prompt_response",
+    ]
+    assert names(["y.jsonl", "plain"], "text") == ["messages", "text"]
+    with raises("no column 'question'"):
+        names(["y.jsonl", "mapped"], mapping=mapping)
+    with raises("'text' needs text"):
+        names(["y.jsonl"], "text")
+    with raises("is none of"):
+        names(["y.jsonl", "plain"], "txt")
+    function = f"{__name__}:as_question"
+    assert names(["x.jsonl", "plain", "mapped"], function) == ["as_question", "as_question", "prompt_response"]
+    with raises("'mapped' is registered with a way to be read of its own"):
+        names(["mapped"], function)
+    assert describes("y.jsonl", columns["y.jsonl"], "messages", {}, "sft")
+    assert not describes("y.jsonl", columns["y.jsonl"], "auto", mapping, "sft")
 
 
 @pytest.mark.parametrize(

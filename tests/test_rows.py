@@ -68,7 +68,7 @@ def test_values_and_places(tmp_path, kind, compression):
     assert [row.values for row in rows] == ROWS
     assert [row.number for row in rows] == [1, 2, 3]
     place = {"jsonl": ":{}", "json": ", element {}", "csv": ":{}", "parquet": ", row {}"}[kind]
-    numbers = [3, 4, 5] if kind == "csv" else [1, 2, 3]  # of the line that a CSV row ends in, behind the header
+    numbers = [2, 4, 5] if kind == "csv" else [1, 2, 3]  # of the line that a CSV row begins in, behind the header
     assert [row.where for row in rows] == [path.name + place.format(number) for number in numbers]
 
 
@@ -96,7 +96,7 @@ def test_blank_lines_are_left_out_and_numbers_kept(tmp_path):
     [
         ('{"text": "never ends', "broken JSON, Invalid control character at (column 21)"),
         ("[1, 2]", "expected an object with columns as its keys, found a list"),
-        ("17", "found a int"),
+        ("17", "found an int"),
         ('{"text": "half \\ud83d of one"}', "half of a character, '\\ud83d'"),
         ("[" * 100_000, "broken JSON, nested too deeply"),
         ('{"n": ' + "1" * 5000 + "}", "broken JSON, Exceeds the limit"),
@@ -110,13 +110,61 @@ def test_a_broken_line_is_a_row_with_an_error(tmp_path, line, error):
     assert error in broken.error
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 7, 1 << 20])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_lists_in_pieces(tmp_path, monkeypatch, chunk, indent):
+    monkeypatch.setattr("torchtitan.components.data.readers.CHUNK_SIZE", chunk)
+    elements = [{"n": 1, "t": 'a ], "b" \u6587'}, {}, {"n": [1, {"x": None}]}, {"n": -1.5e3}]
+    for listed in (elements, elements[:1], []):
+        (tmp_path / "a.json").write_text(" \n" + json.dumps(listed, indent=indent) + "\n\n")
+        assert [row.values for row in rows_at(tmp_path / "a.json")] == listed
+    (tmp_path / "a.json").write_text('[12, {"n": 1}, "\\ud83d", 34]')
+    rows = rows_at(tmp_path / "a.json")
+    assert [row.values for row in rows] == [None, {"n": 1}, None, None]
+    assert [row.error.rpartition(", ")[2] for row in rows] == ["found an int", "", "'\\ud83d'", "found an int"]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('[{"n": 1}\n{"n": 2}]', ":2"),
+        ('[{"n": 1},\n\n]', ":3"),
+        ('[{"n": 1}\n', ":2"),
+        ("[", ":1"),
+        ('[{"n": 1,\n}]', ":2"),
+        ("[]\n[]", ""),
+        ('[{"n": ' + "[" * 100_000, ":1"),
+    ],
+)
+def test_broken_lists(tmp_path, monkeypatch, chunk, text, line):
+    monkeypatch.setattr("torchtitan.components.data.readers.CHUNK_SIZE", chunk)
+    (tmp_path / "a.json").write_text(text)
+    with raises(f"a.json{line}: broken JSON, "):
+        rows_at(tmp_path / "a.json")
+
+
+def test_no_more_of_a_list_is_read_than_is_needed(tmp_path):
+    write(tmp_path / "a.json", ROWS * 10)
+    seen: list[int] = []
+    next(resolve_rows(str(tmp_path / "a.json")).rows(seen.append))
+    assert sum(seen) <= 2 << 20 < (tmp_path / "a.json").stat().st_size
+
+
 def test_broken_elements_and_cells(tmp_path):
     (tmp_path / "a.json").write_text('[{"n": 1}, "two"]')
     assert rows_at(tmp_path / "a.json")[1].error == "expected an object with columns as its keys, found a str"
     (tmp_path / "a.csv").write_text(",text\n0,a\n1,b,c\n2\n")
     rows = rows_at(tmp_path / "a.csv")
-    assert [row.values for row in rows] == [{"": "0", "text": "a"}, None, {"": "2", "text": None}]
-    assert rows[1].error == "more cells than the 2 columns"
+    assert [row.values for row in rows] == [{"": "0", "text": "a"}, None, None]
+    assert [row.error for row in rows[1:]] == ["more cells than the 2 columns", "fewer cells than the 2 columns"]
+    (tmp_path / "a.csv").write_text("text,,\na,1,2\n")
+    assert rows_at(tmp_path / "a.csv")[0].values == {"text": "a", "": "2"}
+    (tmp_path / "a.csv").write_text('\ntext\n\n\n"a\n\nb"\nc\n')
+    assert [(row.where, row.values) for row in rows_at(tmp_path / "a.csv")] == [
+        ("a.csv:5", {"text": "a\n\nb"}),
+        ("a.csv:8", {"text": "c"}),
+    ]
 
 
 def test_a_file_that_is_broken_as_a_whole(tmp_path):
@@ -124,6 +172,12 @@ def test_a_file_that_is_broken_as_a_whole(tmp_path):
         ("a.json", b'[{"n": 1},\n{"n": 2', "a.json:2: broken JSON"),
         ("b.json", b'{\n"n": 1\n}', "b.json:1: one object over several lines"),
         ("a.csv", b'text\n"a\n', "a.csv:2: broken CSV"),
+        (
+            "c.csv",
+            b"question;answer\na;b\n",
+            "c.csv:1: the only column is 'question;answer'; columns must be separated",
+        ),
+        ("b.csv", b"prompt,text,text\na,b,c\n", "b.csv:1: several columns are called 'text'; rename one of them"),
         ("a.parquet", b"no parquet", "a.parquet is not a readable parquet file"),
         ("a.jsonl", b'{"n": 1}\n{"n": "\xff"}', "a.jsonl is not UTF-8: byte 0xff at offset 16 (line 2)"),
         ("a.jsonl.gz", gzip.compress(b'{"n": 1}')[:-8], "a.jsonl.gz cannot be read"),
@@ -162,14 +216,34 @@ def test_saved_datasets_and_their_splits(tmp_path):
         rows_at(tmp_path / "several", "test")
 
 
+def test_saved_images_are_not_decoded(tmp_path):
+    """Nor is there a library needed that could, and what is stored need not be an image."""
+    datasets = pytest.importorskip("datasets")
+    image = {"bytes": b"no image", "path": None}
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    datasets.Dataset.from_dict({"prompt": ["x"], "image": [image]}, features=features).save_to_disk(tmp_path / "images")
+    [row] = rows_at(tmp_path / "images")
+    assert row.values["prompt"] == "x" and row.values["image"]["bytes"] == b"no image"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:100])])
+def test_damaged_saved_datasets_are_named(tmp_path, damage):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"prompt": ["x"] * 1000}).save_to_disk(tmp_path / "one")
+    damage(next((tmp_path / "one").glob("*.arrow")))
+    with raises(f"the data set saved in {tmp_path / 'one'} cannot be read ("):
+        rows_at(tmp_path / "one")
+
+
 def test_identity_is_the_content(tmp_path):
     def identity(path: Path) -> list[str]:
         return resolve_rows(str(path)).identity(lambda file: file.read_bytes().hex())
 
-    first = write(tmp_path / "a.jsonl", ROWS[:2])
-    same = write(tmp_path / "b.jsonl", ROWS[:2])
-    other = write(tmp_path / "c.jsonl", ROWS[1:])
-    assert identity(first) == identity(same) != identity(other)
+    (tmp_path / "sub").mkdir()
+    first = identity(write(tmp_path / "a.jsonl", ROWS[:2]))
+    assert identity(write(tmp_path / "sub" / "a.jsonl", ROWS[:2])) == first
+    renamed = identity(write(tmp_path / "b.jsonl", ROWS[:2]))  # places have the name
+    assert len({*first, *renamed, *identity(write(tmp_path / "a.jsonl", ROWS[1:]))}) == 3
     for name in ("chats", "stories"):
         splits = [resolve_rows(name, split).identity(lambda _: "") for split in available_row_splits(name)]
         assert len(splits) == 2 and splits[0] != splits[1]
@@ -180,7 +254,7 @@ def test_folder_and_pattern(tmp_path):
     for name in ("b.jsonl", "sub/a.csv"):
         write(tmp_path / name, ROWS[:1])
     (tmp_path / "notes.docx").write_bytes(b"\xff")
-    assert [row.where for row in rows_at(tmp_path)] == ["b.jsonl:1", "sub/a.csv:3"]
+    assert [row.where for row in rows_at(tmp_path)] == ["b.jsonl:1", "sub/a.csv:2"]
     assert [row.values for row in rows_at(tmp_path / "**" / "*.csv")] == ROWS[:1]
     with raises("dataset 'chatz' is neither a registered name (chats, stories"):
         rows_at("chatz")
@@ -239,7 +313,7 @@ def test_registered_hub_set(tmp_path, own_registry, monkeypatch):
     assert asked == []  # only when it is needed
     assert rows_of(source) == [Row(1, "there (test), row 1", {"prompt": "p", "response": "r"})]
     assert asked == [("someone/something", "en", "test")]
-    assert source.size() == 1 and len(source.identity(str)) == 3
+    assert source.size() == 1 and len(source.identity(str)) == 4
     register_chat_dataset("absent", ChatDataset(path="someone/absent"))
     with raises(
         "dataset 'absent' (someone/absent, split 'train') cannot be read: Couldn't reach 'someone/absent' on the Hub; "

@@ -1,19 +1,25 @@
 """The cache of tokenized samples: what is in it, when it is found again, what is left out and how that is reported."""
 
+import ast
 import json
 import logging
+import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from torchtitan import components
+from torchtitan.components.data.disk_cache import file_digest
+from torchtitan.components.data.finetuning import code_version
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, EmptySample, Text
 from torchtitan.components.data.finetuning.filters import Filters, repetition
 from torchtitan.components.data.finetuning.fitting import FittedSamples
 from torchtitan.components.data.finetuning.options import parse_token_range
 from torchtitan.components.data.finetuning.policies import Report, Rules
-from torchtitan.components.data.finetuning.row_formats import RowFormat
+from torchtitan.components.data.finetuning.row_formats import RowFormat, function_format
 from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
 from torchtitan.components.data.rows import Row, RowSource
 from torchtitan.tools.errors import UserError
@@ -22,8 +28,9 @@ from torchtitan.tools.errors import UserError
 class Texts(RowSource):
     """Rows in memory, each a text; None: a row that cannot be read."""
 
-    def __init__(self, *texts, name="a.jsonl"):
-        self.name = name
+    name = "a.jsonl"
+
+    def __init__(self, *texts):
         self.texts = list(texts)
 
     def identity(self, digest):
@@ -94,7 +101,6 @@ def test_content(tmp_path):
     assert texts_of(cache) == ["aBc", "DEF", "gH\N{GRINNING FACE}"]
     assert cache.lengths.tolist() == [3, 3, 3] and cache.n_trained.tolist() == [1, 2, 1]
     assert cache.sample(0).trained.tolist() == [False, True, False] and cache.sample(0).ids.dtype == np.int64
-    assert [cache.row(i) for i in range(3)] == [1, 3, 6]
     assert [cache.describe(i) for i in range(3)] == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:6"]
     copy = pickle.loads(pickle.dumps(cache))
     assert len(pickle.dumps(cache)) < 500 and texts_of(copy) == texts_of(cache)
@@ -132,7 +138,7 @@ def test_only_the_first_examples_are_named(tmp_path):
     ("text", "rules", "message"),
     [
         ("", {"empty": "error"}, "a.jsonl:2: no text; --dataloader.empty drop"),
-        (None, {}, "a.jsonl:2: broken JSON; --dataloader.broken drop"),
+        (None, {}, "a.jsonl:2: broken JSON; --dataloader.broken drop leaves such rows out (torchtitan data inspect"),
         ("?", {}, "a.jsonl:2: a question; --dataloader.broken drop"),
         ("a!", {}, "a.jsonl:2: a text with '!'; --dataloader.broken drop"),
         ("none", {"untrained": "error"}, "a.jsonl:2: none of its tokens is trained; --dataloader.untrained drop"),
@@ -161,12 +167,11 @@ def test_columns_of_the_first_good_row():
 
 def test_found_again_by_content(tmp_path):
     encoder = Characters()
-    key = open_cache(Texts("aB", "cD"), tmp_path, encoder=encoder).key
-    assert open_cache(Texts("aB", "cD"), tmp_path, encoder=encoder).key == key
+    folder = open_cache(Texts("aB", "cD"), tmp_path, encoder=encoder).folder
+    assert open_cache(Texts("aB", "cD"), tmp_path, encoder=encoder).folder == folder
     assert encoder.batches == [2]
     others = [
         open_cache(Texts("aB", "cE"), tmp_path),
-        open_cache(Texts("aB", "cD", name="b.jsonl"), tmp_path),  # it names the rows
         open_cache(Texts("aB", "cD"), tmp_path, encoder=Characters("others")),
         open_cache(Texts("aB", "cD"), tmp_path, Rules(broken="drop", filters=Filters(min_tokens=1))),
         open_cache(
@@ -175,7 +180,89 @@ def test_found_again_by_content(tmp_path):
             row_format=RowFormat(name="plain", kind="sft", required=(), convert=convert, fingerprint="2"),
         ),
     ]
-    assert len({key, *(other.key for other in others)}) == 6 and len(kept(tmp_path)) == 6
+    assert len({folder, *(other.folder for other in others)}) == 5 and len(kept(tmp_path)) == 5
+
+
+def test_the_fingerprint_is_that_of_the_samples(tmp_path):
+    caches = [
+        open_cache(Texts("aB", "cD"), tmp_path),
+        open_cache(Texts("aB", "cD"), tmp_path, encoder=Characters("of the next version")),
+        open_cache(Texts("cD", "aB"), tmp_path),
+        open_cache(Texts("aBcD"), tmp_path),
+        open_cache(Texts("untrained", "cD", "aB"), tmp_path),
+        open_cache(Texts("aB", "cD", "eF"), tmp_path),
+    ]
+    assert len({cache.folder for cache in caches}) == 6
+    assert caches[0].fingerprint == caches[1].fingerprint and caches[2].fingerprint == caches[4].fingerprint
+    assert len({cache.fingerprint for cache in caches}) == 4
+
+
+def test_code_that_makes_the_samples_is_in_the_key(tmp_path, monkeypatch):
+    key = open_cache(Texts("aB"), tmp_path).folder
+    monkeypatch.setattr("torchtitan.components.data.finetuning.sample_cache.code_version", lambda: "another")
+    assert open_cache(Texts("aB"), tmp_path).folder != key
+
+
+def test_all_code_that_makes_the_samples_is_known():
+    """All modules that the caches import, and those import, are hashed, but for these."""
+    elsewhere = {
+        "data/disk_cache.py",  # where a cache is
+        "data/progress.py",
+        "data/packing.py",  # the type of an array
+        "data/finetuning/code_version.py",
+        "data/finetuning/registry.py",  # what it says is in the format's fingerprint
+        "data/finetuning/chats.py",  # these have versions of their own
+        "data/finetuning/chat_tables.py",
+        "data/story_grammar.py",
+        "data/stories.py",
+        "data/hub.py",  # words for errors
+        "data/finetuning/example_loader.py",  # what is made of the samples
+        "data/finetuning/windows.py",
+        "loss.py",
+    }
+    folder = Path(components.__path__[0])
+    known = {file for pattern in code_version.SOURCES for file in folder.glob(pattern)}
+    assert all(list(folder.glob(pattern)) for pattern in code_version.SOURCES)
+    waiting = [folder / f"data/finetuning/{name}.py" for name in ("sample_cache", "examples", "preference", "prompts")]
+    seen = {folder / name for name in elsewhere}
+    while waiting:
+        file = waiting.pop()
+        assert file in known, file
+        seen.add(file)
+        waiting += [found for found in _imported(file) if folder in found.parents and found not in seen]
+
+
+def _imported(file):
+    """The modules of this package that a module imports."""
+    root = Path(components.__path__[0]).parents[1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtitan."):
+            base = root / node.module.replace(".", "/")
+            submodules = [base / f"{alias.name}.py" for alias in node.names]
+            yield from [path for path in (base.with_suffix(".py"), *submodules) if path.is_file()]
+
+
+def test_errors_of_functions_name_the_row(tmp_path):
+    row_format = function_format(lambda row: [1] if row["text"] == "b" else row, "sft")
+    with pytest.raises(UserError, match="a.jsonl:2: the function .* gave a list, and must give a dictionary"):
+        open_cache(Texts("A", "b"), tmp_path, row_format=row_format)
+
+
+@pytest.mark.parametrize("left", ["", "[]", "null", "{}", '{"digest": "x"}'])
+def test_damaged_notes_of_digests_are_as_none(tmp_path, left):
+    data = tmp_path / "a.jsonl"
+    data.write_text("{}")
+    os.utime(data, (0, 0))  # an old file's digest is noted
+    digest = file_digest(tmp_path, data)
+    [note] = (tmp_path / "digests").iterdir()
+    noted = note.read_text()
+    note.write_text(left)
+    assert file_digest(tmp_path, data) == digest and note.read_text() == noted
+
+
+def test_a_file_that_is_gone(tmp_path):
+    with pytest.raises(UserError, match="a.jsonl cannot be read: No such file"):
+        file_digest(tmp_path, tmp_path / "a.jsonl")
 
 
 def test_rows_are_encoded_in_batches(tmp_path, monkeypatch):

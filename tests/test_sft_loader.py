@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
+from torchtitan.components.data.finetuning.numbering import NumberedSets
 from torchtitan.components.data.finetuning.options import parse_schedule
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.finetuning.windows import pack_samples
@@ -299,6 +300,32 @@ def test_position_in_other_data_is_refused_loudly(config, tokenizer, caplog, cha
     assert windows(take(other, 3)) == windows(take(fresh, 3))
 
 
+def test_position_holds_for_other_code_that_makes_the_same_samples(config, tokenizer, caplog, monkeypatch):
+    loader = build(config, tokenizer)
+    take(loader, 3)
+    state, expected = loader.state_dict(), windows(take(loader, 3))
+    monkeypatch.setattr("torchtitan.components.data.finetuning.sample_cache.code_version", lambda: "another")
+    later = build(config, tokenizer)
+    later.load_state_dict(state)
+    assert later.samples.sets[0]._cache.folder != loader.samples.sets[0]._cache.folder
+    assert windows(take(later, 3)) == expected and "other data" not in caplog.text
+
+
+def test_position_holds_for_the_same_data_elsewhere(config, tokenizer, folder, tmp_path, caplog):
+    loader = build(config, tokenizer)
+    take(loader, 3)
+    expected = loader.state_dict(), windows(take(loader, 3))
+    copy = tmp_path / "renamed.jsonl"
+    copy.write_bytes((folder / "a.jsonl").read_bytes())
+    for place in (folder / ".." / folder.name / "a.jsonl", copy, tmp_path / "*.jsonl"):
+        moved = build(replace(config, dataset=[str(place)]), tokenizer)
+        moved.load_state_dict(expected[0])
+        assert windows(take(moved, 3)) == expected[1]
+    assert loader.sample_name(0) == "a.jsonl:1" and "other data" not in caplog.text
+    renamed = build(replace(config, dataset=[str(copy)]), tokenizer)
+    assert renamed.sample_name(0) == "renamed.jsonl:1"
+
+
 # --- several data sets ----------------------------------------------------------------------------------------------
 
 
@@ -349,6 +376,46 @@ def test_reading_too_often_is_refused(two, tokenizer):
     take(build(replace(two, weights=[1, 1]), tokenizer, epochs=2))  # two epochs were asked for
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_planned_ahead_may_be_beyond_the_limit(two, tokenizer, workers):
+    """The run may end before; a loader that goes on is refused in its place, and again."""
+    loader = build(replace(two, weights=[1, 1], num_workers=workers), tokenizer)
+    allowed = 0
+    with pytest.raises(UserError, match="b.jsonl would be read"):
+        for allowed in range(100):
+            loader.check_repetitions(2 * (allowed + 1))
+    assert len(take(loader, allowed)) == allowed > 5
+    for _ in range(2):
+        with pytest.raises(UserError, match="b.jsonl would be read"):
+            next(loader)
+    loader.close()
+
+
+def test_epochs_with_weights_are_no_limit(two, tokenizer):
+    """A sampler that draws some samples twice in an epoch gives other numbers of tokens than the data has."""
+    longest = int(build(two, tokenizer).samples.positions[1].argmax())
+    weighted = replace(two, weights=[1, 1], sampler=OneSample.Config(sample=longest))
+    loader = build(weighted, tokenizer, epochs=1)
+    loader.check_repetitions(10**4)
+    ends = build(weighted, tokenizer, epochs=1)
+    assert len(take(ends)) > 5 and ends.exhausted
+    with pytest.raises(UserError, match="would be read"):
+        build(weighted, tokenizer).check_repetitions(10**4)
+    with pytest.raises(UserError, match="would be read"):
+        build(replace(weighted, max_epochs=[1, 1]), tokenizer, epochs=1)
+
+
+def test_how_often_it_is_read_is_said_where_epochs_do_not_say_it(config, tokenizer, caplog):
+    with caplog.at_level(logging.INFO, "torchtitan"):
+        build(config, tokenizer, epochs=1).check_repetitions(100)
+        assert "the run reads" not in caplog.text
+        build(config, tokenizer).check_repetitions(100)
+        build(config, tokenizer).check_repetitions(1)
+    per_epoch = build(config, tokenizer, epochs=1).n_samples
+    assert 10 < per_epoch < 100
+    assert f"a.jsonl {100 / per_epoch:.1f} times" in caplog.text and f"a.jsonl {1 / per_epoch:.2g} times" in caplog.text
+
+
 def test_one_set_without_weights_is_read_as_often_as_needed(config, tokenizer):
     loader = build(config, tokenizer)
     loader.check_repetitions(10**4)
@@ -359,10 +426,39 @@ def test_one_set_without_weights_is_read_as_often_as_needed(config, tokenizer):
 def test_names_of_documents(config, two, tokenizer, folder):
     loader = build(two, tokenizer)
     names = loader.document_names(torch.tensor([0, 95, NO_DOCUMENT]))
-    assert names == [f"{folder / 'a.jsonl'}: a.jsonl:1", f"{folder / 'b.jsonl'}: b.jsonl:6"]
+    assert names == [f"{folder / 'a.jsonl'}:1", f"{folder / 'b.jsonl'}:6"]
     assert loader.describe(torch.tensor([0, 95, NO_DOCUMENT])) == ", ".join(names)
     assert loader.document_names(torch.tensor([NO_DOCUMENT])) == []
     assert build(config, tokenizer).describe(torch.tensor([NO_DOCUMENT])) == "no document (padding)"
+
+
+class Places:
+    """Samples at given places."""
+
+    def __init__(self, *places):
+        self.places, self.n_samples = places, len(places)
+
+    def describe(self, index):
+        return self.places[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "shown"),
+    [
+        ("u2.jsonl", "u2.jsonl:255", "u2.jsonl:255"),
+        ("a/u2.jsonl", "u2.jsonl:255", "a/u2.jsonl:255"),
+        ("b/u2.json", "u2.json, element 3", "b/u2.json, element 3"),
+        ("notes.txt", "notes.txt", "notes.txt"),
+        ("chats", "chats (train), row 3", "chats (train), row 3"),
+        ("folder", "u2.jsonl:255", "folder: u2.jsonl:255"),
+        ("u2", "u2.jsonl:255", "u2: u2.jsonl:255"),  # a folder, which has another u2.jsonl in it
+        ("tickets", "tickets.csv:2", "tickets: tickets.csv:2"),
+        ("a/*.jsonl", "a/u2.jsonl:255", "a/*.jsonl: a/u2.jsonl:255"),
+    ],
+)
+def test_names_say_which_data_set_once(name, place, shown):
+    assert NumberedSets([name, "other"], [Places(place), Places("x")]).describe(0) == shown
+    assert NumberedSets([name], [Places(place)]).describe(0) == place
 
 
 def test_samples_by_name(two, tokenizer):
@@ -391,6 +487,17 @@ def test_summary(two, tokenizer):
 
 
 # --- samplers -------------------------------------------------------------------------------------------------------
+
+
+class OneSample(ShuffleSampler):
+    """The same sample over and over."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ShuffleSampler.Config):
+        sample: int = 0
+
+    def draw(self, n):
+        return np.full_like(super().draw(n), self.config.sample)
 
 
 class Repeating(Sampler):
@@ -473,7 +580,7 @@ def test_adaptive_sampler_resumes_exactly(config, tokenizer, workers):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset": []}, "--dataloader.dataset must say what to train on"),
+        ({"dataset": []}, "--dataloader.dataset must say what to read"),
         ({"num_workers": -1}, "num_workers must be at least 0, not -1"),
         ({"pack_chunk": 0}, "pack_chunk must be at least 1 sample, not 0"),
         ({"weights": [1.0, 2.0]}, "weights has 2 values for 1 data sets; give one each"),
@@ -502,7 +609,9 @@ def test_schedule():
 
 
 def test_conversations_need_a_template(config, tokenizer):
-    with pytest.raises(UserError, match="--dataloader.chat_template"):
+    with pytest.raises(
+        UserError, match=r"--dataloader.chat_template chatml\|llama3\|mistral\|alpaca sets one, .* a file"
+    ):
         build(replace(config, chat_template=""), tokenizer)
 
 
@@ -564,3 +673,19 @@ def test_own_validation_split(config):
     chats = replace(config, dataset=[*config.dataset, "chats"])
     assert (chats.for_validation("").dataset, chats.for_validation("").split) == (["chats"], "validation")
     assert chats.for_validation("chats").split == "validation"
+
+
+def test_options_of_rows_hold_for_validation_where_they_fit(config, tokenizer, tmp_path):
+    rows = [{"q": f"{i} cats?", "response": f"{i} cats."} for i in range(4)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "held.jsonl").write_text('{"question": "Why?", "answer": "So."}\n')
+    mapped = replace(config, dataset=[str(tmp_path / "q.jsonl")], columns=["prompt=q"])
+    assert mapped.for_validation(str(tmp_path / "q.jsonl")).columns == ["prompt=q"]
+    build(mapped.for_validation(str(tmp_path / "held.jsonl")), tokenizer)
+    both = replace(mapped, dataset=[*mapped.dataset, str(tmp_path / "held.jsonl")])
+    assert [of_set.n_samples for of_set in build(both, tokenizer).samples.sets] == [4, 1]
+    named = replace(mapped, format="prompt_response")
+    assert named.for_validation(str(tmp_path / "q.jsonl")).format == "prompt_response"
+    assert named.for_validation(str(tmp_path / "held.jsonl")).format == "auto"
+    with pytest.raises(UserError, match="no column 'frage'"):
+        build(replace(both, columns=["prompt=frage"]), tokenizer)

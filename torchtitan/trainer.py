@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import itertools
-import math
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -29,11 +28,11 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import parameter_names
 from torchtitan.components.outcome import NonFiniteError as NonFiniteError
 from torchtitan.components.outcome import StepOutcome as StepOutcome
+from torchtitan.components.run_length import RunLength
 from torchtitan.components.sample_losses import SampleLosses
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import Configurable
-from torchtitan.config.job_config import parse_step_ranges
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.compile import RecompileMonitor, compile_loss
 from torchtitan.distributed.context_parallel import shard_sequences
@@ -88,10 +87,9 @@ class Trainer(Configurable):
         self.dataloader = self.build_dataloader(config.dataloader, epochs=training.epochs)
         samples_per_pass = training.local_batch_size * self.parallel_dims.dp_degree
         self.gradient_accumulation_steps = self.global_batch_size // samples_per_pass
-        self.skipped_data = parse_step_ranges(training.skip_data)
         self.tokens_per_step = self.global_batch_size * training.seq_len
-        self.total_steps = self.count_total_steps()
-        self.dataloader.check_repetitions(self.total_steps * self.global_batch_size)
+        self.run_length = self.build_run_length()
+        self.total_steps = self.run_length.last_step(0)
 
         model = self.build_model()
         self.num_parameters = model.num_parameters()
@@ -110,7 +108,6 @@ class Trainer(Configurable):
         self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.total_steps)
 
         self.step = 0
-        self.data_step = 0  # global batches read: those of all steps, and those that were left out
         self.n_tokens_seen = 0
         self.has_data = True
         self.checkpointer = self.build_checkpointer()
@@ -165,18 +162,16 @@ class Trainer(Configurable):
             global_batch_size=self.global_batch_size,
         )
 
-    def count_total_steps(self) -> int:
-        """The last step: `training.steps`, or what `training.epochs` comes to where the data's size is known."""
-        epochs, samples = self.config.training.epochs, self.dataloader.n_samples
-        if epochs is not None and samples is None and self.config.optimizer.early_step_in_backward:
+    def build_run_length(self) -> RunLength:
+        """What tells the last step: `training.steps`, or where `training.epochs` end if the data's size is known."""
+        training, samples = self.config.training, self.dataloader.n_samples
+        if training.epochs is not None and samples is None and self.config.optimizer.early_step_in_backward:
             # The end of a stream is found only after a backward pass.
             raise UserError(
                 "--optimizer.early_step_in_backward does not go with --training.epochs of a stream: the step that "
                 "finds its end would change the weights (--training.steps ends a run too)"
             )
-        if epochs is None or samples is None:
-            return self.config.training.steps
-        return math.ceil(samples / self.global_batch_size)
+        return RunLength(training, n_samples=samples, global_batch_size=self.global_batch_size)
 
     def build_model(self) -> BaseModel:
         """The model on the meta device: no memory yet, in the type of the master weights."""
@@ -290,12 +285,12 @@ class Trainer(Configurable):
 
     def initial_loads(self) -> dict[str, Callable[[], None]]:
         """Name of a state → what loads its weights where the run begins; a subclass with more models adds theirs."""
-        config, n_added = self.config.checkpoint, self.tokenizer.n_added
-        has_to_grow = n_added and config.initial_load_path and not is_url(config.initial_load_path)
+        config, added = self.config.checkpoint, self.tokenizer.added
+        has_to_grow = added and config.initial_load_path and not is_url(config.initial_load_path)
         if not (config.initial_load_in_hf or has_to_grow):
             return {}  # one of our own checkpoints that fits as it is: the checkpointer itself loads it
         spec = self.config.model_spec
-        return {"model": partial(load_pretrained, config.initial_load_path, spec, self.model_parts, n_added=n_added)}
+        return {"model": partial(load_pretrained, config.initial_load_path, spec, self.model_parts, added=added)}
 
     def build_validator(self) -> Validator | None:
         """The validator, where validation is on and there is data for it."""
@@ -339,6 +334,10 @@ class Trainer(Configurable):
             return
         self.step = self.checkpointer.load()
         self.checkpoint_loaded = True
+        # Batches of another size leave as many samples for another number of steps.
+        self.total_steps = self.metrics.total_steps = self.run_length.last_step(self.step)
+        self.lr_scheduler.set_length(self.total_steps)
+        self.dataloader.check_repetitions(self.run_length.samples_read_at(self.total_steps, self.step))
         for converter in self.converters:
             converter.post_init_hook(self.model_parts)
 
@@ -413,13 +412,13 @@ class Trainer(Configurable):
 
     def leave_out_data(self, batches: Iterator[Batch]) -> None:
         """Read the global batches that `training.skip_data` names, where they are next, for nothing."""
-        first = self.data_step + 1
-        while any(self.data_step + 1 in steps for steps in self.skipped_data):
+        first = self.run_length.data_step + 1
+        while self.run_length.next_is_left_out:
             for _ in itertools.islice(batches, self.gradient_accumulation_steps):
                 pass
-            self.data_step += 1
-        if self.data_step >= first:
-            logger.info("--training.skip_data: the data of steps %d to %d is left out", first, self.data_step)
+            self.run_length.count_batch()
+        if (last := self.run_length.data_step) >= first:
+            logger.info("--training.skip_data: the data of steps %d to %d is left out", first, last)
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
         """Valid tokens of the global batch, on the device: what the summed loss of every rank is divided by."""
@@ -509,7 +508,8 @@ class Trainer(Configurable):
         """
         own = micro_batches if self.parallel_dims.is_batch_leader else []
         documents = in_global_order(names_of(own, self.dataloader.document_names))
-        data_step = f" (data step {self.data_step + 1})" if self.data_step > self.step else ""
+        last = self.run_length.data_step
+        data_step = f" (data step {last + 1})" if last > self.step else ""
         message = f"step {self.step + 1}{data_step}: {outcome}; documents: {shortened(documents)}"
         if self.config.training.on_nonfinite == "stop":
             self.checkpointer.wait()  # the process ends at once: a save in the background would be lost
@@ -519,12 +519,13 @@ class Trainer(Configurable):
     # --- around a step ----------------------------------------------------------------------------------------------
 
     def complete_step(self, outcome: StepOutcome) -> None:
-        """Count the step, report it, tell the data loader of it if it was taken, and do what is due after it: garbage
-        collection, validation, a checkpoint."""
+        """Count the step, report it, tell ledger and data loader of it if it was taken, and do what is due after it:
+        garbage collection, validation, a checkpoint."""
         self.step += 1
-        self.data_step += 1
+        self.run_length.count_batch()
         self.n_tokens_seen += self.tokens_per_step
-        self.ledger.write(self.step, self.data_step)
+        if outcome.is_finite:
+            self.ledger.write(self.step, self.run_length.data_step)
         self.report(outcome)
         statistics = self.sample_losses.statistics(self.step, outcome.loss, outcome.grad_norm)
         if outcome.is_finite:
@@ -606,13 +607,12 @@ class Trainer(Configurable):
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's own state; a subclass adds what it needs to resume."""
-        return {"step": self.step, "data_step": self.data_step, "n_tokens_seen": self.n_tokens_seen}
+        return {"step": self.step, "n_tokens_seen": self.n_tokens_seen, **self.run_length.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-        self.step = state_dict["step"]
-        self.data_step = state_dict["data_step"]
-        self.n_tokens_seen = state_dict["n_tokens_seen"]
+        self.step, self.n_tokens_seen = state_dict["step"], state_dict["n_tokens_seen"]
+        self.run_length.load_state_dict(state_dict)
 
     def close(self) -> None:
         """Release what the run holds, after `train` or instead of it."""

@@ -123,7 +123,7 @@ class TrainerConfig(Configurable.Config):
         tokenizer = self.tokenizer.build(path=self.hf_assets_path)
         resolved = self.resolve(tokenizer)
         if self.checkpoint.initial_load_in_hf and start is None:
-            native_source(self.checkpoint.initial_load_path, resolved.model_spec, n_added=tokenizer.n_added)
+            native_source(self.checkpoint.initial_load_path, resolved.model_spec, added=tokenizer.added)
         self.dataloader.prepare(tokenizer=tokenizer)
         for validation in self.validation_dataloaders().values():
             validation.prepare(tokenizer=tokenizer)

@@ -1,6 +1,7 @@
 """`torchtitan data`: what a run is trained on, looked at before the run, or step by step behind it."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import logging
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torchtitan.components.data.dataloader import BaseDataLoader
     from torchtitan.components.data.packing import Batch
     from torchtitan.components.data.summary import DataSummary
+    from torchtitan.components.run_length import RunLength
     from torchtitan.components.tokenizer import Tokenizer
     from torchtitan.config.manager import Job
 
@@ -110,10 +112,15 @@ class _Run(NamedTuple):
 
         That is what rank number `place` reads first: the loaders' order does not depend on how many ranks there are.
         """
+        from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
+
         config, level = self.config, logger.level
+        dataloader = config.dataloader
+        if isinstance(dataloader, PlannedDataLoader.Config):
+            dataloader = dataclasses.replace(dataloader, num_workers=0)  # no other order; nothing is wanted ahead
         logger.setLevel(logging.WARNING)  # the report it would log is shown as tables
         try:
-            loader = config.dataloader.build(
+            loader = dataloader.build(
                 tokenizer=self.tokenizer,
                 seq_len=config.training.seq_len,
                 local_batch_size=n_samples,
@@ -130,10 +137,13 @@ class _Run(NamedTuple):
 
     def total_steps(self, loader: "BaseDataLoader") -> int:
         """The last step, as far as it is known before training: that of the trainer."""
-        training = self.config.training
-        if training.epochs is None or loader.n_samples is None:
-            return int(training.steps)
-        return math.ceil(loader.n_samples / self.samples_per_step)
+        return self.length(loader.n_samples).last_step(0)
+
+    def length(self, n_samples: int | None) -> "RunLength":
+        """What the trainer counts steps by, of data with so many samples."""
+        from torchtitan.components.run_length import RunLength
+
+        return RunLength(self.config.training, n_samples=n_samples, global_batch_size=self.samples_per_step)
 
 
 def _data_parallel_degree(parallelism: Any) -> int:
@@ -170,7 +180,7 @@ def _inspect(options: argparse.Namespace, job: "Job") -> None:
         job.config.debug.seed = options.seed
     run = _Run.of(job.config)
     with run.loader(1) as loader:
-        n_samples = run.total_steps(loader) * run.samples_per_step
+        n_samples = run.length(loader.n_samples).samples_read_at(run.total_steps(loader), 0)
         summary, refusal = loader.summary(n_samples), _refusal(loader, n_samples)
         # Behind the end of small data, it begins again.
         n_shown = min(options.samples, summary.windows_per_epoch) if summary else options.samples
@@ -231,16 +241,20 @@ def _show(options: argparse.Namespace, job: "Job") -> None:
         raise UserError(f"--step says which step to show, a number from 1, not {options.step}")
     path = Path(job.config.dump_folder) / "ledger.jsonl"
     line = _ledger_line(path, options.step) if path.exists() else None
-    data_step = line["data_step"] if line else _data_step(job.config.training, options.step)
     run = _Run.of(job.config)
+    data_step = line["data_step"] if line else run.length(None).data_steps(options.step)
     with run.loader(run.samples_per_step, place=data_step - 1) as loader:
         names = line["documents"] if line else []
-        batch = _named(run, loader, options.step, names) if line else _planned(run, loader, options.step)
+        named = loader.batch_of(names) if line else None
+        if line:
+            batch = named or _expected(run, loader, options.step, names)
+        else:
+            batch = _planned(run, loader, options.step)
         samples = samples_of(batch, loader, run.tokenizer) if batch is not None else []
     decided_by = f"{path} names it" if line else f"configuration and seed decide (there is no {path})"
     print(f"step {options.step}, as {decided_by}:")
     if samples:
-        print_samples(open_console(), samples)
+        print_samples(open_console(), samples, in_windows=named is None)
     else:
         print("\n".join(map(visible, names)))
 
@@ -249,7 +263,7 @@ def _ledger_line(path: Path, step: int) -> dict[str, Any]:
     """What the ledger says of a step.
 
     Raises:
-        UserError: nothing.
+        UserError: nothing, also where the step was not taken.
     """
     steps = []
     with path.open(encoding="utf-8") as lines:
@@ -261,21 +275,10 @@ def _ledger_line(path: Path, step: int) -> dict[str, Any]:
             if line["step"] == step:
                 return line
             steps.append(line["step"])
+    if steps and steps[0] < step < steps[-1]:
+        raise UserError(f"step {step} was not taken: its loss or its gradients were not finite (training.on_nonfinite)")
     known = f"has the steps {steps[0]} to {steps[-1]}" if steps else "is empty"
     raise UserError(f"there is no step {step}: '{path}' {known}")
-
-
-def _data_step(training: Any, step: int) -> int:
-    """The step's place among the global batches, those that `training.skip_data` leaves out being counted too."""
-    from torchtitan.config.job_config import parse_step_ranges
-
-    skipped = parse_step_ranges(training.skip_data)
-    data_step = 0
-    for _ in range(step):
-        data_step += 1
-        while any(data_step in steps for steps in skipped):
-            data_step += 1
-    return data_step
 
 
 def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
@@ -298,16 +301,13 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
     return batch
 
 
-def _named(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) -> "Batch | None":
-    """The step's samples by their names; None: there is no more to say than these.
-
-    Names that stand for more than one sample can be those of the samples that the configuration decides.
-    """
+def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) -> "Batch | None":
+    """The samples that the configuration decides, if their names are these, which stand for more than one sample each;
+    None: there is no more to say than the names."""
     from torchtitan.components.ledger import names_of
 
-    batch = loader.batch_of(names)
-    if batch is not None or not _follows_seed(loader):
-        return batch
+    if not _follows_seed(loader):
+        return None
     planned = _planned(run, loader, step)
     if names_of([planned], loader.document_names) == [names]:
         return planned

@@ -122,15 +122,22 @@ def share_beyond(lengths: Array, max_length: int) -> float:
 def counts_of(samples: Sequence[Sample]) -> list[tuple[str, str]]:
     """What the shown samples hold, by name."""
     rows = [row for sample in samples for row in sample.rows]
-    documents = [document for row in rows for document in row.documents]
-    n_tokens = sum(len(document.tokens) for document in documents)
-    n_trained = sum(token.trained for document in documents for token in document.tokens)
     n_positions, n_padding = sum(row.n_positions for row in rows), sum(row.n_padding for row in rows)
-    share = f" ({n_trained / n_tokens:.1%})" if n_tokens else ""
     return [
         ("windows", f"{len(samples):,}"),
+        *counts_of_documents(samples),
+        ("padding", f"{n_padding:,} of {n_positions:,} positions"),
+    ]
+
+
+def counts_of_documents(samples: Sequence[Sample]) -> list[tuple[str, str]]:
+    """What the documents of the shown samples hold, by name."""
+    documents = [document for sample in samples for row in sample.rows for document in row.documents]
+    n_tokens = sum(len(document.tokens) for document in documents)
+    n_trained = sum(token.trained for document in documents for token in document.tokens)
+    share = f" ({n_trained / n_tokens:.1%})" if n_tokens else ""
+    return [
         ("documents", f"{len(documents):,}"),
         ("tokens", f"{n_tokens:,}"),
         ("trained", f"{n_trained:,}{share}"),
-        ("padding", f"{n_padding:,} of {n_positions:,} positions"),
     ]

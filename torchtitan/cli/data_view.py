@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from torchtitan.cli.data_tables import (
     Inspection,
     Table,
     counts_of,
+    counts_of_documents,
     events_table,
     histogram,
     sets_table,
@@ -50,14 +52,29 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
         )
 
 
-def print_samples(console: Console, samples: Sequence[Sample]) -> None:
-    """The samples' documents, with what is trained coloured, or else marked."""
+def print_samples(console: Console, samples: Sequence[Sample], *, in_windows: bool = True) -> None:
+    """The samples' documents, with what is trained coloured, or else marked.
+
+    Args:
+        console: see `open_console`.
+        samples: what to print.
+        in_windows: whether they are windows that are trained on; otherwise each is a document by itself, and padding
+            means nothing.
+    """
+    if not in_windows:
+        samples = [replace(sample, rows=[row._replace(n_padding=0) for row in sample.rows]) for sample in samples]
     left, right = _MARKS
     key = Text("trained", style=_TRAINED) if _has_colors(console) else Text(f"{left}trained{right}")
     console.print(
-        Text.assemble("\nWindows: ", key, " tokens, ", ("special", _SPECIAL), " tokens, the others not trained")
+        Text.assemble(
+            "\nWindows: " if in_windows else "\nDocuments: ",
+            key,
+            " tokens, ",
+            ("special", _SPECIAL),
+            " tokens, the others not trained",
+        )
     )
-    _print_facts(console, counts_of(samples))
+    _print_facts(console, counts_of(samples) if in_windows else counts_of_documents(samples))
     for number, sample in enumerate(samples, start=1):
         console.print()
         console.rule(Text(f"{number}"), style=_QUIET)

@@ -13,7 +13,8 @@ from torchtitan.tools.errors import RunFailure
 
 
 class Ledger:
-    """Writes a line of `ledger.jsonl` for each step: the names of its documents, of all ranks, in their global order.
+    """Writes a line of `ledger.jsonl` for each step that was taken: the names of its documents, of all ranks, in their
+    global order. A step left out because its loss or gradients were not finite has none.
 
     A line is in the file before the checkpoint of its step is begun. A run that resumes after step N drops the lines of
     later steps, which are done again, so that what the file says is what the weights have seen.
@@ -22,7 +23,7 @@ class Ledger:
         for each step:
             ledger.take(micro_batches)  # as they come from the loader
             ...
-            ledger.write(step, data_step)
+            ledger.write(step, data_step)  # if the step was taken
         ledger.close()
 
     Every rank makes these calls; rank 0 writes.

@@ -60,7 +60,16 @@ class LRScheduler(Configurable):
     def __init__(self, config: Config, *, optimizer: Optimizer, training_steps: int):
         super().__init__(config)
         self.optimizer = optimizer
+        self.steps_taken = 0
+        self.total_steps = 0
+        self.set_length(training_steps)
+
+    def set_length(self, training_steps: int) -> None:
+        """Have the schedule end with the run after `training_steps`, unless `total_steps` says otherwise."""
+        config, before = self.config, self.total_steps
         self.total_steps = config.total_steps or training_steps
+        if self.total_steps == before:
+            return
         self.warmup_steps = min(config.warmup_steps, self.total_steps)
         if self.warmup_steps < config.warmup_steps:
             logger.warning(
@@ -71,7 +80,7 @@ class LRScheduler(Configurable):
         after_warmup = self.total_steps - self.warmup_steps
         wanted = after_warmup if config.decay_ratio is None else round(self.total_steps * config.decay_ratio)
         self.decay_steps = min(wanted, after_warmup)
-        self._set_steps_taken(0)
+        self._set_steps_taken(self.steps_taken)
 
     def factor(self, steps_taken: int) -> float:
         """Share of the peak rate for the step that follows `steps_taken` steps."""

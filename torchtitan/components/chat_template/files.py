@@ -44,7 +44,10 @@ def resolve_chat_template(
 
 def load_chat_template(*folders: Path) -> ChatTemplate | None:
     """The template in the first of a model's folders that has one: `chat_template.jinja`, else `chat_template` of
-    `tokenizer_config.json` (of several named ones, `default`); None where there is none.
+    `tokenizer_config.json`; None where there is none.
+
+    A model may have several with names, in `additional_chat_templates/` or as a list: then it is `tool_use` that writes
+    the conversations with tools, and `default` the others, as in transformers.
 
     It can read the special tokens that `tokenizer_config.json` names or, where it does not, `special_tokens_map.json`.
 
@@ -55,6 +58,9 @@ def load_chat_template(*folders: Path) -> ChatTemplate | None:
         file = folder / "chat_template.jinja"
         file = file if file.is_file() else folder / "tokenizer_config.json"
         source = _read(file) if file.is_file() else None
+        with_tools = folder / "additional_chat_templates" / "tool_use.jinja"
+        if source is not None and file.suffix == ".jinja" and with_tools.is_file():
+            source = _chosen_by_tools(source, _read_text(with_tools), str(folder))
         if source is not None:
             return ChatTemplate(source, _tokens_of(folders), f"the chat template in '{file}'", of_model=True)
     return None
@@ -92,8 +98,10 @@ def _spelt(token_id: int | None, tokenizer: Tokenizer) -> str:
 
 def _read(file: Path) -> str | None:
     """The template in a file of either kind; None where a `tokenizer_config.json` has none."""
-    if file.suffix == ".json":
-        return _declared(file)
+    return _declared(file) if file.suffix == ".json" else _read_text(file)
+
+
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -103,12 +111,38 @@ def _read(file: Path) -> str | None:
 def _declared(file: Path) -> str | None:
     declared = read_object(file).get("chat_template")
     if isinstance(declared, list):
-        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in declared):
+        keys = ("name", "template")
+        if not all(isinstance(entry, dict) and all(isinstance(entry.get(k), str) for k in keys) for entry in declared):
             raise UserError(f"'{file}' has a list of chat templates, and must have a name and a template in each entry")
-        declared = next((entry["template"] for entry in declared if entry["name"] == "default"), None)
+        declared = _of_names({entry["name"]: entry["template"] for entry in declared}, file)
     if not (declared is None or isinstance(declared, str)):
         raise UserError(f"'{file}' has the chat_template {declared!r}, and must have a text or a list of named ones")
     return declared
+
+
+def _of_names(templates: dict[str, str], file: Path) -> str:
+    if "default" not in templates:
+        raise UserError(
+            f"'{file}' has the chat templates {', '.join(templates) or '(none)'}, and none is named default; "
+            "write the one that is meant into a file, and name that"
+        )
+    if "tool_use" in templates:
+        return _chosen_by_tools(templates["default"], templates["tool_use"], str(file))
+    return templates["default"]
+
+
+def _chosen_by_tools(default: str, with_tools: str, where: str) -> str:
+    """One template that writes what `with_tools` does where there are tools, and what `default` does elsewhere."""
+    names = {"default": default, "tool_use": with_tools}
+    marked = {name: ChatTemplate(text, name=f"the chat template {name} in '{where}'") for name, text in names.items()}
+    if len({template.marks_generation for template in marked.values()}) > 1:
+        raise UserError(
+            f"of the chat templates default and tool_use in '{where}' one marks by {{% generation %}} what the "
+            "assistant writes, and the other does not; write marks into both, or into neither"
+        )
+    # Jinja takes away a template's last newline, the first one behind a tag, and, unless there is a `+`, blanks before.
+    default, with_tools = (text.removesuffix("\n").removesuffix("\r") for text in (default, with_tools))
+    return f"{{% if tools is defined and tools is not none %}}\n{with_tools}{{%+ else %}}\n{default}{{%+ endif %}}"
 
 
 def _tokens_of(folders: Sequence[Path]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -128,15 +128,16 @@ def file_digest(root: Path, path: Path) -> str:
     Raises:
         UserError: the file cannot be read.
     """
-    stat = path.stat()
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
     place = str(path.resolve())
     seen = {"path": place, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "inode": stat.st_ino}
     note = root / "digests" / f"{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}.json"
-    if note.exists():
-        noted = json.loads(note.read_text())
-        digest: str = noted.pop("digest")
-        if noted == seen:
-            return digest
+    if (noted := _noted(note)) is not None and {**seen, "digest": noted.get("digest")} == noted:
+        remembered: str = noted["digest"]
+        return remembered
     digest = _hash(path, stat.st_size)
     # A file written just now may be written again within the resolution of its time stamp.
     if time.time_ns() - stat.st_mtime_ns > _RECENT_NS:
@@ -147,6 +148,20 @@ def file_digest(root: Path, path: Path) -> str:
     return digest
 
 
+def content_digest(folder: Path, names: Sequence[str]) -> str:
+    """Digest of the contents of files in a folder."""
+    return digest_of([_hash(folder / name, (folder / name).stat().st_size) for name in names])
+
+
+def _noted(note: Path) -> dict[str, Any] | None:
+    """What a note says; None where there is none, or one that the computer's end has left empty."""
+    try:
+        noted = json.loads(note.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return noted if isinstance(noted, dict) else None
+
+
 def _hash(path: Path, size: int) -> str:
     if size > _LARGE:
         logger.info(f"reading {path} ({size / 2**30:.0f} GiB) to see whether its tokens are in the cache")
@@ -154,4 +169,8 @@ def _hash(path: Path, size: int) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be read: {error.strerror or error}")

@@ -10,12 +10,15 @@ import io
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from torchtitan.components.data.json_list import list_elements
 from torchtitan.tools.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ class Row:
     number: int
     """From 1 in its file; in one with a row per line, that of the line."""
     where: str
-    """`my.jsonl:17`, of a CSV file the line that the row ends in, or `a.parquet, row 3`."""
+    """`my.jsonl:17`, of a CSV file the line that the row begins in, or `a.parquet, row 3`."""
     values: dict[str, Any] | None
     """The cells by column; None: there are none."""
     error: str = ""
@@ -188,28 +191,37 @@ def _json_rows(name: str, lines: Iterable[str], first_line: int) -> Iterator[Row
 def _object_row(number: int, where: str, value: Any) -> Row:
     if isinstance(value, dict):
         return Row(number, where, value)
-    return Row(number, where, None, f"expected an object with columns as its keys, found a {type(value).__name__}")
+    return Row(number, where, None, f"expected an object with columns as its keys, found {kind_of(value)}")
 
 
 def _read_json(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
-    """A list of rows, read whole; or one row per line, as much of what is called `.json` in fact is."""
+    """A list of rows; or one row per line, as much of what is called `.json` in fact is."""
+    is_list = _begins_list(path)
     with _open_text(path, on_read) as file:
+        if is_list:
+            for number, (value, text) in enumerate(list_elements(file, path, CHUNK_SIZE), 1):
+                yield _element_row(number, f"{name}, element {number}", value, text)
+            return
         first, line = next(((n, line) for n, line in enumerate(file, 1) if not line.isspace()), (0, ""))
         if line.strip() == "{":
             raise UserError(
                 f"{path}:{first}: one object over several lines; it must be a list of rows, or a row per line"
             )
-        if not line.lstrip().startswith("["):
-            yield from _json_rows(name, itertools.chain([line], file), first)
-            return
-        text = line + file.read()
+        yield from _json_rows(name, itertools.chain([line], file), first)
+
+
+def _begins_list(path: Path) -> bool:
+    with _open_text(path, lambda _: None) as file:
+        characters = iter(partial(file.read, 1), "")
+        return next((character for character in characters if not character.isspace()), "") == "["
+
+
+def _element_row(number: int, where: str, value: Any, text: str) -> Row:
     try:
-        rows = parse_json(text)
+        _check_characters(value, text)
     except ValueError as error:
-        place = f":{first + error.lineno - 1}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(f"{path}{place}: broken JSON, {_in_words(error)}") from None
-    for number, value in enumerate(rows, 1):
-        yield _object_row(number, f"{name}, element {number}", value)
+        return Row(number, where, None, f"broken JSON, {_in_words(error)}")
+    return _object_row(number, where, value)
 
 
 def parse_json(text: str) -> Any:
@@ -218,13 +230,18 @@ def parse_json(text: str) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    _check_characters(value, text)
+    return value
+
+
+def _check_characters(value: Any, text: str) -> None:
+    """Raise `ValueError` for half of a pair of surrogates, which JSON can spell, but which has no UTF-8 form and cannot
+    be tokenized."""
     if "\\ud" in text or "\\uD" in text:
-        # JSON can spell half of a pair of surrogates, which has no UTF-8 form and cannot be tokenized.
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"half of a character, {error.object[error.start]!r}") from None
-    return value
 
 
 def _in_words(error: ValueError) -> str:
@@ -234,16 +251,39 @@ def _in_words(error: ValueError) -> str:
 def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # the default of 131,072 characters is less than a long document
     with _open_text(path, on_read, newline="") as file:
-        rows = csv.DictReader(file, strict=True, restkey="")
+        reader = csv.reader(file, strict=True)
         try:
-            for number, values in enumerate(rows, 1):
-                where = f"{name}:{rows.line_num}"
-                if isinstance(values.get(""), list):
-                    yield Row(number, where, None, f"more cells than the {len(rows.fieldnames or ())} columns")
+            rows = _csv_lines(reader)
+            first, columns = next(rows, (1, []))
+            _check_header(columns, f"{path}:{first}")
+            for number, (line, cells) in enumerate(rows, 1):
+                where = f"{name}:{line}"
+                if len(cells) == len(columns):
+                    yield Row(number, where, dict(zip(columns, cells, strict=True)))
                 else:
-                    yield Row(number, where, values)
+                    differ = "more" if len(cells) > len(columns) else "fewer"
+                    yield Row(number, where, None, f"{differ} cells than the {len(columns)} columns")
         except csv.Error as error:
-            raise UserError(f"{path}:{rows.reader.line_num}: broken CSV, {error}") from None
+            raise UserError(f"{path}:{reader.line_num}: broken CSV, {error}") from None
+
+
+def _csv_lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
+    """What a `csv.reader` reads, without blank lines, each with the number of the line that it begins in."""
+    first = 1
+    for cells in reader:
+        if cells:
+            yield first, cells
+        first = reader.line_num + 1
+
+
+def _check_header(columns: Sequence[str], where: str) -> None:
+    named = Counter(filter(str.strip, columns))
+    if twice := [column for column, count in named.items() if count > 1]:
+        raise UserError(f"{where}: several columns are called {twice[0]!r}; rename one of them")
+    if len(columns) == 1 and (other := next((mark for mark in ";\t" if mark in columns[0]), None)):
+        raise UserError(
+            f"{where}: the only column is {columns[0]!r}; columns must be separated by commas, not {other!r}"
+        )
 
 
 def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
@@ -294,6 +334,12 @@ _READERS: dict[str, Callable[[Path, str, OnRead, str | None], Iterator[Row]]] = 
 }
 
 
+def kind_of(value: Any) -> str:
+    """The type of a value, for a message: `a str`, `an int`."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 def text_of(row: Row, text_column: str) -> Document:
     """The text in a row as a document; raises `UserError` if there is none."""
     if row.values is None:
@@ -315,5 +361,5 @@ def check_column(columns: list[str], text_column: str, where: str) -> None:
 def check_text(value: Any, text_column: str, where: str) -> str:
     """A cell's text, empty for a null; raises `UserError` for anything else."""
     if value is not None and not isinstance(value, str):
-        raise UserError(f"{where}: column {text_column!r} holds a {type(value).__name__}, not text")
+        raise UserError(f"{where}: column {text_column!r} holds {kind_of(value)}, not text")
     return value or ""

@@ -28,7 +28,8 @@ class RowSource(ABC):
 
     @abstractmethod
     def identity(self, digest: Callable[[Path], str]) -> list[str]:
-        """What the rows are made of: equal lists mean equal rows. `digest` is that of a file's content."""
+        """What the rows are made of: equal lists mean equal rows at places of equal names. `digest` is that of a file's
+        content."""
 
     @abstractmethod
     def rows(self, on_read: OnRead) -> Iterator[Row]:
@@ -74,7 +75,8 @@ class _FileRows(RowSource):
         self.files = files
 
     def identity(self, digest: Callable[[Path], str]) -> list[str]:
-        return [f"{file_format(path)} {path.suffix} {digest(path)}" for path in self.files.values()]
+        # The names too, since the rows' places have them.
+        return [f"{shown} {file_format(path)} {path.suffix} {digest(path)}" for shown, path in self.files.items()]
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
         for shown, path in self.files.items():
@@ -95,7 +97,7 @@ class _SavedRows(RowSource):
         self.table = saved_table(folder)
 
     def identity(self, digest: Callable[[Path], str]) -> list[str]:
-        return ["datasets", *(digest(path) for path in self.table.files())]
+        return ["datasets", self.folder.name, *(digest(path) for path in self.table.files())]
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
         return self.table.rows(self.folder.name, on_read)
@@ -122,7 +124,7 @@ class _HubRows(RowSource):
         return table
 
     def identity(self, digest: Callable[[Path], str]) -> list[str]:
-        return ["hub", self.split, *(digest(path) for path in self._table.files())]
+        return ["hub", self.name, self.split, *(digest(path) for path in self._table.files())]
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
         return self._table.rows(f"{self.name} ({self.split})", on_read)

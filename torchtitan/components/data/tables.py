@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.data.readers import OnRead, Row, check_column, without_filled_in
+from torchtitan.tools.errors import UserError
 
 BATCH_SIZE = 256
 """Rows read at a time."""
@@ -15,11 +16,13 @@ class Table:
     """A map-style `datasets.Dataset`, loaded when it is first asked for something.
 
     Args:
+        place: where it is, for messages.
         load: gives the data set.
         files: gives the files that decide what is in it.
     """
 
-    def __init__(self, load: Callable[[], Any], files: Callable[[Any], list[Path]]):
+    def __init__(self, place: str, load: Callable[[], Any], files: Callable[[Any], list[Path]]):
+        self._place = place
         self._load = load
         self._files = files
 
@@ -43,30 +46,40 @@ class Table:
             column: the only one that is wanted.
 
         Raises:
-            UserError: there is no such column.
+            UserError: there is no such column, or a file cannot be read.
         """
         dataset = self._dataset
         if column is not None:
             check_column(dataset.column_names, column, name)
             dataset = dataset.select_columns([column])
-        schema, number = dataset.features.arrow_schema, 0
-        for batch in dataset.iter(batch_size=BATCH_SIZE):
-            for cells in zip(*batch.values(), strict=True):
+        # As Arrow has them: images and sounds, which no format reads, are not decoded.
+        batches, number = iter(dataset.with_format("arrow").iter(batch_size=BATCH_SIZE)), 0
+        while (batch := self._next(batches)) is not None:
+            for values in batch.to_pylist():
                 number += 1
-                values = without_filled_in(dict(zip(batch, cells, strict=True)), schema)
-                yield Row(number, f"{name}, row {number}", values)
+                yield Row(number, f"{name}, row {number}", without_filled_in(values, batch.schema))
                 on_read(1)
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches, None)
+        except (OSError, ValueError) as error:
+            raise _cannot_be_read(self._place, error) from error
 
 
 def saved_table(folder: Path) -> Table:
-    """The table in a folder that `datasets.Dataset.save_to_disk` wrote."""
+    """The table in a folder that `datasets.Dataset.save_to_disk` wrote; what is asked of it raises `UserError` if it
+    cannot be read."""
 
     def load() -> Any:
         from datasets import load_from_disk
 
-        return load_from_disk(folder)
+        try:
+            return load_from_disk(folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise _cannot_be_read(str(folder), error) from error
 
-    return Table(load, lambda dataset: sorted(path for path in folder.iterdir() if path.is_file()))
+    return Table(str(folder), load, lambda dataset: sorted(path for path in folder.iterdir() if path.is_file()))
 
 
 def hub_table(path: str, name: str | None, split: str) -> Table:
@@ -82,4 +95,8 @@ def hub_table(path: str, name: str | None, split: str) -> Table:
         # Not in memory, whatever the user's settings for small ones are: the files are what the rows are known by.
         return load_dataset(path, name, split=split, keep_in_memory=False)
 
-    return Table(load, lambda dataset: [Path(file["filename"]) for file in dataset.cache_files])
+    return Table(path, load, lambda dataset: [Path(file["filename"]) for file in dataset.cache_files])
+
+
+def _cannot_be_read(place: str, error: Exception) -> UserError:
+    return UserError(f"the data set saved in {place} cannot be read ({error}); save it again")

@@ -37,6 +37,11 @@ class Tokenizer(Configurable, ABC):
     """Hexadecimal digest of what decides the ids of a text (the files, BOS and EOS, the class), for a cache's key."""
 
     @property
+    def added(self) -> range:
+        """The ids that are such additions: the last ones."""
+        return range(self.vocab_size - self.n_added, self.vocab_size)
+
+    @property
     def changed_files(self) -> dict[str, bytes]:
         """Content by name of those files that checkpoints carry in another form than `folder` has them."""
         return {}

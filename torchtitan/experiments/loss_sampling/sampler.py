@@ -74,10 +74,11 @@ class LossSampler(Sampler):
     def observe(self, statistics: StepStatistics) -> None:
         samples, losses = statistics.samples, statistics.sample_losses
         before, momentum = self._losses[samples], self.config.momentum
+        self._losses = self._losses.copy()  # states that were taken have the one before
         self._losses[samples] = np.where(before < 0, losses, momentum * before + (1 - momentum) * losses)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "drawn": self._drawn, "losses": self._losses.tolist()}
+        return {"seed": self.seed, "drawn": self._drawn, "losses": self._losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seed, self._drawn, self._losses = state["seed"], state["drawn"], np.array(state["losses"])

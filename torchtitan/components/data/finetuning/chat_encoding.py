@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Pair, Text
 from torchtitan.components.data.finetuning.loss_mask import Rendered, TrainOn, render_with_mask
 from torchtitan.components.data.finetuning.template_tokens import check_template_tokens
@@ -58,13 +58,19 @@ class ChatEncoder:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def check(self) -> None:
-        """Find tokens that the template writes and the vocabulary does not have; see `check_template_tokens`.
+        """Find tokens that the template writes and the vocabulary does not have; see `check_template_tokens`. Warn of
+        a template whose texts depend on the day.
 
         Raises:
             UserError: naming them, and what to do.
         """
         if self._template:
             check_template_tokens(self._template, self._tokenizer)
+            if "strftime_now" in self._template.source:
+                logger.warning(
+                    f"{self._template.name} writes the date, by strftime_now: what is tokenized now keeps this day's, "
+                    "also where it is found again in the cache"
+                )
 
     def encode_batch(self, samples: Sequence[Conversation | Text]) -> list[EncodedSample | BrokenSample]:
         """Ids and mask of each sample, or why it cannot be encoded.
@@ -112,7 +118,10 @@ class ChatEncoder:
 
     def _required_template(self) -> ChatTemplate:
         if self._template is None:
-            raise UserError("there are conversations, which need a chat template: --dataloader.chat_template sets one")
+            raise UserError(
+                "there are conversations, which need a chat template: --dataloader.chat_template "
+                f"{'|'.join(BUILT_IN_TEMPLATES)} sets one, as does a file"
+            )
         return self._template
 
     def _encode_texts(self, texts: Sequence[str]) -> Iterator[EncodedSample]:
@@ -142,29 +151,28 @@ class ChatEncoder:
     def _masked(self, rendered: Rendered, ids: list[int], offsets: Offsets, n_spelt: int) -> EncodedSample:
         tokens = _Tokens(rendered.text, ids, offsets, self._special_ids)
         trained = np.full(len(ids), rendered.default)
-        marked = [turn for turn in rendered.turns if turn.marked]
-        ranges = self._with_ends(tokens, [tokens.range_of(*turn.span) for turn in marked])
-        for turn, positions in zip(marked, ranges, strict=True):
-            trained[positions.start : positions.stop] = turn.trained
+        # Turns that a row asks for beside the marked ones come last, so that these do not undo them.
         for turn in rendered.turns:
-            if not turn.marked:
-                positions = tokens.range_of(*turn.span)
+            positions = tokens.range_of(*turn.span)
+            if turn.marked:
+                stop = self._end_of_marked(tokens, positions)
+            else:
                 stop = tokens.end_of_turn(positions) if turn.trained else positions.stop
-                trained[positions.start : stop] = turn.trained
+            trained[positions.start : stop] = turn.trained
         return EncodedSample(np.array(ids, dtype=np.int64), self._without_bos(ids, trained), n_spelt)
 
-    def _with_ends(self, tokens: "_Tokens", turns: list[range]) -> list[range]:
-        """The turns, with the tokens that end them where the template marks them without."""
-        open_turns = [turn for turn in turns if not tokens.ends_with_special(turn)]
-        ended = [turn for turn in open_turns if tokens.special_at(turn.stop) in self._end_ids]
-        if ended and not self._reported:
+    def _end_of_marked(self, tokens: "_Tokens", turn: range) -> int:
+        """The position behind a turn, and behind the token that ends it where the template marks it without."""
+        if tokens.ends_with_special(turn) or tokens.special_at(turn.stop) not in self._end_ids:
+            return turn.stop
+        if not self._reported:
             self._reported = True
-            text = self._tokenizer.decode([tokens.ids[ended[0].stop]])
+            text = self._tokenizer.decode([tokens.ids[turn.stop]])
             logger.info(
                 f"{self._required_template().name} marks the assistant's turns without {text!r}, which ends them: it "
                 "is trained on as well, for the model to learn to stop"
             )
-        return [range(turn.start, turn.stop + 1) if turn in ended else turn for turn in turns]
+        return turn.stop + 1
 
     def _without_bos(self, ids: Sequence[int], trained: np.ndarray) -> np.ndarray:
         if ids and ids[0] == self._tokenizer.bos_id:

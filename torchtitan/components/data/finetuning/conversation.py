@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.components.data.readers import parse_json
+from torchtitan.components.data.readers import kind_of, parse_json
 from torchtitan.tools.errors import UserError
 
 Message = dict[str, Any]
@@ -38,6 +38,12 @@ class Conversation:
     def __post_init__(self) -> None:
         self.trained = self.trained or [None] * len(self.messages)
         assert len(self.trained) == len(self.messages)
+
+    def answers(self) -> bool:
+        """Whether the assistant's messages that may be trained on, if there are any, have something in them."""
+        asked = [message for message, said in zip(self.messages, self.trained, strict=True) if said is not False]
+        assistant = [message for message in asked if message["role"] == "assistant"]
+        return not assistant or any(map(says_something, assistant))
 
 
 @dataclass(slots=True)
@@ -86,7 +92,7 @@ def normalize(messages: Any, tools: Any = None) -> Conversation:
     """
     turns = from_json(messages, "messages")
     if not isinstance(turns, list):
-        raise BrokenSample(f"the messages are a {type(turns).__name__}, and must be a list")
+        raise BrokenSample(f"the messages are {kind_of(turns)}, and must be a list")
     if not turns:
         raise EmptySample("there are no messages")
     normal, trained = [], []
@@ -110,10 +116,16 @@ def from_json(value: Any, what: str) -> Any:
         raise BrokenSample(f"the {what} should be JSON ({error}): {shortened(value)}") from None
 
 
+def says_something(message: Message) -> bool:
+    """Whether a normalized message has more than white space in it: content, tool calls, or a model's reasoning."""
+    texts = [message.get(key) or "" for key in ("content", "reasoning_content", "thinking", "reasoning")]
+    return "tool_calls" in message or any(not isinstance(text, str) or text.strip() for text in texts)
+
+
 def checked_text(value: Any, what: str) -> str:
     """`value` if it is text; raises `BrokenSample` otherwise."""
     if not isinstance(value, str):
-        raise BrokenSample(f"the {what} is a {type(value).__name__}, and must be text: {shortened(value)}")
+        raise BrokenSample(f"the {what} is {kind_of(value)}, and must be text: {shortened(value)}")
     return value
 
 
@@ -128,7 +140,8 @@ def _message(turn: Mapping[str, Any]) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise BrokenSample(f"its role is {role!r}, and must be one of: {', '.join(ROLES)}")
-    if calls := from_json(message.pop("tool_calls", None), "tool_calls"):
+    given = message.pop("tool_calls", None)
+    if calls := from_json(given, "tool_calls") if given != "" else None:
         if role != "assistant":
             raise BrokenSample(f"the role {role!r} has tool_calls, which only the assistant makes")
         message["tool_calls"] = [_tool_call(call) for call in _list(calls, "tool_calls")]
@@ -192,11 +205,11 @@ def _trained(turn: Mapping[str, Any]) -> bool | None:
 
 def _list(value: Any, what: str) -> Sequence[Any]:
     if not isinstance(value, list):
-        raise BrokenSample(f"the {what} are a {type(value).__name__}, and must be a list: {shortened(value)}")
+        raise BrokenSample(f"the {what} are {kind_of(value)}, and must be a list: {shortened(value)}")
     return value
 
 
 def _object(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise BrokenSample(f"the {what} is a {type(value).__name__}, and must be an object: {shortened(value)}")
+        raise BrokenSample(f"the {what} is {kind_of(value)}, and must be an object: {shortened(value)}")
     return value

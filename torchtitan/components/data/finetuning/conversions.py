@@ -3,6 +3,7 @@
 All raise `BrokenSample` for a row that cannot be used, and `EmptySample` for one in which there is nothing to learn.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from torchtitan.components.data.finetuning.conversation import (
     normalize,
     shortened,
 )
+from torchtitan.components.data.readers import kind_of
 
 Cells = dict[str, Any]
 """A row: its cells by column."""
@@ -47,7 +49,7 @@ def read_turns(column: str) -> Callable[[Cells], Conversation]:
     """A reader of the turns in a column, and of the columns `tools` and `system`."""
 
     def read(row: Cells) -> Conversation:
-        return _conversation(row, _listed(row, column))
+        return _answered(_conversation(row, _listed(row, column)))
 
     return read
 
@@ -64,7 +66,7 @@ def read_question(question: str, answer: str) -> Callable[[Cells], Conversation]
     """A reader of two columns, a text that the user says or turns so far, and what the assistant answers."""
 
     def read(row: Cells) -> Conversation:
-        return _conversation(row, [*_turns(row, question, "user"), *_turns(row, answer, "assistant")])
+        return _answered(_conversation(row, [*_turns(row, question, "user"), *_turns(row, answer, "assistant")]))
 
     return read
 
@@ -101,6 +103,8 @@ def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int) -> Pair:
     for name, messages in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if messages[0]["role"] != "assistant":
             raise BrokenSample(f"{name} goes on after the prompt with the role {messages[0]['role']!r}")
+        if not Conversation(messages).answers():
+            raise EmptySample(f"{name} is empty")
     if pair.chosen == pair.rejected:
         raise EmptySample("chosen and rejected are the same")
     return pair
@@ -121,9 +125,7 @@ def read_prompt(prompt: Callable[[Cells], list[Any]]) -> Callable[[Cells], Promp
 def _answer(row: Cells) -> str | None:
     for column in ANSWERS:
         if (answer := row.get(column)) is not None:
-            # The answers of sums often are numbers.
-            is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
-            return str(answer) if is_number else checked_text(answer, column)
+            return checked_text(_number_as_text(answer), column)
     return None
 
 
@@ -140,12 +142,16 @@ def listed_in(column: str) -> Callable[[Cells], list[Any]]:
 def instruction_in(row: Cells) -> list[Any]:
     """The turns that an instruction is, with its history and input."""
     messages: list[Any] = []
-    for exchange in from_json(row.get("history") or [], "history"):
+    history = from_json(row.get("history") or [], "history")
+    if not isinstance(history, list):
+        raise BrokenSample(f"history must be a list of pairs of texts, not {shortened(history)}")
+    for exchange in history:
         if not isinstance(exchange, list) or len(exchange) != 2:
             raise BrokenSample(f"history must be a list of pairs of texts, not of {shortened(exchange)}")
-        messages += [_message("user", exchange[0]), _message("assistant", exchange[1])]
+        question, answer = map(_number_as_text, exchange)
+        messages += [_message("user", question), _message("assistant", answer)]
     given = [column for column in ("instruction", "input") if row.get(column) is not None]
-    parts = [checked_text(row[column], column) for column in given]
+    parts = [checked_text(_number_as_text(row[column]), column) for column in given]
     text = "\n\n".join(part for part in parts if part and not part.isspace())
     if not text:
         raise EmptySample("instruction is empty")
@@ -155,6 +161,12 @@ def instruction_in(row: Cells) -> list[Any]:
 def no_prompt(row: Cells) -> list[Any]:
     """That of a row without a column for it."""
     raise BrokenSample("chosen and rejected begin with the assistant, and there is no column for the prompt")
+
+
+def _answered(conversation: Conversation) -> Conversation:
+    if not conversation.answers():
+        raise EmptySample("the assistant's messages are empty")
+    return conversation
 
 
 def _conversation(row: Cells, turns: list[Any]) -> Conversation:
@@ -171,7 +183,7 @@ def _listed(row: Cells, column: str) -> list[Any]:
         raise EmptySample(f"{column} is empty")
     turns = from_json(row[column], column)
     if not isinstance(turns, list):
-        raise BrokenSample(f"{column} is a {type(turns).__name__}, and must be a list of messages: {shortened(turns)}")
+        raise BrokenSample(f"{column} is {kind_of(turns)}, and must be a list of messages: {shortened(turns)}")
     return turns
 
 
@@ -198,10 +210,18 @@ def _message(role: str, content: Any) -> dict[str, Any]:
 def _filled(row: Cells, column: str) -> str:
     if row[column] in (None, "", []):
         raise EmptySample(f"{column} is empty")
-    text = checked_text(row[column], column)
+    text = checked_text(_number_as_text(row[column]), column)
     if text.isspace():
         raise EmptySample(f"{column} is empty")
     return text
+
+
+def _number_as_text(value: Any) -> Any:
+    """A number as its text, since the answers of sums often are numbers; anything else as it is."""
+    is_number = (
+        isinstance(value, int) and not isinstance(value, bool) or isinstance(value, float) and math.isfinite(value)
+    )
+    return str(value) if is_number else value
 
 
 def openai_messages(turns: list[Any]) -> list[Any]:

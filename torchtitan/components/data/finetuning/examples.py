@@ -2,7 +2,8 @@
 
 `{cache}/examples/{key}/` holds `ids.bin` (uint32) and `trained.bin` (one byte per token) of all parts, one behind the
 other, `offsets.bin` (int64: where each part begins, and the total), `texts.json` (where each example's row is, and its
-reference answer) and `report.json`. The key is a digest of everything that decides the examples.
+reference answer), `report.json`, and `fingerprint`, a digest of the examples. The key is one of everything that decides
+what is in the folder.
 """
 
 import json
@@ -17,6 +18,7 @@ import numpy as np
 from torchtitan.components.data.disk_cache import (
     build_once,
     cache_root,
+    content_digest,
     digest_of,
     file_digest,
     map_array,
@@ -24,6 +26,7 @@ from torchtitan.components.data.disk_cache import (
     writable,
 )
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
+from torchtitan.components.data.finetuning.code_version import code_version
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Sample
 from torchtitan.components.data.finetuning.policies import Dropped, Report, Rules, apply_rules
 from torchtitan.components.data.finetuning.row_formats import RowFormat
@@ -31,8 +34,6 @@ from torchtitan.components.data.packing import Array
 from torchtitan.components.data.progress import progress
 from torchtitan.components.data.rows import Row, RowSource
 from torchtitan.tools.errors import UserError
-
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +72,14 @@ class ExampleCache:
             texts = json.loads((folder / "texts.json").read_text())
             self._places: list[str] = texts["places"]
             self._answers: list[str | None] = texts["answers"]
+            self.fingerprint = (folder / "fingerprint").read_text()
+            """Equal ones mean equal examples, whatever they were made from."""
             self._ids = map_array(folder / "ids.bin", "uint32", n_tokens)
             self._trained = map_array(folder / "trained.bin", "bool", n_tokens)
             self._offsets = map_array(folder / "offsets.bin", "int64", n * n_parts + 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ExampleCache, (self.folder, self._n_parts)
-
-    @property
-    def key(self) -> str:
-        """Equal keys mean equal examples."""
-        return self.folder.name
 
     @property
     def lengths(self) -> Array:
@@ -122,7 +120,7 @@ def open_example_cache(
     with writable(root):
         digest = partial(file_digest, root)
         identity = source.identity(digest)
-        key = [FORMAT_VERSION, source.name, identity, format.fingerprint, encoder.fingerprint, asdict(rules)]
+        key = [code_version(), identity, format.fingerprint, encoder.fingerprint, asdict(rules)]
         folder = root / "examples" / digest_of(key)
         build_once(
             folder,
@@ -160,6 +158,8 @@ def _write(source: RowSource, format: RowFormat, encoder: ExampleEncoder, rules:
     np.array(ends, np.int64).tofile(folder / "offsets.bin")
     (folder / "texts.json").write_text(json.dumps({"places": places, "answers": answers}))
     (folder / "report.json").write_text(json.dumps(report.to_dict()))
+    contents = content_digest(folder, ["ids.bin", "trained.bin", "offsets.bin"])
+    (folder / "fingerprint").write_text(digest_of([contents, answers]))
     return f"{report.kept:,} examples, {report.tokens:,} tokens"
 
 

@@ -46,7 +46,7 @@ class FittedExamples:
             raise UserError("\n".join([f"no row of {name} is left", *self.report.lines()]))
 
     @property
-    def n_examples(self) -> int:
+    def n_samples(self) -> int:
         """Number of examples that fit."""
         return len(self._indices)
 

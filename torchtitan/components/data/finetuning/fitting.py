@@ -58,10 +58,6 @@ class FittedSamples:
         """The sample with a number from 0, in the order of the rows."""
         return self._cut(self._cache.sample(int(self._indices[index])))
 
-    def row(self, index: int) -> int:
-        """The number of the sample's row in its file, as `Row.number`."""
-        return self._cache.row(int(self._indices[index]))
-
     def describe(self, index: int) -> str:
         """Where the sample's row is: `my.jsonl:17`."""
         return self._cache.describe(int(self._indices[index]))

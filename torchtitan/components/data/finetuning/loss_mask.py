@@ -1,14 +1,20 @@
 """Which characters of a rendered conversation are trained on: by the template's own marks, or by comparing prefixes."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from torchtitan.components.chat_template import ChatTemplate, Span
+from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate, Span
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation
 from torchtitan.tools.errors import UserError
 
 TrainOn = Literal["all", "assistant", "last_assistant"]
 """All tokens; the assistant's turns; only the last of them. What a row says of its own messages comes first."""
+
+_ADVICE = (
+    f"choose another --dataloader.chat_template: {', '.join(BUILT_IN_TEMPLATES)}, or a file that has "
+    "{% generation %} around each turn of the assistant"
+)
 
 
 class Turn(NamedTuple):
@@ -46,63 +52,103 @@ def render_with_mask(template: ChatTemplate, conversation: Conversation, train_o
             return _all_but(template, conversation, wanted)
         if template.marks_generation:
             return _by_marks(template, conversation, wanted)
-        text = _render(template, conversation, len(conversation.messages))
-        turns = [Turn(_span(template, conversation, i, text), True) for i, trained in enumerate(wanted) if trained]
+        prefixes = _Prefixes(template, conversation)
+        turns = [Turn(prefixes.span(i), True) for i, trained in enumerate(wanted) if trained]
     except BrokenSample:
         raise
     except UserError as error:
         raise BrokenSample(str(error)) from error
-    return Rendered(text, turns, default=False)
+    return Rendered(prefixes.text, turns, default=False)
 
 
 def _wanted(conversation: Conversation, train_on: TrainOn) -> list[bool]:
     """For each message whether it is trained on."""
-    assistant = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    assistant = _assistant(conversation)
     default = {"all": range(len(conversation.messages)), "assistant": assistant, "last_assistant": assistant[-1:]}
     return [i in default[train_on] if said is None else said for i, said in enumerate(conversation.trained)]
 
 
+def _assistant(conversation: Conversation) -> list[int]:
+    return [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+
+
 def _all_but(template: ChatTemplate, conversation: Conversation, wanted: Sequence[bool]) -> Rendered:
-    text = _render(template, conversation, len(conversation.messages))
-    left_out = [_span(template, conversation, i, text) for i, trained in enumerate(wanted) if not trained]
-    return Rendered(text, [Turn(span, False) for span in left_out], default=True)
+    prefixes = _Prefixes(template, conversation)
+    left_out = [Turn(prefixes.span(i), False) for i, trained in enumerate(wanted) if not trained]
+    return Rendered(prefixes.text, left_out, default=True)
 
 
 def _by_marks(template: ChatTemplate, conversation: Conversation, wanted: Sequence[bool]) -> Rendered:
     text, spans = template.render_marked(conversation.messages, tools=conversation.tools)
-    assistant = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    trained = [wanted[i] for i in assistant]
-    if len(set(trained)) < 2:
-        turns = [Turn(span, True in trained, marked=True) for span in spans]
-    elif len(spans) == len(assistant):
-        turns = [Turn(*turn, marked=True) for turn in zip(spans, trained, strict=True)]
-    else:
-        raise BrokenSample(
-            f"{template.name} marks {len(spans)} texts in a conversation with {len(assistant)} turns of the assistant, "
-            "so that it cannot be told which of them is which turn; --dataloader.train_on assistant trains all"
-        )
-    others = [i for i, trained in enumerate(wanted) if trained and i not in assistant]
-    turns += [Turn(_span(template, conversation, i, text), True) for i in others]
+    assistant = _assistant(conversation)
+    turns: list[Turn] = []
+    # Where what is wanted changes from one turn to the next, the conversation up to there tells whose the marks are.
+    for i, following in pairwise(assistant):
+        if wanted[following] != wanted[i]:
+            n = _n_marks(template, conversation, i, text, spans)
+            turns += [Turn(span, wanted[i], marked=True) for span in spans[len(turns) : n]]
+    trained = bool(assistant) and wanted[assistant[-1]]
+    turns += [Turn(span, trained, marked=True) for span in spans[len(turns) :]]
+    others = [i for i, is_wanted in enumerate(wanted) if is_wanted and i not in assistant]
+    if others:
+        prefixes = _Prefixes(template, conversation)
+        turns += [Turn(prefixes.span(i), True) for i in others]
     return Rendered(text, turns, default=False)
 
 
-def _span(template: ChatTemplate, conversation: Conversation, i: int, text: str) -> Span:
-    """Where message `i` is in the `text` of the conversation; the assistant's without the generation prompt."""
-    messages, role = conversation.messages, conversation.messages[i]["role"]
-    prompted = role == "assistant"
-    before = _render(template, conversation, i, prompted) if i or prompted else ""
-    after = text if i + 1 == len(messages) else _render(template, conversation, i + 1)
-    if not (text.startswith(before) and text.startswith(after) and len(before) <= len(after)):
-        raise BrokenSample(
-            f"{template.name} writes the conversation up to message {i + 1} ({role}) differently where it goes on, so "
-            "that it cannot be told what of the text is that message; choose a --dataloader.chat_template that has "
-            "{% generation %} marks, or --dataloader.train_on last_assistant, which needs one turn's beginning only"
-        )
-    return len(before), len(after)
+def _n_marks(template: ChatTemplate, conversation: Conversation, i: int, text: str, spans: Sequence[Span]) -> int:
+    """How many of the marked spans are in the messages up to `i`, the assistant's.
 
-
-def _render(template: ChatTemplate, conversation: Conversation, n: int, add_generation_prompt: bool = False) -> str:
-    """The text of the first `n` messages."""
-    return template.render(
-        conversation.messages[:n], tools=conversation.tools, add_generation_prompt=add_generation_prompt
+    It is as many as are marked where the conversation ends there. A template may write less of an earlier turn, such
+    as none of its reasoning: then each is a part of what it was, and further in front.
+    """
+    until, known = template.render_marked(conversation.messages[: i + 1], tools=conversation.tools)
+    same = len(known) <= len(spans) and all(
+        start <= old_start and text[start:end] in until[old_start:old_end]
+        for (start, end), (old_start, old_end) in zip(spans, known, strict=False)
     )
+    if not same:
+        raise BrokenSample(
+            f"{template.name} marks other texts in the conversation up to message {i + 1} (assistant) where it goes "
+            f"on, so that it cannot be told which of them is which turn; {_ADVICE}"
+            # Where a row or the loader itself says what is trained, the option changes nothing.
+            + ("" if any(said is not None for said in conversation.trained) else ", or --dataloader.train_on assistant")
+        )
+    return len(known)
+
+
+class _Prefixes:
+    """A conversation's text and those of its beginnings, each rendered once."""
+
+    def __init__(self, template: ChatTemplate, conversation: Conversation):
+        self._template, self._conversation = template, conversation
+        self._rendered: dict[tuple[int, bool], str] = {}
+        self.text = self._render(len(conversation.messages), False)
+
+    def _render(self, n: int, prompted: bool) -> str:
+        """The text of the first `n` messages, with the generation prompt or without."""
+        if (n, prompted) not in self._rendered:
+            messages, tools = self._conversation.messages[:n], self._conversation.tools
+            text = self._template.render(messages, tools=tools, add_generation_prompt=prompted)
+            self._rendered[n, prompted] = text
+        return self._rendered[n, prompted]
+
+    def span(self, i: int) -> Span:
+        """Where message `i` is in the text; the assistant's without the generation prompt.
+
+        Raises:
+            BrokenSample: if the text does not begin as the conversation up to there and before it does.
+        """
+        role = self._conversation.messages[i]["role"]
+        prompted = role == "assistant"
+        before = self._render(i, prompted) if i or prompted else ""
+        after = self._render(i + 1, False)
+        if self.text.startswith(before) and self.text.startswith(after) and len(before) <= len(after):
+            return len(before), len(after)
+        # Where the row or the loader itself says what is trained, or at the last turn, the option changes nothing.
+        by_option = self._conversation.trained[i] is None and prompted and i != _assistant(self._conversation)[-1]
+        raise BrokenSample(
+            f"{self._template.name} writes the conversation up to message {i + 1} ({role}) differently where it goes "
+            f"on, so that it cannot be told what of the text is that message; {_ADVICE}"
+            + (", or --dataloader.train_on last_assistant, which needs one turn's beginning only" if by_option else "")
+        )

@@ -1,17 +1,29 @@
-"""What the loaders of planned windows share: the way from a `Planner` through workers to batches, and the position."""
+"""What the loaders of fine-tuning data share: the rows they read, the way from a `Planner` to batches, the position."""
 
+import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.utils.data import Dataset
 
+from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
 from torchtitan.components.data.dataloader import BaseDataLoader
+from torchtitan.components.data.finetuning.numbering import NumberedSets
+from torchtitan.components.data.finetuning.policies import Policy
+from torchtitan.components.data.finetuning.registry import dataset_formats, describes
+from torchtitan.components.data.finetuning.row_formats import AUTO, Kind, RowFormat, parse_columns
+from torchtitan.components.data.finetuning.sample_cache import first_columns
 from torchtitan.components.data.packing import NO_DOCUMENT, Batch
-from torchtitan.components.data.plan import Planner, Snapshot, StepStatistics
+from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics, Window
+from torchtitan.components.data.rows import RowSource, available_row_splits, resolve_rows
+from torchtitan.components.data.summary import numbers_of
 from torchtitan.components.data.workers import Workers
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 PREFETCHED_BATCHES = 2
@@ -26,17 +38,142 @@ class PlannedDataLoader(BaseDataLoader):
     position is that behind the last batch handed out, exact between any two batches; it can be continued by other
     numbers of all of these.
 
-    A subclass calls `start` when it has a planner, and says how samples are called (`sample_name`).
+    A subclass says what its rows are (`kind`), how they are encoded (`Config.open_caches`), sets `samples`, and
+    calls `start` when it has a planner.
+
+    Args:
+        config: what to read.
+        tokenizer: encodes the conversations; its folder has the chat template, unless the configuration names one.
+        seq_len: how long a sample may be; see the subclass.
+        local_batch_size: rows per batch and rank.
+        epochs: how often the data is read; None: without end.
+
+    Raises:
+        UserError: a number is out of range, or there is no such template.
     """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """Rows of fine-tuning data."""
+
+        dataset: list[str] = field(default_factory=list)
+        """What to read, one or several: a registered name, or a local path: a file (json, jsonl, csv, parquet; .gz or
+        .zst of these), a folder, a glob pattern, or a folder saved by the library datasets."""
+        split: str = "train"
+        """Split to read, where the data sets have several."""
+        format: str = "auto"
+        """How rows are read: auto (by their columns), the name of a format, or a function of your own,
+        package.module:function or path/to/file.py:function. Of several data sets, those that it fits."""
+        columns: list[str] = field(default_factory=list)
+        """Columns under other names, as ours=theirs: prompt=question. Of several data sets, those that have them."""
+        chat_template: str = ""
+        """Template that makes text of a conversation: chatml, llama3, mistral, alpaca, or a file; empty: the model's
+        own."""
+        empty: Policy = "drop"
+        """Rows that say nothing: drop or error."""
+        broken: Policy = "error"
+        """Rows that cannot be read, converted or encoded: drop or error."""
+        sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
+        """Order in which samples are drawn."""
+        num_workers: int = 0
+        """Processes per rank that prepare batches; 0: none, which suffices."""
+        cache_dir: str = ""
+        """Folder for tokenized data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for a value out of range; looks at no data."""
+            if not self.dataset or "" in self.dataset:
+                raise UserError("--dataloader.dataset must say what to read: a file such as my.jsonl")
+            if self.num_workers < 0:
+                raise UserError(f"--dataloader.num_workers must be at least 0, not {self.num_workers}")
+            parse_columns(self.columns)
+
+        def prepare(self, *, tokenizer: Tokenizer) -> None:
+            """Tokenize the data into the cache."""
+            self.validate()
+            self.open_caches(tokenizer, self.find_template(tokenizer))
+
+        def open_caches(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> Sequence[Any]:
+            """What the rows of each data set become, encoded now if it is not in the cache.
+
+            Raises:
+                UserError: the data cannot be used.
+            """
+            raise NotImplementedError
+
+        def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
+            """The template that is named, else the model's own; None where the loader can do without.
+
+            Raises:
+                UserError: there is none.
+            """
+            return resolve_chat_template(self.chat_template, [tokenizer.folder] if tokenizer.folder else [], tokenizer)
+
+        def rows(self) -> list[tuple[RowSource, RowFormat]]:
+            """The rows of each data set, and how they are read.
+
+            Raises:
+                UserError: there are none, or they cannot be recognized.
+            """
+            sources = [resolve_rows(dataset, self.split) for dataset in self.dataset]
+            columns = [first_columns(source) for source in sources]
+            mapping = parse_columns(self.columns)
+            formats = dataset_formats(self.dataset, columns, self.format, mapping, self._kind)
+            return list(zip(sources, formats, strict=True))
+
+        def for_validation(self, dataset: str) -> Self | None:
+            """The validation split of `dataset`, or all of it where it has no splits; where none is given, those of the
+            own data sets that have one. `format` and `columns` hold for it where they fit."""
+            own = [name for name in self.dataset if "validation" in available_row_splits(name)]
+            chosen = [dataset] if dataset else own
+            if not chosen:
+                return None
+            splits = available_row_splits(chosen[0])
+            split = "validation" if "validation" in splits else splits[0]
+            in_order = ShuffleSampler.Config(shuffle=False)
+            config = dataclasses.replace(self, dataset=chosen, split=split, sampler=in_order, num_workers=0)
+            return config if config._is_described() else dataclasses.replace(config, format=AUTO, columns=[])
+
+        def _is_described(self) -> bool:
+            """Whether `format` and `columns` fit any of the data sets."""
+            if self.format == AUTO and not self.columns:
+                return True
+            mapping = parse_columns(self.columns)
+            return any(
+                describes(dataset, first_columns(resolve_rows(dataset, self.split)), self.format, mapping, self._kind)
+                for dataset in self.dataset
+            )
+
+        @property
+        def _kind(self) -> Kind:
+            assert issubclass(self._owner, PlannedDataLoader)
+            return self._owner.kind
+
+    config: Config
+
+    kind: ClassVar[Kind]
+    """What the rows are for."""
+
+    samples: NumberedSets[Any]
+    """What is made batches of, with the report of what was left out; set by the subclass."""
+
+    def __init__(
+        self, config: Config, *, tokenizer: Tokenizer, seq_len: int, local_batch_size: int, epochs: int | None
+    ):
+        super().__init__(config)
+        for name, number in (("seq_len", seq_len), ("local_batch_size", local_batch_size), ("epochs", epochs)):
+            if number is not None and number < 1:
+                raise UserError(f"{name} must be at least 1, not {number}")
+        self._seq_len, self._tokenizer = seq_len, tokenizer
+        self.template = config.find_template(tokenizer)
+        """What makes text of the conversations; None: the data is running text."""
 
     def start(
         self,
         planner: Planner,
         batches: Dataset[Batch],
         *,
-        names: list[str],
         fingerprint: str,
-        num_workers: int,
         local_batch_size: int,
         dp_rank: int,
         dp_world_size: int,
@@ -47,27 +184,26 @@ class PlannedDataLoader(BaseDataLoader):
             planner: at its first window, made for `PREFETCHED_BATCHES` batches of every rank and worker `ahead`.
             batches: its items are the batches, its keys the numbers of the samples in each of their windows, counted
                 over all data sets; an empty list is a window that only fills up the last batch.
-            names: of the data sets, for messages.
             fingerprint: equal ones mean that positions mean the same samples.
-            num_workers: processes that make batches.
             local_batch_size: windows per batch and rank.
             dp_rank: this process's place among the data-parallel ranks.
             dp_world_size: number of data-parallel ranks.
         """
         assert 0 <= dp_rank < dp_world_size
-        self._planner, self._batches, self._num_workers = planner, batches, num_workers
-        self._names, self._fingerprint = names, fingerprint
+        self._planner, self._batches, self._fingerprint = planner, batches, fingerprint
         self._first, self._per_rank = dp_rank * local_batch_size, local_batch_size
         self._per_pass = local_batch_size * dp_world_size
         self._planned: deque[Snapshot] = deque()
         self._handed_out = planner.snapshot()
         self._workers: Workers | None = None
         self._exhausted = False
-        self.n_samples = planner.count_windows()
+        self._refusal: UserError | None = None
+        of_epochs = planner.windows_of_epochs
+        self.n_samples = None if of_epochs is None else sum(of_epochs)
 
     def sample_name(self, number: int) -> str:
-        """What the ledger calls a sample."""
-        raise NotImplementedError
+        """What the ledger calls a sample: where its row is."""
+        return self.samples.describe(number)
 
     @property
     def exhausted(self) -> bool:
@@ -77,32 +213,43 @@ class PlannedDataLoader(BaseDataLoader):
         if self._exhausted:
             raise StopIteration
         if self._workers is None:
-            self._workers = Workers(self._batches, sampler=self._keys(), num_workers=self._num_workers)
+            self._workers = Workers(self._batches, sampler=self._keys(), num_workers=self.config.num_workers)
         try:
             batch: Batch = next(self._workers)
         except StopIteration:
+            if self._refusal is not None:
+                raise self._refusal from None
             self._exhausted = True
             raise
         self._handed_out = self._planned.popleft()
         return batch
 
     def _keys(self) -> Iterator[Any]:
-        """The samples of each window of this rank's batches."""
-        while windows := list(itertools.islice(self._planner, self._per_pass)):
+        """The samples of each window of this rank's batches. Where the planner refuses to go on, they end, since what
+        comes before may be all that the run asks for."""
+        while windows := self._plan_pass():
             self._planned.append(self._planner.snapshot())
             numbers = [(window.samples + self._planner.offsets[window.source]).tolist() for window in windows]
             numbers += [[]] * (self._per_pass - len(numbers))
             yield numbers[self._first : self._first + self._per_rank]
 
+    def _plan_pass(self) -> list[Window]:
+        """The next windows, one batch of every rank; none at the end."""
+        try:
+            return list(itertools.islice(self._planner, self._per_pass))
+        except UserError as error:
+            self._refusal = error
+            return []
+
     def state_dict(self) -> dict[str, Any]:
         position = self._planner.state_dict(self._handed_out)
-        return {"dataset": self._names, "data": self._fingerprint, "position": position}
+        return {"dataset": self.config.dataset, "data": self._fingerprint, "position": position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position; one in other data, or in another order, is refused with a warning."""
         if state["data"] != self._fingerprint:
             logger.warning(
-                f"the saved position is one in other data than this run's {' '.join(self._names)} (it was "
+                f"the saved position is one in other data than this run's {' '.join(self.config.dataset)} (it was "
                 f"{' '.join(state['dataset'])}, or another content, tokenizer, template, filter, seq_len, packing or "
                 "sampler): reading starts at the beginning"
             )
@@ -123,6 +270,17 @@ class PlannedDataLoader(BaseDataLoader):
     def document_names(self, documents: torch.Tensor) -> list[str]:
         return [self.sample_name(number) for number in documents.tolist() if number != NO_DOCUMENT]
 
+    def batch_of(self, names: Sequence[str]) -> Batch:
+        numbers = numbers_of(names, self.sample_name, self.samples.first[-1])
+        batch: Batch = self._batches[[[number] for number in numbers]]
+        return batch
+
+    def assets(self) -> dict[str, str]:
+        """The chat template, and what a model that was trained with it is used by; see `chat_assets`."""
+        from torchtitan.components.checkpoint.chat_assets import chat_assets  # deferred, as all that saves
+
+        return chat_assets(self._tokenizer, self.template) if self.template else {}
+
     def close(self) -> None:
         if self._workers is not None:
             self._workers.close()
@@ -130,3 +288,4 @@ class PlannedDataLoader(BaseDataLoader):
             # What was prepared ahead is lost, and planned again if there is a next batch.
             self._planner.load_state_dict(self._planner.state_dict(self._handed_out))
             self._planned.clear()
+            self._refusal = None

@@ -67,7 +67,9 @@ def apply_rules(sample: EncodedSample | BrokenSample, rules: Rules) -> EncodedSa
 
 def _drop(reason: str, why: str, policy: Policy) -> Dropped:
     if policy == "error":
-        raise UserError(f"{why}; --dataloader.{reason} drop leaves such rows out")
+        raise UserError(
+            f"{why}; --dataloader.{reason} drop leaves such rows out (torchtitan data inspect says how many these are)"
+        )
     return Dropped(reason, why)
 
 

@@ -60,8 +60,8 @@ class PromptDataLoader(ExampleDataLoader):
         """The reference answer to a prompt, by its number in `documents`; None: it has none."""
         if document == NO_DOCUMENT:
             return None
-        source, index = self.locate(document)
-        return self.sets[source].answer(index)
+        source, index = self.samples.locate(document)
+        return self.samples.sets[source].answer(index)
 
 
 def prompt_ids(batch: Batch) -> list[list[int]]:

@@ -32,6 +32,10 @@ class ChatDataset:
     function: RowFunction | None = None
     """Turns a row into one of a known format, or None to leave it out; in place of `format` and `columns`."""
 
+    def says_format(self) -> bool:
+        """Whether it says how its rows are read, rather than leave it to their columns."""
+        return self.function is not None or self.format != AUTO or bool(self.columns)
+
     def on_hub(self) -> bool:
         """Whether `path` is a repository: it has the form of one, is no data file, and not there locally."""
         is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path) is not None
@@ -57,19 +61,60 @@ def registered_chat_datasets() -> dict[str, ChatDataset]:
     return dict(_registry)
 
 
-def dataset_format(
-    dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind
-) -> RowFormat:
-    """The format of the rows of a dataset string: `find_format`, unless it is a registered one and says so itself.
+def dataset_formats(
+    datasets: Sequence[str],
+    columns: Sequence[Sequence[str]],
+    format: str,
+    mapping: Mapping[str, str],
+    kind: Kind,
+) -> list[RowFormat]:
+    """The formats of the rows of dataset strings, by the columns of each.
 
-    `format` (other than "auto") and `mapping` go before what was registered.
+    `format` (other than "auto") and `mapping` are those of the data sets that they fit, and go before what was
+    registered; the others are read as they are registered, or by their columns. A function fits all but those that are
+    registered with a way to be read.
 
     Raises:
-        UserError: as `find_format`.
+        UserError: as `find_format`, and where they fit none.
     """
+    if format == AUTO and not mapping:
+        return [_own_format(dataset, of_set, kind) for dataset, of_set in zip(datasets, columns, strict=True)]
+    formats: list[RowFormat | None] = []
+    errors = []
+    for dataset, of_set in zip(datasets, columns, strict=True):
+        try:
+            formats.append(_described_format(dataset, of_set, format, mapping, kind))
+        except UserError as error:
+            errors.append(error)
+            formats.append(None)
+    if not any(formats):
+        raise errors[0]
+    own = zip(datasets, columns, formats, strict=True)
+    return [described or _own_format(dataset, of_set, kind) for dataset, of_set, described in own]
+
+
+def describes(dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> bool:
+    """Whether `format` and `mapping` fit a data set with these columns, see `dataset_formats`."""
+    try:
+        _described_format(dataset, columns, format, mapping, kind)
+    except UserError:
+        return False
+    return True
+
+
+def _described_format(
+    dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind
+) -> RowFormat:
     registered = _registry.get(dataset)
-    if registered is None or format != AUTO or mapping:
-        return find_format(columns, format, mapping, kind)
+    if ":" in format and registered is not None and registered.says_format():
+        raise UserError(f"--dataloader.format {format!r}: {dataset!r} is registered with a way to be read of its own")
+    return find_format(columns, format, mapping, kind)
+
+
+def _own_format(dataset: str, columns: Sequence[str], kind: Kind) -> RowFormat:
+    registered = _registry.get(dataset)
+    if registered is None:
+        return find_format(columns, AUTO, {}, kind)
     if registered.function is not None:
         return function_format(registered.function, kind)
     return find_format(columns, registered.format, registered.columns, kind)

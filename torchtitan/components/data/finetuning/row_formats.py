@@ -1,15 +1,12 @@
 """The shapes that a row of fine-tuning data can have, recognized by its columns."""
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan.components.data.finetuning import conversation, conversions
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Sample
+from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample, Sample
 from torchtitan.components.data.finetuning.conversions import (
     ANSWERS,
     instruction_in,
@@ -23,7 +20,9 @@ from torchtitan.components.data.finetuning.conversions import (
     read_turns,
     turns_in,
 )
-from torchtitan.components.data.finetuning.row_functions import RowFunction, function_fingerprint, load_function
+from torchtitan.components.data.finetuning.function_fingerprint import function_fingerprint
+from torchtitan.components.data.finetuning.row_functions import RowFunction, load_function
+from torchtitan.components.data.readers import kind_of
 from torchtitan.config.registry import suggest
 from torchtitan.tools.errors import UserError
 
@@ -48,7 +47,12 @@ class RowFormat:
     """What a row says; None: it is left out, which only a user's function does.
     Raises `BrokenSample` for a row that cannot be used. That of `find_format` takes rows as they are in the file."""
     fingerprint: str = ""
-    """Equal ones convert equally, for the key of a cache. `find_format` fills it in."""
+    """Equal ones convert equally, by the same code, for the key of a cache. `find_format` fills it in."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All that are read."""
+        return (*self.required, *self.optional)
 
 
 _TURNS, _INSTRUCTION = ("tools", "system"), ("input", "history", "system")
@@ -118,9 +122,6 @@ FORMATS: Sequence[RowFormat] = (
 )
 """All formats. The first of a kind whose columns a row has is its own."""
 
-_SOURCES = (__file__, conversation.__file__, conversions.__file__)
-_VERSION = hashlib.sha256(b"".join(Path(path).read_bytes() for path in _SOURCES)).hexdigest()
-
 
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
     """`["prompt=question", …]`, the format's name for a column and the file's, as a dictionary.
@@ -144,8 +145,8 @@ def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str],
 
     Args:
         columns: those of the first good row.
-        format: "auto" (recognized by the columns), the name of a format, or a function of the user's,
-            `package.module:function` or `path/to/file.py:function`.
+        format: "auto" (recognized by the columns; it reads all that are mapped), the name of a format, or a function of
+            the user's, `package.module:function` or `path/to/file.py:function`.
         mapping: the format's name for a column → the file's.
         kind: what the rows are for.
 
@@ -158,7 +159,12 @@ def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str],
         return function_format(load_function(format), kind)
     _check_mapping(columns, mapping, kind)
     renamed = list(_renamed(dict.fromkeys(columns), mapping))
-    found = _recognize(renamed, kind) if format == AUTO else _named(format, kind)
+    if format == AUTO and kind == "sft" and {"chosen", "rejected"} <= set(renamed):
+        raise UserError(
+            "the rows have chosen and rejected, which are for preference training; to imitate one of them, name it by "
+            "--dataloader.columns response=chosen, and to read neither, choose a --dataloader.format, such as messages"
+        )
+    found = _recognize(renamed, kind, mapping) if format == AUTO else _named(format, kind)
     if found is None or not set(found.required) <= set(renamed):
         wanted = (
             f"and {format!r} needs {_needs(found)}" if found else f"which fit none of the formats ({_overview(kind)})"
@@ -167,17 +173,20 @@ def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str],
             f"the rows have the columns {', '.join(renamed) or '(none)'}, {wanted}: name them by --dataloader.columns "
             "OURS=THEIRS, or choose another --dataloader.format"
         )
-    fingerprint = json.dumps([_VERSION, found.name, kind, sorted(mapping.items())])
-    return replace(found, convert=partial(_convert, found, dict(mapping)), fingerprint=fingerprint)
+    if unread := [column for column in mapping if column not in found.columns]:
+        raise UserError(f"--dataloader.columns: {unread[0]!r} is none that the format {format!r} reads")
+    fingerprint = json.dumps([found.name, format == AUTO, kind, sorted(mapping.items())])
+    convert = partial(_convert, found, dict(mapping), format == AUTO)
+    return replace(found, convert=convert, fingerprint=fingerprint)
 
 
 def function_format(function: RowFunction, kind: Kind) -> RowFormat:
     """The format of rows that a function turns into rows of a known format, each recognized by its columns.
 
     Raises:
-        UserError: the function is not written in Python.
+        UserError: as `function_fingerprint`.
     """
-    fingerprint = json.dumps([_VERSION, function_fingerprint(function), kind])
+    fingerprint = json.dumps([function_fingerprint(function), kind])
     return RowFormat(
         name=f"{function.__module__}:{function.__qualname__}",
         kind=kind,
@@ -187,8 +196,10 @@ def function_format(function: RowFunction, kind: Kind) -> RowFormat:
     )
 
 
-def _recognize(columns: Sequence[str], kind: Kind) -> RowFormat | None:
-    return next((f for f in FORMATS if f.kind == kind and set(f.required) <= set(columns)), None)
+def _recognize(columns: Sequence[str], kind: Kind, mapped: Iterable[str] = ()) -> RowFormat | None:
+    """The first format that these columns suffice for and that reads those which are mapped."""
+    suited = (f for f in FORMATS if f.kind == kind and set(f.required) <= set(columns))
+    return next((f for f in suited if set(mapped) <= set(f.columns)), None)
 
 
 def _named(name: str, kind: Kind) -> RowFormat:
@@ -202,7 +213,7 @@ def _named(name: str, kind: Kind) -> RowFormat:
 
 
 def _check_mapping(columns: Sequence[str], mapping: Mapping[str, str], kind: Kind) -> None:
-    known = sorted({column for f in FORMATS if f.kind == kind for column in (*f.required, *f.optional)})
+    known = sorted({column for f in FORMATS if f.kind == kind for column in f.columns})
     for ours, theirs in mapping.items():
         if ours not in known:
             raise UserError(
@@ -221,11 +232,33 @@ def _renamed(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, An
     return kept | {ours: row[theirs] for ours, theirs in mapping.items() if theirs in row}
 
 
-def _convert(format: RowFormat, mapping: Mapping[str, str], row: Mapping[str, Any]) -> Sample | None:
+def _convert(format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Mapping[str, Any]) -> Sample | None:
     renamed = _renamed(row, mapping)
     if missing := [column for column in format.required if column not in renamed]:
         raise BrokenSample(f"no column {', '.join(missing)}, only {', '.join(renamed) or 'none at all'}")
-    return format.convert(renamed)
+    try:
+        return format.convert(renamed)
+    except EmptySample as error:
+        if auto and (other := _filled_format(format, renamed)):
+            raise BrokenSample(
+                f"{error}, while the columns of another format are filled ({_needs(other)}); rows of one file must be "
+                f"of one format: separate them, or leave such rows out by --dataloader.format {format.name}"
+            ) from None
+        raise
+
+
+def _filled_format(format: RowFormat, row: Mapping[str, Any]) -> RowFormat | None:
+    """The format that a row which is empty in its own may be meant for: all of its columns are filled, those that are
+    in its own among them. A `text` beside an instruction without output is not meant instead of that."""
+    filled = {column for column, value in row.items() if _is_filled(value)}
+    own = filled & set(format.required)
+    if own == set(format.required):
+        return None
+    return next((f for f in FORMATS if f.kind == format.kind and own <= set(f.required) <= filled), None)
+
+
+def _is_filled(value: Any) -> bool:
+    return not (value is None or value == [] or isinstance(value, str) and not value.strip())
 
 
 def _convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, Any]) -> Sample | None:
@@ -239,7 +272,7 @@ def _convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, An
     if result is None:
         return None
     if not isinstance(result, Mapping):
-        raise UserError(f"{name} gave a {type(result).__name__}, and must give a dictionary, or None for no row")
+        raise UserError(f"{name} gave {kind_of(result)}, and must give a dictionary, or None for no row")
     format = _recognize(list(result), kind)
     if format is None:
         raise UserError(f"{name} gave {', '.join(map(repr, result))}, which fits none of: {_overview(kind)}")

@@ -1,12 +1,11 @@
 """Functions of the user's that turn the rows of a data set into rows of a known format."""
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
-import marshal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,21 +32,6 @@ def load_function(named: str) -> RowFunction:
     return functions[name]
 
 
-def function_fingerprint(function: RowFunction) -> str:
-    """Digest of the file that the function is in, or of its code if it is in none, as in a notebook.
-
-    What the function takes from other files of the user's is not in it.
-
-    Raises:
-        UserError: it is not written in Python.
-    """
-    if not inspect.isfunction(function):
-        raise UserError(f"{function!r} is not a function written in Python; wrap it in one")
-    path = Path(function.__code__.co_filename)
-    content = path.read_bytes() if path.is_file() else marshal.dumps(function.__code__)
-    return hashlib.sha256(content + function.__qualname__.encode()).hexdigest()
-
-
 def _import_file(path: Path, named: str) -> ModuleType:
     if not path.is_file():
         raise UserError(f"{named!r}: there is no file {path}")
@@ -56,10 +40,24 @@ def _import_file(path: Path, named: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses, for one, look for the names in their annotations
     try:
-        spec.loader.exec_module(module)
+        with _importable(path.absolute().parent):
+            spec.loader.exec_module(module)
     except (ImportError, SyntaxError) as error:
         raise import_failure(str(path), error) from error
     return module
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Have the modules of a folder found, behind all others: what is beside a file hides no library."""
+    if str(folder) in sys.path:
+        yield
+        return
+    sys.path.append(str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 def _import_module(name: str, named: str) -> ModuleType:

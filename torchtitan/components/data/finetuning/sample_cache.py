@@ -1,9 +1,9 @@
 """Samples as token ids and masks on disk: made once per host, found again by content, mapped into memory.
 
 `{cache}/samples/{key}/` holds `ids.bin` (uint32), `trained.bin` (one byte per token), `offsets.bin` (int64: where each
-sample begins, and the total), `n_trained.bin` (int64: predicted tokens of each sample), `rows.bin` (int64: its row's
-number), `places.bin` with `place_offsets.bin` (where that row is, as text) and `report.json`. The key is a digest of
-everything that decides the samples, which the size of a window does not.
+sample begins, and the total), `n_trained.bin` (int64: predicted tokens of each sample), `places.bin` with
+`place_offsets.bin` (where its row is, as text), `report.json`, and `fingerprint`, a digest of the samples. The key is a
+digest of everything that decides what is in the folder, which the size of a window does not.
 """
 
 import itertools
@@ -21,6 +21,7 @@ import numpy as np
 from torchtitan.components.data.disk_cache import (
     build_once,
     cache_root,
+    content_digest,
     digest_of,
     file_digest,
     map_array,
@@ -28,6 +29,7 @@ from torchtitan.components.data.disk_cache import (
     writable,
 )
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
+from torchtitan.components.data.finetuning.code_version import code_version
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Text
 from torchtitan.components.data.finetuning.policies import Dropped, Report, Rules, apply_rules, n_trained
 from torchtitan.components.data.finetuning.row_formats import RowFormat
@@ -36,7 +38,6 @@ from torchtitan.components.data.progress import progress
 from torchtitan.components.data.rows import Row, RowSource
 from torchtitan.tools.errors import UserError
 
-FORMAT_VERSION = 1
 BATCH_ROWS = 1024
 """Rows encoded at a time."""
 
@@ -49,12 +50,13 @@ class SampleCache:
         with readable(folder):
             self.report = Report.from_dict(json.loads((folder / "report.json").read_text()))
             n, n_tokens = self.report.kept, self.report.tokens
+            self.fingerprint = (folder / "fingerprint").read_text()
+            """Equal ones mean equal samples, whatever they were made from."""
             self._ids = map_array(folder / "ids.bin", "uint32", n_tokens)
             self._trained = map_array(folder / "trained.bin", "bool", n_tokens)
             self._offsets = map_array(folder / "offsets.bin", "int64", n + 1)
             self.n_trained = map_array(folder / "n_trained.bin", "int64", n)
             """Predicted tokens of each sample, (n_samples,)."""
-            self._rows = map_array(folder / "rows.bin", "int64", n)
             self._place_offsets = map_array(folder / "place_offsets.bin", "int64", n + 1)
             self._places = map_array(folder / "places.bin", "uint8", int(self._place_offsets[-1]))
 
@@ -62,14 +64,9 @@ class SampleCache:
         return SampleCache, (self.folder,)
 
     @property
-    def key(self) -> str:
-        """Equal keys mean equal samples."""
-        return self.folder.name
-
-    @property
     def n_samples(self) -> int:
         """Number of samples, those left out not among them."""
-        return len(self._rows)
+        return len(self.n_trained)
 
     @property
     def lengths(self) -> Array:
@@ -80,10 +77,6 @@ class SampleCache:
         """The sample with a number from 0, in the order of the rows."""
         tokens = slice(self._offsets[index], self._offsets[index + 1])
         return EncodedSample(self._ids[tokens].astype(np.int64), np.array(self._trained[tokens]))
-
-    def row(self, index: int) -> int:
-        """The number of the sample's row in its file, as `Row.number`."""
-        return int(self._rows[index])
 
     def describe(self, index: int) -> str:
         """Where the sample's row is: `my.jsonl:17`."""
@@ -106,8 +99,7 @@ def open_sample_cache(
     with writable(root):
         digest = partial(file_digest, root)
         identity = source.identity(digest)
-        # The name is in it because a sample's place, as messages and the ledger show it, may be.
-        key = [FORMAT_VERSION, source.name, identity, format.fingerprint, encoder.fingerprint, asdict(rules)]
+        key = [code_version(), identity, format.fingerprint, encoder.fingerprint, asdict(rules)]
         folder = root / "samples" / digest_of(key)
         build_once(
             folder,
@@ -149,10 +141,11 @@ def _write(source: RowSource, format: RowFormat, encoder: ChatEncoder, rules: Ru
                 report.drop(row.where, outcome)
             else:
                 report.keep(row.where, outcome)
-                writer.add(row, outcome)
+                writer.add(row.where, outcome)
     if not report.kept:
         raise UserError("\n".join([f"no row of {source.name} is left to train on", *report.lines()]))
     (folder / "report.json").write_text(json.dumps(report.to_dict()))
+    (folder / "fingerprint").write_text(content_digest(folder, ["ids.bin", "trained.bin", "offsets.bin"]))
     return f"{report.kept:,} samples, {report.tokens:,} tokens"
 
 
@@ -179,6 +172,8 @@ def _convert(row: Row, format: RowFormat) -> Conversation | Text | BrokenSample 
         sample = format.convert(row.values)
     except BrokenSample as error:
         return error
+    except UserError as error:
+        raise UserError(f"{row.where}: {error}") from None
     if sample is None:
         return Dropped("left_out", f"by {format.name}")
     assert isinstance(sample, (Conversation, Text)), f"{format.name} is no format of samples to train on"
@@ -190,7 +185,7 @@ class _Writer:
 
     def __init__(self, folder: Path):
         self._stack = ExitStack()
-        names = ("ids", "trained", "offsets", "n_trained", "rows", "places", "place_offsets")
+        names = ("ids", "trained", "offsets", "n_trained", "places", "place_offsets")
         self._files = {name: self._stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
         self._n_tokens = self._n_bytes = 0
 
@@ -204,15 +199,14 @@ class _Writer:
     ) -> None:
         self._stack.close()
 
-    def add(self, row: Row, sample: EncodedSample) -> None:
-        place = row.where.encode()
+    def add(self, where: str, sample: EncodedSample) -> None:
+        place = where.encode()
         self._n_tokens += len(sample.ids)
         self._n_bytes += len(place)
         self._files["ids"].write(sample.ids.astype(np.uint32).tobytes())
         self._files["trained"].write(sample.trained.astype(np.bool_).tobytes())
         self._files["places"].write(place)
         self._write("n_trained", [n_trained(sample)])
-        self._write("rows", [row.number])
         self._write("offsets", [self._n_tokens])
         self._write("place_offsets", [self._n_bytes])
 

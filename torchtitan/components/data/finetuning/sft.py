@@ -1,11 +1,10 @@
 """The data loader for supervised fine-tuning: rows of tables as conversations, packed whole into windows."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from torchtitan.components.chat_template import ChatTemplate, load_chat_template, resolve_chat_template
+from torchtitan.components.chat_template import ChatTemplate, load_chat_template
 from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, TrainOn
 from torchtitan.components.data.finetuning.filters import Filters
@@ -13,14 +12,10 @@ from torchtitan.components.data.finetuning.fitting import FittedSamples, TooLong
 from torchtitan.components.data.finetuning.options import parse_schedule, parse_token_range
 from torchtitan.components.data.finetuning.planned_loader import PREFETCHED_BATCHES, PlannedDataLoader
 from torchtitan.components.data.finetuning.policies import Policy, Rules
-from torchtitan.components.data.finetuning.registry import dataset_format
-from torchtitan.components.data.finetuning.row_formats import parse_columns
-from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
+from torchtitan.components.data.finetuning.sample_cache import SampleCache, open_sample_cache
 from torchtitan.components.data.finetuning.windows import SampleSets, WindowDataset
-from torchtitan.components.data.packing import Batch
-from torchtitan.components.data.plan import Packing, Planner, Sampler, ShuffleSampler
-from torchtitan.components.data.rows import available_row_splits, resolve_rows
-from torchtitan.components.data.summary import DataSummary, SetSummary, numbers_of
+from torchtitan.components.data.plan import Packing, Planner, ShuffleSampler
+from torchtitan.components.data.summary import DataSummary, SetSummary
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -59,24 +54,10 @@ class SFTDataLoader(PlannedDataLoader):
         """What to read, one or several: `chats` (embedded), a registered name, or a local path: a file (json, jsonl,
         csv, parquet, txt, md; .gz or .zst of these), a folder, a glob pattern, or a folder saved by the library
         datasets."""
-        split: str = "train"
-        """Split to read, where the data sets have several."""
-        format: str = "auto"
-        """How rows are read: auto (by their columns), the name of a format, or a function of your own,
-        package.module:function or path/to/file.py:function."""
-        columns: list[str] = field(default_factory=list)
-        """Columns under other names, as ours=theirs: prompt=question."""
-        chat_template: str = ""
-        """Template that makes text of a conversation: chatml, llama3, mistral, alpaca, or a file; empty: the model's
-        own."""
         train_on: TrainOn = "assistant"
         """Which turns are trained: the assistant's, the assistant's last one, or all. A row's own weights win."""
         too_long: TooLong = "drop"
         """Samples beyond the sequence length: drop, truncate_left (keeps the end), truncate_right, or error."""
-        empty: Policy = "drop"
-        """Rows that say nothing: drop or error."""
-        broken: Policy = "error"
-        """Rows that cannot be read, converted or encoded: drop or error."""
         untrained: Policy = "drop"
         """Samples none of whose tokens is trained: drop or error."""
         min_tokens: int = 0
@@ -94,32 +75,22 @@ class SFTDataLoader(PlannedDataLoader):
         """How samples share windows: ffd (first-fit-decreasing), multipack (equally full windows), or none."""
         pack_chunk: int = 8192
         """Samples of a data set that are packed together, after they have been shuffled."""
-        sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
-        """Order in which samples are drawn."""
         weights: list[float] = field(default_factory=list)
         """Share of each data set in the tokens; empty: all are read equally often."""
         weight_schedule: list[str] = field(default_factory=list)
         """Other weights from a step on: "500: 0.2 0.8"."""
         max_epochs: list[float] = field(default_factory=list)
-        """How often each data set may be read. Empty: without weights, as often as the run needs; with them, as many
-        epochs as are trained, else once."""
-        num_workers: int = 0
-        """Processes per rank that prepare batches; 0: none, which suffices."""
-        cache_dir: str = ""
-        """Folder for tokenized data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
+        """How often each data set may be read. Empty: with weights and no training.epochs once, else as often as the
+        run needs."""
 
         def validate(self) -> None:
             """Raise `UserError` for a value out of range; looks at no data."""
-            if not self.dataset or "" in self.dataset:
-                raise UserError("--dataloader.dataset must say what to train on: a file such as my.jsonl, or chats")
-            if self.num_workers < 0:
-                raise UserError(f"--dataloader.num_workers must be at least 0, not {self.num_workers}")
+            PlannedDataLoader.Config.validate(self)
             if self.pack_chunk < 1:
                 raise UserError(f"--dataloader.pack_chunk must be at least 1 sample, not {self.pack_chunk}")
             if self.weight_schedule and not self.weights:
                 raise UserError("--dataloader.weight_schedule needs --dataloader.weights, those before its first step")
             parse_schedule(self.weight_schedule)
-            parse_columns(self.columns)
             for name, values in (("weights", self.weights), ("max_epochs", self.max_epochs)):
                 if values and len(values) != len(self.dataset):
                     raise UserError(
@@ -140,31 +111,28 @@ class SFTDataLoader(PlannedDataLoader):
             )
             return Rules(empty=self.empty, broken=self.broken, untrained=self.untrained, filters=filters)
 
-        def prepare(self, *, tokenizer: Tokenizer) -> None:
-            """Tokenize the data into the cache."""
-            self.validate()
-            open_caches(self, ChatEncoder(tokenizer, find_template(self, tokenizer), self.train_on))
+        def open_caches(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[SampleCache]:
+            encoder = ChatEncoder(tokenizer, template, self.train_on)
+            return [
+                open_sample_cache(source, row_format, encoder, self.rules(), self.cache_dir)
+                for source, row_format in self.rows()
+            ]
+
+        def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
+            """The template that is named, else the model's own; None where it has none, since running text needs none,
+            and conversations are then refused when there is one."""
+            if not self.chat_template and (not tokenizer.folder or load_chat_template(tokenizer.folder) is None):
+                return None
+            return PlannedDataLoader.Config.find_template(self, tokenizer)
 
         def for_validation(self, dataset: str) -> "SFTDataLoader.Config | None":
-            """The validation split of `dataset`, or all of it where it has no splits; where none is given, those of the
-            own data sets that have one."""
-            own = [name for name in self.dataset if "validation" in available_row_splits(name)]
-            chosen = [dataset] if dataset else own
-            if not chosen:
-                return None
-            splits = available_row_splits(chosen[0])
-            return dataclasses.replace(
-                self,
-                dataset=chosen,
-                split="validation" if "validation" in splits else splits[0],
-                sampler=ShuffleSampler.Config(shuffle=False),
-                weights=[],
-                weight_schedule=[],
-                max_epochs=[],
-                num_workers=0,
-            )
+            """As the other loaders, with all data sets read equally often."""
+            config = PlannedDataLoader.Config.for_validation(self, dataset)
+            return config and dataclasses.replace(config, weights=[], weight_schedule=[], max_epochs=[])
 
     config: Config
+    kind = "sft"
+    samples: SampleSets
 
     def __init__(
         self,
@@ -179,20 +147,13 @@ class SFTDataLoader(PlannedDataLoader):
         epochs: int | None = None,
         global_batch_size: int | None = None,
     ):
-        super().__init__(config)
-        for name, number in (("seq_len", seq_len), ("local_batch_size", local_batch_size), ("epochs", epochs)):
-            if number is not None and number < 1:
-                raise UserError(f"{name} must be at least 1, not {number}")
-        self._seq_len, self._tokenizer = seq_len, tokenizer
-        self.template = find_template(config, tokenizer)
-        """What made text of the conversations; None: the data is running text."""
-        caches = open_caches(config, ChatEncoder(tokenizer, self.template, config.train_on))
+        super().__init__(config, tokenizer=tokenizer, seq_len=seq_len, local_batch_size=local_batch_size, epochs=epochs)
+        caches = config.open_caches(tokenizer, self.template)
         fitted = [
             FittedSamples(cache, seq_len, config.too_long, config.untrained, name)
             for name, cache in zip(config.dataset, caches, strict=True)
         ]
         self.samples = SampleSets(config.dataset, fitted)
-        """The samples that are trained on, with the report of what was left out."""
         # Other policies give other samples; the weights may change from one position to the next.
         of_order = [
             seq_len,
@@ -206,9 +167,7 @@ class SFTDataLoader(PlannedDataLoader):
         self.start(
             self._plan(seed, epochs, per_pass, global_batch_size or per_pass),
             WindowDataset(self.samples, seq_len),
-            names=config.dataset,
-            fingerprint=digest_of([[cache.key for cache in caches], of_order]),
-            num_workers=config.num_workers,
+            fingerprint=digest_of([[cache.fingerprint for cache in caches], of_order]),
             local_batch_size=local_batch_size,
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
@@ -220,8 +179,8 @@ class SFTDataLoader(PlannedDataLoader):
         samplers = [config.sampler.build(n_samples=of.n_samples, seed=seed + i) for i, of in enumerate(sets)]
         self.needs_sample_losses = any(sampler.needs_sample_losses for sampler in samplers)
         limits: list[float | None] = [*config.max_epochs] or [None] * len(sets)
-        if config.weights and not config.max_epochs:
-            limits = [float(epochs or 1)] * len(sets)
+        if config.weights and not config.max_epochs and epochs is None:  # epochs are an end by themselves
+            limits = [1.0] * len(sets)
         return Planner(
             self.samples.positions,
             self._seq_len,
@@ -238,14 +197,9 @@ class SFTDataLoader(PlannedDataLoader):
             ahead=PREFETCHED_BATCHES * config.num_workers * windows_per_pass,
         )
 
-    def sample_name(self, number: int) -> str:
-        return self.samples.describe(number)
-
-    def batch_of(self, names: Sequence[str]) -> Batch:
-        numbers = numbers_of(names, self.sample_name, self.samples.first[-1])
-        return WindowDataset(self.samples, self._seq_len)[[[number] for number in numbers]]
-
     def summary(self, n_samples: int) -> DataSummary:
+        if self.n_samples is not None:
+            n_samples = min(n_samples, self.n_samples)
         epochs, limits = self._planner.epochs_after(n_samples), self._planner.max_epochs
         sets = [
             SetSummary(name=name, report=of.report, lengths=of.all_lengths, epochs=times, max_epochs=limit)
@@ -261,21 +215,17 @@ class SFTDataLoader(PlannedDataLoader):
 
     def check_repetitions(self, n_samples: int) -> None:
         self._planner.check_repetitions(n_samples)
-        if not self.config.weights:
-            logger.info(
-                f"the run reads {' '.join(self.config.dataset)} {n_samples / self._windows_per_epoch:.1f} times"
-            )
-
-    def assets(self) -> dict[str, str]:
-        """The chat template, and what a model that was trained with it is used by; see `chat_assets`."""
-        from torchtitan.components.checkpoint.chat_assets import chat_assets  # deferred, as all that saves
-
-        return chat_assets(self._tokenizer, self.template) if self.template else {}
+        if not self.config.weights and self._planner.epochs is None:
+            times = n_samples / self._windows_per_epoch
+            shown = f"{times:.1f}" if times >= 1 else f"{times:.2g}"
+            logger.info(f"the run reads {' '.join(self.config.dataset)} {shown} times")
 
     @cached_property
     def _windows_per_epoch(self) -> int:
         """Windows that all data makes when it is read once, each data set by itself."""
         positions, config = self.samples.positions, self.config
+        if (of_epochs := self._planner.windows_of_epochs) is not None and not config.weights:
+            return of_epochs[0]
         samplers = [ShuffleSampler.Config().build(n_samples=len(of_set), seed=0) for of_set in positions]
         epoch = Planner(positions, self._seq_len, samplers, packing=config.packing, chunk=config.pack_chunk, epochs=1)
         return sum(1 for _ in epoch)
@@ -287,33 +237,9 @@ class SFTDataLoader(PlannedDataLoader):
         return n_positions / (self._windows_per_epoch * self._seq_len)
 
     def _log_data(self) -> None:
-        for name, of_set in zip(self.config.dataset, self.samples.sets, strict=True):
-            for line in of_set.report.lines():
-                logger.info(f"{name}: {line}")
+        for line in self.samples.report_lines():
+            logger.info(line)
         logger.info(
             f"packing: {self.packing_efficiency:.1%} of the windows' {self._seq_len:,} positions are filled, "
             f"{self.samples.trained_fraction:.1%} of these are trained"
         )
-
-
-def find_template(config: SFTDataLoader.Config, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template that the configuration names, else the model's own; None where it has none, since running text needs
-    none, and conversations are then refused when there is one."""
-    folders = [tokenizer.folder] if tokenizer.folder else []
-    if not config.chat_template and load_chat_template(*folders) is None:
-        return None
-    return resolve_chat_template(config.chat_template, folders, tokenizer)
-
-
-def open_caches(config: SFTDataLoader.Config, encoder: ChatEncoder) -> list[SampleCache]:
-    """The samples of each data set, encoded now if they are not in the cache.
-
-    Raises:
-        UserError: the data cannot be used.
-    """
-    caches, mapping = [], parse_columns(config.columns)
-    for dataset in config.dataset:
-        source = resolve_rows(dataset, config.split)
-        row_format = dataset_format(dataset, first_columns(source), config.format, mapping, "sft")
-        caches.append(open_sample_cache(source, row_format, encoder, config.rules(), config.cache_dir))
-    return caches

@@ -1,7 +1,5 @@
 """Samples to batches: the data sets side by side, and whole samples packed into windows."""
 
-import bisect
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,18 +8,13 @@ from torch.utils.data import Dataset
 
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.fitting import FittedSamples
+from torchtitan.components.data.finetuning.numbering import NumberedSets
 from torchtitan.components.data.packing import NO_DOCUMENT, Array, Batch
 from torchtitan.components.loss import IGNORE_INDEX
 
 
-class SampleSets:
-    """Several data sets under one numbering: the samples of the first, then those of the second, and so on."""
-
-    def __init__(self, names: Sequence[str], sets: Sequence[FittedSamples]):
-        self.names = list(names)
-        self.sets = list(sets)
-        self.first = [0, *itertools.accumulate(of_set.n_samples for of_set in sets)]
-        """Number of the first sample of each data set, and of all samples."""
+class SampleSets(NumberedSets[FittedSamples]):
+    """The samples of several data sets."""
 
     @property
     def positions(self) -> list[Array]:
@@ -34,21 +27,10 @@ class SampleSets:
         n_positions = sum(int(of_set.sum()) for of_set in self.positions)
         return sum(of_set.report.trained_tokens for of_set in self.sets) / n_positions
 
-    def locate(self, number: int) -> tuple[int, int]:
-        """The data set that a sample is in, and its number there."""
-        source = bisect.bisect_right(self.first, number) - 1
-        return source, number - self.first[source]
-
     def sample(self, number: int) -> EncodedSample:
         """The sample with a number."""
         source, index = self.locate(number)
         return self.sets[source].sample(index)
-
-    def describe(self, number: int) -> str:
-        """Where a sample's row is; with the data set's name, where there are several."""
-        source, index = self.locate(number)
-        place = self.sets[source].describe(index)
-        return place if len(self.names) == 1 else f"{self.names[source]}: {place}"
 
 
 class WindowDataset(Dataset[Batch]):

@@ -15,14 +15,15 @@ class Mixture:
     more than its share, and *due* when its share will have grown by its next window. Of the released sources, the one
     due earliest gives the next window. That is non-preemptive earliest-deadline-first scheduling of a processor that
     is never idle, where no job is late by more than the longest one (cf. Tijdeman, "The chairman assignment problem",
-    1980, for windows of one size). When a source is due behind a change of the weights is estimated by the mean tokens
-    of the windows so far.
+    1980, for windows of one size). When a source is due behind a change of the weights, the windows until then are
+    taken to be full: so what is owed to a source whose weight is about to fall is given in time, whatever the sizes.
 
     Args:
         weights: of each source, not negative; only their proportions count.
         capacity: most tokens of a window.
         schedule: pairs of a step, in ascending order, and the weights from that step on.
-        windows_per_step: windows of one training step; steps count from 1.
+        windows_per_step: windows of one training step; steps count from 1, as data steps do: those included whose
+            windows are read for nothing.
 
     Raises:
         UserError: for weights or steps that cannot be used.
@@ -38,8 +39,11 @@ class Mixture:
         steps = [step for step, _ in schedule]
         if any(step < 1 for step in steps) or any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
             raise UserError(f"the steps of the weight schedule must ascend, from 1 on, not be {steps}")
-        self._pieces = [(0, _normalized(weights, len(weights)))]
-        self._pieces += [((step - 1) * windows_per_step, _normalized(of, len(weights))) for step, of in schedule]
+        self._weights_before = _normalized(weights, len(weights))
+        self._schedule = [(step, _normalized(of, len(weights))) for step, of in schedule]
+        self._windows_per_step = windows_per_step
+        self._changed_at = (0, 0)  # the steps and the windows behind which steps have so many windows
+        self._pieces = self._pieces_by_window()
         self._capacity = capacity
         self.n_windows = 0
         """Windows dealt so far."""
@@ -76,18 +80,40 @@ class Mixture:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been dealt, JSON-ready."""
-        return {"n_windows": self.n_windows, "given": list(self.given), "share": list(self.share)}
+        return {
+            "n_windows": self.n_windows,
+            "given": list(self.given),
+            "share": list(self.share),
+            "windows_per_step": self._windows_per_step,
+            "changed_at": list(self._changed_at),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Deal on from a saved state."""
+        """Deal on from a saved state; steps that were done count as such, however many windows each had."""
         self.n_windows, self.given, self.share = state["n_windows"], list(state["given"]), list(state["share"])
+        n_steps, n_windows = state["changed_at"]
+        if state["windows_per_step"] != self._windows_per_step:
+            n_steps += (self.n_windows - n_windows) // state["windows_per_step"]
+            n_windows = self.n_windows
+        self._changed_at = (n_steps, n_windows)
+        self._pieces = self._pieces_by_window()
+
+    def _pieces_by_window(self) -> list[tuple[int, list[float]]]:
+        """The number of the first window, and the weights from there on; those of steps that were done before the steps
+        changed may have numbers that are too low, even negative ones."""
+        n_steps, n_windows = self._changed_at
+        scheduled = [
+            (n_windows + (step - 1 - n_steps) * self._windows_per_step, weights) for step, weights in self._schedule
+        ]
+        return [(min([0, *(first for first, _ in scheduled)]), self._weights_before), *scheduled]
 
     def _due(self, source: int, n_tokens: int) -> float:
-        """In how many tokens of all sources the share of `source` covers its next window; negative: it does now."""
+        """In how many tokens of all sources the share of `source` covers its next window, where windows are full;
+        negative: it does now."""
         missing = self.given[source] + n_tokens - self.share[source]
         elapsed = 0.0
         for count, weights in self._ahead(math.inf):
-            weight, duration = weights[source], count * self._mean()
+            weight, duration = weights[source], count * self._capacity
             if weight and missing <= weight * duration:
                 return elapsed + missing / weight
             if weight:

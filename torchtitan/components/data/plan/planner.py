@@ -2,8 +2,11 @@
 
 import copy
 import itertools
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -45,7 +48,7 @@ class Planner:
         weights: share of each source in the tokens; None: by their numbers of tokens, so that all are read equally
             often.
         schedule: steps and the weights from then on, see `Mixture`; only with weights.
-        windows_per_step: windows of one training step, for the schedule.
+        windows_per_step: windows of one training step, for the schedule; a resumed run may have others.
         max_epochs: how often each source may be read; None: without limit.
         names: of the sources, for messages.
         seed: orders the windows of a chunk.
@@ -93,7 +96,8 @@ class Planner:
             raise UserError(
                 f"{len(self._limits)} values of --dataloader.max_epochs for {len(lengths)} data sets: give one each"
             )
-        self._epochs = epochs
+        self.epochs = epochs
+        """How often the sources are read; None: without end."""
         self._ahead = ahead
         self._adaptive = any(sampler.adaptive for sampler in samplers)
         self._observed: list[tuple[int, StepStatistics]] = []
@@ -135,7 +139,7 @@ class Planner:
         source, n_tokens = self._choose()
         limit = self._limits[source]
         if limit is not None and self._mixture.given[source] + n_tokens > limit * self.n_tokens[source]:
-            raise self._over_epoching(source, limit)
+            raise self._over_epoching(source, limit, n_tokens)
         self._mixture.deal(source, n_tokens)
         return self._streams[source].take()
 
@@ -153,9 +157,11 @@ class Planner:
         source = self._mixture.choose(left)
         return source, left[source]
 
-    def _over_epoching(self, source: int, limit: float) -> UserError:
+    def _over_epoching(self, source: int, limit: float, n_tokens: int) -> UserError:
         n_windows = max(self._horizon, self.n_windows + 1)
-        times = self._mixture.share_after(n_windows)[source] / self.n_tokens[source]
+        estimated = self._mixture.share_after(n_windows)[source] / self.n_tokens[source]
+        at_least = (self._mixture.given[source] + n_tokens) / self.n_tokens[source]
+        times = max(min(estimated, self.epochs or math.inf), at_least)
         return UserError(
             f"{self.names[source]} would be read {times:.2f} times in {n_windows} windows, beyond its limit of "
             f"{limit:g}: train fewer steps, give it less weight, or allow more by --dataloader.max_epochs"
@@ -172,29 +178,38 @@ class Planner:
         return list(self._limits)
 
     def epochs_after(self, n_windows: int) -> list[float]:
-        """How often each source has been read, by its tokens, after the first `n_windows` or at the end; found by
-        planning, whatever the limits, and as if nothing were observed."""
+        """How often each source has been read, by its tokens, after the first `n_windows` or at the end, whatever the
+        limits, and as if nothing were observed: found by planning as many tokens as all sources have, and behind those
+        estimated by the mean tokens of a window."""
         planner = self._from_start()
         planner._limits = [None] * len(self._limits)
+        mixture, n_all = planner._mixture, sum(self.n_tokens)
         for _ in itertools.islice(planner, n_windows):
-            pass
-        return [given / total for given, total in zip(planner._mixture.given, self.n_tokens, strict=True)]
+            if sum(mixture.given) >= n_all and planner.n_windows < n_windows:
+                tokens = mixture.share_after(n_windows)
+                break
+        else:
+            tokens = [float(given) for given in mixture.given]
+        most = self.epochs or math.inf
+        return [min(given / total, most) for given, total in zip(tokens, self.n_tokens, strict=True)]
 
-    def count_windows(self) -> int | None:
-        """Windows of all epochs, exactly, found by planning them, in seconds per million samples.
-
-        Returns:
-            None: without end, or not known because a sampler draws by what it observes.
+    @cached_property
+    def windows_of_epochs(self) -> list[int] | None:
+        """Windows of each epoch, exactly, found by planning them, in seconds per million samples; with weights, those
+        of the sources together that are in it. None: without end, or not known because a sampler draws by what it
+        observes.
 
         Raises:
             UserError: a source would be read more often than its limit.
         """
-        if self._epochs is None or self._adaptive:
+        if self.epochs is None or self._adaptive:
             return None
-        return sum(1 for _ in self._from_start())
+        counts = Counter(window.epoch for window in self._from_start())
+        return [counts[epoch] for epoch in range(self.epochs)]
 
     def check_repetitions(self, n_windows: int) -> None:
-        """Find out beforehand, by planning, whether a source is read more often than its limit in `n_windows` windows.
+        """Find out beforehand whether a source is read more often than its limit by the time that `n_windows` windows
+        have been given: by planning from where this one stands, as if nothing more were observed.
 
         Raises:
             UserError: it is; the message says how often, estimated by the mean tokens of a window.
@@ -202,8 +217,9 @@ class Planner:
         if all(limit is None for limit in self._limits):
             return
         planner = self._from_start()
+        planner.load_state_dict(self.state_dict())
         planner._horizon = n_windows
-        for _ in itertools.islice(planner, n_windows):
+        for _ in itertools.islice(planner, max(0, n_windows - self.n_windows)):
             pass
 
     def observe(self, statistics: StepStatistics, n_windows: int) -> None:

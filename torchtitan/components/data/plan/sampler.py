@@ -80,12 +80,13 @@ class Sampler(Configurable):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides what is drawn from now on, JSON-ready. Called for every batch; later calls must not change
-        what it returned."""
+        """All that decides what is drawn from now on, JSON-ready, but for numpy arrays as values: they are saved as
+        lists. Called for every batch, so that what grows with the data set is best such an array, and no copy; later
+        calls must not change what it returned."""
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Draw on from a saved state."""
+        """Draw on from a saved state, in which arrays are lists."""
         raise NotImplementedError
 
 

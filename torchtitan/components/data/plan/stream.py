@@ -110,7 +110,9 @@ class SourceStream:
             "drawn": chunk.drawn.tolist() if given < len(chunk.windows) else [],
             "given": given if given < len(chunk.windows) else 0,
             "seed": self._seed,
-            "sampler": sampler,
+            "sampler": {
+                name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in sampler.items()
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

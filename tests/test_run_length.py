@@ -1,0 +1,75 @@
+"""How much data a run reads and where it ends, against counting batch by batch."""
+
+import json
+import math
+import random
+
+import pytest
+
+from torchtitan.components.run_length import RunLength
+from torchtitan.config import TrainingConfig
+
+
+def make(*, n_samples=None, batch=8, **config):
+    epochs = 1 if n_samples is not None else None
+    return RunLength(TrainingConfig(epochs=epochs, **config), n_samples=n_samples, global_batch_size=batch)
+
+
+def read_step(length):
+    """A step, as the trainer makes it."""
+    while length.next_is_left_out:
+        length.count_batch()
+    length.count_batch()
+
+
+def random_skips(rng):
+    """Ranges that may overlap, touch, or lie behind the end."""
+    return [f"{first}-{first + rng.randint(0, 4)}" for first in rng.choices(range(1, 30), k=rng.randint(0, 5))]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_foretold_is_what_happens(seed):
+    rng = random.Random(seed)
+    skips, n_samples = random_skips(rng), rng.randint(1, 200)
+    length = make(n_samples=n_samples, batch=8, skip_data=skips)
+    last, n_batches = length.last_step(0), math.ceil(n_samples / 8)
+    left_out = [batch for batch in range(1, n_batches + 1) if any(batch in of for of in length._skipped)]
+    assert last == n_batches - len(left_out)
+    expected = length.samples_read_at(last, 0)
+    for step in range(last):
+        assert length.last_step(step) == last
+        assert length.samples_read_at(last, step) == expected
+        behind = length.data_steps(1)
+        read_step(length)
+        assert length.data_step == behind
+    assert length.n_samples_read == length.samples_read_at(last, last) == expected
+
+
+def test_steps_of_the_configuration():
+    length = make(steps=7, skip_data=["2", "4-5", "9-10"])
+    assert length.last_step(0) == 7
+    assert [length.data_steps(n) for n in range(1, 8)] == [1, 3, 6, 7, 8, 11, 12]
+    assert length.samples_read_at(7, 0) == 12 * 8
+    assert make(steps=10**12, skip_data=["5-1000000000000"]).data_steps(10) == 10**12 + 6
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 16), (16, 8), (8, 6)])
+def test_another_batch_size_loses_and_repeats_nothing(before, after):
+    first = make(n_samples=120, batch=before)
+    for _ in range(5):
+        read_step(first)
+    resumed = make(n_samples=120, batch=after)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    last = resumed.last_step(5)
+    assert last == 5 + math.ceil((120 - 5 * before) / after)
+    for _ in range(5, last):
+        assert resumed.n_samples_read < 120
+        read_step(resumed)
+    assert resumed.n_samples_read >= 120
+
+
+def test_what_has_read_everything_is_complete():
+    length = make(n_samples=10)
+    for _ in range(4):
+        read_step(length)
+    assert length.last_step(4) == 4 and length.samples_read_at(4, 4) == 32

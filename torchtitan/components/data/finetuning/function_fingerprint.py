@@ -1,0 +1,107 @@
+"""What a function does, as a digest: its source, and the values that it was given from outside."""
+
+import copyreg
+import hashlib
+import inspect
+import json
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from torchtitan.tools.errors import UserError
+
+
+def function_fingerprint(function: Callable[..., Any]) -> str:
+    """Digest of what a function does: of the file that it is in, or of its code and the globals that it names if it is
+    in none, as in a notebook; of its defaults and of the variables of the functions around it; and the same of all
+    functions among these, so also of one that a decorator from another file has wrapped.
+
+    What a file takes from other files is not in it. Values are as they are when it is asked for.
+
+    Raises:
+        UserError: it is not written in Python, or holds a value that cannot be told from another of its kind.
+    """
+    if not inspect.isfunction(function):
+        raise UserError(f"{function!r} is not a function written in Python; wrap it in one")
+    parts = _Description(function.__qualname__).of(function)
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+class _Description:
+    """JSON-ready descriptions of values, equal in every process for equal ones.
+
+    Args:
+        name: of the function that holds them all, for messages.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._seen: dict[int, int] = {}
+        self._parts: list[Any] = []  # kept, so that what is new has another id
+
+    def of(self, value: Any) -> Any:
+        """What a value is made of; a number where it is part of itself, or has been described before."""
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+            return repr(value)
+        if id(value) in self._seen:
+            return self._seen[id(value)]
+        self._seen[id(value)] = len(self._seen)
+        if inspect.isfunction(value):
+            return ["function", value.__qualname__, *self._function(value)]
+        if isinstance(value, CodeType):
+            return [value.co_code.hex(), value.co_names, value.co_varnames, [self.of(item) for item in value.co_consts]]
+        if isinstance(value, ModuleType):
+            return ["module", value.__name__]
+        if isinstance(value, type):
+            return ["class", value.__qualname__, *self._class(value)]
+        if isinstance(value, Mapping):
+            return [type(value).__name__, [[self.of(key), self.of(item)] for key, item in value.items()]]
+        if isinstance(value, (list, tuple)):
+            return [type(value).__name__, [self.of(item) for item in value]]
+        if isinstance(value, (set, frozenset)):
+            return ["set", sorted(json.dumps(self.of(item)) for item in value)]
+        return ["object", self._reduced(value)]
+
+    def _function(self, function: Any) -> Iterator[Any]:
+        file = Path(function.__code__.co_filename)
+        if file.is_file():
+            yield hashlib.sha256(file.read_bytes()).hexdigest()
+        else:
+            yield self.of(function.__code__)
+            names = sorted(_names(function.__code__) & function.__globals__.keys())
+            yield [[name, self.of(function.__globals__[name])] for name in names]
+        yield [self.of(cell.cell_contents) for cell in function.__closure__ or ()]
+        yield [self.of(function.__defaults__), self.of(function.__kwdefaults__)]
+        yield self.of(getattr(function, "__wrapped__", None))
+
+    def _class(self, kind: type) -> Iterator[Any]:
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        if file and Path(file).suffix == ".py":
+            yield hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        else:  # as in a notebook
+            yield [[name, self.of(item)] for name, item in vars(kind).items() if inspect.isfunction(item)]
+
+    def _reduced(self, value: Any) -> Any:
+        """What pickle would write, without the order of sets."""
+        try:
+            registered = copyreg.dispatch_table.get(type(value))
+            reduced = registered(value) if registered else value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        except Exception as error:  # whatever a class does where it is pickled
+            raise UserError(
+                f"the function {self._name} holds a {type(value).__name__}, of which it cannot be told whether it is "
+                f"that of an earlier run ({error}): make it inside of the function, or of a module that it imports"
+            ) from None
+        if isinstance(reduced, str):
+            return reduced
+        parts = [list(part) if isinstance(part, Iterator) else part for part in reduced]
+        self._parts += [reduced, parts]
+        return [self.of(part) for part in parts]
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names that code and the functions in it look up."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
