@@ -4,13 +4,15 @@ import json
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.processes import run_processes
 from tests.test_formats_in_runs import FLOAT32, LAST_IN_HF, from_folder, make_pretrained, weights_of
-from tests.training import launch, tiny_config, train
+from tests.training import tiny_config, train
 from torchtitan.cli.convert import convert
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template, resolve_chat_template
 from torchtitan.components.checkpoint.assets import asset_folder
@@ -276,18 +278,27 @@ class TestModel:
         assert torch.equal(native_source(source, spec, added=NEW).read("output.weight"), saved)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("processes", "layout"),
-        [(2, {}), (2, {"parallelism__tensor_parallel_degree": 2}), (2, {"parallelism__pipeline_parallel_degree": 2})],
-        ids=["fsdp", "tensor", "pipeline"],
-    )
-    def test_in_any_layout(self, tmp_path, processes, layout):
+    def test_in_any_layout(self, tmp_path):
         source = make_pretrained(tmp_path / "source")
-        options = {**FLOAT32, **from_folder(source), **LAST_IN_HF, **ADDED, **self.FROZEN, **layout}
-        launch(tmp_path / "run", processes, **options, model__vocab_size=N_EMBEDDED)
-        before, after = weights_of(source), weights_of(tmp_path / "run" / "checkpoint" / "step-1")
-        for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            assert torch.equal(after[name], means_of(before[name], 2))
+        options = {**FLOAT32, **from_folder(source), **LAST_IN_HF, **ADDED, **self.FROZEN}
+        run_processes(run_layouts, 2, tmp_path, {**options, "model__vocab_size": N_EMBEDDED})
+        before = weights_of(source)
+        for layout in LAYOUTS:
+            after = weights_of(tmp_path / layout / "checkpoint" / "step-1")
+            for name in ("model.embed_tokens.weight", "lm_head.weight"):
+                assert torch.equal(after[name], means_of(before[name], 2)), (layout, name)
+
+
+LAYOUTS = {
+    "fsdp": {},
+    "tensor": {"parallelism__tensor_parallel_degree": 2},
+    "pipeline": {"parallelism__pipeline_parallel_degree": 2},
+}
+
+
+def run_layouts(folder: Path, options: dict[str, Any]) -> None:
+    for name, layout in LAYOUTS.items():
+        train(folder / name, **options, **layout)
 
 
 class ChatTrainer(Trainer):

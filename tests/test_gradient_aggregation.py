@@ -3,12 +3,14 @@
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.training import RaggedDataLoader, flags, launch, read_metrics, tiny_config, train
+from tests.processes import run_processes
+from tests.training import RaggedDataLoader, flags, read_metrics, tiny_config, train
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.gradient_aggregation.trainer import MicroBatchClippingTrainer
 from torchtitan.tools.errors import UserError
@@ -105,6 +107,11 @@ def test_where_nothing_is_clipped_it_is_the_library_s_step(tmp_path):
     assert read_metrics(tmp_path / "clipped", *names) == read_metrics(tmp_path / "plain", *names)
 
 
+def run_all(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
+    for name, options in runs.items():
+        train(folder / name, MicroBatchClippingTrainer, **options)
+
+
 @pytest.mark.slow
 def test_two_processes_clip_what_one_does(tmp_path):
     """A micro-batch is that of all ranks together: two of each rank, as four of one; sharded, and replicated."""
@@ -113,8 +120,10 @@ def test_two_processes_clip_what_one_does(tmp_path):
     one = {**options, "training__local_batch_size": 4}
     train(tmp_path / "one", MicroBatchClippingTrainer, **one)
     replicas = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
-    for name, layout in {"FSDP": {}, "DDP": replicas, "TP": {"parallelism__tensor_parallel_degree": 2}}.items():
-        launch(tmp_path / name, 2, **(one if name == "TP" else options), **layout)
+    tensor_parallel = {**one, "parallelism__tensor_parallel_degree": 2}
+    runs = {"FSDP": options, "DDP": {**options, **replicas}, "TP": tensor_parallel}
+    run_processes(run_all, 2, tmp_path, runs)
+    for name in runs:
         expected = read_metrics(tmp_path / "one", "loss", "grad_norm")
         # As for the library's own layouts.
         assert read_metrics(tmp_path / name, "loss", "grad_norm") == [

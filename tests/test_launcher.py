@@ -445,7 +445,7 @@ class TestScripts:
         self.run(checkout, "run_train.sh")
         code, calls, _ = self.run(checkout, "run_tests.sh", "-k", "name")
         assert code == 0 and calls[-2].endswith(f"--editable {checkout}[dev]")
-        assert calls[-1] == "-m pytest -m not slow -k name"
+        assert calls[-1] == "-m pytest -m not slow and not long -k name"
         assert self.run(checkout, "run_train.sh")[1][0] == "train"  # and bring what it needs
 
     def test_an_environment_with_the_package_is_used(self, checkout: Path) -> None:

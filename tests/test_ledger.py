@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training import launch, tiny_config, train
+from tests.training import tiny_config, train
 from torchtitan.components.ledger import Ledger, shortened
 from torchtitan.tools.errors import RunFailure
 from torchtitan.trainer import Trainer
@@ -49,13 +49,6 @@ def test_every_step_s_documents_in_their_order(tmp_path, data):
 def test_no_ledger_unless_asked_for(tmp_path):
     train(tmp_path)
     assert not (tmp_path / "ledger.jsonl").exists()
-
-
-def test_two_processes_write_what_one_does(tmp_path, data):
-    """Two ranks, two micro-batches each: the names come from both, in the global order, and rank 0 writes them."""
-    options = {"dataloader__dataset": data, "debug__ledger": True, "training__global_batch_size": 8}
-    launch(tmp_path / "run", 2, **options)
-    assert [name for line in read(tmp_path / "run") for name in line["documents"]] == expected(data, 32)
 
 
 class Killed(Exception):

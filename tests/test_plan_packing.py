@@ -1,7 +1,6 @@
 """Packing: nothing lost, nothing split, nothing over; as first-fit-decreasing is defined; balanced; dense."""
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -93,21 +92,3 @@ def test_too_long_a_sample_is_our_mistake():
             pack(np.array([3, 9]), 8)
         with pytest.raises(AssertionError, match="fit"):
             pack(np.array([3, 0]), 8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pack", [first_fit_decreasing, multipack])
-def test_a_million_samples(pack):
-    """Prints how long it takes, at once and in chunks; no time is asserted."""
-    lengths = lognormal(1_000_000, 4096)
-    begin = time.perf_counter()
-    windows = pack(lengths, 4096)
-    middle = time.perf_counter()
-    in_chunks = [
-        window for start in range(0, len(lengths), 8192) for window in pack(lengths[start : start + 8192], 4096)
-    ]
-    end = time.perf_counter()
-    print(
-        f"\n{pack.__name__}: {middle - begin:.1f} s at once ({efficiency(lengths, windows, 4096):.2%}), "
-        f"{end - middle:.1f} s in chunks of 8192 ({efficiency(lengths, in_chunks, 4096):.2%})"
-    )

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 import zlib
 from collections import Counter
 from typing import Any
@@ -314,14 +313,3 @@ def test_planning_further_ahead_than_said_is_our_mistake():
         next(planner)
     with pytest.raises(AssertionError, match="ahead"):
         planner.observe(StepStatistics(1, 1.0, 1.0, np.empty(0, np.int64), np.empty(0)), 2)
-
-
-@pytest.mark.slow
-def test_a_million_samples():
-    """Prints how long the plan of an epoch takes; no time is asserted."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(5.0, 0.8, 1_000_000).astype(np.int64), 1, 4096)
-    begin = time.perf_counter()
-    planner = Planner([lengths], 4096, shuffled([lengths]), epochs=1)
-    n_windows = sum(planner.windows_of_epochs)
-    seconds = time.perf_counter() - begin
-    print(f"\n{n_windows} windows in {seconds:.1f} s, {lengths.sum() / n_windows / 4096:.2%} full")

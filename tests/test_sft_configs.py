@@ -159,7 +159,7 @@ class TestFromHuggingFace:
             dataloader__dataset=["chats"],
             dataloader__chat_template="chatml",
             tokenizer__added_tokens=["<|im_start|>", "<|im_end|>"],
-            training__steps=40,
+            training__steps=20,
             training__local_batch_size=8,
             activation_checkpoint__mode="none",
             optimizer__lr=2e-3,
@@ -189,7 +189,7 @@ class TestDebugModel:
         assert {2048, 2049} <= set(ids)
         assert AutoModelForCausalLM.from_pretrained(exported).config.vocab_size == 2050
 
-    @pytest.mark.slow
+    @pytest.mark.long
     def test_learns(self, tmp_path):
         run("debugmodel_sft", tmp_path, validator__at_start=True)
         (_, before), *_, (_, after) = read_validation(tmp_path)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.training import launch, read_metrics, tiny_config, train
+from tests.training import read_metrics, tiny_config, train
 from torchtitan.config.job_config import parse_step_ranges
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
@@ -86,11 +86,3 @@ def test_data_that_ends_while_it_is_left_out(tmp_path, caplog):
         some = train(tmp_path / "some", **options, training__skip_data=["2-3", f"{steps}-{steps + 5}"])
     assert some.step == some.total_steps == some.lr_scheduler.total_steps == steps - 3
     assert f"training completed: {steps - 3} steps" in caplog.text
-
-
-@pytest.mark.slow
-def test_on_two_processes(tmp_path):
-    train(tmp_path / "one", debug__ledger=True, training__local_batch_size=4, training__skip_data=["2", "4"])
-    launch(tmp_path / "two", 2, debug__ledger=True, training__skip_data=["2", "4"])
-    assert documents(tmp_path / "two") == documents(tmp_path / "one")
-    assert list(documents(tmp_path / "two")) == [1, 3, 5, 6]

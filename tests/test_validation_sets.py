@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training import launch, read_validation, tiny_config, train
+from tests.training import read_validation, tiny_config, train
 from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.data.packing import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
@@ -136,16 +136,6 @@ class TestSets:
         first, second = validation_lines(tmp_path / "run")
         same = [key for key in first if key.startswith(("validation_loss", "validation_bits"))]
         assert len(same) == 6 and [first[key] for key in same] == [second[key] for key in same]
-
-    def test_two_processes_measure_the_same(self, tmp_path, texts):
-        options = {**UNTRAINED, "validator__dataset": [texts["short"], f"french={texts['accents']}"]}
-        options["training__mixed_precision_param"] = "float32"
-        train(tmp_path / "one", **options)
-        launch(tmp_path / "two", 2, **options)
-        (one,), (two,) = (validation_lines(tmp_path / name) for name in ("one", "two"))
-        same = [key for key in one if key.startswith(("validation_loss", "validation_bits"))]
-        # Float32, in batches of another size. (No window here cuts a character.)
-        assert len(same) == 6 and [two[key] for key in same] == [pytest.approx(one[key], rel=1e-6) for key in same]
 
     @pytest.mark.parametrize(
         ("datasets", "named"),

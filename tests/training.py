@@ -58,9 +58,9 @@ def tiny_config(folder: Path, **options: Any) -> Any:
 
 
 def train(folder: Path, trainer_class: type[Trainer] = Trainer, **options: Any) -> Trainer:
-    """Train in this process to the end; the trainer as it was left."""
+    """Train to the end, in this process or in all of `run_processes`; the trainer as it was left."""
     config = tiny_config(folder, **options)
-    config.check(world_size=1)
+    config.check(world_size=int(os.environ.get("WORLD_SIZE", 1)))
     trainer = trainer_class(config)
     try:
         trainer.train()
