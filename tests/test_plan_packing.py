@@ -65,6 +65,14 @@ def test_multipack_fills_windows_equally():
     assert min(loads) > 0.95 * np.mean(loads) and np.ptp(loads) < np.ptp(first_fit) / 2
 
 
+def test_multipack_takes_more_samples_than_it_swaps_among():
+    lengths = np.random.default_rng(0).integers(60, 290, 9000)
+    windows = multipack(lengths, 1024)
+    assert sorted(np.concatenate(windows).tolist()) == list(range(9000))
+    assert max(lengths[window].sum() for window in windows) <= 1024
+    assert efficiency(lengths, windows, 1024) >= 0.97
+
+
 def test_multipack_swaps_samples_where_the_longest_first_do_not_fit():
     """Longest first gives 3 + 2 + 2 and 3 + 2: windows of 6 need a 3 for a 2."""
     lengths = np.array([2, 2, 2, 3, 3])

@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.int64]
 
+_SWAPPED_AMONG = 8192
+"""Samples among which `multipack` looks for one to swap."""
+
 
 def one_each(lengths: Array, capacity: int) -> list[Array]:
     """One sample per window: no packing."""
@@ -33,15 +36,24 @@ def multipack(lengths: Array, capacity: int) -> list[Array]:
 
     As many windows as first-fit-decreasing needs, or a few percent more where that many cannot be equal. The longest
     samples go first, each into the least full window ("longest processing time first"; Graham, "Bounds on
-    multiprocessing timing anomalies", 1969); windows that are too full then swap a sample for a shorter one.
+    multiprocessing timing anomalies", 1969); windows that are too full then swap a sample for a shorter one. A swap
+    looks at all samples, so more than 8,192 of them are packed in parts of that many: O(n log n) for any n.
     """
     _check(lengths, capacity)
-    if len(lengths) == 0:
-        return []
+    starts = range(0, len(lengths), _SWAPPED_AMONG)
+    return [
+        start + window
+        for start in starts
+        for window in _windows(_equal_windows(lengths[start : start + _SWAPPED_AMONG], capacity))
+    ]
+
+
+def _equal_windows(lengths: Array, capacity: int) -> Array:
+    """The window of each sample."""
     n_windows = int(_first_fit_decreasing(lengths, capacity).max()) + 1
     while (window_of := _fit_equally(lengths, capacity, n_windows)) is None:
         n_windows += -(-n_windows // 100)
-    return _windows(window_of)
+    return window_of
 
 
 def _fit_equally(lengths: Array, capacity: int, n_windows: int) -> Array | None:
