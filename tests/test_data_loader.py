@@ -350,8 +350,8 @@ def test_settings_out_of_range(config, tokenizer):
 
 def test_own_loader_need_not_describe_its_documents():
     loader = BaseDataLoader.Config().build()
-    assert loader.describe(torch.tensor([7, 7])) == "document 7"
-    assert loader.describe(torch.tensor([7, 9])) == "documents 7-9"
+    assert loader.describe(torch.tensor([7, 9, -1])) == "document 7, document 9"
+    assert loader.describe(torch.tensor([-1])) == "no document (padding)"
 
 
 def test_own_subclass(config, tokenizer):
