@@ -974,10 +974,11 @@ def test_load_model_state_verifies_and_checks(tmp_path: Path) -> None:
 def test_initial_loads_where_nothing_is_resumed(tmp_path: Path) -> None:
     Run(tmp_path / "source").train_and_save(1)
     path = str(tmp_path / "source/checkpoint/step-1")
-    for options, expected in (
-        ({}, ["model"]),
-        ({"initial_load_path": path}, []),  # the model has its weights from there
-        ({"initial_load_path": str(tmp_path / "hf"), "initial_load_in_hf": True}, ["model"]),
+    for options, step, expected in (
+        ({}, 0, ["model"]),
+        ({"initial_load_path": path}, 0, ["model"]),  # what is given for the model loads it from there
+        ({"initial_load_path": path, "initial_load_model_only": False}, 1, []),  # it comes with all else
+        ({"initial_load_path": str(tmp_path / "hf"), "initial_load_in_hf": True}, 0, ["model"]),
     ):
         (tmp_path / "hf").mkdir(exist_ok=True)
         calls: list[str] = []
@@ -987,7 +988,7 @@ def test_initial_loads_where_nothing_is_resumed(tmp_path: Path) -> None:
             states=run.states,
             initial_loads={"model": lambda calls=calls: calls.append("model")},
         )
-        assert manager.load() == 0
+        assert manager.load() == step
         assert calls == expected, options
 
 
