@@ -60,7 +60,7 @@ def test_a_pair_of_children_belongs_to_one_split(train, validation):
 
 
 def test_chat_depends_on_split_and_index_only(train):
-    chats = Chats("train", n_chats=100_000)
+    chats = Chats("train", n=100_000)
     assert [chats[i] for i in (1_999, 7, 0)] == [train[i] for i in (1_999, 7, 0)]
     assert Chats("validation")[7] != train[7]
 
@@ -77,7 +77,7 @@ def test_index_and_size_are_checked():
     for i in (10, -1):
         with pytest.raises(IndexError):
             Chats("train", 10)[i]
-    with pytest.raises(UserError, match="n_chats must be at least 1, not 0"):
+    with pytest.raises(UserError, match="at least 1 of the Chats, not 0"):
         Chats("train", 0)
 
 

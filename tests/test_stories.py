@@ -40,7 +40,7 @@ def test_a_pair_of_hero_and_friend_belongs_to_one_split(train: list[str], valida
 
 
 def test_story_depends_on_split_and_index_only(train: list[str]) -> None:
-    stories = Stories("train", n_stories=100_000)
+    stories = Stories("train", n=100_000)
     assert [stories[i] for i in (11_999, 7, 0)] == [train[i] for i in (11_999, 7, 0)]
     assert Stories("validation")[7] != train[7]
 
@@ -58,7 +58,7 @@ def test_index_and_size_are_checked() -> None:
         Stories("train", 10)[10]
     with pytest.raises(IndexError):
         Stories("train", 10)[-1]
-    with pytest.raises(UserError, match="n_stories must be at least 1, not 0"):
+    with pytest.raises(UserError, match="at least 1 of the Stories, not 0"):
         Stories("train", 0)
 
 

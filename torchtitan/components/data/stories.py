@@ -7,62 +7,29 @@ The tables are in `story_grammar`.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from random import Random
-from typing import Literal, TypeVar
 
+from torchtitan.components.data import generated
 from torchtitan.components.data import story_grammar as grammar
-from torchtitan.tools.errors import UserError
-
-T = TypeVar("T")
+from torchtitan.components.data.generated import Draw, Generated, draw_pair
 
 N_STORIES = {"train": 12_000, "validation": 500}
 """Default number of stories of each split."""
 
-VERSION = hashlib.sha256(b"".join(Path(path).read_bytes() for path in (__file__, grammar.__file__))).hexdigest()[:16]
+_FILES = (__file__, grammar.__file__, generated.__file__)
+VERSION = hashlib.sha256(b"".join(Path(path).read_bytes() for path in _FILES)).hexdigest()[:16]
 """Digest of this source and its tables, for the key of a cache: equal versions write equal stories."""
 
 
-class Stories:
-    """The stories of one split, by index.
+class Stories(Generated[str]):
+    """The stories of one split, by index. A pair of hero and friend belongs to one split, so no story is in both."""
 
-    Story `i` is a function of the split and `i` alone, on every machine and in every version of Python. A pair of hero
-    and friend belongs to one split, so no story is in both.
+    n_default = N_STORIES
 
-    Raises:
-        UserError: when `n_stories` is below 1.
-    """
-
-    def __init__(self, split: Literal["train", "validation"], n_stories: int | None = None):
-        if n_stories is not None and n_stories < 1:
-            raise UserError(f"n_stories must be at least 1, not {n_stories}")
-        self.split = split
-        self.n_stories = N_STORIES[split] if n_stories is None else n_stories
-
-    def __len__(self) -> int:
-        return self.n_stories
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[i] for i in range(self.n_stories))
-
-    def __getitem__(self, i: int) -> str:
-        """Story `i`, its paragraphs separated by an empty line; raises `IndexError` outside [0, len)."""
-        if not 0 <= i < self.n_stories:
-            raise IndexError(f"story {i} of {self.n_stories}")
-        held_out = self.split == "validation"
-        draw = _Draw(2 * i + held_out)
+    def write(self, draw: Draw, *, held_out: bool) -> str:
+        """A story, its paragraphs separated by an empty line."""
         return _tell(draw, _Cast(draw, held_out=held_out))
-
-
-class _Draw:
-    """Draws from tables; of `random.Random`, only `random()` promises the same numbers in every version of Python."""
-
-    def __init__(self, seed: int):
-        self.uniform = Random(seed).random
-
-    def __call__(self, values: Sequence[T]) -> T:
-        return values[int(self.uniform() * len(values))]
 
 
 class _Cast(dict[str, str]):
@@ -71,10 +38,10 @@ class _Cast(dict[str, str]):
     `told` holds the frames that the story has used, so that it does not repeat itself.
     """
 
-    def __init__(self, draw: _Draw, *, held_out: bool):
+    def __init__(self, draw: Draw, *, held_out: bool):
         self.draw = draw
         self.told: set[str] = set()
-        hero, friend = _pair(draw, held_out=held_out)
+        hero, friend = (grammar.CHILDREN[i] for i in draw_pair(draw, len(grammar.CHILDREN), held_out=held_out))
         self._person("hero", "", hero)
         self._person("friend", "2", friend)
         self._draw_each(grammar.TRAITS)
@@ -104,16 +71,7 @@ class _Cast(dict[str, str]):
         return value[0].upper() + value[1:]
 
 
-def _pair(draw: _Draw, *, held_out: bool) -> tuple[tuple[str, str], tuple[str, str]]:
-    """A hero and a friend that the other split never has together: about one pair in 20 is held out."""
-    n = len(grammar.CHILDREN)
-    while True:
-        hero, friend = draw(range(n)), draw(range(n))
-        if hero != friend and ((hero + friend) % 20 == 0) == held_out:
-            return grammar.CHILDREN[hero], grammar.CHILDREN[friend]
-
-
-def _tell(draw: _Draw, cast: _Cast) -> str:
+def _tell(draw: Draw, cast: _Cast) -> str:
     """An opening, one plot or (in a third of the stories) two, and an ending."""
     cast.begin_plot()
     plot = draw(grammar.PLOTS)
@@ -127,7 +85,7 @@ def _tell(draw: _Draw, cast: _Cast) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _paragraph(beats: Sequence[str], draw: _Draw, cast: _Cast) -> str:
+def _paragraph(beats: Sequence[str], draw: Draw, cast: _Cast) -> str:
     sentences = []
     for beat in beats:
         if beat.endswith("?") and draw.uniform() < 0.5:

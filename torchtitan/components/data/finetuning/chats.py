@@ -7,53 +7,30 @@ whether answers are short. The tables are in `chat_tables`.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import Random
-from typing import Literal, TypeVar
 
-from torchtitan.components.data import story_grammar
+from torchtitan.components.data import generated, story_grammar
 from torchtitan.components.data.finetuning import chat_tables as tables
-from torchtitan.tools.errors import UserError
-
-T = TypeVar("T")
+from torchtitan.components.data.generated import Draw, Generated, draw_pair
 
 N_CHATS = {"train": 2_000, "validation": 200}
 """Default number of conversations of each split."""
 
-_FILES = (__file__, tables.__file__, story_grammar.__file__)
+_FILES = (__file__, tables.__file__, story_grammar.__file__, generated.__file__)
 VERSION = hashlib.sha256(b"".join(Path(path).read_bytes() for path in _FILES)).hexdigest()[:16]
 """Digest of this source and its tables, for the key of a cache: equal versions write equal conversations."""
 
 
-class Chats:
-    """The conversations of one split, by index.
+class Chats(Generated[list[dict[str, str]]]):
+    """The conversations of one split, by index: the messages (`role`, `content`) of each. A pair of children belongs to
+    one split, so no conversation is in both."""
 
-    Conversation `i` is a function of the split and `i` alone, on every machine and in every version of Python. A pair
-    of children belongs to one split, so no conversation is in both.
+    n_default = N_CHATS
 
-    Raises:
-        UserError: when `n_chats` is below 1.
-    """
-
-    def __init__(self, split: Literal["train", "validation"], n_chats: int | None = None):
-        if n_chats is not None and n_chats < 1:
-            raise UserError(f"n_chats must be at least 1, not {n_chats}")
-        self.split = split
-        self.n_chats = N_CHATS[split] if n_chats is None else n_chats
-
-    def __len__(self) -> int:
-        return self.n_chats
-
-    def __iter__(self) -> Iterator[list[dict[str, str]]]:
-        return (self[i] for i in range(self.n_chats))
-
-    def __getitem__(self, i: int) -> list[dict[str, str]]:
-        """The messages (`role`, `content`) of conversation `i`; raises `IndexError` outside [0, len)."""
-        if not 0 <= i < self.n_chats:
-            raise IndexError(f"chat {i} of {self.n_chats}")
-        held_out = self.split == "validation"
-        return _Chat(2 * i + held_out, held_out=held_out).messages
+    def write(self, draw: Draw, *, held_out: bool) -> list[dict[str, str]]:
+        """The messages of a conversation."""
+        return _Chat(draw, held_out=held_out).messages
 
 
 class _Names(dict[str, str]):
@@ -67,9 +44,8 @@ class _Names(dict[str, str]):
 class _Chat:
     """One conversation, written when it is made."""
 
-    def __init__(self, seed: int, *, held_out: bool):
-        # Of `random.Random`, only `random()` promises the same numbers in every version of Python.
-        self.uniform = Random(seed).random
+    def __init__(self, draw: Draw, *, held_out: bool):
+        self.draw, self.uniform = draw, draw.uniform
         self.messages: list[dict[str, str]] = []
         self.names = self._children(held_out)
         self.short = False
@@ -81,16 +57,9 @@ class _Chat:
         for _ in range(self.draw((1, 1, 1, 1, 1, 1, 2, 2, 3))):
             self.draw(scenes)()
 
-    def draw(self, values: Sequence[T]) -> T:
-        return values[int(self.uniform() * len(values))]
-
     def _children(self, held_out: bool) -> _Names:
-        """A hero and a friend that the other split never has together: about one pair in 20 is held out."""
-        children = range(len(story_grammar.CHILDREN))
-        while True:
-            hero, friend = self.draw(children), self.draw(children)
-            if hero != friend and ((hero + friend) % 20 == 0) == held_out:
-                break
+        """A hero and a friend that the other split never has together."""
+        hero, friend = draw_pair(self.draw, len(story_grammar.CHILDREN), held_out=held_out)
         name, kind = story_grammar.CHILDREN[hero]
         pronouns = zip(("he", "him", "his"), story_grammar.PRONOUNS[kind], strict=True)
         return _Names(hero=name, friend=story_grammar.CHILDREN[friend][0], **dict(pronouns))
