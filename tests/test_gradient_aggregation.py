@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.processes import run_processes
-from tests.training import RaggedDataLoader, flags, read_metrics, tiny_config, train
+from tests.training import RaggedDataLoader, flags, read_metrics, run, tiny_config, train
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.gradient_aggregation.trainer import MicroBatchClippingTrainer
 from torchtitan.tools.errors import UserError
@@ -40,15 +40,6 @@ def config_of(folder: Path, **options):
     config = ConfigManager().parse_args(flags({**TINY, "dump_folder": folder, **overrides})).config
     config.dataloader = RaggedDataLoader.Config()
     return config
-
-
-def run(config) -> Trainer:
-    trainer = config.build()
-    try:
-        trainer.train()
-    finally:
-        trainer.close()
-    return trainer
 
 
 def reference(config, *, max_norm: float) -> list[tuple[int, float, float]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training import flags, read_metrics
+from tests.training import flags, read_metrics, run
 from torchtitan.components.data.plan.sampler import StepStatistics
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.loss_sampling.sampler import LossSampler
@@ -129,15 +129,6 @@ class KilledAfterStepSix(Trainer):
         super().complete_step(outcome)
         if self.step == 6:
             raise Killed
-
-
-def run(config, trainer_class=Trainer) -> Trainer:
-    trainer = trainer_class(config)
-    try:
-        trainer.train()
-    finally:
-        trainer.close()
-    return trainer
 
 
 def ledger(folder) -> list[str]:

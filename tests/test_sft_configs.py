@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.test_formats_in_runs import make_pretrained
-from tests.training import flags, read_metrics, read_validation
+from tests.training import flags, read_metrics, read_validation, run
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.llama3.config_registry import llama3_8b_sft
@@ -36,18 +36,13 @@ ROWS = [
 CHATS = [[{"role": role, "content": text} for role, text in row] for row in ROWS]
 
 
-def run(config_name: str, folder: Path, **options: Any) -> Trainer:
+def run_named(config_name: str, folder: Path, **options: Any) -> Trainer:
     """Train to the end as `CONFIG=config_name` does, in this process; the trainer as it was left."""
     cache = {} if "dataloader__cache_dir" in options else {"dataloader.cache_dir": folder / "cache"}
     words = flags({key.replace("__", "."): value for key, value in options.items()} | cache | {"dump_folder": folder})
     config = ConfigManager().parse_args(["--config", config_name, *words]).config
     config.check(world_size=1)
-    trainer = Trainer(config)
-    try:
-        trainer.train()
-    finally:
-        trainer.close()
-    return trainer
+    return run(config)
 
 
 @pytest.fixture
@@ -94,7 +89,7 @@ class TestFromHuggingFace:
     def test_to_hugging_face(self, tmp_path, pretrained, chat_file):
         from transformers import AutoTokenizer, GenerationConfig
 
-        run("from_hf_sft", tmp_path / "run", hf_assets_path=pretrained, dataloader__dataset=[chat_file], **SHORT)
+        run_named("from_hf_sft", tmp_path / "run", hf_assets_path=pretrained, dataloader__dataset=[chat_file], **SHORT)
         ((_, first), *_, (last_step, last)) = read_metrics(tmp_path / "run", "loss")
         assert last_step == 3  # the rows fit into one window
         # Packed into a window of 2048, against one after the other: other sums of float32.
@@ -110,7 +105,7 @@ class TestFromHuggingFace:
         from transformers import AutoTokenizer, GenerationConfig
 
         added = ["<|im_start|>", "<|im_end|>"]
-        trainer = run(
+        trainer = run_named(
             "from_hf_sft",
             tmp_path / "run",
             hf_assets_path=pretrained,
@@ -129,7 +124,7 @@ class TestFromHuggingFace:
 
     def test_tokens_that_the_vocabulary_lacks_are_named(self, tmp_path, pretrained, chat_file):
         with pytest.raises(UserError, match=r"<\|im_end\|>.*--tokenizer\.added_tokens"):
-            run(
+            run_named(
                 "from_hf_sft",
                 tmp_path / "run",
                 hf_assets_path=pretrained,
@@ -139,7 +134,7 @@ class TestFromHuggingFace:
 
     def test_data_is_the_users_to_name(self, tmp_path, pretrained):
         with pytest.raises(UserError, match=r"--dataloader\.dataset"):
-            run("from_hf_sft", tmp_path / "run", hf_assets_path=pretrained)
+            run_named("from_hf_sft", tmp_path / "run", hf_assets_path=pretrained)
 
     def test_the_8b_model_too(self):
         config = llama3_8b_sft()
@@ -152,7 +147,7 @@ class TestFromHuggingFace:
     def test_a_real_model_learns(self, tmp_path, assets):
         """stories260K on the built-in conversations: the loss on those that it does not see falls."""
         folder = assets / "stories260K" / "hf-converted"
-        run(
+        run_named(
             "from_hf_sft",
             tmp_path,
             hf_assets_path=folder,
@@ -181,7 +176,7 @@ class TestDebugModel:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         options = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "validator__enable": False}
-        trainer = run("debugmodel_sft", tmp_path, **self.SMALL, **options)
+        trainer = run_named("debugmodel_sft", tmp_path, **self.SMALL, **options)
         exported = tmp_path / "checkpoint" / "step-10"
         tokenizer = AutoTokenizer.from_pretrained(exported)
         ids = tokenizer.apply_chat_template(CHATS[0], return_dict=False)
@@ -191,7 +186,7 @@ class TestDebugModel:
 
     @pytest.mark.long
     def test_learns(self, tmp_path):
-        run("debugmodel_sft", tmp_path, validator__at_start=True)
+        run_named("debugmodel_sft", tmp_path, validator__at_start=True)
         (_, before), *_, (_, after) = read_validation(tmp_path)
         assert before == pytest.approx(torch.tensor(2050.0).log().item(), abs=0.3)
         assert after < 2.5

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.processes import run_processes
-from tests.training import read_metrics, tiny_config, train
+from tests.training import read_metrics, run, tiny_config, train
 from torchtitan.components.data.dataloader import BaseDataLoader
 from torchtitan.components.data.packing import IGNORE_INDEX, NO_DOCUMENT
 from torchtitan.components.loss import CrossEntropyLoss
@@ -70,15 +70,6 @@ def config_of(folder: Path, *, asks: bool = True, **options):
     config = tiny_config(folder, **{"optimizer__lr": 0.0, "training__mixed_precision_param": "float32"} | options)
     config.dataloader = Documents.Config(asks=asks)
     return config
-
-
-def run(config, trainer_class=Trainer) -> Trainer:
-    trainer = trainer_class(config)
-    try:
-        trainer.train()
-    finally:
-        trainer.close()
-    return trainer
 
 
 def reference(trainer: Trainer) -> list[dict[int, float]]:

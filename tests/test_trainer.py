@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.training import RaggedDataLoader, launch, read_metrics, read_validation, tiny_config, train
+from tests.training import RaggedDataLoader, launch, read_metrics, read_validation, run, tiny_config, train
 from torchtitan.components.data import HubDataset, register_dataset
 from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
@@ -29,15 +29,6 @@ def ragged_config(folder: Path, **options):
     config = tiny_config(folder, **options)
     config.dataloader = RaggedDataLoader.Config()
     return config
-
-
-def run(config, trainer_class=Trainer) -> Trainer:
-    trainer = trainer_class(config)
-    try:
-        trainer.train()
-    finally:
-        trainer.close()
-    return trainer
 
 
 class TestLoss:

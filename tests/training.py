@@ -57,16 +57,21 @@ def tiny_config(folder: Path, **options: Any) -> Any:
     return ConfigManager().parse_args(flags({**TINY, "dump_folder": folder, **overrides})).config
 
 
-def train(folder: Path, trainer_class: type[Trainer] = Trainer, **options: Any) -> Trainer:
-    """Train to the end, in this process or in all of `run_processes`; the trainer as it was left."""
-    config = tiny_config(folder, **options)
-    config.check(world_size=int(os.environ.get("WORLD_SIZE", 1)))
-    trainer = trainer_class(config)
+def run(config: Any, trainer_class: type[Trainer] | None = None) -> Trainer:
+    """Train to the end as a configuration says, by its own trainer or another; the trainer as it was left."""
+    trainer = trainer_class(config) if trainer_class else config.build()
     try:
         trainer.train()
     finally:
         trainer.close()
     return trainer
+
+
+def train(folder: Path, trainer_class: type[Trainer] | None = None, **options: Any) -> Trainer:
+    """Train to the end, in this process or in all of `run_processes`; the trainer as it was left."""
+    config = tiny_config(folder, **options)
+    config.check(world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    return run(config, trainer_class)
 
 
 def launch(folder: Path, processes: int, **options: Any) -> str:
