@@ -46,7 +46,8 @@ from torchtitan.distributed.process_group import (
     world_size,
 )
 from torchtitan.distributed.watchdog import Watchdog
-from torchtitan.protocols import BaseModel
+from torchtitan.protocols import BaseModel, ModelConverter
+from torchtitan.protocols.conversion import convert_model
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.garbage_collection import automatic_garbage_collection_off
@@ -93,10 +94,10 @@ class Trainer(Configurable):
 
         model = self.build_model()
         self.num_parameters = model.num_parameters()
-        self.flops_per_token = model.flops_per_token(training.seq_len)
-        self.converters = [converter.build() for converter in config.model_converters]
-        for converter in self.converters:
-            converter.convert(model)
+        self.converters: list[ModelConverter] = [converter.build() for converter in config.model_converters]
+        convert_model(model, self.converters, frozen_dtype=getattr(torch, training.mixed_precision_param))
+        self.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.flops_per_token = self.count_flops(model)
         self.loss = self.build_loss()
         self.sample_losses = SampleLosses(self.loss, self.parallel_dims, wanted=self.dataloader.needs_sample_losses)
         self.pipeline_plan = self.plan_pipeline()
@@ -184,6 +185,16 @@ class Trainer(Configurable):
             )
         with torch.device("meta"):
             return config.build().to(getattr(torch, training.dtype))
+
+    def count_flops(self, model: BaseModel) -> float:
+        """Operations that a token takes, forward and backward; those of `model`, converted, with the plain model's
+        layers, whatever form its weights are in."""
+        trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        with torch.device("meta"):
+            plain = self.config.model_spec.model.build()
+        for name, parameter in plain.named_parameters():
+            parameter.requires_grad_(trained.pop(name, None) is not None)
+        return plain.flops_per_token(self.config.training.seq_len) + 6 * sum(trained.values())  # what is left is added
 
     def build_loss(self) -> Any:
         """The training loss: a function of hidden states, output weights and `labels_BL`."""
@@ -380,6 +391,8 @@ class Trainer(Configurable):
     def train_step(self, batches: Iterator[Batch]) -> StepOutcome:
         """One optimizer step over the next global batch."""
         self.optimizer.zero_grad()
+        for converter in self.converters:
+            converter.pre_step_hook(self.model_parts, self.step + 1)
         self.watchdog.phase("data")
         micro_batches = self.next_micro_batches(batches)
         self.watchdog.phase("forward and backward")  # which begins with what all ranks need of each other's batches
@@ -388,6 +401,8 @@ class Trainer(Configurable):
         for batch in micro_batches:
             with self.sample_losses.of(batch):
                 loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
+        if self.step == 0 and self.has_data:
+            self.optimizer.warn_of_idle_parameters()
         self.watchdog.phase("gradient clipping")
         grad_norm = self.clip_gradients()
         self.watchdog.phase("reading the outcome")
@@ -581,11 +596,13 @@ class Trainer(Configurable):
             logger.info("the run is complete: %d of %d steps (--training.steps)", self.step, self.total_steps)
             return
         spec, training = self.config.model_spec, self.config.training
+        trained = f", {self.num_trained:,} of them trained" if self.num_trained < self.num_parameters else ""
         logger.info(
-            "%s %s: %s parameters, vocabulary %d; %d x %d tokens per step, steps %d to %d on %d process(es)%s, %s",
+            "%s %s: %s parameters%s, vocabulary %d; %d x %d tokens per step, steps %d to %d on %d process(es)%s, %s",
             spec.name,
             spec.flavor,
             f"{self.num_parameters:,}",
+            trained,
             spec.model.vocab_size,
             self.global_batch_size,
             training.seq_len,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import torch
 import tyro
 
 from torchtitan.components.checkpoint import CheckpointManager
@@ -26,7 +27,7 @@ from torchtitan.config import (
     ParallelismConfig,
     TrainingConfig,
 )
-from torchtitan.config.manager import config_key
+from torchtitan.config.configurable import config_key
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import check_activation_checkpoint
 from torchtitan.distributed.compile import check_compile
@@ -122,6 +123,7 @@ class TrainerConfig(Configurable.Config):
         start = self.checkpoint.find_start(self.dump_folder)
         tokenizer = self.tokenizer.build(path=self.hf_assets_path)
         resolved = self.resolve(tokenizer)
+        resolved.check_conversion()
         if self.checkpoint.initial_load_in_hf and start is None:
             native_source(self.checkpoint.initial_load_path, resolved.model_spec, added=tokenizer.added)
         self.dataloader.prepare(tokenizer=tokenizer)
@@ -151,6 +153,20 @@ class TrainerConfig(Configurable.Config):
                 "(or context_parallel_degree) above 1"
             )
         return dims
+
+    def check_conversion(self) -> None:
+        """Let the converters look at a model without memory; the size of its vocabulary is known.
+
+        Raises:
+            UserError: for what a converter does not find in the model, or does not go with.
+        """
+        if not self.model_converters:
+            return
+        with torch.device("meta"):
+            model = self.model_spec.model.build()
+        for config in self.model_converters:
+            config.check_run(training=self.training, parallelism=self.parallelism, compile=self.compile)
+            config.build().check_model(model)
 
     def resolve(self, tokenizer: Tokenizer) -> Self:
         """A copy with the values that come from the tokenizer filled in; explicit ones win.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
@@ -16,6 +17,7 @@ from torchtitan.distributed.gradients import laid_out_like, row_norms, total_nor
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.patterns import check_pattern, without_numbers
 
 _VOCABULARY_MATRICES = re.compile(r"(^|\.)(tok_embeddings|output)\.")
 """Two-dimensional, but tables of vectors rather than maps between spaces: Muon is not for them."""
@@ -97,7 +99,7 @@ class Optimizer(Configurable):
             for key, group in self.param_groups.items():
                 option = f"param_groups.{key}"
                 rates |= {f"{option}.lr": group.lr or 0.0, f"{option}.weight_decay": group.weight_decay or 0.0}
-                _check_pattern(f"--optimizer.{option}.pattern", group.pattern)
+                check_pattern(f"--optimizer.{option}.pattern", group.pattern)
             for name, value in rates.items():
                 if not 0 <= value < math.inf:
                     raise UserError(f"--optimizer.{name} is {value}, and must be a number of at least 0")
@@ -150,6 +152,24 @@ class Optimizer(Configurable):
         self._row_norms.clear()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def warn_of_idle_parameters(self) -> None:
+        """Name the trained parameters that a step's backward passes gave no gradient, whatever rank has them; a
+        collective. With `early_step_in_backward` gradients are gone by then, and nothing is said."""
+        if self.config.early_step_in_backward:
+            return
+        own = [
+            canonical_name(name)
+            for part in self.model_parts
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        of_ranks: list[list[str]] = [own]
+        if dist.is_initialized():
+            of_ranks = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(of_ranks, own)
+        if idle := sorted({name for names in of_ranks for name in names}):
+            logger.warning("trained, but without a gradient: %s", ", ".join(without_numbers(idle)))
 
     def early_grad_norm(self) -> Tensor:
         """With `early_step_in_backward`, what `clip_grad_norm` would have measured: the total norm over all ranks of
@@ -302,13 +322,6 @@ def check_early_step(
 def parameter_names(model: nn.Module) -> list[str]:
     """Canonical names of a model's parameters."""
     return [canonical_name(name) for name, _ in model.named_parameters()]
-
-
-def _check_pattern(option: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"{option} '{pattern}' is no regular expression: {error}") from error
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:

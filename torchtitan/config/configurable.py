@@ -73,6 +73,11 @@ class Configurable:
 Configurable.Config._owner = Configurable
 
 
+def config_key(config: Configurable.Config) -> str:
+    """The name under which one of a list of configurations appears on the command line."""
+    return config._owner.__name__.lower()
+
+
 def to_plain(value: Any) -> Any:
     """`value` as JSON-ready values; raises `TypeError` for what has no such form."""
     if callable(to_dict := getattr(value, "to_dict", None)):

@@ -10,7 +10,7 @@ import tyro
 import yaml
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from torchtitan.config.configurable import Configurable
+from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
     import_failure,
@@ -112,11 +112,6 @@ class ConfigManager:
 _DESCRIPTION = """Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
 Later sources win: the configuration function, then the file, then the command line. `torchtitan ls` lists modules and
 configurations; the values shown are those of the selected one."""
-
-
-def config_key(config: Configurable.Config) -> str:
-    """The name under which one of a list of configurations appears on the command line."""
-    return config._owner.__name__.lower()
 
 
 def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:

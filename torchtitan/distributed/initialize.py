@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from torchtitan.protocols.initializer import Initializer, initializer_of
+from torchtitan.protocols.initializer import DerivedRows, Initializer, initializer_of
 
 _CHUNK_ELEMENTS = 2**22
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -39,8 +39,10 @@ def initialize_weights(model: nn.Module, seed: int) -> None:
     """
     for module_name, module in model.named_modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            full_name = canonical_name(f"{module_name}.{name}" if module_name else name)
-            _fill(tensor, initializer_of(module, name), f"{seed}/{full_name}")
+            initializer = initializer_of(module, name)
+            drawn = initializer.plain if isinstance(initializer, DerivedRows) else name
+            full_name = canonical_name(f"{module_name}.{drawn}" if module_name else drawn)
+            _fill(tensor, initializer, f"{seed}/{full_name}")
 
 
 def _fill(parameter: Tensor, initializer: Initializer, key: str) -> None:
@@ -53,7 +55,8 @@ def _fill(parameter: Tensor, initializer: Initializer, key: str) -> None:
         local, shape, offset = parameter, tuple(parameter.shape), (0,) * parameter.ndim
     if local.numel() == 0:
         return
-    rows_per_chunk = max(1, _CHUNK_ELEMENTS // max(1, math.prod(parameter.shape[1:])))
+    drawn_shape = initializer.shape if isinstance(initializer, DerivedRows) else parameter.shape
+    rows_per_chunk = max(1, _CHUNK_ELEMENTS // max(1, math.prod(drawn_shape[1:])))
     first, last = offset[0], offset[0] + shape[0]
     inner = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
     for chunk in range(first // rows_per_chunk, math.ceil(last / rows_per_chunk)):

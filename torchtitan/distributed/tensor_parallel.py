@@ -5,7 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan.distributed.loss_parallel import gather_for_head
-from torchtitan.protocols.sharding import ShardingPlan, TensorSharding
+from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
 
 
 class _WholeSequence(PrepareModuleInput):
@@ -30,19 +30,47 @@ class _WholeSequence(PrepareModuleInput):
         return (*super()._prepare_input_fn((first,), device_mesh), *others)
 
 
+def _share_parameters(module: nn.Module, mesh: DeviceMesh, features: Features, src_data_rank: int | None) -> None:
+    """Share out the dimension of each of `module`'s own parameters that runs over `features`; the others are whole.
+
+    Torch's own styles know a weight and a bias only, and a converted layer has others.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        dimensions = features_of(module)[name]
+        placement: Placement = Shard(dimensions.index(features)) if features in dimensions else Replicate()
+        shared = distribute_tensor(parameter, mesh, [placement], src_data_rank=src_data_rank)
+        module.register_parameter(name, nn.Parameter(shared, requires_grad=parameter.requires_grad))
+
+
+class _Columns(ColwiseParallel):
+    """A linear layer whose outputs are shared out, with all the parameters that it has."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _share_parameters(module, device_mesh, "out", self.src_data_rank)
+
+
+class _Rows(RowwiseParallel):
+    """A linear layer whose inputs, or an embedding whose tokens, are shared out, with all the parameters it has."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _share_parameters(module, device_mesh, "in", self.src_data_rank)
+
+    _partition_embedding_fn = _partition_linear_fn
+
+
 def _style(sharding: TensorSharding) -> ParallelStyle:
     """Torch's name for it; the sequence is dimension 1."""
     match sharding:
         case "vocabulary":
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+            return _Rows(input_layouts=Replicate(), output_layouts=Shard(1))
         case "sequence":
             return SequenceParallel()
         case "whole sequence":
             return _WholeSequence()
         case "columns":
-            return ColwiseParallel()
+            return _Columns()
         case "rows":
-            return RowwiseParallel(output_layouts=Shard(1))
+            return _Rows(output_layouts=Shard(1))
 
 
 def apply_tensor_parallel(

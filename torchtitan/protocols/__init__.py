@@ -1,9 +1,20 @@
 """What a plug-in provides: a model, its specification and sharding plan, its other formats, a converter."""
 
+from torchtitan.protocols.converted_module import ConvertedModule
+from torchtitan.protocols.layer_converter import LayerConverter
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ForeignFormat, StateDictAdapter
 
-__all__ = ["BaseModel", "ForeignFormat", "ModelConverter", "ModelSpec", "ShardingPlan", "StateDictAdapter"]
+__all__ = [
+    "BaseModel",
+    "ConvertedModule",
+    "ForeignFormat",
+    "LayerConverter",
+    "ModelConverter",
+    "ModelSpec",
+    "ShardingPlan",
+    "StateDictAdapter",
+]

@@ -5,6 +5,7 @@ construction would be lost. So each module says *how* its parameters start, and
 `torchtitan.distributed.initialize` fills them in, the same values whatever the layout.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -43,10 +44,42 @@ class Constant:
         nn.init.constant_(tensor, self.value)
 
 
+@dataclass(frozen=True)
+class DerivedRows:
+    """The initial values of a parameter whose rows follow from the same rows of another, which need not exist itself:
+    the row norms of a matrix, its rows in 4 bits.
+
+    As an `Initializer` it draws the other one's rows and computes from them, so that its values are those that follow
+    from the other's initial ones, whatever the layout.
+    """
+
+    plain: str
+    """Name of the other parameter in the plain module (`torchtitan.protocols.converted_module`)."""
+
+    shape: torch.Size
+    """Shape of the other parameter."""
+
+    initializer: Initializer
+    """Initial distribution of the other parameter."""
+
+    from_rows: Callable[[Tensor], Tensor]
+    """Rows of the other one, (n, …) in float32 → the same rows of this one."""
+
+    def __call__(self, tensor: Tensor, generator: torch.Generator) -> None:
+        rows = torch.empty(tensor.shape[0], *self.shape[1:])
+        self.initializer(rows, generator)
+        tensor.copy_(self.from_rows(rows))
+
+
 def with_initializers(module: ModuleT, **initializers: Initializer) -> ModuleT:
     """`module`, made to carry the initial distribution of each of its own parameters by name (`weight=…`)."""
     setattr(module, _ATTRIBUTE, initializers)
     return module
+
+
+def initializers_of(module: nn.Module) -> dict[str, Initializer]:
+    """The initial distributions that `module` carries, by name: for another module that takes its place."""
+    return dict(getattr(module, _ATTRIBUTE, {}))
 
 
 def initializer_of(module: nn.Module, parameter: str) -> Initializer:
@@ -55,7 +88,7 @@ def initializer_of(module: nn.Module, parameter: str) -> Initializer:
     Raises:
         LookupError: if the module carries none.
     """
-    initializers: dict[str, Initializer] = getattr(module, _ATTRIBUTE, {})
+    initializers = initializers_of(module)
     if parameter not in initializers:
         raise LookupError(
             f"{type(module).__name__} does not say how its parameter or buffer '{parameter}' starts; "

@@ -1,27 +1,75 @@
 """`ModelConverter`: a rewrite of a model's modules that composes with everything else."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from torchtitan.config import Configurable
+from torchtitan.config import CompileConfig, Configurable, ParallelismConfig, TrainingConfig
+from torchtitan.protocols.model_spec import ModelSpec
 
 
 class ModelConverter(Configurable):
     """Rewrites modules in place. Listed in `Trainer.Config.model_converters`, applied in that order.
 
-    Each hook does nothing unless a subclass overrides it.
+    Each hook does nothing unless a subclass overrides it. They are called in this order: `convert`, then, where the run
+    begins, `load_initial_weights`, then `post_init_hook`, then, for every step, `pre_step_hook` and
+    `post_optimizer_hook`.
     """
+
+    changes_weights: ClassVar[bool] = False
+    """Whether the converted model's tensors are not those of the plain one (`ConvertedModule`): checkpoints then say
+    which converters there were, so that the plain model can be made of them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """A converter's options: `--model_converters.<class name in lower case>.<field>`."""
 
+        def check_run(
+            self, *, training: TrainingConfig, parallelism: ParallelismConfig, compile: CompileConfig
+        ) -> None:
+            """Find what this converter does not go with, before any process starts.
+
+            Raises:
+                UserError: naming both.
+            """
+
+    def check_model(self, model: nn.Module) -> None:
+        """Called before any process starts, with a model on the meta device that is thrown away afterwards, and that
+        the converters before this one have seen in the same way: the place to find a user's mistakes.
+
+        Raises:
+            UserError: where `convert` would not find what it is to convert.
+        """
+
     def convert(self, model: nn.Module) -> None:
-        """Called once after construction on the meta device, before any parallelisation."""
+        """Called once after construction on the meta device, before any parallelisation.
+
+        Raises:
+            UserError: where the model has nothing that could be converted as the configuration says.
+        """
+
+    def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
+        """Called where the run begins, and does not resume, when the plain model's weights have been initialised or
+        loaded: what else begins with values from a file is loaded here."""
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
         """Called once before training, when weights have been initialised, and loaded where there was a checkpoint."""
 
+    def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
+        """Called before each training step with its number, from 1; a resumed run goes on counting."""
+
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
         """Called after each optimizer step."""
+
+    def write_beside_export(self, folder: Path, spec: ModelSpec, read: Callable[[str], Tensor]) -> None:
+        """Called in one process when a run, or `torchtitan convert`, has written the plain model's weights to `folder`
+        as Hugging Face files: what of the conversion is of use by itself goes into a folder inside.
+
+        Args:
+            folder: the Hugging Face folder.
+            spec: the model.
+            read: name of a tensor of the converted model → that tensor, whole.
+        """

@@ -2,7 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
+
+from torch import nn
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 TensorSharding = Literal["vocabulary", "sequence", "whole sequence", "columns", "rows"]
 """How tensor parallelism treats a module. Between layers each rank holds its part of the sequence (sequence
@@ -16,6 +20,29 @@ parallelism).
 - `rows`: a linear layer, its inputs shared out. Takes its part of the features, gives its part of the sequence.
 - For an output head, `columns` shares out the vocabulary, and the loss is computed on the parts.
 """
+
+
+Features = Literal["in", "out"] | None
+"""What a dimension of a parameter runs over: the features (or tokens) that go into the layer, those that come out of
+it, or neither."""
+
+_ATTRIBUTE = "parameter_features"
+_LINEAR: Mapping[str, tuple[Features, ...]] = {"weight": ("out", "in"), "bias": ("out",)}
+_EMBEDDING: Mapping[str, tuple[Features, ...]] = {"weight": ("in", "out")}
+
+
+def with_features(module: ModuleT, **features: tuple[Features, ...]) -> ModuleT:
+    """`module`, a linear layer or an embedding with parameters of its own kind, made to carry what the dimensions of
+    each run over: `lora_A=(None, "in")`. `columns` shares out the dimension "out", `rows` and `vocabulary` share out
+    "in"; a parameter without that dimension is the same on every rank."""
+    setattr(module, _ATTRIBUTE, {**features_of(module), **features})
+    return module
+
+
+def features_of(module: nn.Module) -> Mapping[str, tuple[Features, ...]]:
+    """Name of a parameter of a linear layer or an embedding → what its dimensions run over."""
+    own: Mapping[str, tuple[Features, ...]] | None = getattr(module, _ATTRIBUTE, None)
+    return own if own is not None else _EMBEDDING if isinstance(module, nn.Embedding) else _LINEAR
 
 
 @dataclass(frozen=True)

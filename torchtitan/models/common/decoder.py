@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchtitan.models.common.attention import AttentionMask, CausalMask
 from torchtitan.models.common.norm import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
+from torchtitan.protocols.converted_module import effective_weight
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.errors import UserError
@@ -169,21 +170,24 @@ class Decoder(BaseModel):
         """The output weights (V, D): the head's own, or the embedding's where they are tied."""
         holder = self.tok_embeddings if self.output is None else self.output
         assert holder is not None, "the stage with the norm has the output weights too"
-        return holder.weight
+        return effective_weight(holder)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward, after appendix B of PaLM (arXiv:2204.02311): `6 N + 12 L H Q T`.
 
         N counts the parameters that multiply every token: all but an embedding that is only looked up; a tied one is
-        the output head's, and counted. The attention term (L layers, H heads of width Q, T = seq_len) is the two
-        products with scores, of 2 H Q T operations each forward and twice that backward; by that convention it is not
-        halved for the causal mask, nor reduced for packed documents.
+        the output head's, and counted. A frozen one counts for 4 in place of 6: it has no gradient of its own. The
+        attention term (L layers, H heads of width Q, T = seq_len) is the two products with scores, of 2 H Q T
+        operations each forward and twice that backward; by that convention it is not halved for the causal mask, nor
+        reduced for packed documents.
         """
         config = self.config
-        multiplied = self.num_parameters()
+        looked_up = None
         if not config.tie_embeddings and self.tok_embeddings is not None:
-            multiplied -= self.tok_embeddings.weight.numel()
-        return 6 * multiplied + 12 * config.n_layers * config.n_heads * config.resolved_head_dim * seq_len
+            looked_up = self.tok_embeddings.weight
+        multiplied = [parameter for parameter in self.parameters() if parameter is not looked_up]
+        of_weights = sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in multiplied)
+        return of_weights + 12 * config.n_layers * config.n_heads * config.resolved_head_dim * seq_len
 
 
 def depth_scaled_std(index: int, base: float = 0.02) -> float:
