@@ -17,8 +17,8 @@ def convert_model(
     Args:
         model: the plain model.
         converters: what `Trainer.Config.model_converters` built.
-        frozen_dtype: of floating-point weights that are not trained: the type that they are computed in. They never
-            change, so that nothing is gained by keeping more. None: they stay as they are.
+        frozen_dtype: of floating-point weights that are not trained where a converter `freezes`: the type that they are
+            computed in. None: they stay as they are.
 
     Raises:
         UserError: where a converter does not find what it is to convert, or nothing is left to train.
@@ -27,7 +27,7 @@ def convert_model(
         converter.convert(model)
     if converters and not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("the model_converters leave nothing to train: all parameters are frozen")
-    if frozen_dtype is not None:
+    if frozen_dtype is not None and any(converter.freezes for converter in converters):
         for parameter in model.parameters():
             if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(frozen_dtype)

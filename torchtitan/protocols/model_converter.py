@@ -23,6 +23,10 @@ class ModelConverter(Configurable):
     """Whether the converted model's tensors are not those of the plain one (`ConvertedModule`): checkpoints then say
     which converters there were, so that the plain model can be made of them."""
 
+    freezes: ClassVar[bool] = False
+    """Whether weights that it leaves untrained never change. They are then kept in the type that they are computed in,
+    where those that are trained have a more precise one."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """A converter's options: `--model_converters.<class name in lower case>.<field>`."""
