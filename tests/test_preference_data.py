@@ -118,7 +118,7 @@ def test_the_two_forward_passes_see_each_answer_as_if_it_were_alone(tokenizer, f
             logits = model(batch[f"{side}_input"], batch[f"{side}_positions"])
             together = log_probability(logits, batch[f"{side}_labels"])
             for row in range(4):
-                part = loader.samples.sets[0].example(row).parts[i]
+                part = loader.samples.sets[0].sample(row).parts[i]
                 ids, trained = torch.from_numpy(part.ids), torch.from_numpy(part.trained)
                 labels = torch.where(trained, ids, IGNORE_INDEX)
                 alone = log_probability(model(ids[None, :-1]), labels[None, 1:])
@@ -170,8 +170,8 @@ class TestTooLong:
         n_prompt = int((batch["chosen_labels"][0] != IGNORE_INDEX).nonzero()[0])
         assert n_prompt > 20 and torch.equal(chosen[:n_prompt], rejected[:n_prompt])
         assert trained_text(tokenizer, batch["chosen_labels"][0]).startswith(" No, it is small.")
-        assert report.tokens == sum(len(part.ids) for i in range(2) for part in loader.samples.sets[0].example(i).parts)
-        longest = max(len(part.ids) for part in loader.samples.sets[0].example(0).parts)
+        assert report.tokens == sum(len(part.ids) for i in range(2) for part in loader.samples.sets[0].sample(i).parts)
+        longest = max(len(part.ids) for part in loader.samples.sets[0].sample(0).parts)
         assert longest == SEQ_LEN + 1, "no more is cut than must be"
 
     def test_error(self, tokenizer, folder):
@@ -226,14 +226,14 @@ def test_columns_of_other_names(tokenizer, folder):
 def test_the_cache_is_made_once_and_anew_for_other_data(tokenizer, folder):
     write(folder / "data.jsonl", pairs(2))
     build(tokenizer).config.prepare(tokenizer=tokenizer)
-    made = sorted((folder / "cache" / "examples").glob("*/ids.bin"))
+    made = sorted((folder / "cache" / "samples").glob("*/ids.bin"))
     build(tokenizer)
-    assert len(made) == 1 and sorted((folder / "cache" / "examples").glob("*/ids.bin")) == made
+    assert len(made) == 1 and sorted((folder / "cache" / "samples").glob("*/ids.bin")) == made
     write(folder / "data.jsonl", pairs(3))
     assert build(tokenizer, epochs=1).n_samples == 3
     (folder / "template.jinja").write_text(TEMPLATE.replace("Q:", "Question:"))
     build(tokenizer)
-    assert len(list((folder / "cache" / "examples").glob("*/ids.bin"))) == 3
+    assert len(list((folder / "cache" / "samples").glob("*/ids.bin"))) == 3
 
 
 def ledger(loaders, n_batches):
@@ -316,10 +316,10 @@ def test_a_position_holds_for_other_code_that_makes_the_same_examples(tokenizer,
     write(folder / "data.jsonl", questions(5))
     loader = build(tokenizer, PromptDataLoader)
     next(loader)
-    monkeypatch.setattr("torchtitan.components.data.finetuning.examples.code_version", lambda: "another")
+    monkeypatch.setattr("torchtitan.components.data.finetuning.sample_cache.code_version", lambda: "another")
     later = build(tokenizer, PromptDataLoader)
     later.load_state_dict(loader.state_dict())
-    assert len(list((folder / "cache" / "examples").glob("*/report.json"))) == 2
+    assert len(list((folder / "cache" / "samples").glob("*/report.json"))) == 2
     assert torch.equal(next(later)["documents"], next(loader)["documents"])
 
 

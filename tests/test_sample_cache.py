@@ -19,6 +19,7 @@ from torchtitan.components.data.finetuning.filters import Filters, repetition
 from torchtitan.components.data.finetuning.fitting import FittedSamples
 from torchtitan.components.data.finetuning.options import parse_token_range
 from torchtitan.components.data.finetuning.policies import Report, Rules
+from torchtitan.components.data.finetuning.row_encoders import EncodedRow
 from torchtitan.components.data.finetuning.row_formats import RowFormat, function_format
 from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
 from torchtitan.components.data.rows import Row, RowSource
@@ -49,6 +50,8 @@ class Texts(RowSource):
 class Characters:
     """Each character is a token; capitals are trained, "#" counts as a spelt special token, "!" cannot be encoded."""
 
+    n_parts, has_answers = 1, False
+
     def __init__(self, fingerprint="characters"):
         self.fingerprint = fingerprint
         self.batches = []
@@ -65,7 +68,8 @@ class Characters:
         if "!" in text:
             return BrokenSample("a text with '!'")
         trained = np.array([character.isupper() for character in text], bool)
-        return EncodedSample(np.array([ord(character) for character in text], np.int64), trained, text.count("#"))
+        ids = np.array([ord(character) for character in text], np.int64)
+        return EncodedRow((EncodedSample(ids, trained, text.count("#")),))
 
 
 def convert(row):
@@ -99,11 +103,55 @@ def test_content(tmp_path):
     texts = ["aBc", "", "DEF", None, "?", "gH\N{GRINNING FACE}", "x!", "-", "nothing trained", "Aa"]
     cache = open_cache(Texts(*texts), tmp_path)
     assert texts_of(cache) == ["aBc", "DEF", "gH\N{GRINNING FACE}"]
-    assert cache.lengths.tolist() == [3, 3, 3] and cache.n_trained.tolist() == [1, 2, 1]
+    assert cache.lengths.tolist() == [3, 3, 3] and [cache.sample(i).n_trained for i in range(3)] == [1, 2, 1]
     assert cache.sample(0).trained.tolist() == [False, True, False] and cache.sample(0).ids.dtype == np.int64
     assert [cache.describe(i) for i in range(3)] == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:6"]
     copy = pickle.loads(pickle.dumps(cache))
     assert len(pickle.dumps(cache)) < 500 and texts_of(copy) == texts_of(cache)
+
+
+class Answered(Characters):
+    """Two sequences, apart by "|", and behind another one an answer."""
+
+    n_parts, has_answers = 2, True
+
+    def encode(self, text):
+        first, second, *answer = text.split("|")
+        return EncodedRow(super().encode(first).parts + super().encode(second).parts, *answer)
+
+
+def test_several_sequences_and_answers(tmp_path):
+    texts = ["aB|cdE|It is \N{GRINNING FACE}.", "a|b", "FgH|i", "jK|lMnO|"]
+    cache = open_cache(Texts(*texts), tmp_path, encoder=Answered())
+    for kept in (cache, pickle.loads(pickle.dumps(cache))):
+        rows = [kept.sample(i) for i in range(kept.n_samples)]
+        assert [["".join(map(chr, part.ids)) for part in row.parts] for row in rows] == [
+            ["aB", "cdE"],
+            ["FgH", "i"],
+            ["jK", "lMnO"],
+        ]
+        assert [row.answer for row in rows] == ["It is \N{GRINNING FACE}.", None, ""]
+        assert [kept.describe(i) for i in range(3)] == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:4"]
+    assert cache.lengths.tolist() == [3, 3, 4] and [row.n_trained for row in rows] == [2, 1, 3]
+    assert (cache.report.tokens, cache.report.trained_tokens) == (15, 6)
+    assert len(pickle.dumps(cache)) < 500
+    others = [open_cache(Texts(*texts[:3], last), tmp_path, encoder=Answered()) for last in ("jK|lMnO", "jKl|MnO|")]
+    assert len({cache.fingerprint, *(other.fingerprint for other in others)}) == 3
+
+
+def test_what_is_compared_loses_nothing_but_its_beginning(tmp_path):
+    """Both sequences of a sample lose as many tokens, none of them predicted, and none that all is predicted from."""
+    texts = ["abcDE|abcF", "aBcde|abcF", "abcdE|aF", "abC|abD"]
+    cache = open_cache(Texts(*texts), tmp_path, encoder=Answered())
+    fitted = FittedSamples(cache, 4, "truncate_left", None, "a.jsonl")
+    assert [["".join(map(chr, part.ids)) for part in fitted.sample(i).parts] for i in range(2)] == [
+        ["bcDE", "bcF"],
+        ["abC", "abD"],
+    ]
+    assert fitted.lengths.tolist() == [4, 3] and fitted.n_samples == 2
+    assert (fitted.report.kept, fitted.report.tokens, fitted.report.trained_tokens) == (2, 13, 5)
+    why = "5 tokens, 4 fit, and its answers alone are too long"
+    assert fitted.report.dropped["too_long"].examples == [("a.jsonl:2", why), ("a.jsonl:3", why)]
 
 
 def test_report_accounts_for_every_row(tmp_path):
@@ -216,14 +264,11 @@ def test_all_code_that_makes_the_samples_is_known():
         "data/story_grammar.py",
         "data/stories.py",
         "data/hub.py",  # words for errors
-        "data/finetuning/example_loader.py",  # what is made of the samples
-        "data/finetuning/windows.py",
-        "loss.py",
     }
     folder = Path(components.__path__[0])
     known = {file for pattern in code_version.SOURCES for file in folder.glob(pattern)}
     assert all(list(folder.glob(pattern)) for pattern in code_version.SOURCES)
-    waiting = [folder / f"data/finetuning/{name}.py" for name in ("sample_cache", "examples", "preference", "prompts")]
+    waiting = [folder / "data/finetuning/sample_cache.py"]
     seen = {folder / name for name in elsewhere}
     while waiting:
         file = waiting.pop()
@@ -297,11 +342,11 @@ def test_damaged_cache_is_named(tmp_path):
     with (cache.folder / "ids.bin").open("ab") as file:
         file.write(b"\0")
     with pytest.raises(UserError, match=f"the token cache {cache.folder} is damaged .*; delete it"):
-        SampleCache(cache.folder)
+        SampleCache(cache.folder, 1, False)
 
 
 def fit(cache, seq_len, too_long, untrained="drop"):
-    return FittedSamples(cache, seq_len, too_long, untrained, "a.jsonl")
+    return FittedSamples(cache, seq_len + 1, too_long, untrained, "a.jsonl")
 
 
 @pytest.fixture

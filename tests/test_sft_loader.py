@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
-from torchtitan.components.data.finetuning.numbering import NumberedSets
+from torchtitan.components.data.finetuning.numbering import SampleSets
 from torchtitan.components.data.finetuning.options import parse_schedule
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.finetuning.windows import pack_samples
@@ -138,7 +138,7 @@ def test_batches_are_the_samples_they_name(config, tokenizer, packing):
         }
         assert {value.dtype for value in batch.values()} == {torch.int64}
         for row, documents in enumerate(batch["documents"].tolist()):
-            samples = [loader.samples.sample(number) for number in documents if number != NO_DOCUMENT]
+            samples = [loader.samples.sample(number).parts[0] for number in documents if number != NO_DOCUMENT]
             expected = pack_samples(samples, SEQ_LEN)
             assert all(batch[name][row].tolist() == expected[name].tolist() for name in expected)
             assert packing != "none" or len(samples) <= 1
@@ -457,8 +457,8 @@ class Places:
     ],
 )
 def test_names_say_which_data_set_once(name, place, shown):
-    assert NumberedSets([name, "other"], [Places(place), Places("x")]).describe(0) == shown
-    assert NumberedSets([name], [Places(place)]).describe(0) == place
+    assert SampleSets([name, "other"], [Places(place), Places("x")]).describe(0) == shown
+    assert SampleSets([name], [Places(place)]).describe(0) == place
 
 
 def test_samples_by_name(two, tokenizer):

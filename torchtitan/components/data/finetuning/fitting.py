@@ -1,12 +1,12 @@
-"""Samples as windows of a given size hold them: those that are too long are left out, cut, or refused."""
+"""Samples as sequences of a given length hold them: those that are too long are left out, cut, or refused."""
 
 import copy
 from typing import Literal
 
 import numpy as np
 
-from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
-from torchtitan.components.data.finetuning.policies import Dropped, Policy, Report, n_trained
+from torchtitan.components.data.finetuning.policies import Dropped, Policy, Report, none_left
+from torchtitan.components.data.finetuning.row_encoders import EncodedRow
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.packing import Array
 from torchtitan.tools.errors import UserError
@@ -16,45 +16,44 @@ TooLong = Literal["drop", "truncate_left", "truncate_right", "error"]
 
 
 class FittedSamples:
-    """The samples of a cache that fit into a window.
+    """The samples of a cache that fit, as they are or cut.
 
     Args:
         cache: all samples.
-        seq_len: positions of a window. A sample of n tokens takes n - 1: the last one has nothing to predict.
-        too_long: what to do with samples that take more.
-        untrained: what to do with samples none of whose tokens is predicted once they are cut.
+        max_length: most tokens of each sequence of a sample.
+        too_long: what to do with samples that have a longer one. All sequences of one are cut by the same number of
+            tokens, so that what begins alike still does.
+        untrained: what to do with samples none of whose tokens is predicted once they are cut. None: samples are only
+            cut where all that is predicted stays, since what is compared must be whole; others are left out.
         name: the data set's, for messages.
 
     Raises:
         UserError: a policy is `error` and finds something, or no sample is left.
     """
 
-    def __init__(self, cache: SampleCache, seq_len: int, too_long: TooLong, untrained: Policy, name: str):
-        self._cache = cache
-        self._max_length = seq_len + 1
-        self._too_long = too_long
+    def __init__(self, cache: SampleCache, max_length: int, too_long: TooLong, untrained: Policy | None, name: str):
+        self._cache, self._too_long, self._untrained = cache, too_long, untrained
+        self.max_length = max_length
         self.report: Report = copy.deepcopy(cache.report)
         """The cache's, and what became of samples that are too long."""
         lengths = cache.lengths
         self.all_lengths: Array = lengths
-        """Tokens of each sample of the cache, those included that are left out or cut because they are too long."""
-        keep, n_trained_of = np.ones(len(lengths), bool), np.array(cache.n_trained)
-        for index in np.flatnonzero(lengths > self._max_length).tolist():
-            keep[index], n_trained_of[index] = self._fit(index, int(lengths[index]), untrained)
+        """Tokens of the longest sequence of each sample of the cache, those included that are left out or cut."""
+        keep = np.ones(len(lengths), bool)
+        for index in np.flatnonzero(lengths > max_length).tolist():
+            keep[index] = self._fit(index, int(lengths[index]))
         self._indices = np.flatnonzero(keep)
-        self.lengths: Array = np.minimum(lengths[keep], self._max_length)
-        """Tokens of each sample, (n_samples,)."""
-        self.report.kept, self.report.tokens = len(self._indices), int(self.lengths.sum())
-        self.report.trained_tokens = int(n_trained_of[keep].sum())
-        if not self.report.kept:
-            raise UserError("\n".join([f"no row of {name} is left to train on", *self.report.lines()]))
+        self.lengths: Array = np.minimum(lengths[keep], max_length)
+        """Tokens of the longest sequence of each sample, (n_samples,)."""
+        if not len(self._indices):
+            raise none_left(name, self.report)
 
     @property
     def n_samples(self) -> int:
         """Number of samples that fit."""
         return len(self._indices)
 
-    def sample(self, index: int) -> EncodedSample:
+    def sample(self, index: int) -> EncodedRow:
         """The sample with a number from 0, in the order of the rows."""
         return self._cut(self._cache.sample(int(self._indices[index])))
 
@@ -62,24 +61,45 @@ class FittedSamples:
         """Where the sample's row is: `my.jsonl:17`."""
         return self._cache.describe(int(self._indices[index]))
 
-    def _fit(self, index: int, length: int, untrained: Policy) -> tuple[bool, int]:
-        """Count a sample that is too long: whether it is kept, and with how many predicted tokens."""
-        where, size = self._cache.describe(index), f"{length:,} tokens, a window holds {self._max_length:,}"
-        if self._too_long == "error":
-            raise UserError(f"{where}: {size}; --dataloader.too_long can also be drop, truncate_left or truncate_right")
-        if self._too_long == "drop":
-            self.report.drop(where, Dropped("too_long", size))
-            return False, 0
-        left = n_trained(self._cut(self._cache.sample(index)))
-        if left == 0:
-            why = f"none of its tokens is trained once it is cut ({size})"
-            if untrained == "error":
-                raise UserError(f"{where}: {why}; --dataloader.untrained drop leaves such rows out")
-            self.report.drop(where, Dropped("untrained", why))
-            return False, 0
-        self.report.truncated.add(where, size)
-        return True, left
+    def _fit(self, index: int, length: int) -> bool:
+        """Count a sample that is too long; whether it is kept."""
+        where, whole, report = self._cache.describe(index), self._cache.sample(index), self.report
+        holds = f"{self.max_length:,} fit" if self._untrained is None else f"a window holds {self.max_length:,}"
+        size = f"{length:,} tokens, {holds}"
+        left = self._shortened(whole, where, size)
+        report.tokens -= whole.n_tokens
+        report.trained_tokens -= whole.n_trained
+        if isinstance(left, Dropped):
+            report.kept -= 1
+            report.drop(where, left)
+            return False
+        report.tokens += left.n_tokens
+        report.trained_tokens += left.n_trained
+        report.truncated.add(where, size)
+        return True
 
-    def _cut(self, sample: EncodedSample) -> EncodedSample:
-        kept = slice(-self._max_length, None) if self._too_long == "truncate_left" else slice(self._max_length)
-        return sample._replace(ids=sample.ids[kept], trained=sample.trained[kept])
+    def _shortened(self, whole: EncodedRow, where: str, size: str) -> EncodedRow | Dropped:
+        """A sample that is too long, cut, or why it is left out."""
+        if self._too_long == "error":
+            others = "drop or truncate_left" if self._untrained is None else "drop, truncate_left or truncate_right"
+            raise UserError(f"{where}: {size}; --dataloader.too_long can also be {others}")
+        if self._too_long == "drop":
+            return Dropped("too_long", size)
+        cut = self._cut(whole)
+        if self._untrained is None:
+            lost = cut.n_trained < whole.n_trained
+            return Dropped("too_long", f"{size}, and its answers alone are too long") if lost else cut
+        if cut.n_trained:
+            return cut
+        why = f"none of its tokens is trained once it is cut ({size})"
+        if self._untrained == "error":
+            raise UserError(f"{where}: {why}; --dataloader.untrained drop leaves such rows out")
+        return Dropped("untrained", why)
+
+    def _cut(self, sample: EncodedRow) -> EncodedRow:
+        n_beyond = max(len(part.ids) for part in sample.parts) - self.max_length
+        if n_beyond <= 0:
+            return sample
+        kept = slice(n_beyond, None) if self._too_long == "truncate_left" else slice(-n_beyond)
+        parts = (part._replace(ids=part.ids[kept], trained=part.trained[kept]) for part in sample.parts)
+        return sample._replace(parts=tuple(parts))

@@ -8,19 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
-from torch.utils.data import Dataset
 
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
 from torchtitan.components.data.dataloader import BaseDataLoader
-from torchtitan.components.data.finetuning.numbering import NumberedSets
-from torchtitan.components.data.finetuning.policies import Policy
+from torchtitan.components.data.disk_cache import digest_of
+from torchtitan.components.data.finetuning.fitting import FittedSamples, TooLong
+from torchtitan.components.data.finetuning.numbering import SampleSets
+from torchtitan.components.data.finetuning.policies import Policy, Rules
 from torchtitan.components.data.finetuning.registry import dataset_formats, describes
+from torchtitan.components.data.finetuning.row_encoders import RowEncoder
 from torchtitan.components.data.finetuning.row_formats import AUTO, Kind, RowFormat, parse_columns
-from torchtitan.components.data.finetuning.sample_cache import first_columns
+from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
+from torchtitan.components.data.finetuning.windows import WindowDataset, Windows
 from torchtitan.components.data.packing import NO_DOCUMENT, Batch
 from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics, Window
 from torchtitan.components.data.rows import RowSource, available_row_splits, resolve_rows
-from torchtitan.components.data.summary import numbers_of
+from torchtitan.components.data.summary import DataSummary, SetSummary, numbers_of
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
@@ -38,18 +41,26 @@ class PlannedDataLoader(BaseDataLoader):
     position is that behind the last batch handed out, exact between any two batches; it can be continued by other
     numbers of all of these.
 
-    A subclass says what its rows are (`kind`), how they are encoded (`Config.open_caches`), sets `samples`, and
-    calls `start` when it has a planner.
+    The batches' `documents` (B, M) are the numbers of the samples in each window, in their order, counted over all data
+    sets, with `NO_DOCUMENT` behind them.
+
+    A subclass says what its rows are (`kind`), how they are encoded (`Config.encoder`), how long they may be, which of
+    them share a window (`plan`), and what a batch of windows is (`collate`).
 
     Args:
         config: what to read.
         tokenizer: encodes the conversations; its folder has the chat template, unless the configuration names one.
-        seq_len: how long a sample may be; see the subclass.
-        local_batch_size: rows per batch and rank.
-        epochs: how often the data is read; None: without end.
+        seq_len: positions per window, T.
+        local_batch_size: windows per batch and rank, B.
+        dp_rank: this process's place among the data-parallel ranks.
+        dp_world_size: number of data-parallel ranks.
+        seed: decides the order.
+        epochs: how often the data is read, several data sets equally often; the last batch is filled up with windows
+            that have no sample. None: without end.
+        global_batch_size: windows of one training step, all ranks together; None: one batch of each rank.
 
     Raises:
-        UserError: a number is out of range, or there is no such template.
+        UserError: the data cannot be used, a number is out of range, or there is no such template.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -73,6 +84,8 @@ class PlannedDataLoader(BaseDataLoader):
         """Rows that say nothing: drop or error."""
         broken: Policy = "error"
         """Rows that cannot be read, converted or encoded: drop or error."""
+        too_long: TooLong = "drop"
+        """Samples beyond the sequence length: drop, truncate_left (keeps the end), truncate_right, or error."""
         sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
         """Order in which samples are drawn."""
         num_workers: int = 0
@@ -93,13 +106,27 @@ class PlannedDataLoader(BaseDataLoader):
             self.validate()
             self.open_caches(tokenizer, self.find_template(tokenizer))
 
-        def open_caches(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> Sequence[Any]:
-            """What the rows of each data set become, encoded now if it is not in the cache.
+        def open_caches(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[SampleCache]:
+            """The samples of each data set, encoded now if they are not in the cache.
 
             Raises:
                 UserError: the data cannot be used.
             """
+            encoder, rules = self.encoder(tokenizer, template), self.rules()
+            return [open_sample_cache(*of_set, encoder, rules, self.cache_dir) for of_set in self.rows()]
+
+        def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RowEncoder:
+            """How a row becomes a sample."""
             raise NotImplementedError
+
+        def rules(self) -> Rules:
+            """Which rows become samples."""
+            return Rules(empty=self.empty, broken=self.broken, untrained=None)
+
+        def order_key(self) -> list[Any]:
+            """What decides, beside the samples of the caches and the sequence length, which windows there are;
+            JSON-ready."""
+            return [self.too_long, self.sampler.to_dict()]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
             """The template that is named, else the model's own; None where the loader can do without.
@@ -154,52 +181,118 @@ class PlannedDataLoader(BaseDataLoader):
     kind: ClassVar[Kind]
     """What the rows are for."""
 
-    samples: NumberedSets[Any]
-    """What is made batches of, with the report of what was left out; set by the subclass."""
-
     def __init__(
-        self, config: Config, *, tokenizer: Tokenizer, seq_len: int, local_batch_size: int, epochs: int | None
+        self,
+        config: Config,
+        *,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        seed: int = 0,
+        epochs: int | None = None,
+        global_batch_size: int | None = None,
     ):
         super().__init__(config)
         for name, number in (("seq_len", seq_len), ("local_batch_size", local_batch_size), ("epochs", epochs)):
             if number is not None and number < 1:
                 raise UserError(f"{name} must be at least 1, not {number}")
-        self._seq_len, self._tokenizer = seq_len, tokenizer
-        self.template = config.find_template(tokenizer)
-        """What makes text of the conversations; None: the data is running text."""
-
-    def start(
-        self,
-        planner: Planner,
-        batches: Dataset[Batch],
-        *,
-        fingerprint: str,
-        local_batch_size: int,
-        dp_rank: int,
-        dp_world_size: int,
-    ) -> None:
-        """Begin at the first window.
-
-        Args:
-            planner: at its first window, made for `PREFETCHED_BATCHES` batches of every rank and worker `ahead`.
-            batches: its items are the batches, its keys the numbers of the samples in each of their windows, counted
-                over all data sets; an empty list is a window that only fills up the last batch.
-            fingerprint: equal ones mean that positions mean the same samples.
-            local_batch_size: windows per batch and rank.
-            dp_rank: this process's place among the data-parallel ranks.
-            dp_world_size: number of data-parallel ranks.
-        """
         assert 0 <= dp_rank < dp_world_size
-        self._planner, self._batches, self._fingerprint = planner, batches, fingerprint
+        self._seq_len, self._tokenizer = seq_len, tokenizer
         self._first, self._per_rank = dp_rank * local_batch_size, local_batch_size
         self._per_pass = local_batch_size * dp_world_size
+        self.template = config.find_template(tokenizer)
+        """What makes text of the conversations; None: the data is running text."""
+        self.samples = self._open_samples()
+        """What is made batches of, with the report of what was left out."""
+        self._batches = WindowDataset(self.samples, seq_len, type(self).collate)
+        self._planner = self._new_planner(seed, epochs, global_batch_size or self._per_pass)
         self._planned: deque[Snapshot] = deque()
-        self._handed_out = planner.snapshot()
+        self._handed_out = self._planner.snapshot()
         self._workers: Workers | None = None
         self._exhausted = False
         self._refusal: UserError | None = None
-        of_epochs = planner.windows_of_epochs
+        of_epochs = self._planner.windows_of_epochs
         self.n_samples = None if of_epochs is None else sum(of_epochs)
+        self.log_data()
+
+    @staticmethod
+    def max_length(seq_len: int) -> int:
+        """Most tokens of a sequence: the last one has nothing to predict, and takes no position."""
+        return seq_len + 1
+
+    @staticmethod
+    def collate(windows: Windows, seq_len: int) -> Batch:
+        """A batch, without `documents`."""
+        raise NotImplementedError
+
+    def plan(self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any) -> Planner:
+        """The windows, from the first on.
+
+        Args:
+            samplers: of each data set.
+            epochs: how often the data is read; None: without end.
+            windows_per_step: windows of one training step.
+            order: what the planner is to be given beside these.
+        """
+        raise NotImplementedError
+
+    def _open_samples(self) -> SampleSets:
+        config = self.config
+        caches, max_length = config.open_caches(self._tokenizer, self.template), self.max_length(self._seq_len)
+        contents = [cache.fingerprint for cache in caches]
+        self._fingerprint = digest_of([contents, [self._seq_len, *config.order_key()]])
+        fitted = [
+            FittedSamples(cache, max_length, config.too_long, config.rules().untrained, name)
+            for name, cache in zip(config.dataset, caches, strict=True)
+        ]
+        return SampleSets(config.dataset, fitted)
+
+    def _new_planner(self, seed: int, epochs: int | None, windows_per_step: int) -> Planner:
+        config = self.config
+        sizes = [of_set.n_samples for of_set in self.samples.sets]
+        samplers = [config.sampler.build(n_samples=size, seed=seed + i) for i, size in enumerate(sizes)]
+        self.needs_sample_losses = any(sampler.needs_sample_losses for sampler in samplers)
+        return self.plan(
+            samplers,
+            epochs=epochs,
+            windows_per_step=windows_per_step,
+            names=config.dataset,
+            seed=seed,
+            ahead=PREFETCHED_BATCHES * config.num_workers * self._per_pass,
+        )
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Windows that all data makes when it is read once."""
+        return self.samples.first[-1]
+
+    @property
+    def packing_efficiency(self) -> float | None:
+        """The share of the windows' positions that samples take, in an epoch; None: samples are not packed."""
+        return None
+
+    def summary(self, n_samples: int) -> DataSummary:
+        if self.n_samples is not None:
+            n_samples = min(n_samples, self.n_samples)
+        epochs, limits = self._planner.epochs_after(n_samples), self._planner.max_epochs
+        sets = [
+            SetSummary(name=name, report=of.report, lengths=of.all_lengths, epochs=times, max_epochs=limit)
+            for name, of, times, limit in zip(self.samples.names, self.samples.sets, epochs, limits, strict=True)
+        ]
+        return DataSummary(
+            sets=sets,
+            max_length=self.max_length(self._seq_len),
+            windows_per_epoch=self.windows_per_epoch,
+            packing_efficiency=self.packing_efficiency,
+            follows_seed=not self._planner.is_adaptive,
+        )
+
+    def log_data(self) -> None:
+        """Say at the start what became of the rows."""
+        for line in self.samples.report_lines():
+            logger.info(line)
 
     def sample_name(self, number: int) -> str:
         """What the ledger calls a sample: where its row is."""

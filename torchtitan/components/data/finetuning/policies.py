@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, Self
 
-from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample
 from torchtitan.components.data.finetuning.filters import Filters
+from torchtitan.components.data.finetuning.row_encoders import EncodedRow
 from torchtitan.tools.errors import UserError
 
 Policy = Literal["drop", "error"]
@@ -26,8 +26,8 @@ class Rules:
     """What to do with rows that say nothing."""
     broken: Policy = "error"
     """What to do with rows that cannot be read, converted or encoded."""
-    untrained: Policy = "drop"
-    """What to do with samples none of whose tokens is predicted."""
+    untrained: Policy | None = "drop"
+    """What to do with samples none of whose tokens is predicted; None: nothing, since the encoder sees to it."""
     filters: Filters = field(default_factory=Filters)
     """Limits for the tokens; a sample beyond one is dropped."""
 
@@ -41,12 +41,7 @@ class Dropped(NamedTuple):
     """What is the matter with this one."""
 
 
-def n_trained(sample: EncodedSample) -> int:
-    """The tokens of a sample that are predicted: trained ones, of which the first has nothing to be predicted from."""
-    return int(sample.trained[1:].sum())
-
-
-def apply_rules(sample: EncodedSample | BrokenSample, rules: Rules) -> EncodedSample | Dropped:
+def apply_rules(sample: EncodedRow | BrokenSample, rules: Rules) -> EncodedRow | Dropped:
     """The sample, or why it is left out.
 
     Raises:
@@ -56,11 +51,12 @@ def apply_rules(sample: EncodedSample | BrokenSample, rules: Rules) -> EncodedSa
         return _drop("empty", str(sample), rules.empty)
     if isinstance(sample, BrokenSample):
         return _drop("broken", str(sample), rules.broken)
-    if len(sample.ids) == 0:
+    ids = sample.ids
+    if len(ids) == 0:
         return _drop("empty", "it has no tokens", rules.empty)
-    if objection := rules.filters.objection(sample.ids):
+    if objection := rules.filters.objection(ids):
         return Dropped(*objection)
-    if n_trained(sample) == 0:
+    if rules.untrained and sample.n_trained == 0:
         return _drop("untrained", "none of its tokens is trained", rules.untrained)
     return sample
 
@@ -115,11 +111,11 @@ class Report:
         """Count a row that is left out."""
         self.dropped.setdefault(dropped.reason, Tally()).add(where, dropped.why)
 
-    def keep(self, where: str, sample: EncodedSample) -> None:
+    def keep(self, where: str, sample: EncodedRow) -> None:
         """Count a sample that is kept."""
         self.kept += 1
-        self.tokens += len(sample.ids)
-        self.trained_tokens += n_trained(sample)
+        self.tokens += sample.n_tokens
+        self.trained_tokens += sample.n_trained
         if sample.n_spelt:
             self.spelt.add(where, f"{sample.n_spelt} of its tokens")
 
@@ -147,6 +143,11 @@ class Report:
             yield f"truncated: {self.truncated.count:,} ({_examples(self.truncated)})"
         if self.spelt.count:
             yield f"special tokens spelt by content: {self.spelt.count:,} ({_examples(self.spelt)})"
+
+
+def none_left(name: str, report: Report) -> UserError:
+    """What is wrong with a data set of which no row is kept."""
+    return UserError("\n".join([f"no row of {name} is left to train on", *report.lines()]))
 
 
 def _tally(document: dict[str, Any]) -> Tally:

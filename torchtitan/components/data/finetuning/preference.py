@@ -1,21 +1,14 @@
 """The data loader for preference methods: pairs of answers to one prompt, of which one is preferred."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import numpy as np
-import torch
-
-from torchtitan.components.data.disk_cache import digest_of
+from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
-from torchtitan.components.data.finetuning.conversation import EmptySample, Pair, Sample
 from torchtitan.components.data.finetuning.example_loader import ExampleDataLoader
-from torchtitan.components.data.finetuning.examples import Example, ExampleEncoder
-from torchtitan.components.data.finetuning.windows import pack_samples
+from torchtitan.components.data.finetuning.row_encoders import SIDES, PairEncoder
+from torchtitan.components.data.finetuning.windows import Windows, pack_windows
 from torchtitan.components.data.packing import Batch
-
-SIDES = ("chosen", "rejected")
+from torchtitan.components.tokenizer import Tokenizer
 
 
 class PreferenceDataLoader(ExampleDataLoader):
@@ -34,35 +27,13 @@ class PreferenceDataLoader(ExampleDataLoader):
     class Config(ExampleDataLoader.Config):
         """Preference data."""
 
+        def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> PairEncoder:
+            return PairEncoder(ChatEncoder(tokenizer, template, "assistant"))
+
     config: Config
     kind = "preference"
 
-    @classmethod
-    def encoder(cls, encoder: ChatEncoder) -> ExampleEncoder:
-        return ExampleEncoder(
-            n_parts=len(SIDES),
-            encode=partial(_encode, encoder),
-            check=encoder.check,
-            fingerprint=digest_of(["pair", encoder.fingerprint]),
-        )
-
     @staticmethod
-    def max_length(seq_len: int) -> int:
-        return seq_len + 1  # the last token has nothing to predict, and takes no position
-
-    @staticmethod
-    def collate(examples: Sequence[Example | None], seq_len: int) -> Batch:
-        batch: Batch = {}
-        for i, side in enumerate(SIDES):
-            rows = [pack_samples([example.parts[i]] if example else [], seq_len) for example in examples]
-            batch |= {f"{side}_{name}": torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
-        return batch
-
-
-def _encode(encoder: ChatEncoder, sample: Sample) -> Example:
-    assert isinstance(sample, Pair)
-    parts = encoder.encode_pair(sample)
-    for side, part in zip(SIDES, parts, strict=True):
-        if not part.trained[1:].any():
-            raise EmptySample(f"{side} has no token to predict")
-    return Example(parts)
+    def collate(windows: Windows, seq_len: int) -> Batch:
+        sides = [(side, pack_windows(windows, seq_len, part)) for part, side in enumerate(SIDES)]
+        return {f"{side}_{name}": values for side, packed in sides for name, values in packed.items()}

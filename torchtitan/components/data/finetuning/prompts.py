@@ -1,19 +1,17 @@
 """The data loader for methods that have the model answer: prompts, with reference answers where there are some."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 
-from torchtitan.components.data.disk_cache import digest_of
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Prompt, Sample
+from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.example_loader import ExampleDataLoader
-from torchtitan.components.data.finetuning.examples import Example, ExampleEncoder
+from torchtitan.components.data.finetuning.row_encoders import PromptEncoder
+from torchtitan.components.data.finetuning.windows import Windows
 from torchtitan.components.data.packing import NO_DOCUMENT, Batch
-from torchtitan.tools.errors import UserError
+from torchtitan.components.tokenizer import Tokenizer
 
 
 class PromptDataLoader(ExampleDataLoader):
@@ -32,25 +30,19 @@ class PromptDataLoader(ExampleDataLoader):
     class Config(ExampleDataLoader.Config):
         """Prompts to answer."""
 
+        def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> PromptEncoder:
+            return PromptEncoder(ChatEncoder(tokenizer, template, "assistant"))
+
     config: Config
     kind = "prompt"
-
-    @classmethod
-    def encoder(cls, encoder: ChatEncoder) -> ExampleEncoder:
-        return ExampleEncoder(
-            n_parts=1,
-            encode=partial(_encode, encoder),
-            check=encoder.check,
-            fingerprint=digest_of(["prompt", encoder.fingerprint]),
-        )
 
     @staticmethod
     def max_length(seq_len: int) -> int:
         return seq_len
 
     @staticmethod
-    def collate(examples: Sequence[Example | None], seq_len: int) -> Batch:
-        rows = [example.parts[0].ids if example else np.empty(0, np.int64) for example in examples]
+    def collate(windows: Windows, seq_len: int) -> Batch:
+        rows = [window[0].ids if window else np.empty(0, np.int64) for window in windows]
         prompts = np.zeros((len(rows), max(map(len, rows))), np.int64)
         for padded, ids in zip(prompts, rows, strict=True):
             padded[: len(ids)] = ids
@@ -58,22 +50,10 @@ class PromptDataLoader(ExampleDataLoader):
 
     def answer(self, document: int) -> str | None:
         """The reference answer to a prompt, by its number in `documents`; None: it has none."""
-        if document == NO_DOCUMENT:
-            return None
-        source, index = self.samples.locate(document)
-        return self.samples.sets[source].answer(index)
+        return None if document == NO_DOCUMENT else self.samples.sample(document).answer
 
 
 def prompt_ids(batch: Batch) -> list[list[int]]:
     """The prompts of a batch as lists of token ids, without padding; those of filled-up rows are empty."""
     lengths = batch["prompt_lengths"].tolist()
     return [ids[:length] for ids, length in zip(batch["prompts"].tolist(), lengths, strict=True)]
-
-
-def _encode(encoder: ChatEncoder, sample: Sample) -> Example:
-    assert isinstance(sample, Prompt)
-    try:
-        ids = encoder.encode_prompt(sample.prompt)
-    except UserError as error:  # the template is there, and does not take this conversation
-        raise BrokenSample(str(error)) from error
-    return Example((EncodedSample(ids, np.zeros(len(ids), bool)),), sample.answer)

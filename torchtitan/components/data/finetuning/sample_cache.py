@@ -1,20 +1,20 @@
 """Samples as token ids and masks on disk: made once per host, found again by content, mapped into memory.
 
-`{cache}/samples/{key}/` holds `ids.bin` (uint32), `trained.bin` (one byte per token), `offsets.bin` (int64: where each
-sample begins, and the total), `n_trained.bin` (int64: predicted tokens of each sample), `places.bin` with
-`place_offsets.bin` (where its row is, as text), `report.json`, and `fingerprint`, a digest of the samples. The key is a
-digest of everything that decides what is in the folder, which the size of a window does not.
+`{cache}/samples/{key}/` holds `ids.bin` (uint32) and `trained.bin` (one byte per token) of all sequences of all
+samples, `offsets.bin` (int64: where each sequence begins, and the total), `places.bin` with `place_offsets.bin` (where
+each sample's row is) and, of rows that may have one, `answers.bin` with `answer_offsets.bin` (its reference answer),
+texts as JSON, `report.json`, and `fingerprint`, a digest of the samples. The key is a digest of everything that decides
+what is in the folder, which the size of a window does not.
 """
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -28,10 +28,11 @@ from torchtitan.components.data.disk_cache import (
     readable,
     writable,
 )
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
+from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.code_version import code_version
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Text
-from torchtitan.components.data.finetuning.policies import Dropped, Report, Rules, apply_rules, n_trained
+from torchtitan.components.data.finetuning.conversation import BrokenSample, Sample, Text
+from torchtitan.components.data.finetuning.policies import Dropped, Report, Rules, apply_rules, none_left
+from torchtitan.components.data.finetuning.row_encoders import EncodedRow, RowEncoder
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.packing import Array
 from torchtitan.components.data.progress import progress
@@ -43,49 +44,74 @@ BATCH_ROWS = 1024
 
 
 class SampleCache:
-    """The samples of a data set, mapped into memory. Sending it to another process sends the folder's name only."""
+    """The samples of a data set, mapped into memory. Sending it to another process sends the folder's name only.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    Args:
+        folder: of a finished cache.
+        n_parts: token sequences of a sample.
+        has_answers: whether there are reference answers.
+    """
+
+    def __init__(self, folder: Path, n_parts: int, has_answers: bool):
+        self.folder, self._n_parts = folder, n_parts
         with readable(folder):
             self.report = Report.from_dict(json.loads((folder / "report.json").read_text()))
             n, n_tokens = self.report.kept, self.report.tokens
             self.fingerprint = (folder / "fingerprint").read_text()
             """Equal ones mean equal samples, whatever they were made from."""
-            self._ids = map_array(folder / "ids.bin", "uint32", n_tokens)
-            self._trained = map_array(folder / "trained.bin", "bool", n_tokens)
-            self._offsets = map_array(folder / "offsets.bin", "int64", n + 1)
-            self.n_trained = map_array(folder / "n_trained.bin", "int64", n)
-            """Predicted tokens of each sample, (n_samples,)."""
-            self._place_offsets = map_array(folder / "place_offsets.bin", "int64", n + 1)
-            self._places = map_array(folder / "places.bin", "uint8", int(self._place_offsets[-1]))
+            self._ids = _mapped(folder / "ids.bin", "uint32", n_tokens)
+            self._trained = _mapped(folder / "trained.bin", "bool", n_tokens)
+            self._offsets = _mapped(folder / "offsets.bin", "int64", n * n_parts + 1)
+            self._places = _Texts(folder, "place", n)
+            self._answers = _Texts(folder, "answer", n) if has_answers else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SampleCache, (self.folder,)
+        return SampleCache, (self.folder, self._n_parts, self._answers is not None)
 
     @property
     def n_samples(self) -> int:
         """Number of samples, those left out not among them."""
-        return len(self.n_trained)
+        return self.report.kept
 
     @property
     def lengths(self) -> Array:
-        """Tokens of each sample, (n_samples,)."""
-        return np.diff(self._offsets)
+        """Tokens of the longest sequence of each sample, (n_samples,)."""
+        longest: Array = np.diff(self._offsets).reshape(-1, self._n_parts).max(axis=1)
+        return longest
 
-    def sample(self, index: int) -> EncodedSample:
+    def sample(self, index: int) -> EncodedRow:
         """The sample with a number from 0, in the order of the rows."""
-        tokens = slice(self._offsets[index], self._offsets[index + 1])
-        return EncodedSample(self._ids[tokens].astype(np.int64), np.array(self._trained[tokens]))
+        bounds = self._offsets[index * self._n_parts : (index + 1) * self._n_parts + 1].tolist()
+        parts = tuple(
+            EncodedSample(self._ids[start:stop].astype(np.int64), np.array(self._trained[start:stop]))
+            for start, stop in itertools.pairwise(bounds)
+        )
+        return EncodedRow(parts, self._answers[index] if self._answers else None)
 
     def describe(self, index: int) -> str:
         """Where the sample's row is: `my.jsonl:17`."""
-        place = slice(self._place_offsets[index], self._place_offsets[index + 1])
-        return self._places[place].tobytes().decode()
+        place: str = self._places[index]
+        return place
+
+
+class _Texts:
+    """A text or None for each sample, mapped into memory."""
+
+    def __init__(self, folder: Path, name: str, n: int):
+        self._offsets = _mapped(folder / f"{name}_offsets.bin", "int64", n + 1)
+        self._json = _mapped(folder / f"{name}s.bin", "uint8", int(self._offsets[-1]))
+
+    def __getitem__(self, index: int) -> Any:
+        return json.loads(self._json[self._offsets[index] : self._offsets[index + 1]].tobytes().decode())
+
+
+def _mapped(path: Path, dtype: str, length: int) -> np.ndarray:
+    """As `map_array`, as a plain array, of which slices are taken several times faster."""
+    return np.asarray(map_array(path, dtype, length))
 
 
 def open_sample_cache(
-    source: RowSource, format: RowFormat, encoder: ChatEncoder, rules: Rules, cache_dir: str = ""
+    source: RowSource, format: RowFormat, encoder: RowEncoder, rules: Rules, cache_dir: str = ""
 ) -> SampleCache:
     """The samples of a source, encoded now if they are not in the cache.
 
@@ -107,7 +133,7 @@ def open_sample_cache(
             name=source.name,
             unchanged=lambda: source.identity(digest) == identity,
         )
-    return SampleCache(folder)
+    return SampleCache(folder, encoder.n_parts, encoder.has_answers)
 
 
 def first_columns(source: RowSource) -> list[str]:
@@ -124,48 +150,46 @@ def first_columns(source: RowSource) -> list[str]:
     raise UserError(error or f"{source.name} has no rows")
 
 
-def _write(source: RowSource, format: RowFormat, encoder: ChatEncoder, rules: Rules, folder: Path) -> str:
+def _write(source: RowSource, format: RowFormat, encoder: RowEncoder, rules: Rules, folder: Path) -> str:
     """Write the samples into an empty folder; returns how many there are, in words."""
     report = Report(format=format.name)
-    with progress(f"tokenizing {source.name}", source.size()) as advance, _Writer(folder) as writer:
-        for row, sample in _encode(source.rows(advance), format, encoder):
+    with progress(f"tokenizing {source.name}", source.size()) as advance, _writer(folder, encoder.has_answers) as add:
+        for row, encoded in _encode(source.rows(advance), format, encoder):
             report.rows += 1
-            if isinstance(sample, Dropped):
-                report.drop(row.where, sample)
-                continue
             try:
-                outcome = apply_rules(sample, rules)
+                outcome = encoded if isinstance(encoded, Dropped) else apply_rules(encoded, rules)
             except UserError as error:
                 raise UserError(f"{row.where}: {error}") from None
             if isinstance(outcome, Dropped):
                 report.drop(row.where, outcome)
             else:
                 report.keep(row.where, outcome)
-                writer.add(row.where, outcome)
+                add(row.where, outcome)
     if not report.kept:
-        raise UserError("\n".join([f"no row of {source.name} is left to train on", *report.lines()]))
+        raise none_left(source.name, report)
     (folder / "report.json").write_text(json.dumps(report.to_dict()))
-    (folder / "fingerprint").write_text(content_digest(folder, ["ids.bin", "trained.bin", "offsets.bin"]))
+    contents = ["ids.bin", "trained.bin", "offsets.bin", *(["answers.bin"] if encoder.has_answers else [])]
+    (folder / "fingerprint").write_text(content_digest(folder, contents))
     return f"{report.kept:,} samples, {report.tokens:,} tokens"
 
 
 def _encode(
-    rows: Iterable[Row], format: RowFormat, encoder: ChatEncoder
-) -> Iterator[tuple[Row, EncodedSample | BrokenSample | Dropped]]:
+    rows: Iterable[Row], format: RowFormat, encoder: RowEncoder
+) -> Iterator[tuple[Row, EncodedRow | BrokenSample | Dropped]]:
     """Every row with what it became, in their order."""
     rows, checked = iter(rows), False
     while batch := list(itertools.islice(rows, BATCH_ROWS)):
         converted = [_convert(row, format) for row in batch]
-        whole = [sample for sample in converted if isinstance(sample, (Conversation, Text))]
-        if not checked and any(isinstance(sample, Conversation) for sample in whole):
+        whole = [sample for sample in converted if not isinstance(sample, (BrokenSample, Dropped))]
+        if not checked and not all(isinstance(sample, Text) for sample in whole):
             encoder.check()
             checked = True
         encoded = iter(encoder.encode_batch(whole))
         for row, sample in zip(batch, converted, strict=True):
-            yield row, next(encoded) if isinstance(sample, (Conversation, Text)) else sample
+            yield row, sample if isinstance(sample, (BrokenSample, Dropped)) else next(encoded)
 
 
-def _convert(row: Row, format: RowFormat) -> Conversation | Text | BrokenSample | Dropped:
+def _convert(row: Row, format: RowFormat) -> Sample | BrokenSample | Dropped:
     if row.values is None:
         return BrokenSample(row.error)
     try:
@@ -174,41 +198,45 @@ def _convert(row: Row, format: RowFormat) -> Conversation | Text | BrokenSample 
         return error
     except UserError as error:
         raise UserError(f"{row.where}: {error}") from None
-    if sample is None:
-        return Dropped("left_out", f"by {format.name}")
-    assert isinstance(sample, (Conversation, Text)), f"{format.name} is no format of samples to train on"
-    return sample
+    return Dropped("left_out", f"by {format.name}") if sample is None else sample
 
 
-class _Writer:
-    """The files of a cache, written sample by sample."""
+@contextmanager
+def _writer(folder: Path, has_answers: bool) -> Iterator[Callable[[str, EncodedRow], None]]:
+    """What adds the samples to the files of a cache, one by one."""
+    with ExitStack() as stack:
 
-    def __init__(self, folder: Path):
-        self._stack = ExitStack()
-        names = ("ids", "trained", "offsets", "n_trained", "places", "place_offsets")
-        self._files = {name: self._stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
-        self._n_tokens = self._n_bytes = 0
+        def column(name: str, offsets: str) -> _Column:
+            opened = (stack.enter_context((folder / f"{file}.bin").open("wb")) for file in (name, offsets))
+            return _Column(*opened)
 
-    def __enter__(self) -> Self:
-        self._write("offsets", [0])
-        self._write("place_offsets", [0])
-        return self
+        ids, places = column("ids", "offsets"), column("places", "place_offsets")
+        answers = column("answers", "answer_offsets") if has_answers else None
+        trained = stack.enter_context((folder / "trained.bin").open("wb"))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+        def add(where: str, row: EncodedRow) -> None:
+            for part in row.parts:
+                ids.add(part.ids.astype(np.uint32).tobytes(), len(part.ids))
+                trained.write(part.trained.astype(np.bool_).tobytes())
+            places.add_json(where)
+            if answers:
+                answers.add_json(row.answer)
 
-    def add(self, where: str, sample: EncodedSample) -> None:
-        place = where.encode()
-        self._n_tokens += len(sample.ids)
-        self._n_bytes += len(place)
-        self._files["ids"].write(sample.ids.astype(np.uint32).tobytes())
-        self._files["trained"].write(sample.trained.astype(np.bool_).tobytes())
-        self._files["places"].write(place)
-        self._write("n_trained", [n_trained(sample)])
-        self._write("offsets", [self._n_tokens])
-        self._write("place_offsets", [self._n_bytes])
+        yield add
 
-    def _write(self, name: str, numbers: Sequence[int]) -> None:
-        self._files[name].write(np.array(numbers, np.int64).tobytes())
+
+class _Column:
+    """Items one behind the other in a file, and where each begins, and the total, in another."""
+
+    def __init__(self, items: BinaryIO, offsets: BinaryIO):
+        self._items, self._offsets, self._end = items, offsets, 0
+        self.add(b"", 0)
+
+    def add(self, item: bytes, size: int) -> None:
+        self._end += size
+        self._items.write(item)
+        self._offsets.write(np.int64(self._end).tobytes())
+
+    def add_json(self, text: str | None) -> None:
+        item = json.dumps(text).encode()
+        self.add(item, len(item))

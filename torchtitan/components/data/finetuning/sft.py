@@ -3,19 +3,18 @@
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template
-from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, TrainOn
 from torchtitan.components.data.finetuning.filters import Filters
-from torchtitan.components.data.finetuning.fitting import FittedSamples, TooLong
 from torchtitan.components.data.finetuning.options import parse_schedule, parse_token_range
-from torchtitan.components.data.finetuning.planned_loader import PREFETCHED_BATCHES, PlannedDataLoader
+from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.policies import Policy, Rules
-from torchtitan.components.data.finetuning.sample_cache import SampleCache, open_sample_cache
-from torchtitan.components.data.finetuning.windows import SampleSets, WindowDataset
-from torchtitan.components.data.plan import Packing, Planner, ShuffleSampler
-from torchtitan.components.data.summary import DataSummary, SetSummary
+from torchtitan.components.data.finetuning.row_encoders import ConversationEncoder
+from torchtitan.components.data.finetuning.windows import Windows, pack_windows
+from torchtitan.components.data.packing import Batch
+from torchtitan.components.data.plan import Packing, Planner, Sampler, ShuffleSampler
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -26,24 +25,8 @@ class SFTDataLoader(PlannedDataLoader):
 
     A sample of n tokens takes n - 1 positions: its inputs are all tokens but the last, its labels all but the first, or
     `IGNORE_INDEX` where a token is not trained. It is a document of its own, and so is the padding at a window's end.
-    The batches' `documents` (B, M) are the numbers of the samples in each window, in their order, counted over all
-    data sets, with `NO_DOCUMENT` behind them. See `PlannedDataLoader` for order and position.
-
-    Args:
-        config: what to read.
-        tokenizer: encodes the conversations; its folder has the chat template, unless the configuration names one.
-        seq_len: positions per window, T.
-        local_batch_size: windows per batch and rank, B.
-        dp_rank: this process's place among the data-parallel ranks.
-        dp_world_size: number of data-parallel ranks.
-        seed: decides the order.
-        epochs: how often the data is read; the last batch is filled up with windows of padding. With weights it ends
-            when the first data set has been read so often. None: without end.
-        global_batch_size: windows of one training step, all ranks together, for the schedule of weights; None: one
-            batch of each rank.
-
-    Raises:
-        UserError: the data cannot be used, or a number is out of range.
+    With weights, `epochs` end when the first data set has been read so often; `global_batch_size` is for the schedule
+    of weights. See `PlannedDataLoader` for all arguments, order and position.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -56,8 +39,6 @@ class SFTDataLoader(PlannedDataLoader):
         datasets."""
         train_on: TrainOn = "assistant"
         """Which turns are trained: the assistant's, the assistant's last one, or all. A row's own weights win."""
-        too_long: TooLong = "drop"
-        """Samples beyond the sequence length: drop, truncate_left (keeps the end), truncate_right, or error."""
         untrained: Policy = "drop"
         """Samples none of whose tokens is trained: drop or error."""
         min_tokens: int = 0
@@ -111,12 +92,11 @@ class SFTDataLoader(PlannedDataLoader):
             )
             return Rules(empty=self.empty, broken=self.broken, untrained=self.untrained, filters=filters)
 
-        def open_caches(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[SampleCache]:
-            encoder = ChatEncoder(tokenizer, template, self.train_on)
-            return [
-                open_sample_cache(source, row_format, encoder, self.rules(), self.cache_dir)
-                for source, row_format in self.rows()
-            ]
+        def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ConversationEncoder:
+            return ConversationEncoder(ChatEncoder(tokenizer, template, self.train_on))
+
+        def order_key(self) -> list[Any]:  # the weights may change from one position to the next
+            return [self.too_long, self.untrained, self.packing, self.pack_chunk, self.sampler.to_dict()]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
             """The template that is named, else the model's own; None where it has none, since running text needs none,
@@ -132,55 +112,16 @@ class SFTDataLoader(PlannedDataLoader):
 
     config: Config
     kind = "sft"
-    samples: SampleSets
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        local_batch_size: int,
-        dp_rank: int = 0,
-        dp_world_size: int = 1,
-        seed: int = 0,
-        epochs: int | None = None,
-        global_batch_size: int | None = None,
-    ):
-        super().__init__(config, tokenizer=tokenizer, seq_len=seq_len, local_batch_size=local_batch_size, epochs=epochs)
-        caches = config.open_caches(tokenizer, self.template)
-        fitted = [
-            FittedSamples(cache, seq_len, config.too_long, config.untrained, name)
-            for name, cache in zip(config.dataset, caches, strict=True)
-        ]
-        self.samples = SampleSets(config.dataset, fitted)
-        # Other policies give other samples; the weights may change from one position to the next.
-        of_order = [
-            seq_len,
-            config.too_long,
-            config.untrained,
-            config.packing,
-            config.pack_chunk,
-            config.sampler.to_dict(),
-        ]
-        per_pass = local_batch_size * dp_world_size
-        self.start(
-            self._plan(seed, epochs, per_pass, global_batch_size or per_pass),
-            WindowDataset(self.samples, seq_len),
-            fingerprint=digest_of([[cache.fingerprint for cache in caches], of_order]),
-            local_batch_size=local_batch_size,
-            dp_rank=dp_rank,
-            dp_world_size=dp_world_size,
-        )
-        self._log_data()
+    @staticmethod
+    def collate(windows: Windows, seq_len: int) -> Batch:
+        return pack_windows(windows, seq_len)
 
-    def _plan(self, seed: int, epochs: int | None, windows_per_pass: int, windows_per_step: int) -> Planner:
-        config, sets = self.config, self.samples.sets
-        samplers = [config.sampler.build(n_samples=of.n_samples, seed=seed + i) for i, of in enumerate(sets)]
-        self.needs_sample_losses = any(sampler.needs_sample_losses for sampler in samplers)
-        limits: list[float | None] = [*config.max_epochs] or [None] * len(sets)
+    def plan(self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any) -> Planner:
+        config, n_sets = self.config, len(self.samples.sets)
+        limits: list[float | None] = [*config.max_epochs] or [None] * n_sets
         if config.weights and not config.max_epochs and epochs is None:  # epochs are an end by themselves
-            limits = [1.0] * len(sets)
+            limits = [1.0] * n_sets
         return Planner(
             self.samples.positions,
             self._seq_len,
@@ -191,37 +132,19 @@ class SFTDataLoader(PlannedDataLoader):
             schedule=parse_schedule(config.weight_schedule),
             windows_per_step=windows_per_step,
             max_epochs=limits,
-            names=config.dataset,
-            seed=seed,
             epochs=epochs,
-            ahead=PREFETCHED_BATCHES * config.num_workers * windows_per_pass,
-        )
-
-    def summary(self, n_samples: int) -> DataSummary:
-        if self.n_samples is not None:
-            n_samples = min(n_samples, self.n_samples)
-        epochs, limits = self._planner.epochs_after(n_samples), self._planner.max_epochs
-        sets = [
-            SetSummary(name=name, report=of.report, lengths=of.all_lengths, epochs=times, max_epochs=limit)
-            for name, of, times, limit in zip(self.samples.names, self.samples.sets, epochs, limits, strict=True)
-        ]
-        return DataSummary(
-            sets=sets,
-            max_length=self._seq_len + 1,
-            windows_per_epoch=self._windows_per_epoch,
-            packing_efficiency=self.packing_efficiency,
-            follows_seed=not self._planner.is_adaptive,
+            **order,
         )
 
     def check_repetitions(self, n_samples: int) -> None:
         self._planner.check_repetitions(n_samples)
         if not self.config.weights and self._planner.epochs is None:
-            times = n_samples / self._windows_per_epoch
+            times = n_samples / self.windows_per_epoch
             shown = f"{times:.1f}" if times >= 1 else f"{times:.2g}"
             logger.info(f"the run reads {' '.join(self.config.dataset)} {shown} times")
 
     @cached_property
-    def _windows_per_epoch(self) -> int:
+    def windows_per_epoch(self) -> int:
         """Windows that all data makes when it is read once, each data set by itself."""
         positions, config = self.samples.positions, self.config
         if (of_epochs := self._planner.windows_of_epochs) is not None and not config.weights:
@@ -232,13 +155,11 @@ class SFTDataLoader(PlannedDataLoader):
 
     @property
     def packing_efficiency(self) -> float:
-        """The share of the windows' positions that samples take, in an epoch; the rest is padding."""
         n_positions = sum(int(of_set.sum()) for of_set in self.samples.positions)
-        return n_positions / (self._windows_per_epoch * self._seq_len)
+        return n_positions / (self.windows_per_epoch * self._seq_len)
 
-    def _log_data(self) -> None:
-        for line in self.samples.report_lines():
-            logger.info(line)
+    def log_data(self) -> None:
+        super().log_data()
         logger.info(
             f"packing: {self.packing_efficiency:.1%} of the windows' {self._seq_len:,} positions are filled, "
             f"{self.samples.trained_fraction:.1%} of these are trained"

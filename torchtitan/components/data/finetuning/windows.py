@@ -1,53 +1,46 @@
-"""Samples to batches: the data sets side by side, and whole samples packed into windows."""
+"""Samples to batches: by their numbers, and whole samples packed into windows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
-from torchtitan.components.data.finetuning.fitting import FittedSamples
-from torchtitan.components.data.finetuning.numbering import NumberedSets
+from torchtitan.components.data.finetuning.numbering import SampleSets
+from torchtitan.components.data.finetuning.row_encoders import EncodedRow
 from torchtitan.components.data.packing import NO_DOCUMENT, Array, Batch
 from torchtitan.components.loss import IGNORE_INDEX
 
-
-class SampleSets(NumberedSets[FittedSamples]):
-    """The samples of several data sets."""
-
-    @property
-    def positions(self) -> list[Array]:
-        """For each data set, the positions of a window that its samples take: the last token predicts nothing."""
-        return [of_set.lengths - 1 for of_set in self.sets]
-
-    @property
-    def trained_fraction(self) -> float:
-        """The share of these positions that are trained."""
-        n_positions = sum(int(of_set.sum()) for of_set in self.positions)
-        return sum(of_set.report.trained_tokens for of_set in self.sets) / n_positions
-
-    def sample(self, number: int) -> EncodedSample:
-        """The sample with a number."""
-        source, index = self.locate(number)
-        return self.sets[source].sample(index)
+Windows = Sequence[Sequence[EncodedRow]]
+"""The samples of each window of a batch; none: a window that only fills it up."""
 
 
 class WindowDataset(Dataset[Batch]):
-    """Batches by the numbers of the samples in each of their B windows; an empty list is a window of padding."""
+    """Batches by the numbers of the samples in each of their B windows.
 
-    def __init__(self, samples: SampleSets, seq_len: int):
-        self.samples = samples
-        self.seq_len = seq_len
+    Args:
+        samples: by their numbers.
+        seq_len: given to `collate`.
+        collate: makes a batch, without `documents`.
+    """
+
+    def __init__(self, samples: SampleSets, seq_len: int, collate: Callable[[Windows, int], Batch]):
+        self.samples, self.seq_len, self.collate = samples, seq_len, collate
 
     def __getitem__(self, windows: Sequence[Sequence[int]]) -> Batch:
-        packed = [pack_samples([self.samples.sample(number) for number in window], self.seq_len) for window in windows]
-        batch = {name: torch.from_numpy(np.stack([window[name] for window in packed])) for name in packed[0]}
+        batch = self.collate([[self.samples.sample(number) for number in window] for window in windows], self.seq_len)
         documents = np.full((len(windows), max(1, *map(len, windows))), NO_DOCUMENT, np.int64)
         for row, window in zip(documents, windows, strict=True):
             row[: len(window)] = window
         batch["documents"] = torch.from_numpy(documents)
         return batch
+
+
+def pack_windows(windows: Windows, seq_len: int, part: int = 0) -> Batch:
+    """One part of whole samples, packed: `input`, `labels` and `positions`, each (B, `seq_len`), see `pack_samples`."""
+    packed = [pack_samples([sample.parts[part] for sample in window], seq_len) for window in windows]
+    return {name: torch.from_numpy(np.stack([window[name] for window in packed])) for name in packed[0]}
 
 
 def pack_samples(samples: Sequence[EncodedSample], seq_len: int) -> dict[str, Array]:
