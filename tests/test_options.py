@@ -105,6 +105,8 @@ def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list
         family = [sub for sub in places if issubclass(sub, cls)]
         receivers = {name for place in places[cls] for name in (place, singular(place))} | {cls.__qualname__}
         for name in own_fields(cls):
+            if any(name in own_fields(base) for base in cls.__mro__[1:] if base in places):
+                continue  # another default of a field that is that class's to read
             by_place = any((receiver, name) in everywhere for receiver in receivers)
             by_itself = any((f"self of {sub.__qualname__}", name) in reads.get(sub.__module__, ()) for sub in family)
             by_owner = any(("config", name) in reads.get(sub.__module__, ()) for sub in family)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
-from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in
-from torchtitan.components.checkpoint.pretrained import export_huggingface, load_pretrained
+from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in, read_converters
+from torchtitan.components.checkpoint.pretrained import export_huggingface, frozen_origin, load_initial_weights
 from torchtitan.components.checkpoint.store import is_url
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.ending import Ending, log_ending
@@ -47,7 +47,7 @@ from torchtitan.distributed.process_group import (
 )
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import BaseModel, ModelConverter
-from torchtitan.protocols.conversion import convert_model
+from torchtitan.protocols.conversion import convert_model, describe_converters
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.garbage_collection import automatic_garbage_collection_off
@@ -275,14 +275,23 @@ class Trainer(Configurable):
         assets = self.tokenizer.folder
         of_data = {name: text.encode() for name, text in self.dataloader.assets().items()}
         changed_files = {**self.tokenizer.changed_files, **of_data}
-        export = partial(export_huggingface, spec=spec, assets=assets, changed_files=changed_files)
+        export = partial(
+            export_huggingface,
+            spec=spec,
+            assets=assets,
+            changed_files=changed_files,
+            converters=self.converters,
+            dtype=getattr(torch, dtype) if (dtype := config.checkpoint.export_dtype) and self.converters else None,
+        )
+        converters = describe_converters(config.model_converters)
         return config.checkpoint.build(
             dump_folder=config.dump_folder,
             states=self.states(),
             rank_states={"dataloader": self.dataloader, "random": RandomState()},
             initial_loads=self.initial_loads(),
-            assets=CheckpointAssets.of(spec, {**files_in(assets), **changed_files}),
+            assets=CheckpointAssets.of(spec, {**files_in(assets), **changed_files}, converters=converters),
             export=export if "hf" in spec.formats else None,
+            frozen_from=frozen_origin(config.checkpoint, config.debug.seed),
         )
 
     def states(self) -> dict[str, "Stateful"]:
@@ -296,12 +305,12 @@ class Trainer(Configurable):
 
     def initial_loads(self) -> dict[str, Callable[[], None]]:
         """Name of a state → what loads its weights where the run begins; a subclass with more models adds theirs."""
-        config, added = self.config.checkpoint, self.tokenizer.added
-        has_to_grow = added and config.initial_load_path and not is_url(config.initial_load_path)
-        if not (config.initial_load_in_hf or has_to_grow):
-            return {}  # one of our own checkpoints that fits as it is: the checkpointer itself loads it
-        spec = self.config.model_spec
-        return {"model": partial(load_pretrained, config.initial_load_path, spec, self.model_parts, added=added)}
+        config, spec, added = self.config.checkpoint, self.config.model_spec, self.tokenizer.added
+        path = config.initial_load_path
+        is_other = path and not is_url(path) and (added or read_converters(path))
+        if not (config.initial_load_in_hf or is_other or self.converters or config.trained_only):
+            return {}  # one of our own checkpoints that fits as it is, or none: the checkpointer itself loads it
+        return {"model": partial(load_initial_weights, path, spec, self.model_parts, self.converters, added=added)}
 
     def build_validator(self) -> Validator | None:
         """The validator, where validation is on and there is data for it."""
@@ -402,7 +411,7 @@ class Trainer(Configurable):
             with self.sample_losses.of(batch):
                 loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
         if self.step == 0 and self.has_data:
-            self.optimizer.warn_of_idle_parameters()
+            self.check_gradients()
         self.watchdog.phase("gradient clipping")
         grad_norm = self.clip_gradients()
         self.watchdog.phase("reading the outcome")
@@ -489,6 +498,10 @@ class Trainer(Configurable):
         # With more than one process, FSDP or DDP does it.
         needed = self.mesh is None and dtype != torch.float32
         return torch.autocast(self.device.type, dtype=dtype) if needed else contextlib.nullcontext()
+
+    def check_gradients(self) -> None:
+        """After the first backward passes of a run, name the trained parameters that have no gradient."""
+        self.optimizer.warn_of_idle_parameters()
 
     def clip_gradients(self) -> Tensor:
         """Scale gradients down to `training.max_norm`; their total norm before that, over all ranks."""

@@ -10,7 +10,7 @@ import torch
 import tyro
 
 from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.checkpoint.pretrained import native_source
+from torchtitan.components.checkpoint.pretrained import check_start
 from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
@@ -32,6 +32,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import check_activation_checkpoint
 from torchtitan.distributed.compile import check_compile
 from torchtitan.distributed.pipeline import PipelinePlan
+from torchtitan.distributed.tensor_parallel import check_rows
 from torchtitan.protocols import ModelConverter, ModelSpec
 from torchtitan.tools.errors import UserError
 
@@ -124,8 +125,14 @@ class TrainerConfig(Configurable.Config):
         tokenizer = self.tokenizer.build(path=self.hf_assets_path)
         resolved = self.resolve(tokenizer)
         resolved.check_conversion()
-        if self.checkpoint.initial_load_in_hf and start is None:
-            native_source(self.checkpoint.initial_load_path, resolved.model_spec, added=tokenizer.added)
+        check_start(
+            self.checkpoint,
+            start,
+            resolved.model_spec,
+            [converter.build() for converter in self.model_converters],
+            added=tokenizer.added,
+            seed=self.debug.seed,
+        )
         self.dataloader.prepare(tokenizer=tokenizer)
         for validation in self.validation_dataloaders().values():
             validation.prepare(tokenizer=tokenizer)
@@ -167,6 +174,7 @@ class TrainerConfig(Configurable.Config):
         for config in self.model_converters:
             config.check_run(training=self.training, parallelism=self.parallelism, compile=self.compile)
             config.build().check_model(model)
+        check_rows(model, self.model_spec.sharding, self.parallelism.tensor_parallel_degree)
 
     def resolve(self, tokenizer: Tokenizer) -> Self:
         """A copy with the values that come from the tokenizer filled in; explicit ones win.

@@ -1,11 +1,12 @@
 """`torchtitan convert`: a checkpoint in another format, tensor by tensor in one process."""
 
 import argparse
+import functools
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,21 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger
 
 if TYPE_CHECKING:
+    import torch
+
     from torchtitan.protocols import ModelSpec
 
 _EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 _FORMATS = ("hf", "meta", "dcp")
 
+_OF_QUANTIZE = ("group_size", "exclude")
+"""Options that go with --quantize."""
+
 _DESCRIPTION = """Write the checkpoint in the folder INPUT to the folder OUTPUT, in another format or another type of
 numbers: weights, tokenizer, and the file that describes the model. Formats: hf (Hugging Face: config.json and
 safetensors), meta (params.json and consolidated.00.pth), dcp (a step-N folder of a training run; OUTPUT then is such a
-folder, of a model without optimizer, to be named as --checkpoint.initial_load_path).
+folder, of a model without optimizer, to be named as --checkpoint.initial_load_path), peft (the adapter alone of a run
+with --model_converters.lora or qlora: adapter_config.json and adapter_model.safetensors).
 Memory: about the largest tensor."""
 
 
@@ -45,7 +52,7 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("input", metavar="INPUT", type=Path, help="folder of the checkpoint to read")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="folder to write; must not exist, or be empty")
     parser.add_argument("--from", dest="source", choices=_FORMATS, help="format of INPUT (default: found by its files)")
-    parser.add_argument("--to", required=True, choices=_FORMATS, help="format of OUTPUT")
+    parser.add_argument("--to", required=True, choices=(*_FORMATS, "peft"), help="format of OUTPUT")
     parser.add_argument(
         "--export_dtype", choices=_EXPORT_DTYPES, help="type of the weights in OUTPUT (default: as in INPUT)"
     )
@@ -56,41 +63,116 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
         metavar="GIB",
         help="hf: begin a new file where one would be larger, in GiB (default: 5)",
     )
+    parser.add_argument(
+        "--quantize",
+        choices=("int8dyn_int4w",),
+        help="hf: quantize the linear layers between embedding and output, for inference: 4-bit weights, 8-bit "
+        "activations, as --model_converters.qat trains for; needs torchao",
+    )
+    parser.add_argument(
+        "--group_size", type=int, metavar="N", help="--quantize: neighboring weights that share a scale (default: 32)"
+    )
+    parser.add_argument(
+        "--exclude",
+        nargs="+",
+        metavar="PATTERN",
+        help="--quantize: regular expressions, each searched in the layers' names (layers.0.feed_forward.w2): what "
+        "they find is not quantized",
+    )
     return parser.parse_args(args)
 
 
 def _convert(options: argparse.Namespace) -> None:
-    import torch
-
-    from torchtitan.components.checkpoint.assets import asset_folder
-    from torchtitan.components.checkpoint.formats import export_checkpoint
-    from torchtitan.components.data.progress import progress
-    from torchtitan.models.pretrained import native_source
-
     begun = time.perf_counter()
     _check(options)
-    spec, source = native_source(options.input)
+    spec, n_tensors, write = _adapter(options) if options.to == "peft" else _model(options)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     # Beside OUTPUT, so that renaming puts it in place, and under a name that nothing else has.
     workplace = Path(tempfile.mkdtemp(prefix=f"{options.output.name}.", suffix=".partial", dir=options.output.parent))
     try:
         partial = workplace / "checkpoint.partial"
         partial.mkdir()  # its permissions are the usual ones, and those of the other are not
-        with progress(f"converting to {options.to}", sum(form.n_bytes for form in source.forms.values())) as advance:
-            export_checkpoint(
-                partial,
-                options.to,
-                spec,
-                source,
-                asset_folder(options.input),
-                dtype=getattr(torch, options.export_dtype) if options.export_dtype else None,
-                max_file_bytes=int(options.max_shard_size * 2**30),
-                advance=advance,
-            )
+        write(partial)
         _put_in_place(partial, options)
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
-    _report(options, spec, len(source.forms), time.perf_counter() - begun)
+    _report(options, spec, n_tensors, time.perf_counter() - begun)
+
+
+def _model(options: argparse.Namespace) -> "tuple[ModelSpec, int, Callable[[Path], None]]":
+    """The model, how many tensors are written, and what writes them into a folder."""
+    from torchtitan.components.checkpoint.assets import asset_folder
+    from torchtitan.components.data.progress import progress
+    from torchtitan.models.pretrained import native_source
+
+    spec, source = native_source(options.input)
+
+    def write(folder: Path) -> None:
+        with progress(f"converting to {options.to}", sum(form.n_bytes for form in source.forms.values())) as advance:
+            _writer(options)(
+                folder,
+                spec=spec,
+                source=source,
+                assets=asset_folder(options.input),
+                dtype=_dtype(options),
+                max_file_bytes=int(options.max_shard_size * 2**30),
+                advance=advance,
+            )
+
+    return spec, len(source.forms), write
+
+
+def _adapter(options: argparse.Namespace) -> "tuple[ModelSpec, int, Callable[[Path], None]]":
+    """As `_model`, of a model's adapter alone.
+
+    Raises:
+        UserError: where the checkpoint does not have one.
+    """
+    from torchtitan.components.checkpoint.assets import read_converters
+    from torchtitan.components.checkpoint.formats import format_of, open_source
+    from torchtitan.components.checkpoint.formats.source import as_type
+    from torchtitan.components.peft import LoRA
+    from torchtitan.components.peft.adapter_files import write_adapter
+    from torchtitan.models.pretrained import spec_of
+    from torchtitan.protocols.conversion import converted_model, described_converters
+
+    checkpoint: Path = options.input
+    descriptions = read_converters(checkpoint) if format_of(checkpoint) == "dcp" else []
+    converters = described_converters(descriptions, str(checkpoint))
+    adapters = [converter.config for converter in converters if isinstance(converter, LoRA)]
+    if len(adapters) != 1:
+        raise UserError(
+            f"--to peft writes the adapter of a model, and {checkpoint} has {len(adapters) or 'none'}: name the step-N "
+            "folder of a run with --model_converters.lora or qlora, one of both"
+        )
+    spec, source = spec_of(checkpoint), open_source(checkpoint)
+    model = converted_model(spec.model, converters)
+    n_tensors = sum(parameter.requires_grad for parameter in model.parameters())
+
+    def read(name: str) -> "torch.Tensor":
+        return as_type(name, source.read(name), _dtype(options) or source.forms[name].dtype)
+
+    return spec, n_tensors, lambda folder: write_adapter(folder, adapters[0], model, spec, read)
+
+
+def _dtype(options: argparse.Namespace) -> "torch.dtype | None":
+    """The type of the floating-point weights that are written; None: as they are."""
+    import torch
+
+    return getattr(torch, options.export_dtype) if options.export_dtype else None
+
+
+def _writer(options: argparse.Namespace) -> Callable[..., None]:
+    """What writes the checkpoint."""
+    if options.quantize:
+        from torchtitan.components.quantization.qat import QAT
+        from torchtitan.components.quantization.quantized_export import export_quantized
+
+        given = {name: getattr(options, name) for name in _OF_QUANTIZE if getattr(options, name) is not None}
+        return functools.partial(export_quantized, quantization=QAT.Config(**given))
+    from torchtitan.components.checkpoint.formats import export_checkpoint
+
+    return functools.partial(export_checkpoint, to=options.to)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -100,6 +182,11 @@ def _check(options: argparse.Namespace) -> None:
 
     if options.max_shard_size <= 0:
         raise UserError(f"--max_shard_size is {options.max_shard_size}, and must be above 0")
+    if options.quantize and options.to != "hf":
+        raise UserError(f"--quantize {options.quantize} is for --to hf, and not for --to {options.to}")
+    for name in _OF_QUANTIZE:
+        if getattr(options, name) is not None and not options.quantize:
+            raise UserError(f"--{name} says how to --quantize, which is not given")
     output: Path = options.output
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"{output} exists already, and is left as it is; name a new folder")

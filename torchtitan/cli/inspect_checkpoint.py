@@ -147,6 +147,7 @@ def _faulty_descriptions(path: Path, found: str) -> list[str]:
 def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, verify: bool) -> dict[str, str]:
     """What marker and manifest say; what is wrong with them is added to `faults`."""
     from torchtitan.components.checkpoint import folders
+    from torchtitan.components.checkpoint.assets import read_converters
 
     if not folders.has_marker(path):
         if found == "dcp":
@@ -159,6 +160,13 @@ def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, ve
         return {"complete": "no"}
     assert info.marker is not None, "it was opened"
     facts = {"step": str(info.marker.step), "kind": info.marker.kind, "torch": info.marker.torch_version}
+    try:
+        if converters := read_converters(path):
+            facts["converters"] = ", ".join(str(converter.get("class")) for converter in converters)
+    except UserError as error:
+        faults.append(str(error))
+    if info.frozen_from:
+        facts["left out"] = f"weights that are not trained: those of {info.frozen_from}"
     if info.validation_loss is not None:
         facts["validation loss"] = f"{info.validation_loss:.6g}"
     facts |= {"complete": "yes", "digests": "not compared"}

@@ -1,5 +1,6 @@
 """Tensor, sequence and loss parallelism, as a family's `ShardingPlan` says."""
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchtitan.distributed.loss_parallel import gather_for_head
 from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
+from torchtitan.tools.errors import UserError
 
 
 class _WholeSequence(PrepareModuleInput):
@@ -58,19 +60,51 @@ class _Rows(RowwiseParallel):
     _partition_embedding_fn = _partition_linear_fn
 
 
+class _SameWeights(SequenceParallel):
+    """Works on the parts of a sequence with the same weights on every rank, frozen ones too, which torch's own style
+    would train."""
+
+    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        frozen = [own_name for own_name, parameter in module.named_parameters() if not parameter.requires_grad]
+        super()._replicate_module_fn(name, module, device_mesh)
+        for own_name in frozen:
+            module.get_parameter(own_name).requires_grad_(False)
+
+
 def _style(sharding: TensorSharding) -> ParallelStyle:
     """Torch's name for it; the sequence is dimension 1."""
     match sharding:
         case "vocabulary":
             return _Rows(input_layouts=Replicate(), output_layouts=Shard(1))
         case "sequence":
-            return SequenceParallel()
+            return _SameWeights()
         case "whole sequence":
             return _WholeSequence()
         case "columns":
             return _Columns()
         case "rows":
             return _Rows(output_layouts=Shard(1))
+
+
+def check_rows(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
+    """Find what of the layers that are shared out by rows cannot be, on a model that is converted and still whole: the
+    inputs of a parameter that holds them in blocks.
+
+    Raises:
+        UserError: for the first parameter whose inputs `degree` ranks cannot share evenly, by name.
+    """
+    patterns = [pattern for pattern, sharding in plan.tensor.items() if sharding == "rows"]
+    for name, module in model.named_modules():
+        if not any(fnmatchcase(name, pattern) for pattern in patterns):
+            continue
+        for own_name, parameter in module.named_parameters(recurse=False):
+            dimensions = features_of(module)[own_name]
+            if "in" in dimensions and (pieces := parameter.shape[dimensions.index("in")]) % degree:
+                raise UserError(
+                    f"--parallelism.tensor_parallel_degree {degree} shares out the inputs of {name}, whose {own_name} "
+                    f"has {pieces} pieces of them, which do not go evenly into {degree}; exclude the layer from the "
+                    f"converter, or choose a degree that divides {pieces}"
+                )
 
 
 def apply_tensor_parallel(
@@ -86,7 +120,9 @@ def apply_tensor_parallel(
 
     Raises:
         ValueError: if a parameter belongs to no module in `plan`, by name.
+        UserError: as `check_rows`.
     """
+    check_rows(model, plan, mesh.size())
     present = {name for name, _ in model.named_modules()}
     for pattern, sharding in plan.tensor.items():
         if "*" in pattern or pattern in present:

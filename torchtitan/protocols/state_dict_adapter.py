@@ -7,7 +7,7 @@ adapter is the table of one model configuration; where tensors lie in files is n
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class Transform(ABC):
     Works on tensors of the meta device too, which is how the shapes on the other side are found.
     """
 
+    rows_only: ClassVar[bool] = False
+    """Whether it makes one tensor of one, and only moves rows: then it does the same to whatever else has one entry per
+    row, as the adapter of a weight and the norms of its rows have."""
+
     @abstractmethod
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """Our tensors, of `shapes`, from the other format's."""
@@ -64,6 +68,8 @@ class Transform(ABC):
 @dataclass(frozen=True)
 class Same(Transform):
     """One tensor, the same in both."""
+
+    rows_only = True
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """The tensor as it is."""
@@ -81,6 +87,8 @@ class RopePermutation(Transform):
     Ours rotates element i with i + head_dim / 2 (`torchtitan.models.common.rope`), as Hugging Face's does; in Meta's
     checkpoints, as in the RoPE paper (arXiv:2104.09864, section 3.2), that pair are elements 2i and 2i + 1.
     """
+
+    rows_only = True
 
     head_dim: int
 

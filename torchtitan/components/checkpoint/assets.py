@@ -2,12 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan.components.checkpoint.store import folder_at
 from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.protocols.conversion import Description
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
@@ -48,22 +50,29 @@ class CheckpointAssets:
     """The content of a checkpoint's folder `assets`."""
 
     model: Mapping[str, Any]
-    """`module` (import path of the family's package), `flavor` and `config` (that of the model)."""
+    """`module` (import path of the family's package), `flavor` and `config` (that of the model); and `converters`
+    (`protocols.conversion.Description`) where the weights are not those of the plain model."""
 
     files: Mapping[str, AssetFile]
     """File name → what is in it."""
 
     @classmethod
-    def of(cls, spec: ModelSpec, files: Mapping[str, AssetFile]) -> "CheckpointAssets":
-        """Those of a model, with `files`, such as `files_in(tokenizer.folder)`."""
-        return cls({"module": spec.module, "flavor": spec.flavor, "config": spec.model.to_dict()}, files)
+    def of(
+        cls, spec: ModelSpec, files: Mapping[str, AssetFile], *, converters: Sequence[Description] = ()
+    ) -> "CheckpointAssets":
+        """Those of a model, with `files`, such as `files_in(tokenizer.folder)`, and what `describe_converters` says."""
+        model = {"module": spec.module, "flavor": spec.flavor, "config": spec.model.to_dict()}
+        return cls({**model, "converters": list(converters)} if converters else model, files)
 
     def write(self, folder: Path) -> None:
         """Write them into `folder`, that of a checkpoint."""
         assets = folder / FOLDER
         assets.mkdir(exist_ok=True)
         write_files(assets, self.files)
-        (assets / _MODEL).write_text(json.dumps(self.model, indent=2) + "\n")
+        # A Hugging Face folder has the plain model, whatever the run's was.
+        left_out = {"converters"} if (folder / "config.json").is_file() else set()
+        content = {key: value for key, value in self.model.items() if key not in left_out}
+        (assets / _MODEL).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def asset_folder(checkpoint: Path) -> Path:
@@ -109,6 +118,24 @@ def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
         if not isinstance(content.get(key), type_):
             raise UserError(f"{path}: {key} is {content.get(key)!r}, and must be {must_be}")
     return content
+
+
+def read_converters(checkpoint: str | Path) -> list[Description]:
+    """The converters without which nothing can be made of the weights of the checkpoint of ours in that folder, or
+    behind that URL: what `CheckpointAssets.of` was given; none, where it says nothing of them.
+
+    Raises:
+        UserError: where what it says cannot be read.
+    """
+    folder, name = folder_at(checkpoint), f"{FOLDER}/{_MODEL}"
+    try:
+        content = json.loads(folder.read(name)) if folder.has_file(name) else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{checkpoint}/{name} cannot be read: {error}") from error
+    converters = content.get("converters", []) if isinstance(content, dict) else None
+    if not (isinstance(converters, list) and all(isinstance(converter, dict) for converter in converters)):
+        raise UserError(f"{checkpoint}/{name}: converters is {converters!r}, and must be a list of objects")
+    return converters
 
 
 def files_in(folder: Path | None) -> dict[str, AssetFile]:

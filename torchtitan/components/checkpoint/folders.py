@@ -62,6 +62,11 @@ class CheckpointInfo:
         return self.marker.kind if self.marker else None
 
     @property
+    def frozen_from(self) -> str:
+        """What the weights began as that it lacks, since they are not trained; empty: it lacks none."""
+        return self.marker.frozen_from if self.marker else ""
+
+    @property
     def holds(self) -> str:
         """What it holds, in words."""
         return in_words(self.marker.kind) if self.marker else "nothing that is complete"

@@ -16,8 +16,8 @@ from torchtitan.components.checkpoint.checks import check_options
 from torchtitan.components.checkpoint.marker import Kind, Marker
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.saver import Assets, AsyncMode, Export, Saver
-from torchtitan.components.checkpoint.start import Start, choose_start, find_start
-from torchtitan.components.checkpoint.states import ModelState
+from torchtitan.components.checkpoint.start import Start, check_frozen, choose_start, find_start
+from torchtitan.components.checkpoint.states import ModelState, TrainedState
 from torchtitan.components.checkpoint.store import Folder, inside
 from torchtitan.config.configurable import Configurable
 from torchtitan.tools.errors import UserError
@@ -49,9 +49,11 @@ class CheckpointManager(Configurable):
             One for "model" also loads the weights of an `initial_load_path` of which nothing else is loaded.
         assets: what rank 0 writes into each checkpoint beside the states.
         export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
+        frozen_from: what the weights that are not trained begin as, in words; for `trained_only`, where a run resumes
+            after `initial_loads` have given it these weights.
 
     Raises:
-        UserError: where the configuration does not hold together.
+        UserError: where the configuration does not hold together, or with the model.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -88,6 +90,10 @@ class CheckpointManager(Configurable):
         async_mode: AsyncMode = "disabled"
         """Write while training goes on, from a copy in CPU memory: in a thread (async), or in a process of its own from
         memory that is pinned, so faster to copy to (async_with_pinned_mem; where CUDA is absent, it is not pinned)."""
+
+        trained_only: bool = False
+        """Leave weights that are not trained out of the checkpoints that a run resumes from; it has them again from
+        initial_load_path, or its seed."""
 
         keep_latest_k: int = 10
         """Remove all but the newest so many checkpoints (0: keep all)."""
@@ -145,6 +151,7 @@ class CheckpointManager(Configurable):
         initial_loads: Mapping[str, Callable[[], None]] | None = None,
         assets: Assets | None = None,
         export: Export | None = None,
+        frozen_from: str = "the seed",
     ):
         self.config: CheckpointManager.Config = config
         self.folder = config.place(dump_folder)
@@ -154,6 +161,8 @@ class CheckpointManager(Configurable):
         self._check(can_export=export is not None)
         # A group of its own, so that a save in the background never mixes with what training sends; on the CPU.
         self._ranks = Ranks(dist.new_group(backend="gloo") if dist.is_initialized() else None)
+        self._frozen_from = frozen_from
+        self._check_trained_only()
         self._saver = Saver(
             self.folder,
             self._ranks,
@@ -207,12 +216,19 @@ class CheckpointManager(Configurable):
             return
         self.wait()
         kind = self.config.last_kind if last else "full"
-        if step == self._saver.step:
+        replaces = self.config.trained_only and kind != self._saver.kind  # no other form can be made of trained weights
+        if step == self._saver.step and not replaces:
             if kind != self._saver.kind:
                 # It may be the only one that the run can resume from.
                 logger.warning("step %d is saved in full, and stays so; torchtitan convert makes other forms", step)
             return
-        marker = Marker(step=step, kind=kind, world_size=self._ranks.size, validation_loss=validation_loss)
+        marker = Marker(
+            step=step,
+            kind=kind,
+            world_size=self._ranks.size,
+            validation_loss=validation_loss,
+            frozen_from=self._frozen_from if self.config.trained_only and kind == "full" else "",
+        )
         entries = self._encode(kind)
         # Before the save ends, so that it is the same on every rank; where it fails, it is set back.
         self._former_best_loss = self._best_loss
@@ -237,13 +253,18 @@ class CheckpointManager(Configurable):
                 does not fit the states.
         """
         start = choose_start(self.config, self.folder, self._ranks)
+        check_frozen(self.config, start, self._frozen_from)
+        lacks_frozen = start is not None and start.resumes and bool(start.checkpoint.frozen_from)
+        for give_weights in self.initial_loads.values() if lacks_frozen else []:
+            give_weights()
         is_given = start is not None and self._loads_model_only(start) and "model" in self.initial_loads
         loaded = self._restore(start) if start and not is_given else set()
         for name, give_weights in self.initial_loads.items():
             if name not in loaded:
                 if start and start.resumes:
                     logger.info("state %s is not loaded from %s and is initialised", name, start.checkpoint.path)
-                give_weights()
+                if not lacks_frozen:
+                    give_weights()
         if start is None:
             return 0
         if start.resumes:
@@ -278,6 +299,11 @@ class CheckpointManager(Configurable):
         if self.config.initial_load_in_hf and "model" not in self.initial_loads:
             raise UserError("checkpoint.initial_load_in_hf: this model cannot be loaded from a Hugging Face form")
 
+    def _check_trained_only(self) -> None:
+        has_frozen = any(isinstance(state, ModelState) and state.frozen for state in self.states.values())
+        if self.config.trained_only and not any(self._ranks.gather(has_frozen)):
+            raise UserError("checkpoint.trained_only: all weights are trained, so that none can be left out")
+
     def _loads_model_only(self, start: Start) -> bool:
         return not start.resumes and self.config.initial_load_model_only
 
@@ -290,7 +316,8 @@ class CheckpointManager(Configurable):
         saved_rank = self._ranks.rank if self._ranks.rank < checkpoint.marker.world_size else 0
         names = {"model"} if model_only else {*self.states, *self.rank_states}
         names -= set(self.config.exclude_from_loading)
-        states = {name: state for name, state in self.states.items() if name in names}
+        held = _only_trained(self.states) if checkpoint.frozen_from else self.states
+        states = {name: state for name, state in held.items() if name in names}
         rank_states = {name: state for name, state in self.rank_states.items() if name in names}
         loaded = storage.load(
             checkpoint.path, states, rank_states, saved_rank, self._ranks, optional=self.initial_loads.keys()
@@ -304,21 +331,28 @@ class CheckpointManager(Configurable):
         from torchtitan.components.checkpoint import storage
 
         if kind == "full":
-            states = {name: state.state_dict() for name, state in self.states.items()}
+            held = _only_trained(self.states) if self.config.trained_only else self.states
+            states = {name: state.state_dict() for name, state in held.items()}
             states |= {
                 storage.rank_key(name, self._ranks.rank): state.state_dict() for name, state in self.rank_states.items()
             }
         else:
             models = {name: state for name, state in self.states.items() if isinstance(state, ModelState)}
             assert "model" in models, "the weights to save are a ModelState"
-            states = {name: self._as_exported(state.state_dict()) for name, state in models.items()}
+            states = {name: self._as_exported(state, kind) for name, state in models.items()}
         return {name: storage.encode(name, state_dict) for name, state_dict in states.items()}
 
-    def _as_exported(self, weights: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    def _as_exported(self, state: ModelState, kind: Kind) -> "dict[str, torch.Tensor]":
+        weights: dict[str, torch.Tensor] = state.state_dict()
         if self.config.export_dtype is None:
             return weights
+        # What is merged on the way into a Hugging Face folder gets its type there; other forms have types of their own.
+        kept = state.of_converted if kind == "huggingface" else state.derived
         dtype = getattr(torch, self.config.export_dtype)
-        exported = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+        exported = {
+            name: value.to(dtype) if value.is_floating_point() and name not in kept else value
+            for name, value in weights.items()
+        }
         here = [name for name, value in weights.items() if _becomes_infinite(value, exported[name])]
         lost = sorted({name for names in self._ranks.gather(here) for name in names})
         if not lost:
@@ -351,6 +385,10 @@ class CheckpointManager(Configurable):
         complete = [info for info in folders.list_checkpoints(self.folder) if info.complete and not info.damage]
         best = folders.best([info for info in complete if info.step <= step])
         return best.validation_loss if best and best.validation_loss is not None else math.inf
+
+
+def _only_trained(states: "Mapping[str, Stateful]") -> "dict[str, Stateful]":
+    return {name: TrainedState(state) if isinstance(state, ModelState) else state for name, state in states.items()}
 
 
 def _becomes_infinite(value: torch.Tensor, converted: torch.Tensor) -> bool:

@@ -33,6 +33,9 @@ class Marker:
     validation_loss: float | None = None
     """The validation loss at that step, where it was measured."""
 
+    frozen_from: str = ""
+    """It lacks the weights that are not trained, and this is what those began as; empty: it has all weights."""
+
     manifest: str = ""
     """The digest of manifest.json; `commit` fills it in."""
 
@@ -48,6 +51,7 @@ _MARKER_TYPES: dict[str, tuple[type, ...]] = {
     "kind": (str,),
     "world_size": (int,),
     "validation_loss": (float, type(None)),
+    "frozen_from": (str,),
     "manifest": (str,),
     "torch_version": (str,),
     "format_version": (int,),
@@ -99,13 +103,15 @@ def read_marker(folder: Folder) -> Marker | None:
 def marker_content(marker: Marker) -> bytes:
     """The marker's file: its fields, and a digest of them, since no manifest says what they were."""
     fields = dataclasses.asdict(marker)
+    if not marker.frozen_from:
+        del fields["frozen_from"]  # so it was before there was such a thing
     digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
     return json.dumps({**fields, "digest": digest}).encode()
 
 
 def _marker_from(content: Any) -> Marker | None:
     fields = {name: value for name, value in content.items() if name != "digest"} if isinstance(content, dict) else {}
-    types_fit = fields.keys() == _MARKER_TYPES.keys() and all(
+    types_fit = fields.keys() | {"frozen_from"} == _MARKER_TYPES.keys() and all(
         type(value) in _MARKER_TYPES[name] for name, value in fields.items()
     )
     return Marker(**fields) if types_fit and fields["kind"] in get_args(Kind) else None

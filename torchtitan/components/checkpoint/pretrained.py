@@ -4,25 +4,32 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from torchtitan.components.checkpoint import folders
-from torchtitan.components.checkpoint.assets import asset_folder
+from torchtitan.components.checkpoint.assets import asset_folder, read_converters, read_model_json
 from torchtitan.components.checkpoint.formats import (
     ConvertedSource,
+    ConvertedView,
     GrownVocabulary,
+    PlainView,
     TensorSource,
     format_of,
     load_weights,
     open_source,
 )
 from torchtitan.components.checkpoint.formats.export import export_checkpoint, format_for
+from torchtitan.components.checkpoint.formats.load import check_fit
+from torchtitan.components.checkpoint.manager import CheckpointManager
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.start import load_model_state, raise_if_damaged
+from torchtitan.components.checkpoint.start import Start, check_frozen, load_model_state, raise_if_damaged
 from torchtitan.components.checkpoint.states import ModelState
+from torchtitan.components.checkpoint.store import is_url
 from torchtitan.components.tokenizer import PretrainedTokenizer
-from torchtitan.protocols import BaseModel, ModelSpec
+from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
+from torchtitan.protocols.conversion import converted_model, describe_converters, described_converters
 from torchtitan.protocols.state_dict_adapter import TensorForm, model_forms
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -45,7 +52,8 @@ def check_digests(path: str | Path) -> None:
 def native_source(path: str | Path, spec: ModelSpec, *, added: range = range(0)) -> TensorSource:
     """The weights of the checkpoint in `path`, in any format, under the names and in the layout of the model `spec`.
 
-    Reads names and shapes, and compares tied weights.
+    Reads names and shapes, and compares tied weights. Weights that a run saved in another form, or with adapters, are
+    made plain as they are read.
 
     Args:
         path: the checkpoint's folder.
@@ -56,43 +64,137 @@ def native_source(path: str | Path, spec: ModelSpec, *, added: range = range(0))
     Raises:
         UserError: where there is no checkpoint, one that cannot be read, or one of another model; it names the tensors.
     """
-    found, source, model = format_of(path), open_source(path), spec.model
+    found, model = format_of(path), spec.model
     added = _unknown_ids(Path(path), added)
-    if found != "dcp":
-        adapter = format_for(spec, found).adapter
+    if found == "dcp":
+        source = _plain_source(Path(path), model)
+    else:
+        source, adapter = open_source(path), format_for(spec, found).adapter
         saved = _saved_model(source, model, lambda of: adapter(of).foreign_forms(model_forms(of)), added)
         source = ConvertedSource(source, adapter(saved), model_forms(saved))
     return GrownVocabulary(source, _names_of_tokens(model, model_forms), added) if added else source
 
 
+def is_as_saved(path: str | Path, converters: Sequence[ModelConverter], *, added: range = range(0)) -> bool:
+    """Whether the checkpoint in `path` is one of ours that was saved with the same converters and tokens, so that its
+    weights are loaded as they are.
+
+    Args:
+        path: the checkpoint's folder, or its URL.
+        converters: the run's.
+        added: as of `native_source`.
+
+    Raises:
+        UserError: where it is not, and `path` is a URL; or there is no checkpoint.
+    """
+    if not is_url(str(path)) and (format_of(path) != "dcp" or _unknown_ids(Path(path), added)):
+        return False
+    same = read_converters(path) == describe_converters(converter.config for converter in converters)
+    if is_url(str(path)) and not same:
+        raise UserError(
+            f"{path} was saved with other model_converters, and weights are converted from a disk only; download it"
+        )
+    return same
+
+
 def load_pretrained(
-    path: str | Path, spec: ModelSpec, model_parts: Sequence[nn.Module], *, added: range = range(0)
+    path: str | Path,
+    spec: ModelSpec,
+    model_parts: Sequence[nn.Module],
+    *,
+    added: range = range(0),
+    converters: Sequence[ModelConverter] = (),
 ) -> None:
     """Load the weights of one model from a checkpoint in any format, each process of the default group its part.
 
-    One of a run of ours is verified before.
+    One of a run of ours is verified before; saved with the same converters, it is loaded as it is. Otherwise what a
+    converter has added keeps its values, and the rest is as it follows from the plain model's weights.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder; or its URL, where `is_as_saved`.
         spec: the model; a vocabulary that comes from the tokenizer is filled in.
         model_parts: the model in this process, materialised, sharded or not.
         added: as of `native_source`.
+        converters: those that have been applied to the model.
 
     Raises:
         UserError: on every process, where the checkpoint cannot be read, is damaged or is one of another model.
     """
+    if is_as_saved(path, converters, added=added):
+        load_model_state(path, ModelState(model_parts))
+        return
     group = dist.group.WORLD if dist.is_initialized() else None
     if format_of(path) == "dcp":
-        if not added:
-            load_model_state(path, ModelState(model_parts))
-            return
         ranks = Ranks(group)
         raise_if_damaged(ranks.first_decides(lambda: folders.open_checkpoint(path)).path, ranks)
-    source = native_source(path, spec, added=added)
-    load_weights(source, model_parts, group)
+    plain = native_source(path, spec, added=added)
+    load_weights(_converted(plain, spec.model, converters, ModelState(model_parts)), model_parts, group)
     logger.info("loaded %s, pre-trained weights", path)
-    if isinstance(source, GrownVocabulary):
-        logger.info("%s: those of added tokens, each the mean of the rows below", source.growth)
+    if isinstance(plain, GrownVocabulary):
+        logger.info("%s: those of added tokens, each the mean of the rows below", plain.growth)
+
+
+def load_initial_weights(
+    path: str,
+    spec: ModelSpec,
+    model_parts: list[nn.Module],
+    converters: Sequence[ModelConverter],
+    *,
+    added: range = range(0),
+) -> None:
+    """Give a model the weights that a run begins with, beyond those of its seed: those in `path`, where it is not
+    empty, and what its converters have to load.
+
+    Args, and what is raised: as of `load_pretrained`.
+    """
+    has_theirs = bool(path) and is_as_saved(path, converters, added=added)
+    if path:
+        load_pretrained(path, spec, model_parts, added=added, converters=converters)
+    for converter in converters:
+        if not (has_theirs and converter.changes_weights):
+            converter.load_initial_weights(model_parts, spec)
+
+
+def frozen_origin(config: CheckpointManager.Config, seed: int) -> str:
+    """What the weights of a run that are not trained begin as, in words; `seed` is the run's."""
+    path = config.initial_load_path
+    return f"checkpoint.initial_load_path {path if is_url(path) else Path(path).absolute()}" if path else f"seed {seed}"
+
+
+def check_start(
+    config: CheckpointManager.Config,
+    start: Start | None,
+    spec: ModelSpec,
+    converters: Sequence[ModelConverter],
+    *,
+    added: range,
+    seed: int,
+) -> None:
+    """Find, before any process starts, a checkpoint that a run cannot start from; reads names and shapes.
+
+    Args:
+        config: the run's.
+        start: what `config.find_start` gave.
+        spec: the model; a vocabulary that comes from the tokenizer is filled in.
+        converters: the run's.
+        added: as of `native_source`.
+        seed: the run's.
+
+    Raises:
+        UserError: as `check_frozen`, `is_as_saved` and `native_source`.
+    """
+    check_frozen(config, start, frozen_origin(config, seed))
+    path = config.initial_load_path
+    if not path or (start and start.resumes and not start.checkpoint.frozen_from):
+        return
+    if is_as_saved(path, converters, added=added):
+        return
+    if not config.initial_load_model_only:
+        raise UserError(
+            f"checkpoint.initial_load_model_only False: {path} was saved with other model_converters or tokens, so "
+            "that only its weights can be loaded"
+        )
+    _converted(native_source(path, spec, added=added), spec.model, converters)
 
 
 def export_huggingface(
@@ -103,6 +205,8 @@ def export_huggingface(
     spec: ModelSpec,
     assets: Path | None,
     changed_files: Mapping[str, bytes] | None = None,
+    converters: Sequence[ModelConverter] = (),
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Fill `target` with the Hugging Face folder of a model; every rank calls this, and writes some of the files.
 
@@ -113,11 +217,60 @@ def export_huggingface(
         spec: the model.
         assets: folder with the tokenizer's files; None: there are none.
         changed_files: content by name of files that are written in place of those in `assets`, or beside them.
+        converters: those that have been applied to the model: what is written is the plain one, and what they write.
+        dtype: of the floating-point weights of a converted model; None: as the plain ones follow from it.
     """
     # Deferred: DCP takes a second to import.
     from torchtitan.components.checkpoint.formats.dcp import DcpSource
 
-    export_checkpoint(target, "hf", spec, DcpSource(source), assets, changed_files=changed_files, ranks=ranks)
+    weights: TensorSource = DcpSource(source)
+    if converters:
+        weights = PlainView(weights, converted_model(spec.model, converters), converters)
+    export_checkpoint(target, "hf", spec, weights, assets, changed_files=changed_files, dtype=dtype, ranks=ranks)
+
+
+def _converted(
+    plain: TensorSource, model: BaseModel.Config, converters: Sequence[ModelConverter], state: ModelState | None = None
+) -> TensorSource:
+    """The weights of the plain model as the converted one has them, but for what a converter has added.
+
+    Args:
+        plain: the weights.
+        model: the plain model.
+        converters: those that make the converted one.
+        state: what they are for, which says of what types the converted tensors are made.
+
+    Raises:
+        UserError: where they are not the plain model's, as they would be found to be in the end, or are quantized.
+    """
+    if not any(converter.changes_weights for converter in converters):
+        return plain
+    check_fit(plain.forms, converted_model(model, []).state_dict())
+    converted = converted_model(model, converters)
+    types = {name: tensor.dtype for name, tensor in state.state_dict().items()} if state else {}
+    for name, parameter in converted.named_parameters():
+        if name in types:
+            parameter.data = parameter.data.to(types[name])
+    return ConvertedView(plain, converted)
+
+
+def _plain_source(path: Path, model: BaseModel.Config) -> TensorSource:
+    """The weights of a checkpoint of ours as the plain model's, with the vocabulary that it was saved with."""
+    if frozen_from := _frozen_from(path):
+        raise UserError(
+            f"{path} holds trained weights only; those of the model are not in it, but in {frozen_from} "
+            "(torchtitan convert --to peft makes an adapter of it)"
+        )
+    source, descriptions = open_source(path), read_converters(path)
+    if not descriptions:
+        return source
+    converters = described_converters(descriptions, str(path))
+    saved = type(model).from_dict(read_model_json(path)["config"])
+    return PlainView(source, converted_model(saved, converters), converters)
+
+
+def _frozen_from(path: Path) -> str:
+    return folders.open_checkpoint(path).frozen_from if folders.has_marker(path) else ""
 
 
 def _unknown_ids(path: Path, added: range) -> range:

@@ -65,12 +65,43 @@ def _find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | N
             f"checkpoint.initial_load_path: {config.initial_load_path} holds a Hugging Face model; "
             "add --checkpoint.initial_load_in_hf"
         )
+    if start.checkpoint.frozen_from:
+        raise UserError(
+            f"checkpoint.initial_load_path: {config.initial_load_path} holds trained weights only; begin from those "
+            f"of {start.checkpoint.frozen_from}, with the adapter that torchtitan convert --to peft makes of it"
+        )
     if start.checkpoint.kind == "model_only" and not config.initial_load_model_only:
         raise UserError(
             f"checkpoint.initial_load_path: {config.initial_load_path} holds the model only, "
             "so it cannot be loaded with checkpoint.initial_load_model_only False"
         )
     return start
+
+
+def check_frozen(config: "CheckpointManager.Config", start: Start | None, frozen_from: str) -> None:
+    """Make sure that a checkpoint without the weights that are not trained goes with those that the run has.
+
+    Args:
+        config: the run's.
+        start: what it starts from.
+        frozen_from: what its weights that are not trained begin as.
+
+    Raises:
+        UserError: where they are others, or that cannot be known.
+    """
+    if start is None or not start.resumes:
+        return
+    checkpoint = start.checkpoint
+    if checkpoint.frozen_from and checkpoint.frozen_from != frozen_from:
+        raise UserError(
+            f"{checkpoint.path} holds trained weights only; the others are those of {checkpoint.frozen_from}, and in "
+            f"this run they would be those of {frozen_from}: give it the former"
+        )
+    if config.trained_only and not checkpoint.frozen_from:
+        raise UserError(
+            f"checkpoint.trained_only: {checkpoint.path} holds all weights, and it is not known what those began as "
+            "that are not trained; go on without this option"
+        )
 
 
 def choose_start(config: "CheckpointManager.Config", folder: Folder, ranks: Ranks) -> Start | None:

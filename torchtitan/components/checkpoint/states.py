@@ -1,12 +1,14 @@
 """The states that torch has no `state_dict` for in the form a checkpoint needs: a wrapped model, random numbers."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchtitan.distributed.initialize import canonical_name
+from torchtitan.protocols.converted_module import ConvertedModule, converted_modules
 from torchtitan.tools.errors import UserError
 
 
@@ -42,10 +44,52 @@ class ModelState:
         for part, names in zip(self.model_parts, part_names, strict=True):
             set_model_state_dict(part, {name: state_dict[name] for name in names})
 
+    @property
+    def added(self) -> set[str]:
+        """Names of the tensors that the plain model has nothing of (`ConvertedModule.added`)."""
+        return {name for prefix, module in self._converted() for name in _names(prefix, module.added)}
+
+    @property
+    def derived(self) -> set[str]:
+        """Names of the tensors that are in another form than the plain model's (`ConvertedModule.derived`)."""
+        return {name for prefix, module in self._converted() for name in _names(prefix, module.derived)}
+
+    @property
+    def of_converted(self) -> set[str]:
+        """Names of all tensors that belong to a `ConvertedModule`."""
+        modules = self._converted()
+        return {name for prefix, module in modules for name in _names(prefix, module.state_dict())}
+
+    @property
+    def frozen(self) -> set[str]:
+        """Names of the parameters that are not trained and that the plain model's weights say all of."""
+        named = [pair for part in self.model_parts for pair in part.named_parameters()]
+        return {canonical_name(name) for name, parameter in named if not parameter.requires_grad} - self.added
+
+    def _converted(self) -> list[tuple[str, ConvertedModule]]:
+        return [pair for part in self.model_parts for pair in converted_modules(part)]
+
     def _part_state_dicts(self) -> list[dict[str, Any]]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         return [get_model_state_dict(part) for part in self.model_parts]
+
+
+class TrainedState:
+    """The weights of a model without those that are `frozen`: what a checkpoint needs to hold of it, where the others
+    can be had again."""
+
+    def __init__(self, state: ModelState):
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `ModelState.state_dict`."""
+        frozen = self._state.frozen
+        return {name: value for name, value in self._state.state_dict().items() if name not in frozen}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As `ModelState.load_state_dict`; the frozen weights stay as they are."""
+        self._state.load_state_dict({**self._state.state_dict(), **state_dict})
 
 
 class RandomState:
@@ -80,3 +124,7 @@ class RandomState:
         numpy.random.set_state((algorithm, numpy.array(keys, dtype=numpy.uint32), *position))
         version, internal, gauss_next = state_dict["python"]
         random.setstate((version, tuple(internal), gauss_next))
+
+
+def _names(prefix: str, own: Collection[str]) -> list[str]:
+    return [canonical_name(f"{prefix}.{name}" if prefix else name) for name in own]

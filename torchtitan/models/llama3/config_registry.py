@@ -9,9 +9,12 @@ from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.peft import LoRA, QLoRA
+from torchtitan.components.quantization.float8 import Float8LinearConverter
+from torchtitan.components.quantization.qat import QAT
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.validate import Validator
-from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
+from torchtitan.config import ActivationCheckpointConfig, CompileConfig, TrainingConfig
 from torchtitan.models.llama3 import model_registry, model_spec
 from torchtitan.models.llama3.hugging_face import from_config_json, precision_of
 from torchtitan.models.pretrained import DESCRIPTIONS, read_description
@@ -44,6 +47,39 @@ def llama3_debugmodel_sft() -> Trainer.Config:
     )
 
 
+def llama3_debugmodel_float8() -> Trainer.Config:
+    """The small model with linear layers in float8, emulated, so that it runs anywhere and saves nothing."""
+    config = llama3_debugmodel()
+    config.model_converters = [Float8LinearConverter.Config(emulate=True, min_features=16)]
+    return config
+
+
+def llama3_debugmodel_qat() -> Trainer.Config:
+    """The small model, which learns in its second half to be quantized: 4-bit weights, 8-bit activations."""
+    config = llama3_debugmodel()
+    config.model_converters = [QAT.Config(start_step=50)]
+    return config
+
+
+def llama3_debugmodel_lora() -> Trainer.Config:
+    """Adapters of low rank on the small model, for the built-in conversations.
+
+    `--checkpoint.initial_load_path` names the checkpoint of `debugmodel` or `debugmodel_sft` that they are for; without
+    one they learn on top of random weights.
+    """
+    return _with_adapters(llama3_debugmodel_sft(), LoRA.Config(), lr=5e-3)
+
+
+def llama3_debugmodel_dora() -> Trainer.Config:
+    """As `llama3_debugmodel_lora`, with magnitudes that are trained apart from directions."""
+    return _with_adapters(llama3_debugmodel_sft(), LoRA.Config(dora=True), lr=5e-3)
+
+
+def llama3_debugmodel_qlora() -> Trainer.Config:
+    """As `llama3_debugmodel_lora`, on weights in 4 bits."""
+    return _with_adapters(llama3_debugmodel_sft(), QLoRA.Config(), lr=5e-3)
+
+
 def llama3_1b() -> Trainer.Config:
     """Llama 3.2 1B."""
     return _published("1B", "Llama-3.2-1B", lr=4e-4, local_batch_size=4, steps=10_000)
@@ -57,6 +93,16 @@ def llama3_3b() -> Trainer.Config:
 def llama3_8b() -> Trainer.Config:
     """Llama 3.1 8B."""
     return _published("8B", "Llama-3.1-8B", lr=3e-4, local_batch_size=2, steps=10_000)
+
+
+def llama3_8b_float8() -> Trainer.Config:
+    """Llama 3.1 8B with linear layers in float8: for GPUs of compute capability 8.9 and above."""
+    return dataclasses.replace(
+        llama3_8b(),
+        model_converters=[Float8LinearConverter.Config(fsdp_float8_all_gather=True)],
+        # Casts that are not fused cost more than the products save.
+        compile=CompileConfig(enable=True),
+    )
 
 
 def llama3_70b() -> Trainer.Config:
@@ -111,9 +157,43 @@ def llama3_from_hf_sft(hf_assets_path: str) -> Trainer.Config:
     return _for_conversations(llama3_from_hf(hf_assets_path))
 
 
+def llama3_from_hf_lora(hf_assets_path: str) -> Trainer.Config:
+    """Fine-tunes adapters of low rank for the Llama-like model in a Hugging Face folder:
+    `--config from_hf_lora --hf_assets_path DIR --dataloader.dataset my.jsonl`.
+
+    As `llama3_from_hf_sft`; the last checkpoint is a folder with the merged model, and in it the folder `adapter`,
+    which peft opens on top of DIR. The checkpoints before it hold the adapters alone.
+
+    Raises:
+        UserError: as `llama3_from_hf`.
+    """
+    return _with_adapters(llama3_from_hf_sft(hf_assets_path), LoRA.Config())
+
+
+def llama3_8b_lora() -> Trainer.Config:
+    """Adapters of low rank for Llama 3.1 8B Instruct, on conversations: `--dataloader.dataset my.jsonl`."""
+    return _with_adapters(llama3_8b_sft(), LoRA.Config())
+
+
+def llama3_8b_qlora() -> Trainer.Config:
+    """As `llama3_8b_lora`, on weights in 4 bits: it fits on one GPU of 24 GiB."""
+    return _with_adapters(llama3_8b_sft(), QLoRA.Config())
+
+
 def llama3_8b_sft() -> Trainer.Config:
     """Llama 3.1 8B Instruct on conversations or instructions: `--dataloader.dataset my.jsonl`."""
     return _for_conversations(_published("8B", "Llama-3.1-8B-Instruct", lr=2e-5, local_batch_size=2, steps=300))
+
+
+def _with_adapters(config: Trainer.Config, adapters: LoRA.Config, lr: float = 2e-4) -> Trainer.Config:
+    """`config` with only adapters trained: at a rate of their own, and without decay, which would pull the weights that
+    they change back to those they began with. Checkpoints to resume from hold the adapters alone."""
+    return dataclasses.replace(
+        config,
+        model_converters=[adapters],
+        optimizer=Optimizer.Config(lr=lr, weight_decay=0.0, param_groups={}),
+        checkpoint=dataclasses.replace(config.checkpoint, trained_only=True),
+    )
 
 
 def _for_conversations(config: Trainer.Config) -> Trainer.Config:

@@ -6,6 +6,7 @@ apply it.
 """
 
 from torchtitan.components.checkpoint.formats.convert import ConvertedSource, ForeignView
+from torchtitan.components.checkpoint.formats.converted import ConvertedView, PlainView
 from torchtitan.components.checkpoint.formats.export import export_checkpoint
 from torchtitan.components.checkpoint.formats.find import Format, format_of, open_source
 from torchtitan.components.checkpoint.formats.grown import GrownVocabulary
@@ -20,11 +21,13 @@ from torchtitan.components.checkpoint.formats.source import TensorSource
 
 __all__ = [
     "ConvertedSource",
+    "ConvertedView",
     "ForeignView",
     "Format",
     "GrownVocabulary",
     "HuggingFaceSource",
     "MetaSource",
+    "PlainView",
     "TensorSource",
     "export_checkpoint",
     "format_of",

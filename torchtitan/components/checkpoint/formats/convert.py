@@ -12,7 +12,7 @@ from torchtitan.protocols.state_dict_adapter import Same, StateDictAdapter, Step
 _COMPARED_ELEMENTS = 2**24
 
 
-class _View(TensorSource):
+class View(TensorSource):
     """Reads another source by the rows of a table. Of a row that makes several tensors, the last one made is kept:
     they are asked for one after the other, and each needs all that the row reads."""
 
@@ -42,7 +42,7 @@ class _View(TensorSource):
         """All tensors of the row that has `name`."""
 
 
-class ConvertedSource(_View):
+class ConvertedSource(View):
     """A source in a foreign format under our names and in our layout.
 
     Args:
@@ -76,7 +76,7 @@ class ConvertedSource(_View):
         return dict(zip(step.native, tensors, strict=True))
 
 
-class ForeignView(_View):
+class ForeignView(View):
     """A source with our names and layout, as another format has it.
 
     Args:

@@ -19,6 +19,7 @@ from torchtitan.components.checkpoint.assets import (
     write_files,
 )
 from torchtitan.components.checkpoint.formats.convert import ForeignView
+from torchtitan.components.checkpoint.formats.converted import PlainView
 from torchtitan.components.checkpoint.formats.find import Format
 from torchtitan.components.checkpoint.formats.huggingface import (
     MAX_FILE_BYTES,
@@ -55,7 +56,8 @@ def export_checkpoint(
             committed it (`folders.commit`).
         to: the format.
         spec: the model.
-        source: its weights, under our names.
+        source: its weights, under our names. Of a converted model (`PlainView`), the converters write beside Hugging
+            Face's files what they have to.
         assets: folder with the files that go along (`assets.FILES`) and, of a Hugging Face checkpoint, a config.json;
             None: there are none.
         changed_files: content by name of files that go along in place of those in `assets`, or beside them.
@@ -83,6 +85,8 @@ def export_checkpoint(
         share = partial(write_huggingface, only_files=lambda index: index % group.size == group.rank)
         group.together(lambda: share(folder, forms, make, max_file_bytes=max_file_bytes))
         group.first_decides(lambda: write_huggingface_index(folder, forms, max_file_bytes=max_file_bytes))
+        if isinstance(source, PlainView):
+            group.first_decides(partial(source.write_beside, folder, spec))
     elif to == "meta":
         group.first_decides(lambda: write_meta(folder, forms, make))
     else:

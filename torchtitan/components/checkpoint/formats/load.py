@@ -1,6 +1,6 @@
 """Weights from a source into a model, whatever its layout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ def load_weights(
 ) -> None:
     """Copy all tensors of `source` into a model, one at a time, each process reading its own part of each.
 
+    What a converted module has added to the plain one's tensors keeps its values where `source` does not have it.
+
     Args:
         source: the weights under the model's own names; values are converted to the parameters' dtypes.
         model_parts: one model, or the pipeline stages of this process; materialised, sharded or not.
@@ -32,10 +34,10 @@ def load_weights(
         UserError: on every process, where tensors are missing, surplus, of another shape or of a type for quantized
             ones (it names them), or cannot be read.
     """
-    tensors = ModelState(model_parts).state_dict()
+    state, ranks = ModelState(model_parts), Ranks(group)
+    tensors = state.state_dict()
     assert not any(tensor.is_meta for tensor in tensors.values()), "the model has memory"
-    ranks = Ranks(group)
-    _check(source, tensors, ranks)
+    check_fit(source.forms, tensors, ranks, optional=state.added)
     # In the source's order: it makes tensors that belong together one after the other.
     names = [name for name in source.forms if name in tensors]
     ranks.together(lambda: [_fill(tensors[name], name, source) for name in names])
@@ -51,6 +53,45 @@ def quantized(forms: Mapping[str, TensorForm], tensors: Mapping[str, Tensor]) ->
         and tensor.is_floating_point()
         and not (forms[name].dtype.is_floating_point and forms[name].dtype.itemsize >= 2)
     ]
+
+
+def check_fit(
+    forms: Mapping[str, TensorForm],
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks | None = None,
+    *,
+    optional: Collection[str] = (),
+) -> None:
+    """Find weights that are not those of a model.
+
+    Args:
+        forms: the weights, the same on every process.
+        tensors: the model's, or those of the part of it that this process holds.
+        ranks: the processes that hold the model together, calling this together; None: this one has all of it.
+        optional: those of `tensors` that `forms` may lack.
+
+    Raises:
+        UserError: on every process, naming what is missing, surplus, of another shape, or quantized.
+    """
+    misshapen = [
+        f"{name} {list(forms[name].shape)} where the model has {list(tensor.shape)}"
+        for name, tensor in tensors.items()
+        if name in forms and forms[name].shape != tensor.shape
+    ]
+    needed = [name for name in tensors if name not in optional]
+    of_ranks = (ranks or Ranks()).gather((list(tensors), needed, misshapen, quantized(forms, tensors)))
+    wanted, required, differing, of_type = (
+        list(dict.fromkeys(name for names in column for name in names)) for column in zip(*of_ranks, strict=True)
+    )
+    faults = {
+        "missing": sorted(set(required) - forms.keys()),
+        "not in the model": sorted(forms.keys() - set(wanted)),
+        "of another shape": differing,
+        _QUANTIZED: of_type,
+    }
+    found = [f"{some(names)} {fault}" for fault, names in faults.items() if names]
+    if found:
+        raise UserError(f"the weights do not fit the model: {'; '.join(found)}")
 
 
 def check_types(forms: Mapping[str, TensorForm], tensors: Mapping[str, Tensor]) -> None:
@@ -76,22 +117,3 @@ def local_slices(tensor: DTensor) -> Slices:
     """The part of the whole tensor that this process has."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-def _check(source: TensorSource, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    misshapen = [
-        f"{name} {list(source.forms[name].shape)} where the model has {list(tensor.shape)}"
-        for name, tensor in tensors.items()
-        if name in source.forms and source.forms[name].shape != tensor.shape
-    ]
-    of_ranks = ranks.gather((list(tensors), misshapen, quantized(source.forms, tensors)))
-    wanted = {name for names, _, _ in of_ranks for name in names}
-    faults = {
-        "missing": sorted(wanted - source.forms.keys()),
-        "not in the model": sorted(source.forms.keys() - wanted),
-        "of another shape": list(dict.fromkeys(fault for _, faults, _ in of_ranks for fault in faults)),
-        _QUANTIZED: list(dict.fromkeys(fault for _, _, faults in of_ranks for fault in faults)),
-    }
-    found = [f"{some(names)} {fault}" for fault, names in faults.items() if names]
-    if found:
-        raise UserError(f"the weights do not fit the model: {'; '.join(found)}")

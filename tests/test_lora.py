@@ -1,0 +1,524 @@
+"""LoRA, rsLoRA and DoRA against peft, on one process and on two."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from tests.equivalence.workers import Workers
+from tests.training import RaggedDataLoader, flags, read_metrics, read_validation, run, tiny_config
+from torchtitan.components.peft import LoRA
+from torchtitan.components.peft.lora import AdaptedLayer, LoRALinear
+from torchtitan.config.manager import ConfigManager
+from torchtitan.distributed import initialize_weights
+from torchtitan.distributed.tensor_parallel import _share_parameters
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols import ModelConverter
+from torchtitan.protocols.conversion import convert_model
+from torchtitan.protocols.converted_module import converted_modules
+from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 56, "vocab_size": 61}
+EVERYWHERE = [r"."]
+LINEAR = [r"\blayers\.", "^output$"]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"rslora": True},
+    "dora": {"dora": True},
+    "lora everywhere": {"include": EVERYWHERE},
+    "dora and head": {"dora": True, "include": LINEAR},
+}
+"""Options of `LoRA.Config`."""
+
+
+def plain_model(**sizes: Any) -> Llama3Model:
+    """Of meta tensors."""
+    with torch.device("meta"):
+        return Llama3Model.Config(**{**SIZES, **sizes}, rope=RoPEConfig(theta=10_000.0)).build()
+
+
+def filled(model: nn.Module) -> Any:
+    """With its initial weights, in memory."""
+    model.to_empty(device="cpu")
+    initialize_weights(model, seed=7)
+    return model
+
+
+def adapted_model(**options: Any) -> Any:
+    """With new adapters of rank 4."""
+    model = plain_model()
+    convert_model(model, [LoRA.Config(**{"rank": 4, "alpha": 8.0, **options}).build()])
+    return filled(model)
+
+
+def tokens(rows: int = 2, length: int = 9) -> Tensor:
+    return torch.randint(0, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def train_at_random(model: nn.Module) -> None:
+    """Give adapters other values than those they begin with."""
+    generator = torch.Generator().manual_seed(5)
+    for module in model.modules():
+        for name in module.adapter if isinstance(module, AdaptedLayer) else ():
+            parameter = module.get_parameter(name)
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(parameter * (1 + 0.2 * noise) if name == "magnitude" else 0.2 * noise)
+
+
+# --- against peft -----------------------------------------------------------------------------------------------------
+
+MODULES = {
+    "tok_embeddings": "embed_tokens",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "output": "lm_head",
+}
+PARAMETERS = {
+    "weight": ("base_layer.weight", "weight"),
+    "bias": ("base_layer.bias",),
+    "lora_A": ("lora_A.default.weight", "lora_embedding_A.default"),
+    "lora_B": ("lora_B.default.weight", "lora_embedding_B.default"),
+    "magnitude": ("lora_magnitude_vector.default.weight",),
+}
+
+
+def name_in_peft(module: str) -> str:
+    for ours, theirs in MODULES.items():
+        module = module.removesuffix(ours) + theirs if module.endswith(ours) else module
+    return f"base_model.model.{module if module == 'lm_head' else f'model.{module}'}"
+
+
+def parameter_in_peft(module: nn.Module, name: str) -> Tensor:
+    of_module = dict(module.named_parameters())
+    return next(of_module[key] for key in PARAMETERS[name] if key in of_module)
+
+
+def peft_model(options: dict[str, Any]) -> Any:
+    """A random Llama of transformers with adapters of the same kind."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=SIZES["dim"],
+        intermediate_size=SIZES["ffn_dim"],
+        num_hidden_layers=SIZES["n_layers"],
+        num_attention_heads=SIZES["n_heads"],
+        num_key_value_heads=SIZES["n_kv_heads"],
+        vocab_size=SIZES["vocab_size"],
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        tie_word_embeddings=False,
+    )
+    chosen = LoRA.Config(**options)
+    targets = [name_in_peft(name).removeprefix("base_model.model.") for name in chosen.build().select(plain_model())]
+    settings = {"use_rslora": chosen.rslora, "use_dora": chosen.dora}
+    plain = transformers.LlamaForCausalLM(config)
+    return peft.get_peft_model(plain, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **settings))
+
+
+@torch.no_grad()
+def copy_to_peft(model: nn.Module, theirs: nn.Module) -> None:
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter_in_peft(theirs.get_submodule(name_in_peft(module_name)), name).copy_(parameter)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients_are_those_of_peft(kind):
+    """To float32's rounding, of another order of the same products."""
+    ours, theirs = adapted_model(**KINDS[kind]), peft_model(KINDS[kind])
+    train_at_random(ours)
+    copy_to_peft(ours, theirs)
+    logits, expected = ours(tokens()), theirs(tokens()).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    labels = tokens().roll(-1, 1).flatten()
+    for value in (logits, expected):
+        F.cross_entropy(value.flatten(0, 1), labels).backward()
+    adapters = {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    assert len(adapters) == sum(parameter.requires_grad for parameter in theirs.parameters())
+    for name in adapters:
+        module_name, _, own = name.rpartition(".")
+        reference = parameter_in_peft(theirs.get_submodule(name_in_peft(module_name)), own).grad
+        gradient = ours.get_parameter(name).grad
+        assert reference.norm() > 0, name
+        assert (gradient - reference).norm() <= 1e-5 * reference.norm(), name
+
+
+def linear_layer(bias: bool = True, **options: Any) -> LoRALinear:
+    """A layer by itself, of 24 inputs and 16 outputs, trained at random."""
+    with torch.device("meta"):
+        plain = nn.Linear(24, 16, bias=bias)
+    with_initializers(plain, weight=TruncatedNormal(0.2), **({"bias": TruncatedNormal(0.2)} if bias else {}))
+    settings: dict[str, Any] = {"rank": 4, "scaling": 2.0, "dropout": 0.0, "dora": False, **options}
+    return filled(LoRALinear(plain, **settings))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_a_layer_with_bias_and_dropout_is_that_of_peft(dora, dropout):
+    """With the same random numbers the same inputs are dropped; to float32's rounding."""
+    peft = pytest.importorskip("peft")
+    layer = linear_layer(dropout=dropout, dora=dora)
+    train_at_random(layer)
+    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, use_dora=dora, target_modules=["0"])
+    whole = peft.get_peft_model(nn.Sequential(nn.Linear(24, 16)), config)
+    theirs = whole.base_model.model[0]
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter_in_peft(theirs, name).copy_(parameter)
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(2))
+    for training in (True, False):
+        layer.train(training), theirs.train(training)
+        torch.manual_seed(11)
+        y = layer(x)
+        torch.manual_seed(11)
+        torch.testing.assert_close(y, theirs(x), rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_begin_as_in_peft():
+    """A: uniform within 1 / √in, by its bound and its variance (1 / 3 of the bound's square; 5 % is four standard
+    errors of the variance of these 2048 numbers); B: 0. Embeddings: A is 0 and B normal."""
+    model = plain_model(dim=128)
+    convert_model(model, [LoRA.Config(rank=16, include=EVERYWHERE).build()])
+    filled(model)
+    first = model.layers["0"].attention.wq
+    assert first.lora_A.abs().max() <= 128**-0.5
+    assert first.lora_A.var().item() == pytest.approx(1 / 128 / 3, rel=0.05)
+    assert not first.lora_B.any()
+    assert not model.tok_embeddings.lora_A.any()
+    assert model.tok_embeddings.lora_B.var().item() == pytest.approx(1, rel=0.15)
+
+
+# --- what follows from the plain model --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapted_model_begins_as_the_plain_one(kind):
+    """Bit for bit."""
+    assert torch.equal(adapted_model(**KINDS[kind])(tokens()), filled(plain_model())(tokens()))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_layer_begins_as_the_plain_one_in_mixed_precision(dora):
+    """Its frozen weight in bfloat16 and its adapter in float32, the products in bfloat16: bit for bit."""
+    layer = linear_layer(dora=dora).to_empty(device="meta")
+    for parameter in (layer.weight, layer.bias):
+        parameter.data = parameter.data.bfloat16()
+    filled(layer)
+    assert layer.lora_A.dtype == torch.float32 and layer.weight.dtype == torch.bfloat16
+    x = torch.randn(5, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_compute_the_same(kind):
+    """In a plain model; to float32's rounding. Shapes and types are known without values."""
+    adapted, merged = adapted_model(**KINDS[kind]), plain_model()
+    train_at_random(adapted)
+    state = {name: parameter for name, parameter in adapted.named_parameters() if name.endswith(".weight")}
+    for name, module in converted_modules(adapted):
+        own = dict(module.named_parameters(recurse=False))
+        plain = module.plain_state(own)
+        without_values = module.plain_state({key: value.to("meta") for key, value in own.items()})
+        assert without_values["weight"].shape == plain["weight"].shape
+        state |= {f"{name}.{key}": value for key, value in plain.items()}
+    merged.load_state_dict(state, assign=True)
+    torch.testing.assert_close(merged(tokens()), adapted(tokens()), rtol=1e-5, atol=1e-5)
+    # It is the adapter that is compared, not what it is added to.
+    changed = state["layers.1.feed_forward.w2.weight"] - adapted.layers["1"].feed_forward.w2.weight
+    assert changed.norm() > 0.1
+
+
+def test_merging_is_computed_in_float32_and_keeps_the_type():
+    """An update below what bfloat16 can add to a weight is rounded once, not lost."""
+    layer = linear_layer(bias=False)
+    own = {"weight": torch.ones(16, 24), "lora_A": torch.full((4, 24), 2**-6), "lora_B": torch.full((16, 4), 2**-6)}
+    in_bfloat16 = {name: value.bfloat16() for name, value in own.items()}
+    merged = layer.plain_state({**in_bfloat16, "weight": torch.full((16, 24), 1 + 2**-7).bfloat16()})["weight"]
+    assert merged.dtype == torch.bfloat16
+    exact = 1 + 2**-7 + 2.0 * 4 * 2**-12
+    assert torch.equal(merged, torch.full((16, 24), exact).bfloat16())
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_effective_weight_is_what_the_layer_multiplies_with(dora):
+    layer = linear_layer(bias=False, dora=dora)
+    train_at_random(layer)
+    x = torch.randn(5, 24)
+    torch.testing.assert_close(F.linear(x, layer.effective_weight()), layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_keeps_the_mean():
+    """Over many draws, in training only; within four standard errors of the mean of each output."""
+    layer = linear_layer(dropout=0.5)
+    train_at_random(layer)
+    x = torch.randn(1, 24).expand(20_000, -1)
+    torch.manual_seed(0)
+    drawn, whole = layer(x), layer.eval()(x)
+    assert torch.equal(whole[0], whole[1]) and not torch.equal(drawn[0], drawn[1])
+    standard_error = drawn.std(0) / len(drawn) ** 0.5
+    assert ((drawn.mean(0) - whole[0]).abs() <= 4 * standard_error).all()
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+RUN: dict[str, Any] = {
+    "optimizer__lr": 1e-2,
+    "training__global_batch_size": 4,
+    "training__local_batch_size": 4,
+    "loss__chunk_tokens": 25,
+    "debug__seed": 3,
+}
+
+
+def lora_config(folder: Path, adapter: dict[str, Any], **options: Any) -> Any:
+    """A tiny run with adapters of rank 4."""
+    config = tiny_config(folder, **{**RUN, **options})
+    config.dataloader = RaggedDataLoader.Config(**config.dataloader.to_dict())
+    config.model_converters = [LoRA.Config(**{"rank": 4, **adapter})]
+    config.check(world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    return config
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_only_adapters_are_trained(tmp_path, caplog, name):
+    """And nothing is said that would make one doubt it."""
+    options = {"optimizer__name": name, "training__mixed_precision_param": "bfloat16"}
+    with caplog.at_level("WARNING", "torchtitan"):
+        trainer = run(lora_config(tmp_path, {"dora": True}, **options))
+    assert not caplog.records
+    (model,) = trainer.model_parts
+    in_optimizer = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in in_optimizer}
+    adapters = {name for name, _ in model.named_parameters() if name.endswith(("lora_A", "lora_B", "magnitude"))}
+    assert names == adapters and len(adapters) == 2 * 7 * 3
+    assert trainer.num_trained == sum(model.get_parameter(name).numel() for name in names)
+    dtypes = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    untrained = lora_config(tmp_path / "untrained", {"dora": True}, **options).build()
+    untrained.close()
+    for name, weight in untrained.model_parts[0].named_parameters():
+        assert torch.equal(model.get_parameter(name), weight) != (name in names), name
+
+
+@pytest.mark.parametrize("adapter", [{"dropout": 0.3}, {"dora": True, "dropout": 0.3}], ids=["lora", "dora"])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, adapter):
+    options = {"checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 4}
+    run(lora_config(tmp_path / "whole", adapter, **options))
+    run(lora_config(tmp_path / "parts", adapter, **options, training__steps=2))
+    run(lora_config(tmp_path / "parts", adapter, **options))
+    whole, parts = (read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("whole", "parts"))
+    assert parts == whole
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_dropout_is_the_same_when_computed_again(tmp_path, mode):
+    """Activation checkpointing changes nothing: it draws the same random numbers twice."""
+    kept, again = tmp_path / "kept", tmp_path / "again"
+    run(lora_config(kept, {"dropout": 0.3, "dora": True}))
+    run(lora_config(again, {"dropout": 0.3, "dora": True}, activation_checkpoint__mode=mode))
+    assert read_metrics(again, "loss", "grad_norm") == read_metrics(kept, "loss", "grad_norm")
+
+
+@pytest.mark.slow
+def test_compiled_adapters_compute_the_same(tmp_path):
+    """To float32's rounding, of fused operations."""
+    run(lora_config(tmp_path / "eager", KINDS["dora and head"]))
+    run(lora_config(tmp_path / "compiled", KINDS["dora and head"], compile__enable=True, compile__backend="aot_eager"))
+    eager, compiled = (read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("eager", "compiled"))
+    for step, reference in zip(compiled, eager, strict=True):
+        assert step == pytest.approx(reference, rel=1e-5)
+
+
+def test_a_trained_model_is_fine_tuned_with_few_parameters(tmp_path, assets):
+    """A model of other stories, from Hugging Face's files, on the built-in ones: the loss on those that are held out
+    falls by a tenth of what it was at least (by a sixth, as measured), with less than 5 % of the parameters trained."""
+    losses = []
+    for name, lr in (("before", 0.0), ("after", 1e-2)):
+        options = {
+            "config": "from_hf",
+            "hf_assets_path": assets / "stories260K/hf-converted",
+            "dump_folder": tmp_path / name,
+            "dataloader.dataset": "stories",
+            "dataloader.num_workers": 0,
+            "training.steps": 15 if lr else 1,
+            "training.seq_len": 256,
+            "training.local_batch_size": 4,
+            "training.mixed_precision_param": "float32",
+            "optimizer.lr": lr,
+            "lr_scheduler.warmup_steps": 1,
+            "validator.enable": True,
+            "validator.steps": 5,
+            "metrics.enable_tensorboard": False,
+            "checkpoint.enable": False,
+        }
+        config = ConfigManager().parse_args(["--module=llama3", *flags(options)]).config
+        config.model_converters = [LoRA.Config(rank=2, alpha=8.0)]
+        config.check(world_size=1)
+        trainer = run(config)
+        assert trainer.num_trained < 0.05 * trainer.num_parameters
+        losses.append(read_validation(tmp_path / name)[-1][1])
+    assert losses[1] < 0.9 * losses[0]
+
+
+REFUSED = {
+    "rank 0": ({"rank": 0}, {}, r"lora\.rank is 0"),
+    "alpha": ({"alpha": 0.0}, {}, r"lora\.alpha is 0\.0"),
+    "dropout": ({"dropout": 1.0}, {}, r"lora\.dropout is 1\.0"),
+    "rank": ({"rank": 65}, {}, r"layers\.0\.attention\.wq .*rank 65 .*\(64, 64\)"),
+    "pattern": ({"include": ["attn"]}, {}, r"include 'attn' matches none of the layers"),
+    "head and dropout": ({"include": LINEAR, "dropout": 0.1}, {}, r"output .*dropout 0\.1"),
+    "embedding and DoRA": ({"include": EVERYWHERE, "dora": True}, {}, r"tok_embeddings .*DoRA"),
+    "tied": ({"include": EVERYWHERE}, {"model__tie_embeddings": True}, r"tok_embeddings .*tie_embeddings"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(tmp_path, case):
+    """Before any process starts."""
+    adapter, options, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
+        lora_config(tmp_path, adapter, **options)
+
+
+def test_two_kinds_of_adapters_in_one_model():
+    """The second leaves the first one's trained."""
+
+    class Other(LoRA):
+        pass
+
+    model = plain_model()
+    convert_model(
+        model, [LoRA.Config(rank=4, include=["attention"]).build(), Other.Config(rank=2, include=["w1"]).build()]
+    )
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * (4 + 1) and all("lora" in name for name in trained)
+
+
+# --- two processes ----------------------------------------------------------------------------------------------------
+
+PROCESSES = 2
+TP = {"parallelism__tensor_parallel_degree": 2}
+PP = {"parallelism__pipeline_parallel_degree": 2}
+SHARED = {"training__local_batch_size": 1}
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "FSDP, LoRA everywhere": (KINDS["lora everywhere"], SHARED),
+    "FSDP, DoRA": (KINDS["dora and head"], SHARED),
+    "TP, LoRA everywhere": (KINDS["lora everywhere"], {**TP, "model__vocab_size": 2051}),
+    "TP, DoRA": (KINDS["dora and head"], TP),
+    "PP, LoRA in the last stage": ({"include": [r"layers\.1\."]}, PP),
+}
+"""Options of the adapter and of the layout; every layer is split by rows or by columns, the vocabulary unevenly."""
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(PROCESSES) as workers:
+        yield workers
+
+
+def run_and_keep_warnings(config: Any) -> None:
+    """Train, and write what is warned of beside the metrics; workers switch the log off."""
+    logger.warning = lambda message, *args: (Path(config.dump_folder) / "warnings").write_text(message % args)
+    run(config)
+
+
+def train_in_layouts(folder: Path, names: list[str]) -> None:
+    """Each in a folder of its own."""
+    for name in names:
+        adapter, options = LAYOUTS[name]
+        run_and_keep_warnings(lora_config(folder / name, adapter, **options))
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "TP", "PP"])
+def test_two_processes_train_as_one(workers, tmp_path, kind):
+    """The loss and the gradients' norm of each step within 1e-5, relative: other orders of float32 sums. Nothing is
+    warned of, a parameter without a gradient least of all."""
+    names = [name for name in LAYOUTS if name.startswith(kind)]
+    workers.run(train_in_layouts, tmp_path, names)
+    for name in names:
+        adapter, options = LAYOUTS[name]
+        of_model = {key: value for key, value in options.items() if key.startswith("model")}
+        single = tmp_path / f"{name}, single"
+        run(lora_config(single, adapter, **of_model))
+        expected = read_metrics(single, "loss", "grad_norm")
+        result = read_metrics(tmp_path / name, "loss", "grad_norm")
+        for step, reference in zip(result, expected, strict=True):
+            assert step == pytest.approx(reference, rel=1e-5), name
+        assert not (tmp_path / name / "warnings").exists()
+
+
+def drop_out_on_shared_layers() -> None:
+    """A layer is linear in its inputs, and what an adapter adds is linear in A and in B: whatever is dropped, each of
+    them times its gradient gives what it adds to a weighted sum of the outputs. Ranks that drop differently out of what
+    they take for the same inputs would have other gradients."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    generator = torch.Generator().manual_seed(2)
+    splits: tuple[tuple[Any, Placement], ...] = (("out", Replicate()), ("in", Shard(2)))
+    for features, placement in splits:
+        layer = linear_layer(bias=False, dropout=0.5)
+        train_at_random(layer)
+        x, weights = torch.randn(2, 8, 24, generator=generator), torch.randn(2, 8, 16, generator=generator)
+        of_base = (F.linear(x, layer.weight) * weights).sum()
+        _share_parameters(layer, mesh, features, None)
+        inputs = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        torch.manual_seed(dist.get_rank())
+        total = (layer(inputs).full_tensor() * weights).sum()
+        total.backward()
+        adapter = total - of_base
+        for tensor, part in ((inputs, total), (layer.lora_A, adapter), (layer.lora_B, adapter)):
+            product = (tensor.full_tensor() * tensor.grad.full_tensor()).sum()
+            # Sums of a few hundred float32 numbers around 1.
+            torch.testing.assert_close(product, part, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_through_dropout_under_tensor_parallelism(workers):
+    workers.run(drop_out_on_shared_layers)
+
+
+class IdleParameter(ModelConverter):
+    """Gives the last norm a parameter that nothing is computed with."""
+
+    def convert(self, model: nn.Module) -> None:
+        norm: Any = model.norm
+        norm.idle = nn.Parameter(torch.empty(4, device="meta"))
+        with_initializers(norm, **initializers_of(norm), idle=Constant(0.0))
+
+
+def idle_config(folder: Path) -> Any:
+    config = lora_config(folder, {}, **SHARED)
+    config.model_converters = [*config.model_converters, IdleParameter.Config()]
+    return config
+
+
+def train_with_idle_parameter(folder: Path) -> None:
+    run_and_keep_warnings(idle_config(folder))
+
+
+def test_a_parameter_without_a_gradient_is_named(workers, tmp_path, caplog):
+    message = "trained, but without a gradient: norm.idle"
+    with caplog.at_level("WARNING", "torchtitan"):
+        run(idle_config(tmp_path / "one"))
+    assert [record.getMessage() for record in caplog.records] == [message]
+    workers.run(train_with_idle_parameter, tmp_path / "two")
+    assert (tmp_path / "two/warnings").read_text() == message

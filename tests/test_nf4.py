@@ -1,0 +1,208 @@
+"""Weights in 4 bits: the format against torchao's and against a search in float64; the product against torch's."""
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan.components.quantization import nf4
+from torchtitan.components.quantization.nf4 import LEVELS, pack, quantized_linear, unpack
+
+torchao_quantization = pytest.importorskip("torchao.quantization", reason="torchao is the reference")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def decode(packed: Tensor, scales: Tensor, scale_ranges: Tensor) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """What the format's description says that the tensors mean, in float64: the values and each value's scale."""
+    ranges = scale_ranges.numpy().view(numpy.float32).astype(numpy.float64)
+    scale = ranges[:, :1] + ranges[:, 1:] * scales.numpy()
+    indices = numpy.stack([packed.numpy() >> 4, packed.numpy() & 15], axis=-1).reshape(len(packed), -1)
+    scale_of_value = scale.repeat(64, axis=1)
+    return numpy.array(LEVELS)[indices] * scale_of_value, scale_of_value
+
+
+# --- the format -------------------------------------------------------------------------------------------------------
+
+
+def test_levels_and_indices_are_torchaos():
+    """On blocks whose largest value is 1, so that scales play no part. torchao's levels have four digits: values that
+    are nearer than that to the middle between two may go either way, and are moved."""
+    weight = normal(64, 256).clamp(-1, 1)
+    weight[:, ::64] = -1.0
+    levels = torch.tensor(LEVELS)
+    nearest_two = (weight[..., None] - levels).abs().topk(2, largest=False).values
+    weight[nearest_two.diff(dim=-1).squeeze(-1) < 3e-4] = 0.0
+    reference = torchao_quantization.to_nf4(weight)
+    assert (levels - reference.nf4).abs().max() < 6e-5
+    assert torch.equal(pack(weight).packed, reference.quantized_data.view(64, 128))
+
+
+def test_values_are_as_near_as_torchaos():
+    """Root mean square of the error of normal values: 9 % of theirs, and no worse than torchao's by more than its four
+    digits explain."""
+    weight = normal(256, 512) * normal(256, 1, seed=1).exp()
+    error = (unpack(*pack(weight), torch.float32) - weight).norm() / weight.norm()
+    of_reference = (torchao_quantization.to_nf4(weight).get_original_weight() - weight).norm() / weight.norm()
+    assert error < 1.001 * of_reference
+    assert 0.08 < error < 0.1
+
+
+@pytest.mark.parametrize("case", ["normal", "outlier", "tiny", "zero block", "bfloat16"])
+def test_each_value_is_the_nearest_of_the_sixteen(case):
+    """Found by trying all of them in float64, at the scale that is stored; rounding of float32 remains, and of
+    bfloat16 (8 bits) where the values are unpacked."""
+    weight = normal(16, 320) * 0.02
+    if case == "outlier":
+        weight[:, 7] = 3.0
+    if case == "tiny":
+        weight *= 1e-30
+    if case == "zero block":
+        weight[3, 64:128] = 0.0
+    if case == "bfloat16":
+        weight = weight.bfloat16()
+    form = pack(weight)
+    values, scale = decode(*form)
+    exact = weight.double().numpy()
+    least = numpy.abs(exact[..., None] - scale[..., None] * numpy.array(LEVELS)).min(-1)
+    assert (numpy.abs(values - exact) <= least + 1e-6 * scale).all()
+    result = unpack(*form, torch.float32).double().numpy()
+    numpy.testing.assert_allclose(result, values, rtol=2.0**-8, atol=0)
+
+
+def test_scales_are_within_half_a_step_of_the_largest_values():
+    weight = normal(32, 640)
+    _, scale = decode(*pack(weight))
+    largest = weight.view(32, 10, 64).abs().amax(-1).double().numpy()
+    step = (largest.max(1) - largest.min(1)) / 255
+    assert (numpy.abs(scale[:, ::64] - largest) <= 0.501 * step[:, None]).all()
+
+
+def test_values_that_are_levels_come_back():
+    """Rows of zeros, of one number, of the levels themselves, and blocks of zeros beside others; rounded to
+    bfloat16."""
+    weight = torch.zeros(4, 128)
+    weight[1] = -0.3
+    weight[2] = 0.7 * torch.tensor(LEVELS).repeat(8)
+    weight[3, :64] = 5.0
+    torch.testing.assert_close(unpack(*pack(weight), torch.float32), weight, rtol=2.0**-8, atol=0)
+
+
+def test_values_are_the_same_numbers_in_every_type():
+    form = pack(normal(8, 128))
+    assert torch.equal(unpack(*form, torch.float32), unpack(*form, torch.bfloat16).float())
+
+
+@pytest.mark.parametrize("chunk_values", [1, 700, 2**22])
+def test_a_row_depends_on_itself_alone(monkeypatch, chunk_values):
+    """To the bit, however many rows are packed or unpacked at a time."""
+    weight = normal(37, 192)
+    form = pack(weight)
+    values = unpack(*form, torch.bfloat16)
+    monkeypatch.setattr(nf4, "_CHUNK_VALUES", chunk_values)
+    for rows in (slice(0, 37), slice(5, 6), slice(20, 37), slice(3, 3)):
+        part = pack(weight[rows])
+        assert all(torch.equal(of_part, whole[rows]) for of_part, whole in zip(part, form, strict=True))
+        assert torch.equal(unpack(*part, torch.bfloat16), values[rows])
+
+
+def test_bytes_per_weight():
+    weight = normal(48, 4096)
+    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in pack(weight))
+    assert n_bytes / weight.numel() == 1 / 2 + 1 / 64 + 8 / 4096
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation has returned."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor) and value._base is None:
+                self.n_bytes = max(self.n_bytes, value.numel() * value.element_size())
+        return result
+
+
+def test_nothing_between_is_larger_than_a_chunk(monkeypatch):
+    """Four bytes per value of a chunk, and the result."""
+    weight = normal(256, 512)
+    monkeypatch.setattr(nf4, "_CHUNK_VALUES", 4096)
+    with LargestTensor() as mode:
+        form = pack(weight)
+    assert mode.n_bytes == form.packed.numel()
+    with LargestTensor() as mode:
+        unpack(*form, torch.bfloat16)
+    assert mode.n_bytes == 2 * weight.numel()
+
+
+def test_shapes_are_known_without_values():
+    form = pack(torch.empty(10, 128, device="meta"))
+    assert [tensor.shape for tensor in form] == [(10, 64), (10, 2), (10, 8)]
+    assert unpack(*form, torch.bfloat16).shape == (10, 128)
+
+
+# --- the product ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_product_and_gradient_are_those_of_the_unpacked_weight(dtype):
+    """To the bit: the same operations on the same values."""
+    form = pack(normal(96, 128))
+    x, direction = normal(2, 5, 128, seed=1).to(dtype), normal(2, 5, 96, seed=2).to(dtype)
+    results = []
+    for product in (lambda x: quantized_linear(x, *form), lambda x: F.linear(x, unpack(*form, dtype))):
+        own = x.clone().requires_grad_()
+        y = product(own)
+        y.backward(direction)
+        results.append((y.detach(), own.grad))
+    assert results[0][0].dtype == results[0][1].dtype == dtype
+    assert all(map(torch.equal, *results))
+
+
+def test_autocast_says_the_type():
+    form = pack(normal(64, 128))
+    x = normal(3, 128).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = quantized_linear(x, *form), F.linear(x, unpack(*form, torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert x.grad.dtype == torch.float32
+
+
+def saved_bytes(function, *args) -> int:
+    """Bytes that the graph of `function(*args)` keeps, each tensor once."""
+    kept = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        function(*args)
+    return sum(kept.values())
+
+
+def test_four_bits_are_kept_for_the_backward_pass():
+    form = pack(normal(512, 256))
+    x = normal(4, 256).requires_grad_()
+    assert saved_bytes(lambda: quantized_linear(x, *form)) == sum(tensor.nbytes for tensor in form)
+    assert saved_bytes(lambda: F.linear(x, unpack(*form, torch.float32))) == 4 * 512 * 256  # the control sees it
+
+
+def test_compiled_four_bits_are_kept_too():
+    """The compiler sees the weight unpacked in both passes, and would rather do it once and keep it."""
+    form = pack(normal(512, 256))
+    x, direction = normal(4, 256).requires_grad_(), normal(4, 512, seed=1)
+    compiled = torch.compile(lambda: quantized_linear(x, *form), backend="aot_eager", fullgraph=True)
+    assert saved_bytes(compiled) <= sum(tensor.nbytes for tensor in form)
+    y, expected = compiled(), quantized_linear(x, *form)
+    (gradient,), (of_expected,) = (torch.autograd.grad(result, x, direction) for result in (y, expected))
+    assert torch.equal(y, expected)
+    torch.testing.assert_close(gradient, of_expected)

@@ -1,0 +1,81 @@
+"""`Freeze`: parameters that are not trained, chosen by name."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from torchtitan.config.configurable import config_key
+from torchtitan.protocols.model_converter import ModelConverter
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+from torchtitan.tools.patterns import check_matches, check_pattern, matches_any, without_numbers
+
+
+class Freeze(ModelConverter):
+    """Keeps the parameters that the patterns choose as they are: they get no gradient and no optimizer state."""
+
+    freezes = True
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConverter.Config):
+        """Which parameters are frozen."""
+
+        include: list[str] = field(default_factory=list)
+        """Regular expressions, each searched in the parameters' names (layers.0.attention.wq.weight): what they find is
+        frozen."""
+
+        exclude: list[str] = field(default_factory=list)
+        """Regular expressions: parameters whose names they find are trained nevertheless."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for what is no regular expression, and where nothing is included."""
+            key = config_key(self)
+            for option in ("include", "exclude"):
+                for pattern in getattr(self, option):
+                    check_pattern(f"--model_converters.{key}.{option}", pattern)
+            if not self.include:
+                raise UserError(
+                    f"--model_converters.{key}.include is empty, so that nothing would be frozen; give patterns of "
+                    "parameters' names (^tok_embeddings)"
+                )
+
+    config: Config
+
+    def check_model(self, model: nn.Module) -> None:
+        """Freeze the parameters of the model that is thrown away.
+
+        Raises:
+            UserError: as `convert`.
+        """
+        self._freeze(model)
+
+    def convert(self, model: nn.Module) -> None:
+        """Freeze the chosen parameters in place, and log which they are.
+
+        Raises:
+            UserError: where a pattern finds no parameter, or nothing is left to freeze.
+        """
+        frozen = self._freeze(model)
+        n_frozen = sum(parameter.numel() for parameter in frozen.values())
+        n_all = sum(parameter.numel() for parameter in model.parameters())
+        names = ", ".join(without_numbers(frozen))
+        logger.info("%s: %s of %s parameters frozen: %s", config_key(self.config), f"{n_frozen:,}", f"{n_all:,}", names)
+
+    def _freeze(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        config, key = self.config, config_key(self.config)
+        parameters = dict(model.named_parameters())
+        for option in ("include", "exclude"):
+            patterns = getattr(config, option)
+            check_matches(f"--model_converters.{key}.{option}", patterns, list(parameters), "parameters")
+        frozen = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if matches_any(config.include, name) and not matches_any(config.exclude, name)
+        }
+        if not frozen:
+            raise UserError(
+                f"--model_converters.{key}: nothing to freeze is left, exclude finds all that include finds"
+            )
+        for parameter in frozen.values():
+            parameter.requires_grad_(False)
+        return frozen

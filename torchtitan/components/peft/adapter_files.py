@@ -1,0 +1,356 @@
+"""Adapters in the files of Hugging Face's PEFT library: `adapter_model.safetensors` and `adapter_config.json`.
+
+Names and rows are those of the family's table (`ForeignFormat.adapter`), since such an adapter goes on top of the model
+in Hugging Face's format. With W = W₀ + s·B·A, whatever moves the rows of W moves those of B in the same way, and those
+of the magnitudes; A has none of them. An embedding's rows are its tokens, which are the columns of its A.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.components.checkpoint.formats import HuggingFaceSource
+from torchtitan.components.checkpoint.formats.export import format_for
+from torchtitan.components.checkpoint.formats.load import local_slices
+from torchtitan.components.checkpoint.formats.source import Slices, TensorSource, some
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.checkpoint.states import ModelState
+from torchtitan.components.peft.lora import AdaptedLayer
+from torchtitan.config.configurable import config_key
+from torchtitan.protocols import ModelSpec
+from torchtitan.protocols.sharding import features_of
+from torchtitan.protocols.state_dict_adapter import Same, Step, TensorForm, Transform, model_forms
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.components.peft.converter import LoRA
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+_PREFIX = "base_model.model."
+"""Of every name in the file of weights, before the module's own."""
+
+_BASE = "base_layer.weight"
+"""The weight below an adapter, which PEFT saves too where the head or the embedding is adapted."""
+
+_LINEAR = {
+    "weight": _BASE,
+    "lora_A": "lora_A.weight",
+    "lora_B": "lora_B.weight",
+    "magnitude": "lora_magnitude_vector",
+}
+_EMBEDDING = {"weight": _BASE, "lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
+"""Parameter of an adapted layer → what PEFT calls it."""
+
+_ROUNDING = 2**-6
+"""Largest relative difference of two numbers that are one in float32 and have been rounded to 16 bits."""
+
+_SETTINGS: Mapping[str, tuple[str, Any]] = {
+    "r": ("rank", 8),
+    "lora_alpha": ("alpha", 8),
+    "use_rslora": ("rslora", False),
+    "use_dora": ("dora", False),
+}
+"""PEFT's option → field of `LoRA.Config`, and what an absent one means."""
+
+_POSSIBLE: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # Others, as "pissa", change the weights below the adapter.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+}
+"""PEFT's option → those of its values that ours has a counterpart of."""
+
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the names in the file say it
+    *("lora_dropout", "eva_config", "megatron_core", "qalora_group_size", "runtime_config"),
+}
+"""PEFT's options that say nothing of what a trained adapter computes. Any other one that is set is refused."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of an adapted layer in PEFT's files."""
+
+    module: str
+    """The layer's name in Hugging Face's model."""
+
+    key: str
+    """The tensor's name in the file."""
+
+    shape: torch.Size
+    """The same on both sides."""
+
+    transform: Transform
+    """What lies between the layer's weights."""
+
+    rows: int | None
+    """The dimension that runs over the rows of the layer's weight. None: there is none."""
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it is the weight below the adapter."""
+        return self.key.endswith(_BASE)
+
+    def to_foreign(self, tensor: Tensor) -> Tensor:
+        """Our tensor as it goes with Hugging Face's weight."""
+        if self.rows is None:
+            return tensor
+        (moved,) = self.transform.to_foreign([tensor.movedim(self.rows, 0)])
+        return moved.movedim(0, self.rows)
+
+    def to_native(self, tensor: Tensor) -> Tensor:
+        """A tensor of the file as it goes with our weight."""
+        if self.rows is None:
+            return tensor
+        rows_first = tensor.movedim(self.rows, 0)
+        (moved,) = self.transform.to_native([rows_first], [rows_first.shape])
+        return moved.movedim(0, self.rows)
+
+
+class AdapterSource(TensorSource):
+    """The tensors of an adapter in PEFT's files, under our names and in our layout.
+
+    Args:
+        folder: with the two files.
+        config: what `model` was converted by.
+        model: the converted model, on the meta device.
+        spec: the plain model.
+
+    Attributes:
+        base: those of `forms` that are weights below the adapter; PEFT saves some of them too.
+
+    Raises:
+        UserError: as `check_adapter_config`; where the file is damaged, or the adapter is one of other layers or sizes;
+            it names them.
+    """
+
+    def __init__(self, folder: Path, config: "LoRA.Config", model: nn.Module, spec: ModelSpec):
+        check_adapter_config(folder, config)
+        self._file = _AdapterFile(folder)
+        entries = _entries(model, spec)
+        _check_layers(folder, config_key(config), self._file.forms, entries.values())
+        self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.forms}
+        self.forms = {name: self._file.forms[entry.key] for name, entry in self._entries.items()}
+        self.base = {name for name, entry in self._entries.items() if entry.is_base}
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """The tensor of that name, or the part of it that `slices` says. Where its rows are in another order, all of it
+        is read."""
+        entry = self._entries[name]
+        if entry.rows is None or entry.transform == Same():
+            return self._file.read(entry.key, slices)
+        tensor = entry.to_native(self._file.read(entry.key))
+        return tensor if slices is None else tensor[slices]
+
+
+class _AdapterFile(HuggingFaceSource):
+    """The tensors of an adapter's file, under the names that they have there."""
+
+    def __init__(self, folder: Path):
+        self.path, self._files, self.forms = folder, {}, {}
+        self._add(folder / WEIGHTS, None)
+
+
+def write_adapter(
+    folder: Path, config: "LoRA.Config", model: nn.Module, spec: ModelSpec, read: Callable[[str], Tensor]
+) -> None:
+    """Write a model's adapter such that `peft.PeftModel.from_pretrained(base, folder)` computes the same.
+
+    Args:
+        folder: made where it is not there; must not hold an adapter yet.
+        config: what `model` was converted by.
+        model: the converted model, on the meta device.
+        spec: the plain model.
+        read: name of a tensor of the converted model → that tensor, whole.
+
+    Raises:
+        UserError: where the family has no Hugging Face format, or has adapted layers fused with others there (it names
+            them); for a second adapter.
+    """
+    from safetensors.torch import save_file
+
+    if (folder / CONFIG).exists():
+        raise UserError(f"{folder} has an adapter already, that of another converter")
+    entries = {name: entry for name, entry in _entries(model, spec).items() if not entry.is_base}
+    tensors = {entry.key: entry.to_foreign(read(name)).cpu().contiguous() for name, entry in entries.items()}
+    document = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rslora,
+        "use_dora": config.dora,
+        "bias": "none",
+        "init_lora_weights": True,
+        "target_modules": _targets({entry.module for entry in entries.values()}, spec),
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def read_adapter(
+    folder: Path, config: "LoRA.Config", model: nn.Module, spec: ModelSpec, model_parts: list[nn.Module]
+) -> None:
+    """Load an adapter in PEFT's files into a converted model, each process of the default group its part.
+
+    Args:
+        folder: with the two files.
+        config: what the model was converted by.
+        model: the converted model, on the meta device.
+        spec: the plain model.
+        model_parts: the model in this process, materialised, sharded or not; with the plain model's weights.
+
+    Raises:
+        UserError: on every process, as `AdapterSource`; and where weights below the adapter that are in the file are
+            not the model's.
+    """
+    ranks = Ranks(dist.group.WORLD if dist.is_initialized() else None)
+    tensors: dict[str, Tensor] = ModelState(model_parts).state_dict()
+
+    def load() -> None:
+        source = AdapterSource(folder, config, model, spec)
+        for name in source.forms.keys() & tensors.keys():
+            _load_part(source, name, tensors[name])
+
+    ranks.together(load)
+    logger.info("loaded %s, an adapter", folder)
+
+
+def check_adapter_config(folder: Path, config: "LoRA.Config") -> None:
+    """Make sure that a run with `config` can begin from the adapter in `folder`, as far as adapter_config.json says.
+
+    Raises:
+        UserError: where one of the two files is missing, a setting is not the run's, or an option is set that ours has
+            no counterpart of; it names both values, or the options.
+    """
+    option = f"--model_converters.{config_key(config)}"
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise UserError(f"{option}.adapter_path: there is no {name} in the folder '{folder}'")
+    file, document = folder / CONFIG, read_object(folder / CONFIG)
+    for key, possible in _POSSIBLE.items():
+        if document.get(key, possible[0]) not in possible:
+            raise UserError(f"{file}: {key} is {document[key]!r}, which is not supported (only {possible[0]!r})")
+    known = {*_SETTINGS, *_POSSIBLE, *_WITHOUT_EFFECT}
+    if unsupported := sorted(f"{key} ({value!r})" for key, value in document.items() if value and key not in known):
+        raise UserError(f"{file}: the adapter has what is not supported: {some(unsupported)}")
+    for key, (field, default) in _SETTINGS.items():
+        theirs, ours = document.get(key, default), getattr(config, field)
+        if theirs != ours:
+            raise UserError(f"{file}: {key} is {theirs}, and {option}.{field} is {ours}: set it to {theirs}")
+
+
+@torch.no_grad()
+def _load_part(source: AdapterSource, name: str, tensor: Tensor) -> None:
+    """Copy this process's part of a tensor; of a weight below the adapter, compare it."""
+    slices: Slices | None = None
+    if isinstance(tensor, DTensor):
+        slices, tensor = local_slices(tensor), tensor.to_local()
+    if not tensor.numel():
+        return
+    values = source.read(name, slices)
+    if name not in source.base:
+        tensor.copy_(values)
+    elif not torch.allclose(values.float(), tensor.cpu().float(), rtol=_ROUNDING, atol=1e-6):
+        raise UserError(f"the adapter was trained on top of another model: the {name} in its file is not this model's")
+
+
+def _entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
+    """Name of an adapter's tensor, or of a weight below → what it is in PEFT's files.
+
+    Raises:
+        UserError: where the family has no such format, or fuses or splits adapted weights there; it names them.
+    """
+    steps = {name: step for step in format_for(spec, "hf").adapter(spec.model).steps for name in step.native}
+    plain = model_forms(spec.model)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLayer)}
+    entries: dict[str, _Entry] = {}
+    fused: list[str] = []
+    for name, layer in layers.items():
+        step = steps[f"{name}.weight"]
+        if step.transform.rows_only:
+            entries |= _entries_of(name, layer, step, plain[f"{name}.weight"].shape)
+        else:
+            fused.append(f"{name}.weight ({', '.join(step.foreign)})")
+    if fused:
+        raise UserError(
+            f"PEFT's files cannot hold adapters of weights that Hugging Face's format fuses or splits: {some(fused)}"
+        )
+    return entries
+
+
+def _entries_of(name: str, layer: AdaptedLayer, step: Step, plain_shape: torch.Size) -> dict[str, _Entry]:
+    features = features_of(layer)
+    keys = _EMBEDDING if isinstance(layer, nn.Embedding) else _LINEAR
+    shapes = {own: layer.get_parameter(own).shape for own in layer.adapter}
+    (row_features, _), module = features["weight"], step.foreign[0].removesuffix(".weight")
+    entries: dict[str, _Entry] = {}
+    for own, shape in {**shapes, "weight": plain_shape}.items():  # where the weight is in 4 bits too
+        rows = features[own].index(row_features) if row_features in features[own] else None
+        key = f"{_PREFIX}{module}.{keys[own]}"
+        entries[f"{name}.{own}"] = _Entry(module, key, shape, step.transform, rows)
+    return entries
+
+
+def _check_layers(folder: Path, converter: str, found: Mapping[str, TensorForm], entries: Collection[_Entry]) -> None:
+    """Compare what an adapter's file has with what it must and may have.
+
+    Raises:
+        UserError: naming the layers, or the tensors, that are missing, surplus, or of another shape or type.
+    """
+    expected = {entry.key: entry for entry in entries}
+    ours = {entry.module for entry in entries}
+    theirs = {_module_of(key) for key in found}
+    if ours != theirs:
+        differences = {"only in the file": theirs - ours, "only in the run": ours - theirs}
+        listed = "; ".join(f"{where}: {some(sorted(names))}" for where, names in differences.items() if names)
+        raise UserError(
+            f"{folder}: the adapter is of other layers than --model_converters.{converter}.include and exclude choose: "
+            f"{listed}"
+        )
+    faults = [f"{entry.key} is missing" for entry in entries if entry.key not in found and not entry.is_base]
+    for key, form in found.items():
+        if key not in expected:
+            faults.append(f"{key} is not known")
+        elif form.shape != expected[key].shape:
+            faults.append(f"{key} is {list(form.shape)} and must be {list(expected[key].shape)}")
+        elif not (form.dtype.is_floating_point and form.dtype.itemsize >= 2):
+            faults.append(f"{key} is of type {str(form.dtype).removeprefix('torch.')}")
+    if faults:
+        raise UserError(f"{folder / WEIGHTS} does not fit the model: {some(faults)}")
+
+
+def _module_of(key: str) -> str:
+    """The layer that a tensor in an adapter's file is of, or what there is of its name."""
+    suffixes = "|".join(re.escape(suffix) for suffix in {*_LINEAR.values(), *_EMBEDDING.values()})
+    return re.sub(rf"\.({suffixes})$", "", key.removeprefix(_PREFIX))
+
+
+def _targets(adapted: set[str], spec: ModelSpec) -> list[str]:
+    """PEFT's `target_modules`: the last part of the adapted layers' names, which stands for all layers that end in it;
+    where only some of these are adapted, their whole names."""
+    weights = format_for(spec, "hf").adapter(spec.model).foreign_names
+    last_parts: dict[str, set[str]] = {}
+    for module in (name.removesuffix(".weight") for name in weights):
+        last_parts.setdefault(module.rpartition(".")[2], set()).add(module)
+    targets: set[str] = set()
+    for part, modules in last_parts.items():
+        targets |= {part} if modules <= adapted else modules & adapted
+    return sorted(targets)

@@ -1,0 +1,266 @@
+"""Low-rank adapters beside frozen weights: LoRA (Hu et al. 2021, arXiv:2106.09685), also with the scale of rsLoRA
+(Kalajdzievski 2023, arXiv:2312.03732), and DoRA (Liu et al. 2024, arXiv:2402.09353).
+
+An adapted matrix is `W + scaling · B A`, with W frozen and A and B trained. DoRA gives each of its rows a length of its
+own, the trained magnitude: `magnitude · (W + scaling · B A) / ‖W + scaling · B A‖`.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from torchtitan.distributed.gradients import row_norms
+from torchtitan.protocols.converted_module import ConvertedModule
+from torchtitan.protocols.initializer import (
+    Constant,
+    DerivedRows,
+    Initializer,
+    initializer_of,
+    initializers_of,
+    with_initializers,
+)
+from torchtitan.protocols.sharding import with_features
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform between -`bound` and `bound`."""
+
+    bound: float
+
+    def __call__(self, tensor: Tensor, generator: torch.Generator) -> None:
+        nn.init.uniform_(tensor, -self.bound, self.bound, generator=generator)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal with mean 0 and standard deviation `std`."""
+
+    std: float
+
+    def __call__(self, tensor: Tensor, generator: torch.Generator) -> None:
+        nn.init.normal_(tensor, std=self.std, generator=generator)
+
+
+class AdaptedLayer(ConvertedModule):
+    """A layer with an adapter: the plain layer's parameters, frozen, and `lora_A` and `lora_B`, which are trained.
+
+    Attributes:
+        adapter: names of the own parameters that are trained.
+        rank: of the adapter.
+        scaling: factor of the adapter's output.
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, rank: int, scaling: float):
+        nn.Module.__init__(self)  # not the plain class's own, which would make the parameters that are taken over
+        self.rank, self.scaling = rank, scaling
+        self.adapter: tuple[str, ...] = ("lora_A", "lora_B")
+
+    @property
+    def derived(self) -> Mapping[str, DerivedRows]:
+        """The parameters whose initial distributions say so."""
+        return {name: start for name, start in initializers_of(self).items() if isinstance(start, DerivedRows)}
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The two matrices of the adapter."""
+        return "lora_A", "lora_B"
+
+    def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The plain layer's parameters, the adapter merged into the weight: computed in float32, in the type that the
+        weight has."""
+        weight = own["weight"]
+        adapter = {name: own[name].float() for name in self.adapter}
+        bias = {"bias": own["bias"]} if "bias" in own else {}
+        return {"weight": self._merge(weight.float(), adapter).to(weight.dtype), **bias}
+
+    @abstractmethod
+    def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+        """The adapted matrix in the type of `weight`, the plain one. `adapter`: the trained parameters by name."""
+
+    def _start_with(self, **initializers: Initializer) -> None:
+        """Say how own parameters begin, beside those of which it has been said."""
+        with_initializers(self, **initializers_of(self), **initializers)
+
+
+class LoRALinear(AdaptedLayer, nn.Linear):
+    """A linear layer with an adapter: `y = x Wᵀ + b + scaling · dropout(x) Aᵀ Bᵀ`; with DoRA, see `forward`.
+
+    Own parameters: `weight` (out, in) and, where there is one, `bias` (out,), frozen; `lora_A` (rank, in) and `lora_B`
+    (out, rank); with DoRA, `magnitude` (out,). A subclass that keeps the weight in another form overrides `_take_base`,
+    `base_weight`, `base_output`, `base_rows` and `plain_state`.
+
+    Args:
+        linear: the plain layer, with the initial distributions of its parameters, which are taken over and frozen.
+        rank: of the adapter.
+        scaling: factor of the adapter's output.
+        dropout: in training, the part of the adapter's inputs that is set to 0; the others grow by 1 / (1 - dropout).
+        dora: train the lengths of the rows too.
+    """
+
+    magnitude: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, *, rank: int, scaling: float, dropout: float, dora: bool):
+        super().__init__(rank, scaling)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.dropout = dropout
+        plain = linear.weight
+        self._take_base(linear)
+        self._take_bias(linear)
+        self.lora_A = nn.Parameter(plain.new_empty(rank, self.in_features))
+        self.lora_B = nn.Parameter(plain.new_empty(self.out_features, rank))
+        # As in peft: A as torch begins a linear layer, Kaiming's uniform distribution with a = √5.
+        self._start_with(lora_A=Uniform(self.in_features**-0.5), lora_B=Constant(0.0))
+        with_features(self, lora_A=(None, "in"), lora_B=("out", None))
+        self.register_parameter("magnitude", None)
+        if dora:
+            self.adapter += ("magnitude",)
+            self.magnitude = nn.Parameter(plain.new_empty(self.out_features))
+            start = DerivedRows("weight", plain.shape, initializer_of(linear, "weight"), self._base_row_norms)
+            self._start_with(magnitude=start)
+            with_features(self, magnitude=("out",))
+
+    def _take_base(self, linear: nn.Linear) -> None:
+        """Take over the plain layer's weight, with its initial distribution."""
+        self.weight = linear.weight.requires_grad_(False)
+        self._start_with(weight=initializer_of(linear, "weight"))
+
+    def _take_bias(self, linear: nn.Linear) -> None:
+        self.bias = linear.bias
+        if linear.bias is not None:
+            linear.bias.requires_grad_(False)
+            self._start_with(bias=initializer_of(linear, "bias"))
+
+    def base_weight(self) -> Tensor:
+        """The frozen weight (out, in)."""
+        return self.weight
+
+    def base_output(self, x: Tensor) -> Tensor:
+        """What the plain layer computes, with its bias: (..., in) → (..., out)."""
+        return F.linear(x, self.weight, self.bias)
+
+    def base_rows(self, rows: Tensor) -> Tensor:
+        """Rows of the plain weight, (n, in) in float32, as this layer keeps and computes with them, in float32."""
+        return rows.to(self.weight.dtype).float()
+
+    def _base_row_norms(self, rows: Tensor) -> Tensor:
+        return row_norms(self.base_rows(rows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) → (..., out).
+
+        DoRA is computed as the plain layer's output and what is added to it, so that it begins as exactly that. Where
+        there is dropout, it is the adapter's part of the output that has it: all that is added, as in peft.
+        """
+        base = self.base_output(x)
+        inputs = _drop_out(x, self.dropout) if self.training and self.dropout else x
+        lora_A, lora_B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
+        added = F.linear(F.linear(inputs, lora_A), lora_B) * self.scaling
+        if self.magnitude is None:
+            return base + added
+        with torch.no_grad():
+            adapted = self._adapted(self.base_weight(), self.lora_A, self.lora_B)
+        scale = _row_scale(self.magnitude, adapted)
+        product = base if inputs is x else self.base_output(inputs)
+        if self.bias is not None:
+            product = product - self.bias
+        return base + (scale - 1).to(base.dtype) * product + scale.to(base.dtype) * added
+
+    def effective_weight(self) -> Tensor:
+        """The adapted matrix (out, in), with a gradient for the adapter."""
+        return self._merge(self.base_weight(), {name: getattr(self, name) for name in self.adapter})
+
+    def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+        adapted = self._adapted(weight, adapter["lora_A"], adapter["lora_B"])
+        if self.magnitude is None:
+            return adapted
+        return (_row_scale(adapter["magnitude"], adapted.detach())[:, None] * adapted).to(adapted.dtype)
+
+    def _adapted(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
+        """`W + scaling · B A`."""
+        return torch.addmm(weight, lora_B.to(weight.dtype), lora_A.to(weight.dtype), alpha=self.scaling)
+
+    def extra_repr(self) -> str:
+        """Sizes and settings."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}, dora={self.magnitude is not None}"
+        )
+
+
+class LoRAEmbedding(AdaptedLayer, nn.Embedding):
+    """An embedding of V tokens in D features with an adapter: the rows of `W + scaling · (B A)ᵀ`.
+
+    Own parameters: `weight` (V, D), frozen; `lora_A` (rank, V) and `lora_B` (D, rank).
+
+    Args:
+        embedding: the plain layer, with the initial distribution of its weight, which is taken over and frozen.
+        rank: of the adapter.
+        scaling: factor of the adapter's output.
+    """
+
+    def __init__(self, embedding: nn.Embedding, *, rank: int, scaling: float):
+        super().__init__(rank, scaling)
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.weight = embedding.weight.requires_grad_(False)
+        self.lora_A = nn.Parameter(self.weight.new_empty(rank, self.num_embeddings))
+        self.lora_B = nn.Parameter(self.weight.new_empty(self.embedding_dim, rank))
+        # As in peft; the other way round, a token's gradient would begin at 0 with all others'.
+        self._start_with(weight=initializer_of(embedding, "weight"), lora_A=Constant(0.0), lora_B=Normal(1.0))
+        with_features(self, lora_A=(None, "in"), lora_B=("out", None))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids (...) → (..., D)."""
+        base = _look_up(tokens, self.weight)
+        added = F.linear(_look_up(tokens, self.lora_A.T), self.lora_B) * self.scaling
+        return base + added.to(base.dtype)
+
+    def effective_weight(self) -> Tensor:
+        """The adapted matrix (V, D), with a gradient for the adapter."""
+        return self._merge(self.weight, {"lora_A": self.lora_A, "lora_B": self.lora_B})
+
+    def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+        lora_A, lora_B = (adapter[name].to(weight.dtype) for name in ("lora_A", "lora_B"))
+        return torch.addmm(weight, lora_A.T, lora_B.T, alpha=self.scaling)
+
+    def extra_repr(self) -> str:
+        """Sizes and settings."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, rank={self.rank}, scaling={self.scaling:g}"
+
+
+def _row_scale(magnitude: Tensor, adapted: Tensor) -> Tensor:
+    """What each row of an adapted matrix is multiplied by, (out,) in float32. The row's own length counts as constant
+    in the backward pass (DoRA, section 4.3). It is rounded as the magnitude is, so that both cancel where they began
+    as the same number."""
+    return magnitude.float() / row_norms(adapted).to(magnitude.dtype).float()
+
+
+def _drop_out(x: Tensor, probability: float) -> Tensor:
+    """Dropout of a layer's inputs (B, L, in).
+
+    Under tensor parallelism each rank draws for what it has itself. Of inputs that all ranks have it takes its part of
+    the sequence: with random numbers of their own they would not have the same inputs any more.
+    """
+    if not isinstance(x, DTensor):
+        return F.dropout(x, probability)
+    placements = [Shard(1)] if x.placements == (Replicate(),) else x.placements
+    own = F.dropout(x.redistribute(placements=placements).to_local(), probability)
+    return DTensor.from_local(own, x.device_mesh, placements, shape=x.shape, stride=x.stride())
+
+
+def _look_up(tokens: Tensor, table: Tensor) -> Tensor:
+    """Rows of `table` by token id: (B, L) → (B, L, …).
+
+    Under tensor parallelism each rank has found the tokens of its part of the table. That is added up at once, and each
+    rank keeps its part of the sequence: torch has no product with what is still to be added up in this way.
+    """
+    found = F.embedding(tokens, table)
+    return found.redistribute(placements=[Shard(1)]) if isinstance(found, DTensor) else found

@@ -1,0 +1,223 @@
+"""`Float8LinearConverter`: linear layers whose products are computed in 8-bit floating point, by torchao.
+
+A tensor t becomes float8(s t), with the scale s = max / max |t| over the whole tensor ("tensorwise") or over each row
+of a product's operand ("rowwise"), where max is the largest number of the 8-bit type: 448 of e4m3, for inputs, weights
+and, rowwise, gradients; 57344 of e5m2, for gradients with tensorwise scales. Scales are computed anew for every
+product, and the result is divided by them (arXiv:2209.05433). Weights, gradients and optimizer stay in the types that
+they had, and checkpoints are those of the plain model.
+"""
+
+import dataclasses
+import logging
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.components.quantization.qat import check_torchao
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.configurable import config_key
+from torchtitan.distributed.initialize import canonical_name
+from torchtitan.protocols.initializer import initializers_of, with_initializers
+from torchtitan.protocols.layer_converter import LayerConverter
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+from torchtitan.tools.patterns import without_numbers
+
+_ALIGNMENT = 16
+"""The kernels multiply matrices whose sides, but for the number of rows of the first, are multiples of this."""
+
+_CAPABILITY = (8, 9)
+"""CUDA's compute capability of the first GPUs with float8 products (Ada)."""
+
+
+class Float8LinearConverter(LayerConverter):
+    """Computes linear layers in float8: forward, and both products of the backward pass.
+
+    Casts that `torch.compile` does not fuse with other operations cost more than the products save: on a GPU, train
+    with `--compile.enable`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LayerConverter.Config):
+        """Which layers, and how their tensors are scaled."""
+
+        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+        """Scales of whole tensors (the fastest), of rows (more accurate; powers of 2), or of rows with the weights'
+        gradient computed in the higher precision (the most accurate)."""
+
+        emulate: bool = False
+        """Round as float8 does, but multiply in float32: runs everywhere, and slower than without float8."""
+
+        fsdp_float8_all_gather: bool = False
+        """FSDP gathers the weights in float8, at half the traffic of bfloat16 and with equal results. Tensorwise only;
+        without FSDP it has no effect."""
+
+        min_features: int = 2048
+        """Layers with fewer inputs, or fewer outputs, are left as they are: casting costs more than their products
+        gain."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for values that cannot be used, or not together."""
+            LayerConverter.Config.validate(self)
+            option = f"--model_converters.{config_key(self)}"
+            if self.fsdp_float8_all_gather and self.recipe != "tensorwise":
+                raise UserError(
+                    f"{option}.fsdp_float8_all_gather does not go with {option}.recipe {self.recipe}: its "
+                    "products round the same weights in two ways; choose recipe tensorwise"
+                )
+            if self.min_features < 0:
+                raise UserError(f"{option}.min_features is {self.min_features}, and must be at least 0")
+
+        def check_run(
+            self, *, training: TrainingConfig, parallelism: ParallelismConfig, compile: CompileConfig
+        ) -> None:
+            """Raise `UserError` where torchao is missing, and for what the kernels cannot do: the device, and the
+            number of tokens that they would sum over for a weight's gradient."""
+            option = f"--model_converters.{config_key(self)}"
+            check_torchao(option)
+            if self.emulate:
+                return
+            if (reason := _why_no_kernels()) is not None:
+                raise UserError(
+                    f"{option}: float8 products need a GPU of compute capability 8.9 or above, and {reason}; "
+                    f"{option}.emulate computes the same, slowly, on any device"
+                )
+            pipelined = parallelism.pipeline_parallel_degree > 1
+            sequences = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+            tokens = sequences * training.seq_len // parallelism.context_parallel_degree
+            if tokens % _ALIGNMENT and self.recipe != "rowwise_with_gw_hp":
+                raise UserError(
+                    f"{option}: float8 kernels sum over multiples of {_ALIGNMENT} tokens, and a rank has {tokens} at a "
+                    f"time; change --training.seq_len {training.seq_len}"
+                )
+
+    config: Config
+
+    def convert(self, model: nn.Module) -> None:
+        """As `LayerConverter.convert`; logs also why layers that the patterns choose are left as they are.
+
+        Raises:
+            UserError: as there.
+        """
+        left_out = self._left_out(super().select(model))
+        super().convert(model)
+        if left_out:
+            logger.info("%s: left as they were %s", config_key(self.config), left_out)
+
+    def select(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The layers that the patterns choose, and that the kernels can compute and gain from, by name.
+
+        Raises:
+            UserError: as `convert`.
+        """
+        chosen = super().select(model)
+        kept = {name: layer for name, layer in chosen.items() if self._why_left_out(layer) is None}
+        if not kept:
+            option = f"--model_converters.{config_key(self.config)}"
+            raise UserError(f"{option}: nothing to convert is left {self._left_out(chosen)} ({option}.min_features)")
+        return kept
+
+    def _why_left_out(self, layer: nn.Module) -> str | None:
+        assert isinstance(layer, nn.Linear)
+        sides = (layer.in_features, layer.out_features)
+        if any(side % _ALIGNMENT for side in sides):
+            return f"for a side that is no multiple of {_ALIGNMENT}"
+        return f"for a side below {self.config.min_features}" if min(sides) < self.config.min_features else None
+
+    def _left_out(self, layers: dict[str, nn.Module]) -> str:
+        """Those of `layers` that are not converted, and why, in words; empty where there are none."""
+        names_by_reason: dict[str, list[str]] = defaultdict(list)
+        for name, layer in layers.items():
+            if (reason := self._why_left_out(layer)) is not None:
+                names_by_reason[reason].append(name)
+        return "; ".join(f"{reason}: {', '.join(without_numbers(names))}" for reason, names in names_by_reason.items())
+
+    def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
+        """torchao's layer, with the same parameters."""
+        float8 = _import_float8()
+        settings = dataclasses.replace(
+            float8.Float8LinearConfig.from_recipe_name(self.config.recipe),
+            emulate=self.config.emulate,
+            enable_fsdp_float8_all_gather=self.config.fsdp_float8_all_gather,
+        )
+        converted: nn.Module = float8.convert_to_float8_training(layer, config=settings)
+        if self.config.fsdp_float8_all_gather:
+            converted.register_state_dict_post_hook(_give_plain_weight)
+        return with_initializers(converted, **initializers_of(layer))
+
+    def post_init_hook(self, model_parts: list[nn.Module]) -> None:
+        """Where FSDP gathers float8: the scales for the first step.
+
+        Raises:
+            UserError: for weights that it cannot gather so.
+        """
+        if self.config.fsdp_float8_all_gather:
+            for part in model_parts:
+                self._check_shards(part)
+        self.post_optimizer_hook(model_parts)
+
+    def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
+        """Where FSDP gathers float8: the scales of all weights with one all-reduce, or, together with tensor
+        parallelism, one for each of the two. Otherwise each weight would need its own when it is gathered."""
+        if self.config.fsdp_float8_all_gather:
+            _import_float8().precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(model_parts))
+
+    def _check_shards(self, part: nn.Module) -> None:
+        """torchao hands FSDP a rank's rows without padding, and ranks with fewer rows would make all wait forever."""
+        from torchao.float8.float8_linear import Float8Linear
+
+        for name, module in part.named_modules():
+            if not (isinstance(module, Float8Linear) and isinstance(module.weight, DTensor)):
+                continue
+            mesh, placements, rows = module.weight.device_mesh, module.weight.placements, module.weight.shape[0]
+            # By attribute: what FSDP makes of rows that tensor parallelism has shared out is not a `Shard`.
+            sizes = [n for n, place in zip(mesh.shape, placements, strict=True) if getattr(place, "dim", None) == 0]
+            if rows % (ranks := math.prod(sizes)):
+                option = f"--model_converters.{config_key(self.config)}"
+                raise UserError(
+                    f"{option}.fsdp_float8_all_gather: the {rows} outputs of {canonical_name(name)} cannot be shared "
+                    f"out evenly to {ranks} ranks; leave out this option, or the layer ({option}.exclude)"
+                )
+
+
+def _give_plain_weight(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Let a state dict hold the tensor, with the same memory, and not torchao's wrapper that gathers it: checkpoints
+    would have torchao's classes in them, and nobody could read them without."""
+    key = f"{prefix}weight"
+    weight: Any = state_dict[key].detach()
+    if not isinstance(weight, DTensor):
+        state_dict[key] = weight._tensor.detach()
+        return
+    local: Any = weight.to_local()
+    state_dict[key] = DTensor.from_local(
+        local._tensor.detach(),
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+
+
+def _why_no_kernels() -> str | None:
+    """What is missing on this machine for float8 products; None where nothing is."""
+    if not torch.cuda.is_available():
+        return "there is none"
+    capability = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} has {'.'.join(map(str, capability))}" if capability < _CAPABILITY else None
+
+
+def _import_float8() -> Any:
+    """torchao's module for training in float8, without the warnings about its other parts that importing it gives."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        import torchao.float8
+    finally:
+        logging.disable(disabled)
+    return torchao.float8

@@ -1,0 +1,186 @@
+"""NF4: weights in 4 bits with double-quantised scales (QLoRA, arXiv:2305.14314, section 3), and a product with them.
+
+A weight (out, in) is three plain tensors, made row by row, a row from nothing but itself:
+
+- `packed` (out, in / 2): two indices into the 16 `LEVELS` per byte, the first of them in the upper four bits;
+- `scales` (out, in / 64): for each block of 64 values of a row, its scale in 8 bits;
+- `scale_ranges` (out, 8): offset and step of the row's scales, two float32 numbers as their bytes.
+
+A value is `LEVELS[index] * scale` with `scale = offset + step * scales`, rounded to bfloat16, so that it is the same
+number in whatever type it is computed with. All three are uint8: mixed precision casts what is a floating-point number,
+and leaves bytes alone. Memory per weight: 1/2 + 1/64 + 8/in bytes.
+
+Why not torchao's `NF4Tensor` (0.18): its scales are quantised in groups of 256 that run across rows, so that each shard
+of a weight must be a multiple of 16,384 values (64 x 64 is refused), its values depend on how it is sharded, there is
+no tensor parallelism, and `to_empty` loses it. Rows of plain tensors are sharded, saved, filled in and read from files
+like those of any weight.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+BLOCK_SIZE = 64
+"""Neighbouring values of a row that share a scale."""
+
+LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""What an index stands for: quantiles of the normal distribution, scaled to [-1, 1], with an exact 0 (appendix E)."""
+
+_CHUNK_VALUES = 2**23
+"""Values that are packed or unpacked at a time; what lies between takes about 10 bytes for each of them."""
+
+_LARGEST_CODE = 255
+_MIDPOINTS = torch.tensor([(a + b) / 2 for a, b in zip(LEVELS[:-1], LEVELS[1:], strict=True)], device="cpu")
+_PAIRS = torch.tensor([(first, second) for first in LEVELS for second in LEVELS], device="cpu")
+"""Byte → the two values that it stands for."""
+
+
+class NF4(NamedTuple):
+    """A weight, or some of its rows, in 4 bits."""
+
+    packed: Tensor
+    """Indices of the levels, two per byte, (n, in / 2) uint8."""
+
+    scales: Tensor
+    """Scales of the blocks in steps, (n, in / 64) uint8."""
+
+    scale_ranges: Tensor
+    """Offset and step of each row's scales, float32 as bytes, (n, 8) uint8."""
+
+
+@torch.no_grad()
+def pack(rows: Tensor) -> NF4:
+    """Rows (n, in) in 4 bits. `in` is divisible by `BLOCK_SIZE`. Each row's result depends on that row alone.
+
+    A block's scale is its largest absolute value, rounded to the nearest of 256 steps between the smallest and the
+    largest of the row; a value becomes the level that is nearest to it at that scale.
+    """
+    n, width = rows.shape
+    assert width % BLOCK_SIZE == 0, f"rows of {width} values are not whole blocks"
+    bytes_per_row = (width // 2, width // BLOCK_SIZE, 2 * torch.float32.itemsize)
+    result = NF4(*(rows.new_empty((n, size), dtype=torch.uint8) for size in bytes_per_row))
+    for chunk in _chunks(n, width):
+        for whole, part in zip(result, _pack(rows[chunk].float()), strict=True):
+            whole[chunk] = part
+    return result
+
+
+def unpack(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows (n, in) that three tensors of `pack` stand for, in `dtype`: computed in float32, rounded to bfloat16."""
+    n, width = packed.shape[0], 2 * packed.shape[1]
+    rows = packed.new_empty((n, width), dtype=torch.bfloat16)
+    scale = _decode(scales, scale_ranges)[..., None]
+    pairs = _PAIRS.to(packed.device, non_blocking=True)
+    for chunk in _chunks(n, width):
+        levels = F.embedding(packed[chunk].int(), pairs).view(-1, width // BLOCK_SIZE, BLOCK_SIZE)
+        rows[chunk] = (levels * scale[chunk]).flatten(1)
+    return rows.to(dtype)
+
+
+def unpack_weight(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype) -> Tensor:
+    """`unpack`, also of tensors that tensor parallelism has shared out: each rank unpacks its part of the weight."""
+    if not isinstance(packed, DTensor):
+        return unpack(packed, scales, scale_ranges, dtype)
+    assert isinstance(scales, DTensor) and isinstance(scale_ranges, DTensor)
+    own = unpack(packed.to_local(), scales.to_local(), scale_ranges.to_local(), dtype)
+    shape = torch.Size((packed.shape[0], 2 * packed.shape[1]))
+    return DTensor.from_local(
+        own, packed.device_mesh, packed.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+    )
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The type that a product with `tensor` is computed in: autocast's where it is on, or its own."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+def quantized_linear(x: Tensor, packed: Tensor, scales: Tensor, scale_ranges: Tensor) -> Tensor:
+    """`x (…, in)` times the transpose of a weight in 4 bits, (…, out), with a gradient for `x`.
+
+    The weight is unpacked for the product, and once more in the backward pass: between them 4 bits are kept. Of a
+    weight that tensor parallelism has shared out, by its rows or its columns, each rank multiplies its own part.
+    """
+    x = x.to(compute_dtype(x))
+    if not isinstance(packed, DTensor):
+        return _product(x, packed, scales, scale_ranges)
+    assert isinstance(x, DTensor) and isinstance(scales, DTensor) and isinstance(scale_ranges, DTensor)
+    by_rows = packed.placements == (Shard(0),)
+    last = Shard(x.ndim - 1)
+    assert x.placements == ((Replicate(),) if by_rows else (last,)), f"{x.placements} times {packed.placements}"
+    own_x = x.to_local(grad_placements=[Partial() if by_rows else last])
+    own_y = _product(own_x, packed.to_local(), scales.to_local(), scale_ranges.to_local())
+    return DTensor.from_local(own_y, packed.device_mesh, [last if by_rows else Partial()], run_check=False)
+
+
+def _product(x: Tensor, *weight: Tensor) -> Tensor:
+    y: Tensor = _QuantizedLinear.apply(x, *weight)
+    return y
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, scale_ranges: Tensor) -> Tensor:
+        ctx.save_for_backward(packed, scales, scale_ranges)
+        return F.linear(x, unpack(packed, scales, scale_ranges, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        packed, scales, scale_ranges = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            packed = _copy_after(packed, gradient)
+        return gradient @ unpack(packed, scales, scale_ranges, gradient.dtype), None, None, None
+
+
+@torch.library.custom_op("torchtitan::copy_after", mutates_args=())
+def _copy_after(tensor: Tensor, earlier: Tensor) -> Tensor:
+    """A copy of `tensor` that cannot be made before `earlier` is there. A compiler that sees the same weight unpacked
+    twice would do it once, in the forward pass, and keep all of it for the backward pass."""
+    return tensor.clone()
+
+
+@_copy_after.register_fake
+def _(tensor: Tensor, earlier: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def _chunks(n_rows: int, width: int) -> Iterator[slice]:
+    # A compiler fuses the operations between, so that nothing lies there, and would write out every chunk's.
+    size = max(1, n_rows if torch.compiler.is_compiling() else _CHUNK_VALUES // width)
+    for first in range(0, n_rows, size):
+        yield slice(first, min(first + size, n_rows))
+
+
+def _pack(rows: Tensor) -> NF4:
+    blocks = rows.unflatten(1, (-1, BLOCK_SIZE))
+    largest = blocks.abs().amax(-1)
+    offset, top = largest.amin(1, keepdim=True), largest.amax(1, keepdim=True)
+    step = (top - offset) / _LARGEST_CODE
+    codes = ((largest - offset) / _or_one(step)).round().to(torch.uint8)
+    ranges = torch.cat([offset, step], dim=1).view(torch.uint8)
+    # At the scale that will be used, not at the exact one.
+    relative = blocks / _or_one(_decode(codes, ranges))[..., None]
+    indices = torch.bucketize(relative, _MIDPOINTS.to(rows.device), out_int32=True).to(torch.uint8)
+    first, second = indices.view(rows.shape[0], -1, 2).unbind(-1)
+    return NF4(first << 4 | second, codes, ranges)
+
+
+def _decode(codes: Tensor, ranges: Tensor) -> Tensor:
+    """The scales of the blocks, (n, in / 64) in float32."""
+    offset, step = ranges.view(torch.float32).split(1, dim=1)
+    return offset + step * codes
+
+
+def _or_one(divisors: Tensor) -> Tensor:
+    """`divisors`, with 1 in place of 0: a row or block of zeros, whose scale is 0, divides nothing but zeros."""
+    return torch.where(divisors == 0, 1.0, divisors)

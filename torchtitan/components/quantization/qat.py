@@ -1,0 +1,132 @@
+"""`QAT`: training that sees the rounding of the quantized model (quantization-aware training).
+
+The scheme is int8 dynamic activations and int4 weights, as torchao computes it, in the type of the tensor and rounding
+half to even:
+
+- a matrix of weights in groups of `group_size` neighbors within a row. Scale s = max |w| / 7.5; w becomes
+  s clamp(round(w / s), -8, 7);
+- activations token by token, with low = min(0, min x) and high = max(0, max x) over a token's features. Scale
+  s = (high - low) / 255, zero point z = clamp(-128 - round(low / s), -128, 127); x becomes
+  s (clamp(round(x / s) + z, -128, 127) - z).
+
+Backward, rounding counts as the identity, and what was clamped gets no gradient (the straight-through estimator,
+arXiv:1308.3432). Weights and optimizer stay in full precision, and checkpoints are those of the plain model.
+"""
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from torchtitan.config.configurable import config_key
+from torchtitan.protocols.initializer import initializers_of, with_initializers
+from torchtitan.protocols.layer_converter import LayerConverter
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+from torchtitan.tools.patterns import without_numbers
+
+if TYPE_CHECKING:
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig
+
+
+class QAT(LayerConverter):
+    """Makes linear layers compute what they will compute when they have been quantized, so that training adapts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LayerConverter.Config):
+        """Which layers, how finely, and from when."""
+
+        group_size: int = 32
+        """Neighboring weights of a row that share a scale; divides the inputs of each layer."""
+
+        start_step: int = 0
+        """Steps trained before quantization is simulated."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for values that cannot be used."""
+            LayerConverter.Config.validate(self)
+            key = config_key(self)
+            if self.group_size < 2:
+                raise UserError(f"--model_converters.{key}.group_size is {self.group_size}, and must be at least 2")
+            if self.start_step < 0:
+                raise UserError(f"--model_converters.{key}.start_step is {self.start_step}, and must be at least 0")
+
+    config: Config
+
+    def select(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The layers that the patterns choose, by name.
+
+        Raises:
+            UserError: as `convert`; for layers whose inputs are no whole number of groups.
+        """
+        chosen = super().select(model)
+        size = self.config.group_size
+        unfit = [name for name, layer in chosen.items() if _n_inputs(layer) % size]
+        if unfit:
+            key = f"--model_converters.{config_key(self.config)}"
+            sizes = sorted({_n_inputs(chosen[name]) for name in unfit})
+            raise UserError(
+                f"{key}.group_size {size} does not divide the inputs ({', '.join(map(str, sizes))}) of "
+                f"{', '.join(without_numbers(unfit))}; choose another size, or leave these layers out ({key}.exclude)"
+            )
+        return chosen
+
+    def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
+        """A layer with the same parameters that computes with quantized values, from step `start_step` + 1 on.
+
+        Raises:
+            UserError: where torchao is not installed.
+        """
+        scheme = inference_config(self.config.group_size)
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import QATConfig
+
+        holder = nn.ModuleDict({"layer": layer})  # torchao replaces what is inside of a module
+        quantize_(holder, QATConfig(scheme, step="prepare"))
+        converted = holder["layer"]
+        # On the meta device it makes new parameters, which would not know that they are frozen.
+        converted.weight, converted.bias = layer.weight, layer.bias
+        _simulate(converted, self.config.start_step == 0)
+        return with_initializers(converted, **initializers_of(layer))
+
+    def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
+        """Simulate quantization in the steps after `start_step`, and not before; validation does as the step did."""
+        start_step = self.config.start_step
+        for part in model_parts:
+            _simulate(part, step > start_step)
+        if start_step and step == start_step + 1:
+            logger.info("%s: quantization is simulated from step %d on", config_key(self.config), step)
+
+
+def _simulate(module: nn.Module, enabled: bool) -> None:
+    """Let the converted layers in `module` compute with quantized values, or with the values as they are."""
+    from torchao.quantization.qat.linear import enable_linear_fake_quant
+
+    module.apply(functools.partial(enable_linear_fake_quant, enabled=enabled))
+
+
+def check_torchao(what: str) -> None:
+    """Raise `UserError` where torchao, which `what` needs, is not installed."""
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(f"{what} needs torchao: pip install torchtitan[quantization]")
+
+
+def inference_config(group_size: int) -> "Int8DynamicActivationIntxWeightConfig":
+    """torchao's name for the scheme: what training simulates follows from it, and export applies it.
+
+    Raises:
+        UserError: where torchao is not installed.
+    """
+    check_torchao("quantization to 4-bit weights and 8-bit activations")
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup
+
+    int4 = torch.int4  # type: ignore[attr-defined]
+    return Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(group_size))
+
+
+def _n_inputs(layer: nn.Module) -> int:
+    assert isinstance(layer, nn.Linear)
+    return layer.in_features

@@ -1,0 +1,151 @@
+"""A Hugging Face folder with quantized weights, which transformers opens with torchao.
+
+Each quantized matrix is three tensors: the 4-bit values, one to a byte (torchao has no other form of this scheme that
+safetensors files can hold), the scales of its groups, and their zero points, which are zero. The metadata of the files
+say how they belong together, and `quantization_config` in config.json which layers are quantized.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.components.checkpoint.assets import files_in, token_ids, write_files
+from torchtitan.components.checkpoint.formats.convert import ForeignView
+from torchtitan.components.checkpoint.formats.export import GENERATION_CONFIG, config_json, format_for, prevailing_dtype
+from torchtitan.components.checkpoint.formats.huggingface import INDEX, MAX_FILE_BYTES, WEIGHTS
+from torchtitan.components.checkpoint.formats.source import MakeTensor, TensorSource, as_type
+from torchtitan.components.quantization.qat import QAT, inference_config
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter, TensorForm
+
+
+def export_quantized(
+    folder: Path,
+    spec: ModelSpec,
+    source: TensorSource,
+    assets: Path | None,
+    *,
+    quantization: QAT.Config,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    advance: Callable[[int], None] = lambda n_bytes: None,
+) -> None:
+    """Write a model into `folder` for inference, quantized as training by `QAT` has simulated it.
+
+    Args:
+        folder: an existing, empty folder.
+        spec: the model.
+        source: its weights, under our names.
+        assets: folder with the files that go along (`assets.FILES`) and, of a Hugging Face checkpoint, a config.json;
+            None: there are none.
+        quantization: which layers, and how finely.
+        dtype: of the other weights, of the scales, and of what is computed. None: as the weights are.
+        max_file_bytes: largest file of weights; all of one is held in memory.
+        advance: called with the bytes of each tensor that has been read.
+
+    Raises:
+        UserError: where torchao is missing, the layers cannot be quantized so, or `dtype` cannot hold a value.
+        OSError: where it cannot be written.
+    """
+    adapter = format_for(spec, "hf").adapter(spec.model)
+    view = ForeignView(source, adapter)
+    forms = {name: TensorForm(form.shape, dtype or form.dtype) for name, form in view.forms.items()}
+    quantized = _weights_to_quantize(spec, adapter, quantization)
+
+    def as_written(name: str, tensor: Tensor) -> Tensor:
+        return _quantize(tensor, quantization.group_size) if name in quantized else tensor
+
+    def make(name: str) -> Tensor:
+        tensor = as_type(name, view.read(name), forms[name].dtype)
+        advance(view.forms[name].n_bytes)
+        return as_written(name, tensor)
+
+    plain = [name for name in (*forms, *adapter.tied) if name not in quantized]
+    _write_description(
+        folder, config_json(spec, {}, prevailing_dtype(forms)), _config_entry(quantization, plain), assets
+    )
+    like = {name: as_written(name, torch.empty(f.shape, dtype=f.dtype, device="meta")) for name, f in forms.items()}
+    _write_weights(folder, like, make, max_file_bytes)
+
+
+def _weights_to_quantize(spec: ModelSpec, adapter: StateDictAdapter, quantization: QAT.Config) -> set[str]:
+    """Names of the other format's tensors that consist of weights of the chosen layers."""
+    with torch.device("meta"):
+        layers = quantization.build().select(spec.model.build())
+    chosen = {f"{name}.weight" for name in layers}
+    return {name for step in adapter.steps if chosen.issuperset(step.native) for name in step.foreign}
+
+
+def _quantize(matrix: Tensor, group_size: int) -> Tensor:
+    """torchao's tensor of the quantized matrix."""
+    from torchao.quantization import quantize_
+
+    n_outputs, n_inputs = matrix.shape
+    layer = nn.Linear(n_inputs, n_outputs, bias=False, device="meta")
+    layer.weight = nn.Parameter(matrix, requires_grad=False)
+    quantize_(layer, inference_config(group_size))
+    return layer.weight.detach()
+
+
+def _config_entry(quantization: QAT.Config, plain: list[str]) -> dict[str, Any]:
+    """What config.json says of the quantization, as transformers' `TorchAoConfig` reads it."""
+    from torchao.core.config import config_to_dict
+
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": config_to_dict(inference_config(quantization.group_size))},
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in plain],
+    }
+
+
+def _write_description(folder: Path, config: dict[str, Any], entry: dict[str, Any], assets: Path | None) -> None:
+    """Write all but the weights."""
+    write_files(folder, files_in(assets))
+    ids = token_ids(folder, assets / "config.json") if assets else {}
+    _write_json(folder / "config.json", {**config, **ids, "quantization_config": entry})
+    if ids and not (folder / GENERATION_CONFIG).exists():
+        _write_json(folder / GENERATION_CONFIG, ids)
+
+
+def _write_weights(folder: Path, like: Mapping[str, Tensor], make: MakeTensor, max_file_bytes: int) -> None:
+    """Write the weights that `make` gives, which look like those in `like`, and the index of several files."""
+    from safetensors.torch import save_file
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    _, metadata = flatten_tensor_state_dict(like)  # of all weights in every file: its reader joins them
+    parts = {name: flatten_tensor_state_dict({name: tensor})[0] for name, tensor in like.items()}
+    files = _files({name: sum(part.nbytes for part in of.values()) for name, of in parts.items()}, max_file_bytes)
+    for file, names in files.items():
+        tensors, _ = flatten_tensor_state_dict({name: make(name) for name in names})
+        partial = folder / f"{file}.tmp"
+        save_file(tensors, partial, metadata={"format": "pt", **metadata})
+        shutil.copymode(folder / "config.json", partial)  # the library lets only the owner read it
+        partial.replace(folder / file)
+    if len(files) > 1:
+        weight_map = {part: file for file, names in files.items() for name in names for part in parts[name]}
+        total = sum(part.nbytes for of in parts.values() for part in of.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _files(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
+    """File name → the weights in it, filled in the given order."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, more in n_bytes.items():
+        if groups[-1] and size + more > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += more
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n")
