@@ -64,20 +64,20 @@ def llama3_debugmodel_qat() -> Trainer.Config:
 def llama3_debugmodel_lora() -> Trainer.Config:
     """Adapters of low rank on the small model, for the built-in conversations.
 
-    `--checkpoint.initial_load_path` names the checkpoint of `debugmodel` or `debugmodel_sft` that they are for; without
-    one they learn on top of random weights.
+    `--checkpoint.initial_load_path` names the checkpoint of `debugmodel` that they are for; without one they learn on
+    top of random weights.
     """
-    return _with_adapters(llama3_debugmodel_sft(), LoRA.Config(), lr=5e-3)
+    return _small_adapters(LoRA.Config())
 
 
 def llama3_debugmodel_dora() -> Trainer.Config:
     """As `llama3_debugmodel_lora`, with magnitudes that are trained apart from directions."""
-    return _with_adapters(llama3_debugmodel_sft(), LoRA.Config(dora=True), lr=5e-3)
+    return _small_adapters(LoRA.Config(dora=True))
 
 
 def llama3_debugmodel_qlora() -> Trainer.Config:
     """As `llama3_debugmodel_lora`, on weights in 4 bits."""
-    return _with_adapters(llama3_debugmodel_sft(), QLoRA.Config(), lr=5e-3)
+    return _small_adapters(QLoRA.Config())
 
 
 def llama3_1b() -> Trainer.Config:
@@ -183,6 +183,15 @@ def llama3_8b_qlora() -> Trainer.Config:
 def llama3_8b_sft() -> Trainer.Config:
     """Llama 3.1 8B Instruct on conversations or instructions: `--dataloader.dataset my.jsonl`."""
     return _for_conversations(_published("8B", "Llama-3.1-8B-Instruct", lr=2e-5, local_batch_size=2, steps=300))
+
+
+def _small_adapters(adapters: LoRA.Config) -> Trainer.Config:
+    """The small model with `adapters`, on the built-in conversations as plain text: tokens that a template adds would
+    have frozen rows."""
+    config = _with_adapters(llama3_debugmodel_sft(), adapters, lr=5e-3)
+    config.tokenizer = PretrainedTokenizer.Config()
+    config.dataloader = SFTDataLoader.Config(dataset=["chats"], chat_template="alpaca")
+    return config
 
 
 def _with_adapters(config: Trainer.Config, adapters: LoRA.Config, lr: float = 2e-4) -> Trainer.Config:
