@@ -218,10 +218,10 @@ def mean_losses(folder: Path) -> list[float]:
 
 def test_the_loss_stays_within_1_percent_of_bfloat16(tmp_path):
     """Over 200 steps, with every recipe, of what the same steps give in bfloat16 alone."""
-    options = {"training__steps": 200, "optimizer__lr": 3e-3, "training__mixed_precision_param": "bfloat16"}
+    options = {"training__steps": 200, "optimizer__lr": 1e-3, "training__mixed_precision_param": "bfloat16"}
     train(tmp_path / "bfloat16", None, **options)
     expected = mean_losses(tmp_path / "bfloat16")
-    assert expected[-1] < 0.7 * expected[0]
+    assert expected[-1] < 0.8 * expected[0]
     for recipe in RECIPES:
         train(tmp_path / recipe, float8(recipe=recipe), **options)
         losses = mean_losses(tmp_path / recipe)

@@ -158,7 +158,11 @@ def load_initial_weights(
 def frozen_origin(config: CheckpointManager.Config, seed: int) -> str:
     """What the weights of a run that are not trained begin as, in words; `seed` is the run's."""
     path = config.initial_load_path
-    return f"checkpoint.initial_load_path {path if is_url(path) else Path(path).absolute()}" if path else f"seed {seed}"
+    return (
+        f"checkpoint.initial_load_path {path if is_url(path) else Path(path).absolute()}"
+        if path
+        else f"debug.seed {seed}"
+    )
 
 
 def check_start(
@@ -258,7 +262,7 @@ def _plain_source(path: Path, model: BaseModel.Config) -> TensorSource:
     """The weights of a checkpoint of ours as the plain model's, with the vocabulary that it was saved with."""
     if frozen_from := _frozen_from(path):
         raise UserError(
-            f"{path} holds trained weights only; those of the model are not in it, but in {frozen_from} "
+            f"{path} holds trained weights only; the others are those of {frozen_from}, and not in it "
             "(torchtitan convert --to peft makes an adapter of it)"
         )
     source, descriptions = open_source(path), read_converters(path)

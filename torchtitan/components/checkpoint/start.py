@@ -95,7 +95,7 @@ def check_frozen(config: "CheckpointManager.Config", start: Start | None, frozen
     if checkpoint.frozen_from and checkpoint.frozen_from != frozen_from:
         raise UserError(
             f"{checkpoint.path} holds trained weights only; the others are those of {checkpoint.frozen_from}, and in "
-            f"this run they would be those of {frozen_from}: give it the former"
+            f"this run they would be those of {frozen_from}: set the former"
         )
     if config.trained_only and not checkpoint.frozen_from:
         raise UserError(

@@ -108,18 +108,18 @@ def quantized_linear(x: Tensor, packed: Tensor, scales: Tensor, scale_ranges: Te
     """`x (…, in)` times the transpose of a weight in 4 bits, (…, out), with a gradient for `x`.
 
     The weight is unpacked for the product, and once more in the backward pass: between them 4 bits are kept. Of a
-    weight that tensor parallelism has shared out, by its rows or its columns, each rank multiplies its own part.
+    weight that tensor parallelism has shared out, by outputs or by inputs, each rank multiplies its own part.
     """
     x = x.to(compute_dtype(x))
     if not isinstance(packed, DTensor):
         return _product(x, packed, scales, scale_ranges)
     assert isinstance(x, DTensor) and isinstance(scales, DTensor) and isinstance(scale_ranges, DTensor)
-    by_rows = packed.placements == (Shard(0),)
+    outputs_shared = packed.placements == (Shard(0),)
     last = Shard(x.ndim - 1)
-    assert x.placements == ((Replicate(),) if by_rows else (last,)), f"{x.placements} times {packed.placements}"
-    own_x = x.to_local(grad_placements=[Partial() if by_rows else last])
+    assert x.placements == ((Replicate(),) if outputs_shared else (last,)), f"{x.placements} times {packed.placements}"
+    own_x = x.to_local(grad_placements=[Partial() if outputs_shared else last])
     own_y = _product(own_x, packed.to_local(), scales.to_local(), scale_ranges.to_local())
-    return DTensor.from_local(own_y, packed.device_mesh, [last if by_rows else Partial()], run_check=False)
+    return DTensor.from_local(own_y, packed.device_mesh, [last if outputs_shared else Partial()], run_check=False)
 
 
 def _product(x: Tensor, *weight: Tensor) -> Tensor:
