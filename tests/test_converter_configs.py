@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.test_sft_configs import CHATS, SHORT, chat_file, loss_of_transformers, pretrained, run_named
-from tests.training import read_metrics
+from tests.training import flags, read_metrics
+from torchtitan.config.manager import ConfigManager
 from torchtitan.models.llama3 import config_registry
 from torchtitan.tools.errors import UserError
 
@@ -49,6 +50,24 @@ def test_the_large_ones_convert_what_they_say(size):
             config.check_conversion()
         config.model_converters[0].emulate = True
     config.check_conversion()
+
+
+def test_added_tokens_whose_rows_are_frozen_are_a_warning(tmp_path, caplog):
+    """A model that cannot learn the end of a turn never stops."""
+    words = [
+        "--config",
+        "llama3_debugmodel_lora",
+        "--dump_folder",
+        str(tmp_path),
+        "--tokenizer.added_tokens",
+        "<|new|>",
+    ]
+    patterns = {"frozen": [], "adapted": ["--model_converters.lora.include", "layers", "^output$"]}
+    for kind, include in patterns.items():
+        config = ConfigManager().parse_args([*words, *include]).config
+        caplog.clear()
+        config.check(world_size=1)
+        assert any("1 tokens are added" in message for message in caplog.messages) is (kind == "frozen")
 
 
 class TestFromHuggingFace:

@@ -35,6 +35,7 @@ from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.distributed.tensor_parallel import check_rows
 from torchtitan.protocols import ModelConverter, ModelSpec
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
 
 
 @dataclass(kw_only=True, slots=True)
@@ -124,7 +125,7 @@ class TrainerConfig(Configurable.Config):
         start = self.checkpoint.find_start(self.dump_folder)
         tokenizer = self.tokenizer.build(path=self.hf_assets_path)
         resolved = self.resolve(tokenizer)
-        resolved.check_conversion()
+        resolved.check_conversion(n_added_tokens=tokenizer.n_added)
         check_start(
             self.checkpoint,
             start,
@@ -161,8 +162,9 @@ class TrainerConfig(Configurable.Config):
             )
         return dims
 
-    def check_conversion(self) -> None:
-        """Let the converters look at a model without memory; the size of its vocabulary is known.
+    def check_conversion(self, *, n_added_tokens: int = 0) -> None:
+        """Let the converters look at a model without memory; the size of its vocabulary is known. Warns where they
+        leave the rows of added tokens untrained, so that the model will never write these.
 
         Raises:
             UserError: for what a converter does not find in the model, or does not go with.
@@ -175,6 +177,13 @@ class TrainerConfig(Configurable.Config):
             config.check_run(training=self.training, parallelism=self.parallelism, compile=self.compile)
             config.build().check_model(model)
         check_rows(model, self.model_spec.sharding, self.parallelism.tensor_parallel_degree)
+        vocab_size = self.model_spec.model.vocab_size
+        if n_added_tokens and not any(p.requires_grad and vocab_size in p.shape for p in model.parameters()):
+            logger.warning(
+                "%d tokens are added to the vocabulary (--tokenizer.added_tokens), and the model_converters freeze its "
+                "rows: the model will not learn to write them; train the output head, and the embedding, too",
+                n_added_tokens,
+            )
 
     def resolve(self, tokenizer: Tokenizer) -> Self:
         """A copy with the values that come from the tokenizer filled in; explicit ones win.
