@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.test_sft_configs import CHATS, SHORT, chat_file, loss_of_transformers, pretrained, run_named
-from tests.training import flags, read_metrics
+from tests.training import read_metrics
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.llama3 import config_registry
 from torchtitan.tools.errors import UserError

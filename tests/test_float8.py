@@ -141,7 +141,7 @@ def test_what_leaves_nothing_to_convert_is_refused():
         float8(include=["wx"]).build().check_model(model(model__vocab_size=2048))
 
 
-class Doubler(LayerConverter):
+class Other(LayerConverter):
     """Another converter of linear layers."""
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
@@ -150,8 +150,8 @@ class Doubler(LayerConverter):
 
 def test_a_layer_that_another_converter_has_made_is_refused():
     converted = model(model__vocab_size=2048)
-    Doubler.Config(include=["wq"]).build().check_model(converted)
-    with pytest.raises(UserError, match=r"wq is converted by doubler already, and float8linearconverter does not go"):
+    Other.Config(include=["wq"]).build().check_model(converted)
+    with pytest.raises(UserError, match=r"wq is converted by other already, and float8linearconverter does not go"):
         float8().build().check_model(converted)
 
 

@@ -54,8 +54,8 @@ class Float8LinearConverter(LayerConverter):
         """Round as float8 does, but multiply in float32: runs everywhere, and slower than without float8."""
 
         fsdp_float8_all_gather: bool = False
-        """FSDP gathers the weights in float8, at half the traffic of bfloat16 and with equal results. Tensorwise only;
-        without FSDP it has no effect."""
+        """FSDP gathers the weights in float8, at half the traffic of bfloat16: they are rounded before they are gathered,
+        and not after. Tensorwise only; without FSDP it saves nothing."""
 
         min_features: int = 2048
         """Layers with fewer inputs, or fewer outputs, are left as they are: casting costs more than their products
