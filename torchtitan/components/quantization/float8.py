@@ -8,7 +8,6 @@ they had, and checkpoints are those of the plain model.
 """
 
 import dataclasses
-import logging
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.quantization.qat import check_torchao
+from torchtitan.components.quantization.torchao_library import check_torchao, import_torchao
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import config_key
 from torchtitan.distributed.initialize import canonical_name
@@ -54,8 +53,8 @@ class Float8LinearConverter(LayerConverter):
         """Round as float8 does, but multiply in float32: runs everywhere, and slower than without float8."""
 
         fsdp_float8_all_gather: bool = False
-        """FSDP gathers the weights in float8, at half the traffic of bfloat16: they are rounded before they are gathered,
-        and not after. Tensorwise only; without FSDP it saves nothing."""
+        """FSDP gathers the weights in float8, at half the traffic of bfloat16: they are rounded before they are
+        gathered, and not after. Tensorwise only; without FSDP it saves nothing."""
 
         min_features: int = 2048
         """Layers with fewer inputs, or fewer outputs, are left as they are: casting costs more than their products
@@ -139,7 +138,7 @@ class Float8LinearConverter(LayerConverter):
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         """torchao's layer, with the same parameters."""
-        float8 = _import_float8()
+        float8 = import_torchao("torchao.float8")
         settings = dataclasses.replace(
             float8.Float8LinearConfig.from_recipe_name(self.config.recipe),
             emulate=self.config.emulate,
@@ -165,7 +164,7 @@ class Float8LinearConverter(LayerConverter):
         """Where FSDP gathers float8: the scales of all weights with one all-reduce, or, together with tensor
         parallelism, one for each of the two. Otherwise each weight would need its own when it is gathered."""
         if self.config.fsdp_float8_all_gather:
-            _import_float8().precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(model_parts))
+            import_torchao("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(model_parts))
 
     def _check_shards(self, part: nn.Module) -> None:
         """torchao hands FSDP a rank's rows without padding, and ranks with fewer rows would make all wait forever."""
@@ -210,14 +209,3 @@ def _why_no_kernels() -> str | None:
         return "there is none"
     capability = torch.cuda.get_device_capability()
     return f"{torch.cuda.get_device_name()} has {'.'.join(map(str, capability))}" if capability < _CAPABILITY else None
-
-
-def _import_float8() -> Any:
-    """torchao's module for training in float8, without the warnings about its other parts that importing it gives."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        import torchao.float8
-    finally:
-        logging.disable(disabled)
-    return torchao.float8

@@ -14,13 +14,13 @@ arXiv:1308.3432). Weights and optimizer stay in full precision, and checkpoints 
 """
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from torchtitan.components.quantization.torchao_library import check_torchao, import_torchao
 from torchtitan.config.configurable import config_key
 from torchtitan.protocols.initializer import initializers_of, with_initializers
 from torchtitan.protocols.layer_converter import LayerConverter
@@ -108,12 +108,6 @@ def _simulate(module: nn.Module, enabled: bool) -> None:
     module.apply(functools.partial(enable_linear_fake_quant, enabled=enabled))
 
 
-def check_torchao(what: str) -> None:
-    """Raise `UserError` where torchao, which `what` needs, is not installed."""
-    if importlib.util.find_spec("torchao") is None:
-        raise UserError(f"{what} needs torchao: pip install torchtitan[quantization]")
-
-
 def inference_config(group_size: int) -> "Int8DynamicActivationIntxWeightConfig":
     """torchao's name for the scheme: what training simulates follows from it, and export applies it.
 
@@ -121,10 +115,12 @@ def inference_config(group_size: int) -> "Int8DynamicActivationIntxWeightConfig"
         UserError: where torchao is not installed.
     """
     check_torchao("quantization to 4-bit weights and 8-bit activations")
-    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup
-
+    library = import_torchao("torchao.quantization")
     int4 = torch.int4  # type: ignore[attr-defined]
-    return Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(group_size))
+    scheme: Int8DynamicActivationIntxWeightConfig = library.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=int4, weight_granularity=library.PerGroup(group_size)
+    )
+    return scheme
 
 
 def _n_inputs(layer: nn.Module) -> int:
