@@ -31,7 +31,7 @@ from torchtitan.components.peft.lora import AdaptedLayer
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan.models.pretrained import native_source
-from torchtitan.protocols import ModelSpec
+from torchtitan.protocols import ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.converted_module import converted_modules
 from torchtitan.protocols.state_dict_adapter import (
@@ -170,7 +170,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "where"), CASES)
 def test_peft_opens_what_we_write_and_we_read_it_back(base, tmp_path, kind, where):
-    dropout = 0.0 if where == "head" else 0.25  # whose weights are read, rather than its inputs
+    dropout = 0.25 if where == "layers" else 0.0  # the others' inputs are none, or tokens
     config = converter(kind, where, dropout=dropout)
     spec, plain = plain_weights(base)
     model = adapted(spec, config, plain, seed=1)
@@ -451,10 +451,12 @@ OF_RUNS = {"vocab_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 
 KEY_OF_B = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
 
 
-def run_config(folder: Path, name: str, *converters: LoRA.Config, **options: object) -> Any:
-    """A run of two steps in `folder` from the weights in its `base`, with a checkpoint after each."""
+def run_config(
+    folder: Path, name: str, *converters: ModelConverter.Config, base: Path | None = None, **options: object
+) -> Any:
+    """A run of two steps in `folder` from the weights in its `base`, or another's, with a checkpoint after each."""
     settings = {"training__steps": 2, "checkpoint__enable": True, "checkpoint__interval": 1, **options}
-    settings |= {"checkpoint__initial_load_path": folder / "base", "checkpoint__initial_load_in_hf": True}
+    settings |= {"checkpoint__initial_load_path": (base or folder) / "base", "checkpoint__initial_load_in_hf": True}
     config = tiny_config(folder / name, **settings)
     config.model_converters = list(converters)
     config.check(world_size=1)
@@ -522,6 +524,55 @@ def test_the_adapter_of_a_checkpoint(runs, tmp_path, capsys):
     theirs = open_adapter(open_base(runs / "base"), tmp_path / "trained")
     with torch.no_grad():
         torch.testing.assert_close(theirs(TOKENS).logits, open_base(tmp_path / "merged")(TOKENS).logits, **EQUAL)
+
+
+def test_a_merged_model_in_float32_is_not_rounded_before(runs, tmp_path):
+    """The base is in bfloat16, as it was computed with, and what is added to it is not; of the change, float32 may lose
+    what it loses of a sum (1e-4 of it, as it is small)."""
+    lora = LoRA.Config(rank=4, alpha=6.0, include=["w2"])
+    options = {"training__mixed_precision_param": "bfloat16", "checkpoint__export_dtype": "float32"}
+    run(run_config(runs, "precise", lora, **options, checkpoint__last_save_in_hf=True))
+    exported, name = checkpoint(runs, "precise", 2), "model.layers.1.mlp.down_proj"
+    weights = {
+        folder: load_file(folder / "model.safetensors")[f"{name}.weight"] for folder in (exported, runs / "base")
+    }
+    a, b = (adapters_in(exported / "adapter")[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+    expected = 6 / 4 * b @ a
+    change = weights[exported] - weights[runs / "base"].bfloat16().float()
+    assert expected.norm() > 0 and (change - expected).norm() < 1e-4 * expected.norm()
+
+
+class TrainNorms(ModelConverter):
+    """Trains the norms again, which adapters have frozen."""
+
+    def convert(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.requires_grad_()
+
+
+OTHERS = {
+    "two adapters": (QLoRA.Config(rank=4, include=["w1"]), "layers.0.feed_forward.w1.lora_A", " has 2"),
+    "norms": (TrainNorms.Config(), r"layers.0.attention_norm.weight, .*norm.weight", "layers.0.attention_norm.weight"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_half_of_what_was_trained_is_not_written(runs, tmp_path, capsys, caplog, case):
+    """Neither beside an export, of a run or of its checkpoint, nor alone; both say why."""
+    other, names, alone = OTHERS[case]
+    converters = [LoRA.Config(rank=4, include=["attention"]), other]
+    with caplog.at_level("WARNING", "torchtitan"):
+        run(run_config(tmp_path, "run", *converters, base=runs, checkpoint__last_save_in_hf=True))
+    message = f"no adapter by itself in .*: more was trained than one adapter, .*: {names}"
+    assert any(re.match(message, line) for line in caplog.messages)
+    assert not list(checkpoint(tmp_path, "run", 2).rglob(WEIGHTS))
+    whole = str(checkpoint(tmp_path, "run", 1))
+    assert main(["convert", "--to", "hf", whole, str(tmp_path / "merged")]) == 0
+    assert re.search(message, capsys.readouterr().err)
+    assert not list((tmp_path / "merged").rglob(WEIGHTS))
+    assert main(["convert", "--to", "peft", whole, str(tmp_path / "alone")]) == 2
+    assert alone in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_an_adapter_is_refused(runs, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The weights of converted models in and out of checkpoints: adapters, 4 bits, and a converter of a user's own."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,14 +20,15 @@ from tests.processes import run_processes
 from tests.test_formats_in_runs import from_folder, make_pretrained, weights_of
 from tests.training import read_metrics, run, tiny_config
 from torchtitan.cli.main import main
-from torchtitan.components.checkpoint import ModelState, folders
+from torchtitan.components.checkpoint import CheckpointManager, CheckpointSaveError, ModelState, folders
 from torchtitan.components.checkpoint.formats import ConvertedView, HuggingFaceSource, PlainView, TensorSource
 from torchtitan.components.checkpoint.formats.dcp import DcpSource
 from torchtitan.components.checkpoint.formats.source import slice_shape
+from torchtitan.components.checkpoint.pretrained import frozen_origin, is_as_saved
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.models.pretrained import load_model, native_source
 from torchtitan.protocols import ModelConverter
-from torchtitan.protocols.conversion import converted_model, describe_converters
+from torchtitan.protocols.conversion import converted_model, describe_converters, differences
 from torchtitan.protocols.converted_module import ConvertedModule
 from torchtitan.protocols.initializer import Constant, DerivedRows, initializer_of, with_initializers
 from torchtitan.protocols.layer_converter import LayerConverter
@@ -102,7 +104,7 @@ class Normed(LayerConverter):
                 if name.endswith(".more"):
                     parameter.data.fill_(self.config.more)
 
-    def write_beside_export(self, folder, spec, read):
+    def write_beside_export(self, folder, spec, model, read):
         (folder / "beside").mkdir()
         (folder / "beside" / "lengths.json").write_text(json.dumps(read("layers.0.attention.wq.length").tolist()))
 
@@ -143,6 +145,13 @@ def begin(folder: Path, converters: list[Any], **options: Any) -> dict[str, torc
         return whole_weights(trainer)
     finally:
         trainer.close()
+
+
+def check(folder: Path, converters: list[Any], **options: Any) -> None:
+    """What a run is checked for before any process starts."""
+    config = tiny_config(folder, **options)
+    config.model_converters = converters
+    config.check(world_size=1)
 
 
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -451,6 +460,73 @@ def test_beginning_from_an_adapter_checkpoint(adapted, tmp_path):
         begin(tmp_path / "all", [DORA], **from_it, checkpoint__no_initial_load_model_only=True)
 
 
+def test_the_same_adapters_trained_in_another_way_go_on(adapted, tmp_path, caplog):
+    """Weights are the ones saved, to the bit, where options differ that do not say what they mean."""
+    train(tmp_path / "qlora", [QLORA], **SAVING, training__steps=2, optimizer__lr=0.01)
+    for folder, config, change in (
+        (tmp_path / "qlora", QLORA, {"dropout": 0.1, "exclude": [r"attention\.wo$"]}),
+        (adapted, LORA, {"include": ["."], "exclude": ["tok_embeddings"]}),
+    ):
+        saved, from_it = DcpSource(step(folder, 2)), {**FLOAT32, "checkpoint__initial_load_path": step(folder, 2)}
+        weights = begin(tmp_path / "next", [dataclasses.replace(config, **change)], **from_it)
+        assert_equal({name: saved.read(name) for name in saved.forms}, weights)
+    assert "merged" not in caplog.text
+    # An option that has come since has its default in what was saved before.
+    older = tmp_path / "step-2"
+    shutil.copytree(step(adapted, 2), older)
+    said = json.loads((older / "assets" / "model.json").read_text())
+    del said["converters"][0]["config"]["rslora"]
+    (older / "assets" / "model.json").write_text(json.dumps(said))
+    spec, _ = native_source(older)
+    assert is_as_saved(older, spec, [LORA.build()])
+    assert not is_as_saved(older, spec, [dataclasses.replace(LORA, rslora=True).build()])
+    two = [LoRA.Config(include=["attention"]), QLoRA.Config(include=["feed_forward"])]
+    assert differences(describe_converters(two), [config.build() for config in reversed(two)]) == []
+
+
+def test_merging_into_a_run_with_adapters_of_its_own_is_said(adapted, tmp_path, caplog):
+    from_it = {**FLOAT32, "checkpoint__initial_load_path": step(adapted, 2)}
+    begin(tmp_path / "alpha", [dataclasses.replace(LORA, alpha=1.0)], **from_it)
+    assert (
+        "step-2 was saved with other model_converters (--model_converters.lora.alpha was 8.0 and is 1.0)" in caplog.text
+    )
+    caplog.clear()
+    begin(tmp_path / "layers", [dataclasses.replace(LORA, include=["attention"])], **from_it)
+    assert "for other layers or sizes): what it has of theirs is merged into the weights" in caplog.text
+    caplog.clear()
+    begin(tmp_path / "plain", [], **from_it)
+    assert "merged" not in caplog.text
+
+
+def test_an_adapter_to_begin_from_is_opened_where_the_run_begins(adapted, tmp_path):
+    """And only there, before any process starts."""
+    exported = str(step(adapted, 4) / "adapter")
+    begin_from = {"checkpoint__initial_load_path": step(adapted, 2)}
+    check(tmp_path, [dataclasses.replace(LORA, adapter_path=exported)], **FLOAT32)
+    with pytest.raises(UserError, match="the adapter is of other layers .*only in the file: .*mlp"):
+        check(tmp_path, [dataclasses.replace(LORA, include=["attention"], adapter_path=exported)], **FLOAT32)
+    gone = dataclasses.replace(LORA, adapter_path=str(tmp_path / "gone"))
+    with pytest.raises(UserError, match="there is no adapter_config.json in the folder '.*gone'"):
+        check(tmp_path, [gone], **FLOAT32)
+    with pytest.raises(UserError, match="adapter_path .*gone: checkpoint.initial_load_path has adapters already"):
+        check(tmp_path, [gone], **FLOAT32, **begin_from)
+    check(adapted, [gone], **SAVING)
+
+
+def test_a_checkpoint_to_begin_from_is_digested_once(adapted, tmp_path, monkeypatch):
+    digested: list[str] = []
+    find_damage = folders.find_damage
+    monkeypatch.setattr(
+        folders, "find_damage", lambda folder, ranks: digested.append(str(folder)) or find_damage(folder, ranks)
+    )
+    path = step(adapted, 2)
+    everything = {"checkpoint__no_initial_load_model_only": True}
+    for converters, options in (([LORA], {}), ([DORA], {}), ([], {}), ([LORA], everything)):
+        begin(tmp_path / "run", converters, **FLOAT32, checkpoint__initial_load_path=path, **options)
+        assert digested == [str(path)]
+        digested.clear()
+
+
 def test_beginning_from_a_plain_checkpoint(tmp_path):
     """What is excluded from loading is initialised as where the run begins."""
     trainer = train(tmp_path / "plain", [], **SAVING, training__steps=2)
@@ -480,6 +556,45 @@ def test_resuming_is_exact(tmp_path, trained_only):
     source = from_folder(make_pretrained(tmp_path / "source"))
     resumed_and_straight(tmp_path / "pretrained", [QLORA if trained_only else dropout], **options, **source)
     resumed_and_straight(tmp_path / "seeded", [NORMED], **options)
+
+
+def test_resuming_with_weights_of_another_meaning_is_refused(adapted):
+    """By name and with both values, before any process starts."""
+    for converters, words in (
+        ([dataclasses.replace(LORA, alpha=1.0)], r"lora\.alpha was 8\.0 and is 1\.0"),
+        ([dataclasses.replace(LORA, rslora=True)], r"lora\.rslora was False and is True"),
+        ([], r"the run lacks torchtitan\.components\.peft\.converter:LoRA"),
+        ([NORMED, dataclasses.replace(LORA, include=["^output$"])], r"the run has tests.*:Normed besides"),
+    ):
+        with pytest.raises(UserError, match=f"step-2 was saved with other model_converters, .*{words}"):
+            check(adapted, converters, **SAVING)
+
+
+def test_frozen_weights_of_a_folder_are_the_same_however_it_is_named(tmp_path, monkeypatch):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "link").symlink_to("base")
+    monkeypatch.chdir(tmp_path)
+    paths = [str(tmp_path / "base"), "base", "base/../base", "link"]
+    assert len({frozen_origin(CheckpointManager.Config(initial_load_path=path), seed=0) for path in paths}) == 1
+
+
+class Silent(ModelConverter):
+    """Adds a parameter, and does not say so."""
+
+    def convert(self, model):
+        model.norm.extra = nn.Parameter(torch.empty(3, device="meta"))
+
+
+def test_a_converter_whose_weights_cannot_be_exported_is_found_before(tmp_path):
+    with pytest.raises(UserError, match=r"\(norm\.extra\).*changes_weights = True"):
+        check(tmp_path, [LORA, Silent.Config()], **SAVING, checkpoint__last_save_in_hf=True)
+    check(tmp_path, [LORA, Silent.Config()], **SAVING)
+    check(tmp_path, [NORMED, Still.Config()], **SAVING, checkpoint__last_save_in_hf=True)
+
+
+def test_two_converters_of_one_name_are_refused(tmp_path):
+    with pytest.raises(UserError, match="model_converters: lora is listed twice"):
+        check(tmp_path, [LoRA.Config(include=["attention"]), LoRA.Config(include=["feed_forward"])])
 
 
 def bytes_of(path: Path) -> int:
@@ -524,7 +639,13 @@ def test_trained_weights_only(adapted, tmp_path, capsys):
 def test_trained_only_without_a_converted_weight(tmp_path):
     """Frozen weights are left out whatever froze them; where nothing is frozen, there is nothing to leave out."""
     resumed_and_straight(tmp_path, [Still.Config()], checkpoint__trained_only=True)
-    assert list(DcpSource(step(tmp_path / "straight", 4)).forms) == ["output.weight"]
+    path = step(tmp_path / "straight", 4)
+    assert list(DcpSource(path).forms) == ["output.weight"]
+    # There is no adapter that could be made of it.
+    with pytest.raises(UserError, match="take one of its run that holds all weights"):
+        native_source(path)
+    with pytest.raises(UserError, match="begin from a checkpoint of its run that holds all weights"):
+        begin(tmp_path / "next", [Still.Config()], checkpoint__initial_load_path=path)
     with pytest.raises(UserError, match="checkpoint.trained_only: all weights are trained"):
         train(tmp_path / "all", [], **SAVING, checkpoint__trained_only=True)
 
@@ -541,6 +662,42 @@ def test_an_end_that_is_a_step_saved_already_is_whole(tmp_path):
     resumed.checkpointer.save(2, last=True)
     resumed.close()
     assert weights_of(step(tmp_path, 2))
+
+
+def test_an_end_that_fails_leaves_what_a_run_resumes_from(tmp_path, monkeypatch):
+    """The step's checkpoint of trained weights, with all that a run needs besides."""
+    options = {**SAVING, "checkpoint__trained_only": True}
+    train(tmp_path, [LORA], **options, training__steps=2)
+    config = tiny_config(tmp_path, **options, checkpoint__last_save_in_hf=True)
+    config.model_converters = [LORA]
+    resumed = config.build()
+    resumed.load_checkpoint()
+
+    def fail(*args: Any) -> None:
+        raise OSError("No space left")
+
+    monkeypatch.setattr(resumed.checkpointer._saver, "_export", fail)
+    with pytest.raises(CheckpointSaveError, match="step-2 could not be saved: OSError: No space left"):
+        resumed.checkpointer.save(2, last=True)
+    resumed.close()
+    assert [(info.path.name, info.kind) for info in folders.list_checkpoints(tmp_path / "checkpoint")] == [
+        ("step-2", "full")
+    ]
+    assert folders.verify(step(tmp_path, 2)) == []
+
+
+def test_a_store_that_cannot_rename_keeps_what_a_run_resumes_from(tmp_path, caplog):
+    """To replace it would be to remove it first."""
+    options = {**SAVING, "checkpoint__trained_only": True, "checkpoint__folder": f"memory://{tmp_path.name}"}
+    train(tmp_path, [LORA], **options, training__steps=2)
+    config = tiny_config(tmp_path, **options, checkpoint__last_save_model_only=True)
+    config.model_converters = [LORA]
+    resumed = config.build()
+    resumed.load_checkpoint()
+    resumed.checkpointer.save(2, last=True)
+    resumed.close()
+    assert "step 2 is saved with trained weights only, and stays so" in caplog.text
+    assert [info.kind for info in folders.list_checkpoints(resumed.checkpointer.folder)] == ["full"]
 
 
 KILLED = """

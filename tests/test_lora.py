@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from tests.equivalence.runs import UnitVariance
 from tests.equivalence.workers import Workers
 from tests.training import RaggedDataLoader, flags, read_metrics, read_validation, run, tiny_config
 from torchtitan.components.peft import LoRA
@@ -248,15 +249,15 @@ def test_merged_weights_compute_the_same(kind):
     assert changed.norm() > 0.1
 
 
-def test_merging_is_computed_in_float32_and_keeps_the_type():
-    """An update below what bfloat16 can add to a weight is rounded once, not lost."""
+def test_merging_is_computed_in_float32_and_the_type_is_kept():
+    """An update below what bfloat16 can add to a weight is there for whoever wants it in float32."""
     layer = linear_layer(bias=False)
     own = {"weight": torch.ones(16, 24), "lora_A": torch.full((4, 24), 2**-6), "lora_B": torch.full((16, 4), 2**-6)}
     in_bfloat16 = {name: value.bfloat16() for name, value in own.items()}
-    merged = layer.plain_state({**in_bfloat16, "weight": torch.full((16, 24), 1 + 2**-7).bfloat16()})["weight"]
-    assert merged.dtype == torch.bfloat16
-    exact = 1 + 2**-7 + 2.0 * 4 * 2**-12
-    assert torch.equal(merged, torch.full((16, 24), exact).bfloat16())
+    in_bfloat16["weight"] = torch.full((16, 24), 1 + 2**-7).bfloat16()
+    merged = layer.plain_state(in_bfloat16)["weight"]
+    assert torch.equal(merged, torch.full((16, 24), 1 + 2**-7 + 2.0 * 4 * 2**-12))
+    assert layer.plain_types(in_bfloat16) == {"weight": torch.bfloat16}
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -265,6 +266,20 @@ def test_the_effective_weight_is_what_the_layer_multiplies_with(dora):
     train_at_random(layer)
     x = torch.randn(5, 24)
     torch.testing.assert_close(F.linear(x, layer.effective_weight()), layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_of_zeros_has_no_direction():
+    """As the padding of a vocabulary has none: with DoRA it computes 0, and the others what they did."""
+    layer = linear_layer(bias=False, dora=True)
+    with torch.no_grad():
+        layer.weight[3] = 0
+        layer.magnitude.copy_(layer.weight.norm(dim=1))
+    x = torch.randn(5, 24)
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight), rtol=1e-5, atol=1e-6)
+    layer(x).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters() if parameter.requires_grad)
+    merged = layer.plain_state({name: parameter.detach() for name, parameter in layer.named_parameters()})["weight"]
+    torch.testing.assert_close(merged, layer.weight.detach(), rtol=1e-6, atol=0)
 
 
 def test_dropout_keeps_the_mean():
@@ -312,8 +327,9 @@ def test_only_adapters_are_trained(tmp_path, caplog, name):
     adapters = {name for name, _ in model.named_parameters() if name.endswith(("lora_A", "lora_B", "magnitude"))}
     assert names == adapters and len(adapters) == 2 * 7 * 3
     assert trainer.num_trained == sum(model.get_parameter(name).numel() for name in names)
-    dtypes = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}
-    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    for name, parameter in model.named_parameters():
+        is_product = not parameter.requires_grad and "norm" not in name and "tok_embeddings" not in name
+        assert parameter.dtype == (torch.bfloat16 if is_product else torch.float32), name
     untrained = lora_config(tmp_path / "untrained", {"dora": True}, **options).build()
     untrained.close()
     for name, weight in untrained.model_parts[0].named_parameters():
@@ -387,6 +403,7 @@ REFUSED = {
     "rank": ({"rank": 65}, {}, r"layers\.0\.attention\.wq .*rank 65 .*\(64, 64\)"),
     "pattern": ({"include": ["attn"]}, {}, r"include 'attn' matches none of the layers"),
     "head and dropout": ({"include": LINEAR, "dropout": 0.1}, {}, r"output .*dropout 0\.1"),
+    "embedding and dropout": ({"include": EVERYWHERE, "exclude": ["output"], "dropout": 0.1}, {}, r"tok_emb.*dropout"),
     "embedding and DoRA": ({"include": EVERYWHERE, "dora": True}, {}, r"tok_embeddings .*DoRA"),
     "tied": ({"include": EVERYWHERE}, {"model__tie_embeddings": True}, r"tok_embeddings .*tie_embeddings"),
 }
@@ -441,6 +458,33 @@ def run_and_keep_warnings(config: Any) -> None:
     """Train, and write what is warned of beside the metrics; workers switch the log off."""
     logger.warning = lambda message, *args: (Path(config.dump_folder) / "warnings").write_text(message % args)
     run(config)
+
+
+FIRST = {"training__mixed_precision_param": "bfloat16", "training__steps": 1, "training__local_batch_size": 2}
+ADAPTERS: dict[str, list[LoRA.Config]] = {
+    "plain": [],
+    "lora": [LoRA.Config(rank=4, include=EVERYWHERE)],
+    "dora": [LoRA.Config(rank=4, include=LINEAR, dora=True)],
+}
+
+
+def begin_in_bfloat16(folder: Path) -> None:
+    """Without adapters and with, where blocks matter from the first step on (`UnitVariance`)."""
+    for name, adapters in ADAPTERS.items():
+        config = lora_config(folder / name, {}, **FIRST)
+        config.model_converters = [UnitVariance.Config(), *adapters]
+        run(config)
+
+
+@pytest.mark.parametrize("processes", [1, PROCESSES])
+def test_a_run_in_bfloat16_begins_with_the_plain_runs_loss(workers, tmp_path, processes):
+    """To the bit, under autocast and under FSDP: freezing changes no type that anything is computed in."""
+    if processes == 1:
+        begin_in_bfloat16(tmp_path)
+    else:
+        workers.run(begin_in_bfloat16, tmp_path)
+    plain, *adapted = (read_metrics(tmp_path / name, "loss") for name in ADAPTERS)
+    assert adapted == [plain] * 2
 
 
 def train_in_layouts(folder: Path, names: list[str]) -> None:

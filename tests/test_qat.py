@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from tests.processes import run_processes
@@ -169,6 +170,12 @@ def train_layouts(folder: Path) -> None:
         config.model_converters = [OF_LAYOUTS]
         config.check(world_size=2)
         run(config)
+    for steps in (1, 4):  # stops where the simulation is about to begin, and goes on
+        options = {**LAYOUTS["fsdp"], **begun_at(folder), "checkpoint__enable": True, "lr_scheduler__total_steps": 4}
+        config = tiny_config(folder / "resumed", **options, training__steps=steps)
+        config.model_converters = [OF_LAYOUTS]
+        config.check(world_size=2)
+        run(config)
 
 
 def test_two_processes_equal_one(tmp_path):
@@ -180,6 +187,7 @@ def test_two_processes_equal_one(tmp_path):
     train(tmp_path / "one", OF_LAYOUTS, **begun_at(tmp_path))
     train(tmp_path / "plain", None, **begun_at(tmp_path))
     one = losses(tmp_path / "one")
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "fsdp")
     for name in LAYOUTS:
         for (step, loss, norm), (_, expected_loss, expected_norm) in zip(losses(tmp_path / name), one, strict=True):
             assert loss == pytest.approx(expected_loss, rel=2e-4), (name, step)
@@ -234,7 +242,7 @@ def test_the_quantized_model_is_what_was_trained(tmp_path, assets):
     assert plain < aware < rounded - 0.02
 
     checkpoint, exported = tmp_path / "aware/checkpoint/step-15", tmp_path / "exported"
-    how = ["--quantize", "int8dyn_int4w", "--group_size", "64", "--exclude", EXCLUDED, "--max_shard_size", "0.0001"]
+    how = ["--quantize", "int8dyn_int4w", "--max_shard_size", "0.0001"]  # the rest is as in the run
     assert main(["convert", str(checkpoint), str(exported), "--to", "hf", *how]) == 0
     assert len(list(exported.glob("*.safetensors"))) > 1
     reference, info = transformers.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
@@ -264,6 +272,28 @@ def test_an_exported_bfloat16_model(tmp_path):
     assert (int(weight.qdata.min()), int(weight.qdata.max())) == (-8, 7)
     assert model.lm_head.weight.dtype == torch.bfloat16
     assert json.loads((tmp_path / "hf/config.json").read_text())["quantization_config"]["quant_method"] == "torchao"
+
+
+def n_groups(folder: Path) -> dict[str, int]:
+    """Quantized matrix of an exported model's first layer → groups in each of its rows."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        scales = {name: file.get_slice(name).get_shape() for name in file.keys() if "layers.0" in name}
+    return {name.split(".")[4]: shape[1] for name, shape in scales.items() if name.endswith("scale")}
+
+
+@pytest.mark.parametrize("saved_in_hf", [False, True])
+def test_a_model_is_quantized_as_its_run_has_simulated_it(tmp_path, capsys, saved_in_hf):
+    saving = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": saved_in_hf, "training__steps": 1}
+    train(tmp_path, QAT.Config(group_size=64, include=["attention", "w2"], exclude=["wo"]), **saving)
+    how = ["--to", "hf", "--quantize", "int8dyn_int4w"]
+    assert main(["convert", str(tmp_path / "checkpoint/step-1"), str(tmp_path / "same"), *how]) == 0
+    was = "group_size 64, include ['attention', 'w2'], exclude ['wo']"
+    assert f"quantized as the run has simulated it: {was}" in capsys.readouterr().err
+    assert n_groups(tmp_path / "same") == {"q_proj": 1, "k_proj": 1, "v_proj": 1, "down_proj": 2}
+    other = [*how, "--group_size", "32"]
+    assert main(["convert", str(tmp_path / "checkpoint/step-1"), str(tmp_path / "other"), *other]) == 0
+    assert f"not quantized as the run has simulated it, which was {was}" in capsys.readouterr().err
+    assert n_groups(tmp_path / "other") == {"q_proj": 2, "k_proj": 2, "v_proj": 2, "down_proj": 4}
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

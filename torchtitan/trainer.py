@@ -25,7 +25,7 @@ from torchtitan.components.ending import Ending, log_ending
 from torchtitan.components.ledger import Ledger, in_global_order, names_of, shortened
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import parameter_names
+from torchtitan.components.optimizer import trained_names
 from torchtitan.components.outcome import NonFiniteError as NonFiniteError
 from torchtitan.components.outcome import StepOutcome as StepOutcome
 from torchtitan.components.run_length import RunLength
@@ -47,7 +47,7 @@ from torchtitan.distributed.process_group import (
 )
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import BaseModel, ModelConverter
-from torchtitan.protocols.conversion import convert_model, describe_converters
+from torchtitan.protocols.conversion import convert_model, describe_converters, describe_simulation
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.garbage_collection import automatic_garbage_collection_off
@@ -97,11 +97,11 @@ class Trainer(Configurable):
         self.converters: list[ModelConverter] = [converter.build() for converter in config.model_converters]
         convert_model(model, self.converters, frozen_dtype=getattr(torch, training.mixed_precision_param))
         self.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.flops_per_token = self.count_flops(model)
+        self.flops_per_token = model.flops_per_token(training.seq_len)
         self.loss = self.build_loss()
         self.sample_losses = SampleLosses(self.loss, self.parallel_dims, wanted=self.dataloader.needs_sample_losses)
         self.pipeline_plan = self.plan_pipeline()
-        all_names = parameter_names(model) if self.pipeline_plan else None
+        all_names = trained_names(model) if self.pipeline_plan else None
         self.model_parts = self.parallelize(model)
         self.init_weights()
         self.pipeline = self.build_pipeline()
@@ -185,16 +185,6 @@ class Trainer(Configurable):
             )
         with torch.device("meta"):
             return config.build().to(getattr(torch, training.dtype))
-
-    def count_flops(self, model: BaseModel) -> float:
-        """Operations that a token takes, forward and backward; those of `model`, converted, with the plain model's
-        layers, whatever form its weights are in."""
-        trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-        with torch.device("meta"):
-            plain = self.config.model_spec.model.build()
-        for name, parameter in plain.named_parameters():
-            parameter.requires_grad_(trained.pop(name, None) is not None)
-        return plain.flops_per_token(self.config.training.seq_len) + 6 * sum(trained.values())  # what is left is added
 
     def build_loss(self) -> Any:
         """The training loss: a function of hidden states, output weights and `labels_BL`."""
@@ -283,13 +273,17 @@ class Trainer(Configurable):
             converters=self.converters,
             dtype=getattr(torch, dtype) if (dtype := config.checkpoint.export_dtype) and self.converters else None,
         )
-        converters = describe_converters(config.model_converters)
         return config.checkpoint.build(
             dump_folder=config.dump_folder,
             states=self.states(),
             rank_states={"dataloader": self.dataloader, "random": RandomState()},
             initial_loads=self.initial_loads(),
-            assets=CheckpointAssets.of(spec, {**files_in(assets), **changed_files}, converters=converters),
+            assets=CheckpointAssets.of(
+                spec,
+                {**files_in(assets), **changed_files},
+                converters=describe_converters(config.model_converters),
+                simulated=describe_simulation(config.model_converters),
+            ),
             export=export if "hf" in spec.formats else None,
             frozen_from=frozen_origin(config.checkpoint, config.debug.seed),
         )
@@ -383,10 +377,12 @@ class Trainer(Configurable):
         while self.should_continue_training():
             step = self.step + 1
             with self.watchdog.step(step), self.recompile_monitor.watch(step):
+                self.prepare_converters(step)
                 outcome = self.train_step(batches)
             if step == first_step:
                 set_timeouts(comm.train_timeout_seconds)
             if outcome.data_exhausted:
+                self.prepare_converters(self.step)  # this step was none: what comes now is done as in the last one
                 return "data ended"
             self.complete_step(outcome)
             if outcome.stop_requested and self.should_continue_training():
@@ -397,11 +393,14 @@ class Trainer(Configurable):
         """Whether another step is to be made."""
         return self.step < self.total_steps
 
+    def prepare_converters(self, step: int) -> None:
+        """Let the converters make the model what it is in that step."""
+        for converter in self.converters:
+            converter.pre_step_hook(self.model_parts, step)
+
     def train_step(self, batches: Iterator[Batch]) -> StepOutcome:
         """One optimizer step over the next global batch."""
         self.optimizer.zero_grad()
-        for converter in self.converters:
-            converter.pre_step_hook(self.model_parts, self.step + 1)
         self.watchdog.phase("data")
         micro_batches = self.next_micro_batches(batches)
         self.watchdog.phase("forward and backward")  # which begins with what all ranks need of each other's batches
@@ -410,8 +409,6 @@ class Trainer(Configurable):
         for batch in micro_batches:
             with self.sample_losses.of(batch):
                 loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
-        if self.step == 0 and self.has_data:
-            self.check_gradients()
         self.watchdog.phase("gradient clipping")
         grad_norm = self.clip_gradients()
         self.watchdog.phase("reading the outcome")
@@ -419,6 +416,8 @@ class Trainer(Configurable):
         if not outcome.is_finite:
             self.handle_nonfinite(outcome, micro_batches)
         elif not outcome.data_exhausted:
+            if self.step == 0:
+                self.check_gradients()
             self.watchdog.phase("optimizer step")
             self.optimizer.step()
             for converter in self.converters:
@@ -609,7 +608,8 @@ class Trainer(Configurable):
             logger.info("the run is complete: %d of %d steps (--training.steps)", self.step, self.total_steps)
             return
         spec, training = self.config.model_spec, self.config.training
-        trained = f", {self.num_trained:,} of them trained" if self.num_trained < self.num_parameters else ""
+        of_both = f" in the plain model, {self.num_trained:,} trained in the converted one"
+        trained = of_both if self.num_trained < self.num_parameters else ""  # adapters are not among the plain ones
         logger.info(
             "%s %s: %s parameters%s, vocabulary %d; %d x %d tokens per step, steps %d to %d on %d process(es)%s, %s",
             spec.name,

@@ -32,8 +32,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import check_activation_checkpoint
 from torchtitan.distributed.compile import check_compile
 from torchtitan.distributed.pipeline import PipelinePlan
-from torchtitan.distributed.tensor_parallel import check_rows
+from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
+from torchtitan.protocols.conversion import check_plain_form
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -104,8 +105,12 @@ class TrainerConfig(Configurable.Config):
         document["model_converters"] = {config_key(c): c.to_dict() for c in self.model_converters}
         return document
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int, *, dry_run: bool = False) -> None:
         """Find the user's mistakes before any process starts, and tokenise the data where that is still to do.
+
+        Args:
+            world_size: processes of the run.
+            dry_run: whether the run is only tried, so that its devices need not be here.
 
         Raises:
             UserError: for the first mistake found.
@@ -126,6 +131,8 @@ class TrainerConfig(Configurable.Config):
         tokenizer = self.tokenizer.build(path=self.hf_assets_path)
         resolved = self.resolve(tokenizer)
         resolved.check_conversion(n_added_tokens=tokenizer.n_added)
+        for converter in self.model_converters if not dry_run else ():
+            converter.check_device()
         check_start(
             self.checkpoint,
             start,
@@ -171,12 +178,17 @@ class TrainerConfig(Configurable.Config):
         """
         if not self.model_converters:
             return
+        keys = [config_key(config) for config in self.model_converters]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise UserError(f"model_converters: {', '.join(twice)} is listed twice; one of a name can be configured")
         with torch.device("meta"):
             model = self.model_spec.model.build()
         for config in self.model_converters:
             config.check_run(training=self.training, parallelism=self.parallelism, compile=self.compile)
             config.build().check_model(model)
-        check_rows(model, self.model_spec.sharding, self.parallelism.tensor_parallel_degree)
+        if self.checkpoint.last_save_in_hf:
+            check_plain_form(self.model_spec.model, [config.build() for config in self.model_converters])
+        check_parts(model, self.model_spec.sharding, self.parallelism.tensor_parallel_degree)
         vocab_size = self.model_spec.model.vocab_size
         if n_added_tokens and not any(p.requires_grad and vocab_size in p.shape for p in model.parameters()):
             logger.warning(

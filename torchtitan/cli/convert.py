@@ -1,6 +1,7 @@
 """`torchtitan convert`: a checkpoint in another format, tensor by tensor in one process."""
 
 import argparse
+import dataclasses
 import functools
 import shutil
 import sys
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import init_logger
+from torchtitan.tools.logging import init_logger, logger
 
 if TYPE_CHECKING:
     import torch
 
+    from torchtitan.components.quantization.qat import QAT
     from torchtitan.protocols import ModelSpec
 
 _EXPORT_DTYPES = ("float32", "bfloat16", "float16")
@@ -67,7 +69,8 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
         "--quantize",
         choices=("int8dyn_int4w",),
         help="hf: quantize the linear layers between embedding and output, for inference: 4-bit weights, 8-bit "
-        "activations, as --model_converters.qat trains for; needs torchao",
+        "activations, as --model_converters.qat trains for; what the options below leave open is as in the run that "
+        "saved INPUT, if it trained so; needs torchao",
     )
     parser.add_argument(
         "--group_size", type=int, metavar="N", help="--quantize: neighboring weights that share a scale (default: 32)"
@@ -126,33 +129,38 @@ def _adapter(options: argparse.Namespace) -> "tuple[ModelSpec, int, Callable[[Pa
     """As `_model`, of a model's adapter alone.
 
     Raises:
-        UserError: where the checkpoint does not have one.
+        UserError: where the checkpoint does not have one, or more has been trained.
     """
     from torchtitan.components.checkpoint.assets import read_converters
     from torchtitan.components.checkpoint.formats import format_of, open_source
+    from torchtitan.components.checkpoint.formats.dcp import optimized_names
     from torchtitan.components.checkpoint.formats.source import as_type
+    from torchtitan.components.optimizer import trained_names
     from torchtitan.components.peft import LoRA
     from torchtitan.components.peft.adapter_files import write_adapter
+    from torchtitan.components.peft.converter import check_complete
     from torchtitan.models.pretrained import spec_of
     from torchtitan.protocols.conversion import converted_model, described_converters
 
     checkpoint: Path = options.input
     descriptions = read_converters(checkpoint) if format_of(checkpoint) == "dcp" else []
     converters = described_converters(descriptions, str(checkpoint))
-    adapters = [converter.config for converter in converters if isinstance(converter, LoRA)]
+    adapters = [converter for converter in converters if isinstance(converter, LoRA)]
     if len(adapters) != 1:
         raise UserError(
             f"--to peft writes the adapter of a model, and {checkpoint} has {len(adapters) or 'none'}: name the step-N "
             "folder of a run with --model_converters.lora or qlora, one of both"
         )
     spec, source = spec_of(checkpoint), open_source(checkpoint)
-    model = converted_model(spec.model, converters)
-    n_tensors = sum(parameter.requires_grad for parameter in model.parameters())
+    model = converted_model(spec.model, adapters)
+    trained = optimized_names(checkpoint).union(trained_names(converted_model(spec.model, converters)))
+    check_complete(model, trained)
 
     def read(name: str) -> "torch.Tensor":
         return as_type(name, source.read(name), _dtype(options) or source.forms[name].dtype)
 
-    return spec, n_tensors, lambda folder: write_adapter(folder, adapters[0], model, spec, read)
+    n_tensors = len(trained_names(model))
+    return spec, n_tensors, lambda folder: write_adapter(folder, adapters[0].config, model, spec, read)
 
 
 def _dtype(options: argparse.Namespace) -> "torch.dtype | None":
@@ -165,14 +173,33 @@ def _dtype(options: argparse.Namespace) -> "torch.dtype | None":
 def _writer(options: argparse.Namespace) -> Callable[..., None]:
     """What writes the checkpoint."""
     if options.quantize:
-        from torchtitan.components.quantization.qat import QAT
         from torchtitan.components.quantization.quantized_export import export_quantized
 
-        given = {name: getattr(options, name) for name in _OF_QUANTIZE if getattr(options, name) is not None}
-        return functools.partial(export_quantized, quantization=QAT.Config(**given))
+        return functools.partial(export_quantized, quantization=_quantization(options))
     from torchtitan.components.checkpoint.formats import export_checkpoint
 
     return functools.partial(export_checkpoint, to=options.to)
+
+
+def _quantization(options: argparse.Namespace) -> "QAT.Config":
+    """Which layers are quantized, and how finely: as is given and, what is not, as the run that saved the checkpoint
+    has simulated it. Says what that was."""
+    from torchtitan.components.checkpoint.assets import read_simulation
+    from torchtitan.components.quantization.qat import QAT
+    from torchtitan.protocols.conversion import described_converters
+
+    given = {name: getattr(options, name) for name in _OF_QUANTIZE if getattr(options, name) is not None}
+    converters = described_converters(read_simulation(options.input), str(options.input))
+    simulated = next((converter.config for converter in converters if isinstance(converter, QAT)), None)
+    if simulated is None:
+        return QAT.Config(**given)
+    chosen = dataclasses.replace(simulated, **given)
+    how = ", ".join(f"{name} {getattr(simulated, name)}" for name in ("group_size", "include", "exclude"))
+    if chosen == simulated:
+        logger.info("quantized as the run has simulated it: %s", how)
+    else:
+        logger.warning("not quantized as the run has simulated it, which was %s", how)
+    return chosen
 
 
 def _check(options: argparse.Namespace) -> None:

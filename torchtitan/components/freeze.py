@@ -8,7 +8,7 @@ from torchtitan.config.configurable import config_key
 from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.tools.patterns import check_matches, check_pattern, matches_any, without_numbers
+from torchtitan.tools.patterns import check_choice, choose, without_numbers
 
 
 class Freeze(ModelConverter):
@@ -29,15 +29,8 @@ class Freeze(ModelConverter):
 
         def validate(self) -> None:
             """Raise `UserError` for what is no regular expression, and where nothing is included."""
-            key = config_key(self)
-            for option in ("include", "exclude"):
-                for pattern in getattr(self, option):
-                    check_pattern(f"--model_converters.{key}.{option}", pattern)
-            if not self.include:
-                raise UserError(
-                    f"--model_converters.{key}.include is empty, so that nothing would be frozen; give patterns of "
-                    "parameters' names (^tok_embeddings)"
-                )
+            consequence = "nothing would be frozen; give patterns of parameters' names (^tok_embeddings)"
+            check_choice(f"--model_converters.{config_key(self)}", self.include, self.exclude, consequence)
 
     config: Config
 
@@ -62,20 +55,12 @@ class Freeze(ModelConverter):
         logger.info("%s: %s of %s parameters frozen: %s", config_key(self.config), f"{n_frozen:,}", f"{n_all:,}", names)
 
     def _freeze(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        config, key = self.config, config_key(self.config)
+        config, option = self.config, f"--model_converters.{config_key(self.config)}"
         parameters = dict(model.named_parameters())
-        for option in ("include", "exclude"):
-            patterns = getattr(config, option)
-            check_matches(f"--model_converters.{key}.{option}", patterns, list(parameters), "parameters")
-        frozen = {
-            name: parameter
-            for name, parameter in parameters.items()
-            if matches_any(config.include, name) and not matches_any(config.exclude, name)
-        }
+        names = choose(option, config.include, config.exclude, list(parameters), "parameters")
+        frozen = {name: parameters[name] for name in names}
         if not frozen:
-            raise UserError(
-                f"--model_converters.{key}: nothing to freeze is left, exclude finds all that include finds"
-            )
+            raise UserError(f"{option}: nothing to freeze is left, exclude finds all that include finds")
         for parameter in frozen.values():
             parameter.requires_grad_(False)
         return frozen

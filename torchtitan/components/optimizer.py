@@ -50,8 +50,8 @@ class Optimizer(Configurable):
         config: which optimizer, and its hyper-parameters.
         model_parts: the model, or the pipeline stages of it that this rank holds, with their weights: the moments lie
             where they lie. Parameters that require no gradient are left out.
-        all_names: canonical names of the parameters of the whole model, where `model_parts` are only some of its
-            stages; None: they are all of it.
+        all_names: canonical names of the trained parameters of the whole model, where `model_parts` are only some of
+            its stages; None: they are all of it.
 
     Raises:
         UserError: see `Config.validate`; also where no parameter requires a gradient.
@@ -119,16 +119,17 @@ class Optimizer(Configurable):
     def __init__(self, config: Config, *, model_parts: Sequence[nn.Module], all_names: Sequence[str] | None = None):
         super().__init__(config)
         self.model_parts = list(model_parts)
-        trained = any(parameter.requires_grad for part in self.model_parts for parameter in part.parameters())
-        if not trained and all_names is None:
+        names = all_names or [name for part in self.model_parts for name in trained_names(part)]
+        if not names:
             raise UserError("there is nothing to train: no parameter of the model requires a gradient")
-        self._warn_of_idle_groups(all_names or [name for part in self.model_parts for name in parameter_names(part)])
+        self._warn_of_idle_groups(names)
         self.optimizers_of_part = [self.make_optimizers(self._grouped_parameters(part)) for part in self.model_parts]
         for group in self.param_groups:
             group["initial_lr"] = group["lr"]
         for optimizer in self.optimizers:
             _allocate_moments(optimizer)
         self._row_norms: list[Tensor] = []
+        self._updated_early: set[nn.Parameter] = set()
         if config.early_step_in_backward:
             self._step_in_backward()
 
@@ -150,19 +151,18 @@ class Optimizer(Configurable):
     def zero_grad(self) -> None:
         """Drop all gradients."""
         self._row_norms.clear()
+        self._updated_early.clear()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def warn_of_idle_parameters(self) -> None:
         """Name the trained parameters that a step's backward passes gave no gradient, whatever rank has them; a
-        collective. With `early_step_in_backward` gradients are gone by then, and nothing is said."""
-        if self.config.early_step_in_backward:
-            return
+        collective, after the step or before, but not behind `zero_grad`."""
         own = [
             canonical_name(name)
             for part in self.model_parts
             for name, parameter in part.named_parameters()
-            if parameter.requires_grad and parameter.grad is None
+            if parameter.requires_grad and parameter.grad is None and parameter not in self._updated_early
         ]
         of_ranks: list[list[str]] = [own]
         if dist.is_initialized():
@@ -189,6 +189,7 @@ class Optimizer(Configurable):
         parameter.grad = laid_out_like(parameter.grad, parameter)
         assert parameter.grad is not None
         self._row_norms.append(row_norms(parameter.grad))
+        self._updated_early.add(parameter)
         # Loading a state replaces the groups, and the schedule changes them, so that only their place is known before.
         groups = optimizer.param_groups
         optimizer.param_groups = [{**groups[group_index], "params": [parameter]}]
@@ -246,11 +247,12 @@ class Optimizer(Configurable):
         return groups
 
     def _warn_of_idle_groups(self, names: Sequence[str]) -> None:
-        """A pattern that was meant for some parameters and takes none is a typo, or stands behind a wider one."""
-        taken = {self._group_of(name) for name in names}
+        """A pattern that was meant for some of these parameters, the trained ones, and takes none is a typo, stands
+        behind a wider one, or means frozen ones. The default groups were meant for whatever is trained."""
+        taken, default = {self._group_of(name) for name in names}, _default_param_groups()
         for key, group in self.config.param_groups.items():
-            if key not in taken:
-                message = "optimizer.param_groups.%s takes no parameter: none is left that matches '%s'"
+            if key not in taken and group != default.get(key):
+                message = "optimizer.param_groups.%s takes no parameter: none that is trained is left that matches '%s'"
                 logger.warning(message, key, group.pattern)
 
     def _group_settings(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[dict[str, Any]]:
@@ -319,9 +321,9 @@ def check_early_step(
             raise UserError(f"--optimizer.early_step_in_backward does not go with {conflict}")
 
 
-def parameter_names(model: nn.Module) -> list[str]:
-    """Canonical names of a model's parameters."""
-    return [canonical_name(name) for name, _ in model.named_parameters()]
+def trained_names(model: nn.Module) -> list[str]:
+    """Canonical names of a model's trained parameters."""
+    return [canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:

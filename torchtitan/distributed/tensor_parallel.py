@@ -1,5 +1,6 @@
 """Tensor, sequence and loss parallelism, as a family's `ShardingPlan` says."""
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,8 +18,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan.distributed.loss_parallel import gather_for_head
-from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
+from torchtitan.protocols.layer_converter import converter_of
+from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of, part_multiple_of
 from torchtitan.tools.errors import UserError
+
+_SHARED_FEATURES: Mapping[TensorSharding, Features] = {"columns": "out", "rows": "in"}
+"""Of a linear layer, by how tensor parallelism treats it."""
 
 
 class _WholeSequence(PrepareModuleInput):
@@ -86,25 +91,34 @@ def _style(sharding: TensorSharding) -> ParallelStyle:
             return _Rows(output_layouts=Shard(1))
 
 
-def check_rows(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
-    """Find what of the layers that are shared out by rows cannot be, on a model that is converted and still whole: the
-    inputs of a parameter that holds them in blocks.
+def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
+    """Find what of the linear layers cannot be shared out to `degree` ranks, on a model that is converted and still
+    whole: inputs that a parameter holds in pieces, and parts that a layer cannot compute with (`with_part_multiple`).
 
     Raises:
-        UserError: for the first parameter whose inputs `degree` ranks cannot share evenly, by name.
+        UserError: for the first layer of which that is so, by name.
     """
-    patterns = [pattern for pattern, sharding in plan.tensor.items() if sharding == "rows"]
     for name, module in model.named_modules():
-        if not any(fnmatchcase(name, pattern) for pattern in patterns):
+        for pattern, sharding in plan.tensor.items():
+            if sharding in _SHARED_FEATURES and fnmatchcase(name, pattern):
+                _check_parts_of(name, module, _SHARED_FEATURES[sharding], degree)
+
+
+def _check_parts_of(name: str, layer: nn.Module, features: Features, degree: int) -> None:
+    option, ends = f"--parallelism.tensor_parallel_degree {degree}", f"{features}puts of {name}"
+    converter = converter_of(layer)
+    advice = f"exclude the layer (--model_converters.{converter}.exclude), or " if converter else ""
+    advice += "choose another degree"
+    for own_name, parameter in layer.named_parameters(recurse=False):
+        dimensions = features_of(layer)[own_name]
+        if features not in dimensions:
             continue
-        for own_name, parameter in module.named_parameters(recurse=False):
-            dimensions = features_of(module)[own_name]
-            if "in" in dimensions and (pieces := parameter.shape[dimensions.index("in")]) % degree:
-                raise UserError(
-                    f"--parallelism.tensor_parallel_degree {degree} shares out the inputs of {name}, whose {own_name} "
-                    f"has {pieces} pieces of them, which do not go evenly into {degree}; exclude the layer from the "
-                    f"converter, or choose a degree that divides {pieces}"
-                )
+        size, multiple = parameter.shape[dimensions.index(features)], part_multiple_of(layer)
+        if multiple > 1 and size % (degree * multiple):
+            raise UserError(f"{option} shares out the {size} {ends}, in multiples of {multiple} only; {advice}")
+        if features == "in" and size % degree:  # outputs may be shared out unevenly
+            pieces = "one piece" if size == 1 else f"{size} pieces"
+            raise UserError(f"{option} shares out the {ends}, which lie in {pieces} in its {own_name}; {advice}")
 
 
 def apply_tensor_parallel(
@@ -120,9 +134,9 @@ def apply_tensor_parallel(
 
     Raises:
         ValueError: if a parameter belongs to no module in `plan`, by name.
-        UserError: as `check_rows`.
+        UserError: as `check_parts`.
     """
-    check_rows(model, plan, mesh.size())
+    check_parts(model, plan, mesh.size())
     present = {name for name, _ in model.named_modules()}
     for pattern, sharding in plan.tensor.items():
         if "*" in pattern or pattern in present:

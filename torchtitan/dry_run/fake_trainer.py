@@ -162,6 +162,7 @@ class FakeTrainer(Trainer):
         if self.pipeline:
             MicrobatchReplay(self.pipeline, self.memory, self.work, self.label_what_training_made).install()
         with self.fake_mode, observing(self.memory, self.work):
+            self.prepare_converters(1)
             self.train_step(iter(self.dataloader))
 
     def count_own_parameters(self) -> int:

@@ -41,7 +41,7 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     """
     _check(config)
     tried = without_data(config)
-    tried.check(world_size)
+    tried.check(world_size, dry_run=True)
     logger.info(
         "%s %s on %d ranks (%s): local batch %d x %d tokens, activation checkpointing %s, computed in %s",
         config.model_spec.name,

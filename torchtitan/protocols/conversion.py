@@ -3,13 +3,13 @@
 import contextlib
 import importlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchtitan.config.configurable import Configurable
+from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.tools.errors import UserError
@@ -27,8 +27,9 @@ def convert_model(
     Args:
         model: the plain model.
         converters: what `Trainer.Config.model_converters` built.
-        frozen_dtype: of floating-point weights that are not trained where a converter `freezes`: the type that they are
-            computed in. None: they stay as they are.
+        frozen_dtype: where a converter `freezes`, the type of linear layers' weights that are not trained: the one that
+            their products are computed in. Others stay as they are: an embedding's type, for one, is that of the
+            hidden states. None: all do.
 
     Raises:
         UserError: where a converter does not find what it is to convert, or nothing is left to train.
@@ -38,9 +39,16 @@ def convert_model(
     if converters and not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("the model_converters leave nothing to train: all parameters are frozen")
     if frozen_dtype is not None and any(converter.freezes for converter in converters):
-        for parameter in model.parameters():
-            if not parameter.requires_grad and parameter.is_floating_point():
-                parameter.data = parameter.data.to(frozen_dtype)
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                _cast_frozen(layer, frozen_dtype)
+
+
+def _cast_frozen(layer: nn.Linear, dtype: torch.dtype) -> None:
+    for name, parameter in layer.named_parameters(recurse=False):
+        if name in ("weight", "bias") and not parameter.requires_grad:  # not what a converted layer has beside them
+            # Anew: a tensor that wraps another one, as of weights gathered in float8, keeps its type in `.data`.
+            layer.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
 
 
 def converted_model(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> BaseModel:
@@ -57,15 +65,87 @@ def converted_model(config: BaseModel.Config, converters: Sequence[ModelConverte
     return model
 
 
+def check_plain_form(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> None:
+    """Make sure that of a model to which `converters` have been applied the plain one can be made.
+
+    Raises:
+        UserError: where tensors have been added, removed or changed by one that does not say so; it names the tensors.
+    """
+    with torch.device("meta"):
+        model: BaseModel = config.build()
+    with _only_warnings():
+        convert_model(model, converters)
+    ours, known = (tensor_shapes(of).items() for of in (model, converted_model(config, converters)))
+    if unknown := sorted({name for name, _ in ours ^ known}):
+        raise UserError(
+            f"the model_converters change the model's tensors ({', '.join(unknown[:5])}), and the one that does has no "
+            "changes_weights = True, so that the plain model could not be made of the weights"
+        )
+
+
+def tensor_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Name → shape of what checkpoints hold of a model."""
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
 def describe_converters(configs: Iterable[Configurable.Config]) -> list[dict[str, Any]]:
     """Those of a run's converters that one has to know to make a plain model of its weights, in order; see
     `Description`."""
+    return _describe(configs, lambda converter: converter.changes_weights)
+
+
+def describe_simulation(configs: Iterable[Configurable.Config]) -> list[dict[str, Any]]:
+    """As `describe_converters`, those that one has to know to compute as the run does."""
+    return _describe(configs, lambda converter: converter.simulates)
+
+
+def _describe(
+    configs: Iterable[Configurable.Config], is_told: Callable[[type[ModelConverter]], bool]
+) -> list[dict[str, Any]]:
     owners = [(config._owner, config) for config in configs]
     return [
-        {"class": f"{owner.__module__}:{owner.__qualname__}", "config": config.to_dict()}
+        {"class": _import_path(owner), "config": config.to_dict()}
         for owner, config in owners
-        if issubclass(owner, ModelConverter) and owner.changes_weights
+        if issubclass(owner, ModelConverter) and is_told(owner)
     ]
+
+
+def saved_config(saved: Iterable[Description], converter: ModelConverter) -> Configurable.Config | None:
+    """The configuration that the converter of this one's class has in `saved`, what `describe_converters` returned;
+    None: there is none.
+
+    Raises:
+        UserError: where it has a field that is not there any more.
+    """
+    configs = [said.get("config", {}) for said in saved if said.get("class") == _import_path(type(converter))]
+    return type(converter).Config.from_dict(configs[0]) if configs else None
+
+
+def differences(saved: Sequence[Description], converters: Iterable[ModelConverter]) -> list[str]:
+    """Why weights that were saved with some converters do not mean what those of a run mean, in words, as far as
+    options say it; names and shapes of the tensors say the rest.
+
+    Args:
+        saved: what `describe_converters` returned for the ones.
+        converters: the run's.
+
+    Raises:
+        UserError: as `saved_config`.
+    """
+    ours = {_import_path(type(converter)): converter for converter in converters if converter.changes_weights}
+    theirs = {str(said.get("class")) for said in saved}
+    found = [f"the run lacks {path}" for path in sorted(theirs - ours.keys())]
+    found += [f"the run has {path} besides" for path in sorted(ours.keys() - theirs)]
+    for converter in ours.values():
+        if (config := saved_config(saved, converter)) is None:
+            continue
+        then, now = config.to_dict(), converter.config.to_dict()
+        found += [
+            f"--model_converters.{config_key(config)}.{name} was {then[name]} and is {now[name]}"
+            for name in now
+            if name not in converter.run_options and then[name] != now[name]
+        ]
+    return found
 
 
 def described_converters(descriptions: Iterable[Description], said_by: str) -> list[ModelConverter]:
@@ -79,6 +159,10 @@ def described_converters(descriptions: Iterable[Description], said_by: str) -> l
         UserError: for one that cannot be imported, or is no converter any more, by name.
     """
     return [_described(description, said_by) for description in descriptions]
+
+
+def _import_path(owner: type) -> str:
+    return f"{owner.__module__}:{owner.__qualname__}"
 
 
 def _described(description: Description, said_by: str) -> ModelConverter:

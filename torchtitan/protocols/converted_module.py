@@ -7,6 +7,7 @@ plain model can be made of it, by what it says of its parameters here; nothing e
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from torchtitan.protocols.initializer import DerivedRows
@@ -31,13 +32,21 @@ class ConvertedModule(nn.Module):
 
     @abstractmethod
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The plain module's parameters by name, computed from this module's.
+        """The plain module's parameters by name, computed from this module's; `plain_types` may be less precise.
 
         Works on tensors of the meta device too, which is how shapes and types are found.
 
         Args:
             own: this module's parameters by name, whole.
         """
+
+    def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+        """The types that the plain module's parameters are written in where nobody asks for others, by name.
+
+        Args:
+            own: as of `plain_state`.
+        """
+        return {name: tensor.dtype for name, tensor in self.plain_state(own).items()}
 
     @abstractmethod
     def effective_weight(self) -> Tensor:

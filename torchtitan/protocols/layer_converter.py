@@ -11,7 +11,7 @@ from torchtitan.config.configurable import config_key
 from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.tools.patterns import check_matches, check_pattern, matches_any, without_numbers
+from torchtitan.tools.patterns import check_choice, choose, without_numbers
 
 _HEAD = "output"
 """The layer whose weights a model hands to its loss, which is why it is never called (`Decoder.output_weight`)."""
@@ -45,12 +45,8 @@ class LayerConverter(ModelConverter):
 
         def validate(self) -> None:
             """Raise `UserError` for what is no regular expression, and where nothing is included."""
-            name = config_key(self)
-            for option in ("include", "exclude"):
-                for pattern in getattr(self, option):
-                    check_pattern(f"--model_converters.{name}.{option}", pattern)
-            if not self.include:
-                raise UserError(f"--model_converters.{name}.include is empty, so that nothing would be converted")
+            option = f"--model_converters.{config_key(self)}"
+            check_choice(option, self.include, self.exclude, "nothing would be converted")
 
     config: Config
 
@@ -91,16 +87,11 @@ class LayerConverter(ModelConverter):
         layers = {name: module for name, module in model.named_modules() if isinstance(module, self.layer_types)}
         if not self.converts_head:
             layers.pop(_HEAD, None)
-        for option in ("include", "exclude"):
-            check_matches(f"--model_converters.{key}.{option}", getattr(config, option), list(layers), "layers")
-        chosen = {
-            name: layer
-            for name, layer in layers.items()
-            if matches_any(config.include, name) and not matches_any(config.exclude, name)
-        }
+        names = choose(f"--model_converters.{key}", config.include, config.exclude, list(layers), "layers")
+        chosen = {name: layers[name] for name in names}
         for name, layer in chosen.items():
             if type(layer) not in self.layer_types:
-                other = getattr(layer, _CONVERTED_BY, type(layer).__name__)
+                other = converter_of(layer) or type(layer).__name__
                 raise UserError(
                     f"model_converters: {name} is converted by {other} already, and {key} does not go on top of that; "
                     f"exclude it from one of the two (--model_converters.{key}.exclude)"
@@ -122,6 +113,11 @@ class LayerConverter(ModelConverter):
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         """What takes the place of `layer`, which is called `name`. On the meta device, and with the initial
         distributions of its parameters (`torchtitan.protocols.initializer`)."""
+
+
+def converter_of(layer: nn.Module) -> str | None:
+    """The name of the converter that has made `layer`: what its options begin with."""
+    return getattr(layer, _CONVERTED_BY, None)
 
 
 def _has_weights(module: nn.Module) -> bool:

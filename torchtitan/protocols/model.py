@@ -1,10 +1,13 @@
 """What the trainer asks of a model: a configurable module that knows its size and its cost."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torchtitan.config import Configurable
+from torchtitan.protocols.converted_module import ConvertedModule
 from torchtitan.tools.errors import UserError
 
 
@@ -57,5 +60,22 @@ class BaseModel(nn.Module, Configurable):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of forward and backward for one token of a sample of `seq_len` tokens."""
+        """Floating-point operations of forward and backward for one token of a sample of `seq_len` tokens.
+
+        Converters may have been applied to the model, and parameters frozen: see `count_elements`.
+        """
         raise NotImplementedError
+
+
+def count_elements(module: nn.Module) -> Iterator[tuple[int, bool]]:
+    """What the modules in `module` compute with, in the order in which they are registered: the elements of each
+    parameter, and whether it is trained. A `ConvertedModule` has the plain module's parameters, whatever form it keeps
+    them in, and others that are trained."""
+    for part in module.modules():
+        own = dict(part.named_parameters(recurse=False))
+        trained = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
+        plain: Mapping[str, Tensor] = own
+        if isinstance(part, ConvertedModule):
+            plain = part.plain_state({name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()})
+        yield from ((tensor.numel(), False) for name, tensor in plain.items() if name not in trained)
+        yield from ((parameter.numel(), True) for parameter in trained.values())

@@ -27,6 +27,7 @@ Features = Literal["in", "out"] | None
 it, or neither."""
 
 _ATTRIBUTE = "parameter_features"
+_PART_MULTIPLE = "part_multiple"
 _LINEAR: Mapping[str, tuple[Features, ...]] = {"weight": ("out", "in"), "bias": ("out",)}
 _EMBEDDING: Mapping[str, tuple[Features, ...]] = {"weight": ("in", "out")}
 
@@ -43,6 +44,18 @@ def features_of(module: nn.Module) -> Mapping[str, tuple[Features, ...]]:
     """Name of a parameter of a linear layer or an embedding → what its dimensions run over."""
     own: Mapping[str, tuple[Features, ...]] | None = getattr(module, _ATTRIBUTE, None)
     return own if own is not None else _EMBEDDING if isinstance(module, nn.Embedding) else _LINEAR
+
+
+def with_part_multiple(module: ModuleT, multiple: int) -> ModuleT:
+    """`module`, a linear layer, made to say that it computes only with multiples of this many inputs, and outputs: the
+    part that a rank has of them must be one too."""
+    setattr(module, _PART_MULTIPLE, multiple)
+    return module
+
+
+def part_multiple_of(module: nn.Module) -> int:
+    """What `with_part_multiple` was given; otherwise 1."""
+    return getattr(module, _PART_MULTIPLE, 1)
 
 
 @dataclass(frozen=True)

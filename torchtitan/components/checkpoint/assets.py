@@ -50,19 +50,27 @@ class CheckpointAssets:
     """The content of a checkpoint's folder `assets`."""
 
     model: Mapping[str, Any]
-    """`module` (import path of the family's package), `flavor` and `config` (that of the model); and `converters`
-    (`protocols.conversion.Description`) where the weights are not those of the plain model."""
+    """`module` (import path of the family's package), `flavor` and `config` (that of the model); `converters`
+    (`protocols.conversion.Description`) where the weights are not those of the plain model, and `simulated` where they
+    were trained to be quantized."""
 
     files: Mapping[str, AssetFile]
     """File name → what is in it."""
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, files: Mapping[str, AssetFile], *, converters: Sequence[Description] = ()
+        cls,
+        spec: ModelSpec,
+        files: Mapping[str, AssetFile],
+        *,
+        converters: Sequence[Description] = (),
+        simulated: Sequence[Description] = (),
     ) -> "CheckpointAssets":
-        """Those of a model, with `files`, such as `files_in(tokenizer.folder)`, and what `describe_converters` says."""
+        """Those of a model, with `files`, such as `files_in(tokenizer.folder)`, and what `describe_converters` and
+        `describe_simulation` say."""
         model = {"module": spec.module, "flavor": spec.flavor, "config": spec.model.to_dict()}
-        return cls({**model, "converters": list(converters)} if converters else model, files)
+        said = {"converters": list(converters), "simulated": list(simulated)}
+        return cls({**model, **{key: descriptions for key, descriptions in said.items() if descriptions}}, files)
 
     def write(self, folder: Path) -> None:
         """Write them into `folder`, that of a checkpoint."""
@@ -127,14 +135,24 @@ def read_converters(checkpoint: str | Path) -> list[Description]:
     Raises:
         UserError: where what it says cannot be read.
     """
+    return _read_descriptions(checkpoint, "converters")
+
+
+def read_simulation(checkpoint: str | Path) -> list[Description]:
+    """The converters that have simulated, in the run that saved the checkpoint, how the quantized model computes; what
+    is returned and raised: as `read_converters`."""
+    return _read_descriptions(checkpoint, "simulated")
+
+
+def _read_descriptions(checkpoint: str | Path, key: str) -> list[Description]:
     folder, name = folder_at(checkpoint), f"{FOLDER}/{_MODEL}"
     try:
         content = json.loads(folder.read(name)) if folder.has_file(name) else {}
     except (OSError, ValueError) as error:
         raise UserError(f"{checkpoint}/{name} cannot be read: {error}") from error
-    converters = content.get("converters", []) if isinstance(content, dict) else None
+    converters = content.get(key, []) if isinstance(content, dict) else None
     if not (isinstance(converters, list) and all(isinstance(converter, dict) for converter in converters)):
-        raise UserError(f"{checkpoint}/{name}: converters is {converters!r}, and must be a list of objects")
+        raise UserError(f"{checkpoint}/{name}: {key} is {converters!r}, and must be a list of objects")
     return converters
 
 

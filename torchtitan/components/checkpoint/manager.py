@@ -46,7 +46,8 @@ class CheckpointManager(Configurable):
             by the rank of the same number; by ranks that the saved run did not have, from rank 0.
         initial_loads: name of a state → what gives it its initial weights, called by `load` on every rank where the
             state comes from no checkpoint: the run begins, what it resumes from lacks the state, or it is excluded.
-            One for "model" also loads the weights of an `initial_load_path` of which nothing else is loaded.
+            One for "model" also verifies and loads the weights of an `initial_load_path` of which nothing else is
+            loaded.
         assets: what rank 0 writes into each checkpoint beside the states.
         export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
         frozen_from: what the weights that are not trained begin as, in words; for `trained_only`, where a run resumes
@@ -93,7 +94,7 @@ class CheckpointManager(Configurable):
 
         trained_only: bool = False
         """Leave weights that are not trained out of the checkpoints that a run resumes from; it has them again from
-        initial_load_path, or its seed."""
+        initial_load_path, or its seed. generate, eval and convert --to hf cannot open such a checkpoint."""
 
         keep_latest_k: int = 10
         """Remove all but the newest so many checkpoints (0: keep all)."""
@@ -216,11 +217,13 @@ class CheckpointManager(Configurable):
             return
         self.wait()
         kind = self.config.last_kind if last else "full"
-        replaces = self.config.trained_only and kind != self._saver.kind  # no other form can be made of trained weights
+        # No other form can be made of trained weights. A store that cannot rename would first remove what is there.
+        replaces = self.config.trained_only and kind != self._saver.kind and self.folder.renames
         if step == self._saver.step and not replaces:
             if kind != self._saver.kind:
                 # It may be the only one that the run can resume from.
-                logger.warning("step %d is saved in full, and stays so; torchtitan convert makes other forms", step)
+                held = "with trained weights only" if self.config.trained_only else "in full"
+                logger.warning("step %d is saved %s, and stays so; torchtitan convert makes other forms", step, held)
             return
         marker = Marker(
             step=step,
@@ -252,13 +255,13 @@ class CheckpointManager(Configurable):
             UserError: where a named checkpoint is damaged or cannot be loaded, none of the run's own is whole, or one
                 does not fit the states.
         """
-        start = choose_start(self.config, self.folder, self._ranks)
+        is_model_given = self.config.initial_load_model_only and "model" in self.initial_loads
+        start = choose_start(self.config, self.folder, self._ranks, verifies_initial=not is_model_given)
         check_frozen(self.config, start, self._frozen_from)
         lacks_frozen = start is not None and start.resumes and bool(start.checkpoint.frozen_from)
         for give_weights in self.initial_loads.values() if lacks_frozen else []:
             give_weights()
-        is_given = start is not None and self._loads_model_only(start) and "model" in self.initial_loads
-        loaded = self._restore(start) if start and not is_given else set()
+        loaded = self._restore(start) if start and (start.resumes or not is_model_given) else set()
         for name, give_weights in self.initial_loads.items():
             if name not in loaded:
                 if start and start.resumes:

@@ -24,12 +24,24 @@ from torchtitan.components.checkpoint.formats.export import export_checkpoint, f
 from torchtitan.components.checkpoint.formats.load import check_fit
 from torchtitan.components.checkpoint.manager import CheckpointManager
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.start import Start, check_frozen, load_model_state, raise_if_damaged
+from torchtitan.components.checkpoint.start import (
+    Start,
+    check_frozen,
+    check_whole,
+    load_model_state,
+    raise_if_damaged,
+)
 from torchtitan.components.checkpoint.states import ModelState
-from torchtitan.components.checkpoint.store import is_url
+from torchtitan.components.checkpoint.store import folder_at, is_url
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
-from torchtitan.protocols.conversion import converted_model, describe_converters, described_converters
+from torchtitan.protocols.conversion import (
+    converted_model,
+    described_converters,
+    differences,
+    saved_config,
+    tensor_shapes,
+)
 from torchtitan.protocols.state_dict_adapter import TensorForm, model_forms
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -75,12 +87,15 @@ def native_source(path: str | Path, spec: ModelSpec, *, added: range = range(0))
     return GrownVocabulary(source, _names_of_tokens(model, model_forms), added) if added else source
 
 
-def is_as_saved(path: str | Path, converters: Sequence[ModelConverter], *, added: range = range(0)) -> bool:
-    """Whether the checkpoint in `path` is one of ours that was saved with the same converters and tokens, so that its
-    weights are loaded as they are.
+def is_as_saved(
+    path: str | Path, spec: ModelSpec, converters: Sequence[ModelConverter], *, added: range = range(0)
+) -> bool:
+    """Whether the checkpoint in `path` is one of ours whose weights are loaded as they are: its tensors have the names
+    and shapes of the run's and mean the same, and it knows the same tokens.
 
     Args:
         path: the checkpoint's folder, or its URL.
+        spec: the model; a vocabulary that comes from the tokenizer is filled in.
         converters: the run's.
         added: as of `native_source`.
 
@@ -89,10 +104,12 @@ def is_as_saved(path: str | Path, converters: Sequence[ModelConverter], *, added
     """
     if not is_url(str(path)) and (format_of(path) != "dcp" or _unknown_ids(Path(path), added)):
         return False
-    same = read_converters(path) == describe_converters(converter.config for converter in converters)
+    saved = read_converters(path)
+    same = not differences(saved, converters) and (not saved or _has_tensors_of(path, spec.model, converters))
     if is_url(str(path)) and not same:
         raise UserError(
-            f"{path} was saved with other model_converters, and weights are converted from a disk only; download it"
+            f"{path} was saved with other model_converters or another model, and weights are converted from a disk "
+            "only; download it"
         )
     return same
 
@@ -120,9 +137,10 @@ def load_pretrained(
     Raises:
         UserError: on every process, where the checkpoint cannot be read, is damaged or is one of another model.
     """
-    if is_as_saved(path, converters, added=added):
+    if is_as_saved(path, spec, converters, added=added):
         load_model_state(path, ModelState(model_parts))
         return
+    _warn_of_merging(path, converters)
     group = dist.group.WORLD if dist.is_initialized() else None
     if format_of(path) == "dcp":
         ranks = Ranks(group)
@@ -147,7 +165,7 @@ def load_initial_weights(
 
     Args, and what is raised: as of `load_pretrained`.
     """
-    has_theirs = bool(path) and is_as_saved(path, converters, added=added)
+    has_theirs = bool(path) and is_as_saved(path, spec, converters, added=added)
     if path:
         load_pretrained(path, spec, model_parts, added=added, converters=converters)
     for converter in converters:
@@ -159,7 +177,7 @@ def frozen_origin(config: CheckpointManager.Config, seed: int) -> str:
     """What the weights of a run that are not trained begin as, in words; `seed` is the run's."""
     path = config.initial_load_path
     return (
-        f"checkpoint.initial_load_path {path if is_url(path) else Path(path).absolute()}"
+        f"checkpoint.initial_load_path {path if is_url(path) else Path(path).resolve()}"
         if path
         else f"debug.seed {seed}"
     )
@@ -185,14 +203,36 @@ def check_start(
         seed: the run's.
 
     Raises:
-        UserError: as `check_frozen`, `is_as_saved` and `native_source`.
+        UserError: as `check_frozen`, `is_as_saved`, `native_source` and `ModelConverter.check_initial_weights`; where
+            what the run resumes from was saved with other converters.
     """
     check_frozen(config, start, frozen_origin(config, seed))
+    if start and start.resumes and "model" not in config.exclude_from_loading:
+        _check_same_converters(str(start.checkpoint.path), converters)
+        if not start.checkpoint.frozen_from:
+            return
     path = config.initial_load_path
-    if not path or (start and start.resumes and not start.checkpoint.frozen_from):
-        return
-    if is_as_saved(path, converters, added=added):
-        return
+    has_theirs = bool(path) and is_as_saved(path, spec, converters, added=added)
+    if path and not has_theirs:
+        _check_pretrained(config, spec, converters, added)
+    saved = read_converters(path) if has_theirs else []
+    for converter in converters:
+        converter.check_initial_weights(spec, saved_config(saved, converter))
+
+
+def _check_same_converters(path: str, converters: Sequence[ModelConverter]) -> None:
+    if different := differences(read_converters(path), converters):
+        raise UserError(
+            f"{path} was saved with other model_converters, and this run would resume from it: {'; '.join(different)}; "
+            "set what was, or begin a new run (another --dump_folder) with it as --checkpoint.initial_load_path"
+        )
+
+
+def _check_pretrained(
+    config: CheckpointManager.Config, spec: ModelSpec, converters: Sequence[ModelConverter], added: range
+) -> None:
+    """Find that weights cannot be made the run's, by names and shapes."""
+    path = config.initial_load_path
     if not config.initial_load_model_only:
         raise UserError(
             f"checkpoint.initial_load_model_only False: {path} was saved with other model_converters or tokens, so "
@@ -258,23 +298,47 @@ def _converted(
     return ConvertedView(plain, converted)
 
 
+def _has_tensors_of(path: str | Path, model: BaseModel.Config, converters: Sequence[ModelConverter]) -> bool:
+    # Deferred: DCP takes a second to import.
+    from torchtitan.components.checkpoint.storage import saved_shapes
+
+    return saved_shapes(folder_at(path), "model") == tensor_shapes(converted_model(model, converters))
+
+
+def _warn_of_merging(path: str | Path, converters: Sequence[ModelConverter]) -> None:
+    """Say that what the run's converters add begins anew, where the checkpoint has such weights."""
+    saved = read_converters(path) if format_of(path) == "dcp" else []
+    if saved and any(converter.changes_weights for converter in converters):
+        logger.warning(
+            "%s was saved with other model_converters (%s): what it has of theirs is merged into the weights, and what "
+            "this run's add begins anew",
+            path,
+            "; ".join(differences(saved, converters)) or "for other layers or sizes",
+        )
+
+
 def _plain_source(path: Path, model: BaseModel.Config) -> TensorSource:
     """The weights of a checkpoint of ours as the plain model's, with the vocabulary that it was saved with."""
-    if frozen_from := _frozen_from(path):
-        raise UserError(
-            f"{path} holds trained weights only; the others are those of {frozen_from}, and not in it "
-            "(torchtitan convert --to peft makes an adapter of it)"
-        )
+    if folders.has_marker(path):
+        check_whole(folders.open_checkpoint(path))
     source, descriptions = open_source(path), read_converters(path)
     if not descriptions:
         return source
     converters = described_converters(descriptions, str(path))
     saved = type(model).from_dict(read_model_json(path)["config"])
-    return PlainView(source, converted_model(saved, converters), converters)
+    converted = converted_model(saved, converters)
+    _let_train(converted, path)
+    return PlainView(source, converted, converters)
 
 
-def _frozen_from(path: Path) -> str:
-    return folders.open_checkpoint(path).frozen_from if folders.has_marker(path) else ""
+def _let_train(converted: nn.Module, path: Path) -> None:
+    """Mark what the run has trained whose checkpoint this is: converters that change no form are not described."""
+    from torchtitan.components.checkpoint.formats.dcp import optimized_names  # deferred: DCP takes a second to import
+
+    names = optimized_names(path)
+    for name, parameter in converted.named_parameters():
+        if name in names:
+            parameter.requires_grad_()
 
 
 def _unknown_ids(path: Path, added: range) -> range:

@@ -192,6 +192,8 @@ class Saver:
             self._export(Path(str(native)), Path(str(partial)), self._ranks)
             path = self._commit(partial, marker)
         except Exception as error:  # all of them: the weights are at stake
+            if marker.step == self.step and self.kind == "full":
+                raise  # the run's own checkpoint of this step is still there, and a run can resume from it
             self._keep_native(native, marker)
             raise _ExportError(
                 f"{type(error).__name__}: {error}; the weights are kept there in our own format, "

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from torchtitan.components.checkpoint import folders
+from torchtitan.components.checkpoint.assets import read_converters
 from torchtitan.components.checkpoint.folders import AnyFolder, CheckpointInfo
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.states import ModelState
 from torchtitan.components.checkpoint.store import UNFINISHED, Folder, folder_at
+from torchtitan.protocols.conversion import described_converters
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
     from torchtitan.components.checkpoint.manager import CheckpointManager
+
+_WHOLE = "holds all weights, as the one after the last step does, or any with --checkpoint.no_trained_only"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +69,14 @@ def _find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | N
             f"checkpoint.initial_load_path: {config.initial_load_path} holds a Hugging Face model; "
             "add --checkpoint.initial_load_in_hf"
         )
-    if start.checkpoint.frozen_from:
+    if frozen_from := start.checkpoint.frozen_from:
+        way_on = (
+            f"begin from those of {frozen_from}, with the adapter that torchtitan convert --to peft makes of it"
+            if has_adapter(start.checkpoint)
+            else f"begin from a checkpoint of its run that {_WHOLE}"
+        )
         raise UserError(
-            f"checkpoint.initial_load_path: {config.initial_load_path} holds trained weights only; begin from those "
-            f"of {start.checkpoint.frozen_from}, with the adapter that torchtitan convert --to peft makes of it"
+            f"checkpoint.initial_load_path: {config.initial_load_path} holds trained weights only; {way_on}"
         )
     if start.checkpoint.kind == "model_only" and not config.initial_load_model_only:
         raise UserError(
@@ -76,6 +84,37 @@ def _find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | N
             "so it cannot be loaded with checkpoint.initial_load_model_only False"
         )
     return start
+
+
+def check_whole(checkpoint: CheckpointInfo) -> None:
+    """Make sure that a checkpoint holds all weights of its model.
+
+    Raises:
+        UserError: where it holds the trained ones only.
+    """
+    if frozen_from := checkpoint.frozen_from:
+        way_on = (
+            "torchtitan convert --to peft makes an adapter of it"
+            if has_adapter(checkpoint)
+            else f"take one of its run that {_WHOLE}"
+        )
+        raise UserError(
+            f"{checkpoint.path} holds trained weights only; the others are those of {frozen_from}, and not in it "
+            f"({way_on})"
+        )
+
+
+def has_adapter(checkpoint: CheckpointInfo) -> bool:
+    """Whether `torchtitan convert --to peft` makes an adapter of a checkpoint.
+
+    Raises:
+        UserError: where what it says of its converters cannot be read, or one cannot be imported.
+    """
+    from torchtitan.components.peft import LoRA  # which imports this package
+
+    path = str(checkpoint.path)
+    converters = described_converters(read_converters(path), path)
+    return sum(isinstance(converter, LoRA) for converter in converters) == 1
 
 
 def check_frozen(config: "CheckpointManager.Config", start: Start | None, frozen_from: str) -> None:
@@ -104,8 +143,11 @@ def check_frozen(config: "CheckpointManager.Config", start: Start | None, frozen
         )
 
 
-def choose_start(config: "CheckpointManager.Config", folder: Folder, ranks: Ranks) -> Start | None:
-    """What `find_start` gives, verified; every rank calls it and digests its share.
+def choose_start(
+    config: "CheckpointManager.Config", folder: Folder, ranks: Ranks, *, verifies_initial: bool
+) -> Start | None:
+    """What `find_start` gives, verified; every rank calls it and digests its share. Another run's checkpoint of ours is
+    verified only if `verifies_initial`: what loads it may do so.
 
     Warnings name what else lies in the folder; what unfinished saves left is removed. Where the run resumes from its
     newest checkpoint and that is damaged or cannot be read, a warning says so, and the next older one takes its place.
@@ -120,7 +162,8 @@ def choose_start(config: "CheckpointManager.Config", folder: Folder, ranks: Rank
         return None
     if start.resumes and config.load_step == -1:
         return Start(_newest_sound(config, folder, ranks), resumes=True)
-    raise_if_damaged(start.checkpoint.path, ranks)
+    if start.resumes or verifies_initial:
+        raise_if_damaged(start.checkpoint.path, ranks)
     return start
 
 

@@ -147,6 +147,15 @@ def _problem(name: str, saved: torch.Size | None, here: torch.Size | None) -> st
     return f"{name}: {sizes[0]} in the checkpoint, {sizes[1]} in this run"
 
 
+def saved_shapes(path: Folder, state: str) -> dict[str, torch.Size]:
+    """Name → shape of the tensors of one state of the checkpoint in `path`; none, where it lacks the state.
+
+    Raises:
+        UserError: where it cannot be read.
+    """
+    return {name: form.size for name, form in _tensor_forms(_saved_entries(path).get(state, {}))}
+
+
 def _tensors(state_dict: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
     return [(key, value) for key, value in state_dict.items() if isinstance(value, torch.Tensor)]
 

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.components.peft.adapter_files import check_adapter_config, read_adapter, write_adapter
+from torchtitan.components.checkpoint.formats.source import some
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.optimizer import trained_names
+from torchtitan.components.peft.adapter_files import AdapterSource, read_adapter, write_adapter
 from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.config.configurable import config_key
+from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.layer_converter import LayerConverter
 from torchtitan.protocols.model_spec import ModelSpec
@@ -30,6 +33,7 @@ class LoRA(LayerConverter):
     changes_weights: ClassVar[bool] = True
     freezes: ClassVar[bool] = True
     converts_head: ClassVar[bool] = True
+    run_options: ClassVar[frozenset[str]] = frozenset({"include", "exclude", "dropout", "adapter_path"})
     layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Embedding)
 
     linear_class: ClassVar[type[LoRALinear]] = LoRALinear
@@ -78,14 +82,11 @@ class LoRA(LayerConverter):
             if not 0 <= self.dropout < 1:
                 raise UserError(f"{option}.dropout is {self.dropout}, and must be in [0, 1)")
 
-        def check_run(
-            self, *, training: TrainingConfig, parallelism: ParallelismConfig, compile: CompileConfig
-        ) -> None:
-            """Raise `UserError` for an adapter to begin from that is not there, or has other settings."""
-            if self.adapter_path:
-                check_adapter_config(Path(self.adapter_path), self)
-
     config: Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._trained: set[str] = set()
 
     def check_model(self, model: nn.Module) -> None:
         """Convert the model that is thrown away.
@@ -131,6 +132,8 @@ class LoRA(LayerConverter):
             raise self._refusal(name, f"rank {config.rank} is above the smaller side of its weights, {shape}")
         if config.dora and isinstance(layer, nn.Embedding):
             raise self._refusal(name, "DoRA is for linear layers")
+        if config.dropout and isinstance(layer, nn.Embedding):
+            raise self._refusal(name, f"dropout {config.dropout} is of a layer's inputs, and an embedding's are tokens")
         if config.dropout and name == _HEAD:
             raise self._refusal(name, f"dropout {config.dropout} needs a layer's inputs, and the loss has its weights")
         return True
@@ -152,6 +155,23 @@ class LoRA(LayerConverter):
             layer, rank=config.rank, scaling=config.scaling, dropout=config.dropout, dora=config.dora
         )
 
+    def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
+        """Open the adapter in `adapter_path`, where there is one.
+
+        Raises:
+            UserError: as `AdapterSource`; where the run goes on with other adapters than that one.
+        """
+        path = self.config.adapter_path
+        if path and given is None:
+            AdapterSource(Path(path), self.config, converted_model(spec.model, [self]), spec)
+            return
+        assert given is None or isinstance(given, LoRA.Config)
+        if path and given and Path(path).resolve() != Path(given.adapter_path).resolve():
+            raise UserError(
+                f"--model_converters.{config_key(self.config)}.adapter_path {path}: checkpoint.initial_load_path has "
+                "adapters already, which the run goes on with; leave out one of the two"
+            )
+
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
         """Begin from the adapter in `adapter_path`, where there is one.
 
@@ -162,13 +182,36 @@ class LoRA(LayerConverter):
             model = converted_model(spec.model, [self])
             read_adapter(Path(self.config.adapter_path), self.config, model, spec, model_parts)
 
-    def write_beside_export(self, folder: Path, spec: ModelSpec, read: Callable[[str], Tensor]) -> None:
+    def post_init_hook(self, model_parts: list[nn.Module]) -> None:
+        """Remember what the run trains, beside this adapter too."""
+        own = [name for part in model_parts for name in trained_names(part)]
+        self._trained.update(*Ranks(dist.group.WORLD if dist.is_initialized() else None).gather(own))
+
+    def write_beside_export(
+        self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
+    ) -> None:
         """Write the adapter by itself, in PEFT's files, into the folder `adapter` inside `folder`. Where they cannot
-        hold it, a warning says so: what has been exported so far is of use without."""
+        hold all that was trained, a warning says so: what has been exported so far is of use without."""
+        adapted = converted_model(spec.model, [self])
         try:
-            write_adapter(folder / _EXPORTED, self.config, converted_model(spec.model, [self]), spec, read)
+            check_complete(adapted, self._trained.union(trained_names(model)))
+            write_adapter(folder / _EXPORTED, self.config, adapted, spec, read)
         except UserError as error:
             logger.warning("no adapter by itself in %s: %s", folder, error)
+
+
+def check_complete(adapted: nn.Module, trained: set[str]) -> None:
+    """Make sure that an adapter is all that a run has trained.
+
+    Args:
+        adapted: a model with that adapter, in which nothing else is trained.
+        trained: names of the parameters that the run has trained.
+
+    Raises:
+        UserError: naming those that are not the adapter's.
+    """
+    if others := sorted(trained.difference(trained_names(adapted))):
+        raise UserError(f"more was trained than one adapter, and PEFT's files hold no more: {some(others)}")
 
 
 def freeze_all_but_adapters(model: nn.Module) -> None:

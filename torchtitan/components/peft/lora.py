@@ -75,12 +75,14 @@ class AdaptedLayer(ConvertedModule):
         return "lora_A", "lora_B"
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The plain layer's parameters, the adapter merged into the weight: computed in float32, in the type that the
-        weight has."""
-        weight = own["weight"]
+        """The plain layer's parameters, the adapter merged into the weight, in float32."""
         adapter = {name: own[name].float() for name in self.adapter}
         bias = {"bias": own["bias"]} if "bias" in own else {}
-        return {"weight": self._merge(weight.float(), adapter).to(weight.dtype), **bias}
+        return {"weight": self._merge(own["weight"].float(), adapter), **bias}
+
+    def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+        """Those that the frozen weight and the bias have."""
+        return {name: own[name].dtype for name in ("weight", "bias") if name in own}
 
     @abstractmethod
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
@@ -96,7 +98,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
 
     Own parameters: `weight` (out, in) and, where there is one, `bias` (out,), frozen; `lora_A` (rank, in) and `lora_B`
     (out, rank); with DoRA, `magnitude` (out,). A subclass that keeps the weight in another form overrides `_take_base`,
-    `base_weight`, `base_output`, `base_rows` and `plain_state`.
+    `base_weight`, `base_output`, `base_rows`, `plain_state` and `plain_types`.
 
     Args:
         linear: the plain layer, with the initial distributions of its parameters, which are taken over and frozen.
@@ -169,7 +171,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         with torch.no_grad():
             adapted = self._adapted(self.base_weight(), self.lora_A, self.lora_B)
         scale = _row_scale(self.magnitude, adapted)
-        product = base if inputs is x else self.base_output(inputs)
+        product = base if inputs is x else self.base_output(_laid_out_like(inputs, x))
         if self.bias is not None:
             product = product - self.bias
         return base + (scale - 1).to(base.dtype) * product + scale.to(base.dtype) * added
@@ -239,8 +241,9 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
 def _row_scale(magnitude: Tensor, adapted: Tensor) -> Tensor:
     """What each row of an adapted matrix is multiplied by, (out,) in float32. The row's own length counts as constant
     in the backward pass (DoRA, section 4.3). It is rounded as the magnitude is, so that both cancel where they began
-    as the same number."""
-    return magnitude.float() / row_norms(adapted).to(magnitude.dtype).float()
+    as the same number. A row of zeros has no direction, and stays one."""
+    lengths = row_norms(adapted).to(magnitude.dtype).float()
+    return magnitude.float() / lengths.masked_fill(lengths == 0, 1.0)
 
 
 def _drop_out(x: Tensor, probability: float) -> Tensor:
@@ -254,6 +257,13 @@ def _drop_out(x: Tensor, probability: float) -> Tensor:
     placements = [Shard(1)] if x.placements == (Replicate(),) else x.placements
     own = F.dropout(x.redistribute(placements=placements).to_local(), probability)
     return DTensor.from_local(own, x.device_mesh, placements, shape=x.shape, stride=x.stride())
+
+
+def _laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Under tensor parallelism a layer takes its inputs in one layout: each rank has them all, or its features."""
+    if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)):
+        return tensor
+    return tensor.redistribute(placements=other.placements)
 
 
 def _look_up(tokens: Tensor, table: Tensor) -> Tensor:

@@ -48,10 +48,13 @@ class QLoRALinear(LoRALinear):
         return unpack(*pack(rows), torch.float32)
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The plain layer's parameters, the adapter merged into the unpacked weight: computed in float32, in bfloat16,
-        which the values of the weight in 4 bits are exact in."""
+        """The plain layer's parameters, the adapter merged into the unpacked weight: all in float32."""
         form = NF4(*(own[name] for name in NF4._fields))
-        return super().plain_state({**own, "weight": unpack(*form, torch.bfloat16)})
+        return super().plain_state({**own, "weight": unpack(*form, torch.float32)})
+
+    def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+        """bfloat16, which the values of the weight in 4 bits are exact in; the bias has its own."""
+        return {**super().plain_types(own), "weight": torch.bfloat16}
 
 
 def _packed(name: str, rows: Tensor) -> Tensor:

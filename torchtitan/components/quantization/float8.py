@@ -23,6 +23,7 @@ from torchtitan.config.configurable import config_key
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.protocols.initializer import initializers_of, with_initializers
 from torchtitan.protocols.layer_converter import LayerConverter
+from torchtitan.protocols.sharding import with_part_multiple
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import without_numbers
@@ -54,7 +55,8 @@ class Float8LinearConverter(LayerConverter):
 
         fsdp_float8_all_gather: bool = False
         """FSDP gathers the weights in float8, at half the traffic of bfloat16: they are rounded before they are
-        gathered, and not after. Tensorwise only; without FSDP it saves nothing."""
+        gathered, and not after. Computed in float32, a run is the same to the bit; in bfloat16, its weights are rounded
+        once instead of twice. Tensorwise only; without FSDP it saves nothing."""
 
         min_features: int = 2048
         """Layers with fewer inputs, or fewer outputs, are left as they are: casting costs more than their products
@@ -75,17 +77,12 @@ class Float8LinearConverter(LayerConverter):
         def check_run(
             self, *, training: TrainingConfig, parallelism: ParallelismConfig, compile: CompileConfig
         ) -> None:
-            """Raise `UserError` where torchao is missing, and for what the kernels cannot do: the device, and the
-            number of tokens that they would sum over for a weight's gradient."""
+            """Raise `UserError` where torchao is missing, and for a number of tokens that the kernels cannot sum over
+            for a weight's gradient."""
             option = f"--model_converters.{config_key(self)}"
             check_torchao(option)
             if self.emulate:
                 return
-            if (reason := _why_no_kernels()) is not None:
-                raise UserError(
-                    f"{option}: float8 products need a GPU of compute capability 8.9 or above, and {reason}; "
-                    f"{option}.emulate computes the same, slowly, on any device"
-                )
             pipelined = parallelism.pipeline_parallel_degree > 1
             sequences = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
             tokens = sequences * training.seq_len // parallelism.context_parallel_degree
@@ -93,6 +90,15 @@ class Float8LinearConverter(LayerConverter):
                 raise UserError(
                     f"{option}: float8 kernels sum over multiples of {_ALIGNMENT} tokens, and a rank has {tokens} at a "
                     f"time; change --training.seq_len {training.seq_len}"
+                )
+
+        def check_device(self) -> None:
+            """Raise `UserError` where the device here has no kernels, and they are not emulated."""
+            if not self.emulate and (reason := _why_no_kernels()) is not None:
+                option = f"--model_converters.{config_key(self)}"
+                raise UserError(
+                    f"{option}: float8 products need a GPU of compute capability 8.9 or above, and {reason}; "
+                    f"{option}.emulate computes the same, slowly, on any device"
                 )
 
     config: Config
@@ -147,6 +153,8 @@ class Float8LinearConverter(LayerConverter):
         converted: nn.Module = float8.convert_to_float8_training(layer, config=settings)
         if self.config.fsdp_float8_all_gather:
             converted.register_state_dict_post_hook(_give_plain_weight)
+        if not self.config.emulate:
+            with_part_multiple(converted, _ALIGNMENT)
         return with_initializers(converted, **initializers_of(layer))
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
@@ -162,7 +170,8 @@ class Float8LinearConverter(LayerConverter):
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
         """Where FSDP gathers float8: the scales of all weights with one all-reduce, or, together with tensor
-        parallelism, one for each of the two. Otherwise each weight would need its own when it is gathered."""
+        parallelism, one for each of the two. Otherwise each weight needs its own when it is gathered, as it still does
+        where weights lie in CPU memory: FSDP's copy of them on the device comes without the scale."""
         if self.config.fsdp_float8_all_gather:
             import_torchao("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(model_parts))
 

@@ -68,6 +68,8 @@ def pack(rows: Tensor) -> NF4:
     assert width % BLOCK_SIZE == 0, f"rows of {width} values are not whole blocks"
     bytes_per_row = (width // 2, width // BLOCK_SIZE, 2 * torch.float32.itemsize)
     result = NF4(*(rows.new_empty((n, size), dtype=torch.uint8) for size in bytes_per_row))
+    if rows.is_meta:  # there is nothing to compute, and a large model has many chunks
+        return result
     for chunk in _chunks(n, width):
         for whole, part in zip(result, _pack(rows[chunk].float()), strict=True):
             whole[chunk] = part

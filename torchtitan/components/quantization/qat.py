@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 class QAT(LayerConverter):
     """Makes linear layers compute what they will compute when they have been quantized, so that training adapts."""
 
+    simulates = True
+
     @dataclass(kw_only=True, slots=True)
     class Config(LayerConverter.Config):
         """Which layers, how finely, and from when."""

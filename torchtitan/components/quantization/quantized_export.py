@@ -6,8 +6,7 @@ say how they belong together, and `quantization_config` in config.json which lay
 """
 
 import json
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torchtitan.components.checkpoint.assets import files_in, token_ids, write_files
 from torchtitan.components.checkpoint.formats.convert import ForeignView
 from torchtitan.components.checkpoint.formats.export import GENERATION_CONFIG, config_json, format_for, prevailing_dtype
-from torchtitan.components.checkpoint.formats.huggingface import INDEX, MAX_FILE_BYTES, WEIGHTS
+from torchtitan.components.checkpoint.formats.huggingface import MAX_FILE_BYTES, share_out, write_file, write_index
 from torchtitan.components.checkpoint.formats.source import MakeTensor, TensorSource, as_type
 from torchtitan.components.quantization.qat import QAT, inference_config
 from torchtitan.protocols.model_spec import ModelSpec
@@ -114,37 +113,24 @@ def _write_description(folder: Path, config: dict[str, Any], entry: dict[str, An
 
 def _write_weights(folder: Path, like: Mapping[str, Tensor], make: MakeTensor, max_file_bytes: int) -> None:
     """Write the weights that `make` gives, which look like those in `like`, and the index of several files."""
-    from safetensors.torch import save_file
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     _, metadata = flatten_tensor_state_dict(like)  # of all weights in every file: its reader joins them
-    parts = {name: flatten_tensor_state_dict({name: tensor})[0] for name, tensor in like.items()}
-    files = _files({name: sum(part.nbytes for part in of.values()) for name, of in parts.items()}, max_file_bytes)
+    parts = {name: _forms(flatten_tensor_state_dict({name: tensor})[0]) for name, tensor in like.items()}
+    n_bytes = {name: sum(form.n_bytes for form in forms.values()) for name, forms in parts.items()}
+    files = share_out(n_bytes, max_file_bytes)
     for file, names in files.items():
         tensors, _ = flatten_tensor_state_dict({name: make(name) for name in names})
-        partial = folder / f"{file}.tmp"
-        save_file(tensors, partial, metadata={"format": "pt", **metadata})
-        shutil.copymode(folder / "config.json", partial)  # the library lets only the owner read it
-        partial.replace(folder / file)
-    if len(files) > 1:
-        weight_map = {part: file for file, names in files.items() for name in names for part in parts[name]}
-        total = sum(part.nbytes for of in parts.values() for part in of.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_file(folder / file, _forms(tensors), tensors.__getitem__, metadata)
+    write_index(folder, {file: _joined(parts[name] for name in names) for file, names in files.items()})
 
 
-def _files(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """File name → the weights in it, filled in the given order."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, more in n_bytes.items():
-        if groups[-1] and size + more > max_file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += more
-    if len(groups) == 1:
-        return {WEIGHTS: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+def _joined(forms: Iterable[Mapping[str, TensorForm]]) -> dict[str, TensorForm]:
+    return {name: form for members in forms for name, form in members.items()}
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:
+    return {name: TensorForm(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:

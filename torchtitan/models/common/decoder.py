@@ -15,7 +15,7 @@ from torchtitan.models.common.norm import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
 from torchtitan.protocols.converted_module import effective_weight
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
-from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.model import BaseModel, count_elements
 from torchtitan.tools.errors import UserError
 
 Head = Callable[..., Tensor]
@@ -176,18 +176,29 @@ class Decoder(BaseModel):
         """Forward and backward, after appendix B of PaLM (arXiv:2204.02311): `6 N + 12 L H Q T`.
 
         N counts the parameters that multiply every token: all but an embedding that is only looked up; a tied one is
-        the output head's, and counted. A frozen one counts for 4 in place of 6: it has no gradient of its own. The
-        attention term (L layers, H heads of width Q, T = seq_len) is the two products with scores, of 2 H Q T
-        operations each forward and twice that backward; by that convention it is not halved for the causal mask, nor
-        reduced for packed documents.
+        the output head's, and counted. The attention term (L layers, H heads of width Q, T = seq_len) is the two
+        products with scores, of 2 H Q T operations each forward and twice that backward; by that convention it is not
+        halved for the causal mask, nor reduced for packed documents.
+
+        Of the 6 operations, 2 are the forward pass, 2 the parameter's own gradient, which a frozen one has not, and 2
+        the gradient of what it multiplies. The backward pass ends at the first trained parameter: nothing before it
+        has a gradient, and attention takes 4 H Q T in layers before that parameter's. Within a layer, parameters are
+        taken to compute one after another, in the order in which they are registered.
         """
+        assert self.tok_embeddings is not None, "asked of a whole model, not of a pipeline stage"
         config = self.config
-        looked_up = None
-        if not config.tie_embeddings and self.tok_embeddings is not None:
-            looked_up = self.tok_embeddings.weight
-        multiplied = [parameter for parameter in self.parameters() if parameter is not looked_up]
-        of_weights = sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in multiplied)
-        return of_weights + 12 * config.n_layers * config.n_heads * config.resolved_head_dim * seq_len
+        scores = 4 * config.n_heads * config.resolved_head_dim * seq_len
+        behind = [module for module in self.children() if module not in (self.tok_embeddings, self.layers)]
+        head = [self.tok_embeddings] if self.output is None else []
+        parts = [*((layer, scores) for layer in self.layers.values()), *((module, 0) for module in (*behind, *head))]
+        has_gradient = any(parameter.requires_grad for parameter in self.tok_embeddings.parameters())
+        flops = 0.0
+        for module, attention in parts:
+            for n_elements, is_trained in count_elements(module):
+                flops += 2 * n_elements * (1 + is_trained + has_gradient)
+                has_gradient |= is_trained
+            flops += attention * (3 if has_gradient else 1)
+        return flops
 
 
 def depth_scaled_std(index: int, base: float = 0.02) -> float:

@@ -21,9 +21,11 @@ _COMPUTED_ELEMENTS = 2**24
 class PlainView(View):
     """The tensors of a plain model, made of those of a converted one, one module at a time.
 
+    Values may be more precise than the types in `forms`, which are those to write where nobody asks for others.
+
     Args:
         source: the converted model's tensors, under its names.
-        model: the converted model, on the meta device.
+        model: the converted model, on the meta device; which of its parameters were trained, as far as that is known.
         converters: those that have been applied to it.
 
     Raises:
@@ -32,7 +34,7 @@ class PlainView(View):
 
     def __init__(self, source: TensorSource, model: nn.Module, converters: Sequence[ModelConverter]):
         super().__init__(source)
-        self._converters = converters
+        self._model, self._converters = model, converters
         names = list(model.state_dict())
         check_fit(source.forms, model.state_dict())
         modules = dict(converted_modules(model))
@@ -55,12 +57,13 @@ class PlainView(View):
         """Let the converters write what is of use by itself into `folder`, which has the plain model in Hugging Face's
         format."""
         for converter in self._converters:
-            converter.write_beside_export(folder, spec, self._source.read)
+            converter.write_beside_export(folder, spec, self._model, self._source.read)
 
     def _plain_forms(self, prefix: str, module: ConvertedModule) -> dict[str, TensorForm]:
         own_forms = {own: self._source.forms[_join(prefix, own)] for own in self._own_names[prefix]}
         own = {name: torch.empty(form.shape, dtype=form.dtype, device="meta") for name, form in own_forms.items()}
-        forms = {_join(prefix, plain): TensorForm.of(tensor) for plain, tensor in module.plain_state(own).items()}
+        plain, types = module.plain_state(own), module.plain_types(own)
+        forms = {_join(prefix, name): TensorForm(tensor.shape, types[name]) for name, tensor in plain.items()}
         self._made_by |= dict.fromkeys(forms, (prefix, module))
         return forms
 

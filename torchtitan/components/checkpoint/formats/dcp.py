@@ -92,6 +92,16 @@ def state_forms(path: Path) -> dict[str, dict[str, TensorForm]]:
     return {state: _forms(metadata, keys) for state, keys in sorted(_states(metadata).items())}
 
 
+def optimized_names(path: Path) -> set[str]:
+    """Names of the parameters that the checkpoint in `path` has an optimizer's state of; empty: it has none at all.
+
+    Raises:
+        UserError: where the checkpoint cannot be read.
+    """
+    keys = state_forms(path).get("optimizer", {})
+    return {key.removeprefix("state.").rpartition(".")[0] for key in keys if key.startswith("state.")}
+
+
 def write_dcp(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -> None:
     """Write tensors as the state "model" of a checkpoint into the folder `path`, holding one at a time.
 

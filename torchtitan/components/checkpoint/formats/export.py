@@ -49,7 +49,7 @@ def export_checkpoint(
     advance: Callable[[int], None] = lambda n_bytes: None,
     ranks: Ranks | None = None,
 ) -> None:
-    """Write a model into `folder` in the format `to`, tensor by tensor, weights last.
+    """Write a model into `folder` in the format `to`, tensor by tensor; what converters write beside comes last.
 
     Args:
         folder: an existing, empty folder. In our own format (DCP) the checkpoint is complete when the caller has

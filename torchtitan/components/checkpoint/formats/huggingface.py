@@ -121,7 +121,7 @@ def write_huggingface(
             raise UserError(f"{name} is of type {form.dtype}, which safetensors files do not have; export another one")
     for index, (file, members) in enumerate(_files(forms, max_file_bytes).items()):
         if only_files is None or only_files(index):
-            _write_file(path / file, members, make)
+            write_file(path / file, members, make)
     if only_files is None:
         write_huggingface_index(path, forms, max_file_bytes=max_file_bytes)
 
@@ -130,15 +130,69 @@ def write_huggingface_index(
     path: Path, forms: Mapping[str, TensorForm], *, max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
     """Write the index of the files that `write_huggingface` writes for `forms`; one file has none."""
-    files = _files(forms, max_file_bytes)
+    write_index(path, _files(forms, max_file_bytes))
+
+
+def write_index(path: Path, files: Mapping[str, Mapping[str, TensorForm]]) -> None:
+    """Write the index of `files`, name → what is in it, into the folder `path`; one file has none."""
     if len(files) == 1:
         return
-    total = sum(form.n_bytes for form in forms.values())
+    total = sum(form.n_bytes for members in files.values() for form in members.values())
     weight_map = {name: file for file, members in files.items() for name in members}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     partial = path / f"{INDEX}.tmp"
     partial.write_text(json.dumps(index, indent=2) + "\n")
     partial.replace(path / INDEX)
+
+
+def share_out(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
+    """File name → names of the tensors in it, filled in the given order."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, more in n_bytes.items():
+        if groups[-1] and size + more > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += more
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def write_file(
+    path: Path, forms: Mapping[str, TensorForm], make: MakeTensor, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write one safetensors file, which has its name only when all of it is written.
+
+    Args:
+        path: its name.
+        forms: as of `write_huggingface`.
+        make: as of `write_huggingface`; called for wide types first.
+        metadata: what the header says beside the format.
+    """
+    # Wide types first, as the library does, so that all values are aligned to their own size.
+    names = sorted(forms, key=lambda name: -forms[name].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    end = 0
+    for name in names:
+        form = forms[name]
+        begin, end = end, end + form.n_bytes
+        dtype = _DTYPE_NAMES[form.dtype]
+        header[name] = {"dtype": dtype, "shape": list(form.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    partial = path.with_name(f"{path.name}.tmp")
+    with open(partial, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for name in names:
+            for chunk in value_chunks(name, make(name), forms[name].dtype):
+                file.write(chunk)
+        assert file.tell() == 8 + len(encoded) + end, f"{path}: a tensor had another shape than its form"
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def _open(path: Path) -> Any:
@@ -169,39 +223,5 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _files(forms: Mapping[str, TensorForm], max_file_bytes: int) -> dict[str, dict[str, TensorForm]]:
     """File name → what is in it, filled in the order of `forms`."""
-    groups: list[dict[str, TensorForm]] = [{}]
-    size = 0
-    for name, form in forms.items():
-        if groups[-1] and size + form.n_bytes > max_file_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][name] = form
-        size += form.n_bytes
-    if len(groups) == 1:
-        return {WEIGHTS: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
-
-
-def _write_file(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -> None:
-    # Wide types first, as the library does, so that all values are aligned to their own size.
-    names = sorted(forms, key=lambda name: -forms[name].dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        form = forms[name]
-        begin, end = end, end + form.n_bytes
-        dtype = _DTYPE_NAMES[form.dtype]
-        header[name] = {"dtype": dtype, "shape": list(form.shape), "data_offsets": [begin, end]}
-    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    partial = path.with_name(f"{path.name}.tmp")
-    with open(partial, "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
-        for name in names:
-            for chunk in value_chunks(name, make(name), forms[name].dtype):
-                file.write(chunk)
-        assert file.tell() == 8 + len(encoded) + end, f"{path}: a tensor had another shape than its form"
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    files = share_out({name: form.n_bytes for name, form in forms.items()}, max_file_bytes)
+    return {file: {name: forms[name] for name in names} for file, names in files.items()}
