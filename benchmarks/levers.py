@@ -125,6 +125,7 @@ def measure(lever: str, base: str, steps: int) -> dict[str, float]:
     config = sized(llama3_debugmodel_sft())
     config.training.mixed_precision_param = "bfloat16"
     config.training.steps = config.validator.freq = steps
+    config.validator.at_start = True
     config.optimizer.lr = 5e-4
     config.checkpoint.initial_load_path = base
     LEVERS[lever](config)
@@ -140,6 +141,7 @@ def measure(lever: str, base: str, steps: int) -> dict[str, float]:
         trainer.train()
         trainer.close()
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
     seconds = [later - earlier for earlier, later in zip(marks, marks[1:], strict=False)][WARMUP_STEPS:]
     held = [p for part in trainer.model_parts for p in part.parameters()]
     states = [v for o in trainer.optimizer.optimizers for state in o.state.values() for v in state.values()]
@@ -149,7 +151,8 @@ def measure(lever: str, base: str, steps: int) -> dict[str, float]:
         "state": sum(tensor.nbytes for tensor in held) / GIB,
         "memory": memory_gib(torch.device(device_type())),
         "speed": trainer.tokens_per_step / statistics.median(seconds),
-        "loss": [line["validation_loss"] for line in lines if "validation_loss" in line][-1],
+        "before": losses[0],
+        "loss": losses[-1],
     }
 
 
@@ -197,6 +200,8 @@ def main() -> None:
         print("| lever | trained | state, GiB | memory, GiB | tokens/s | held-out loss |\n|---|---|---|---|---|---|")
         for lever in options.only:
             row = in_process("--measure", lever, base, "--steps", str(options.steps))
+            if lever == options.only[0]:
+                print(f"| before | | | | | {row['before']:.3f} |")
             numbers = f"{row['state']:.2f} | {row['memory']:.2f} | {row['speed']:,.0f} | {row['loss']:.3f}"
             print(f"| {lever} | {row['trained']:.1%} | {numbers} |", flush=True)
     print("\n| Llama 3.1 8B, one GPU | weights, GiB | peak of a step, GiB |\n|---|---|---|")

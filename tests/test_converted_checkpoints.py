@@ -26,6 +26,7 @@ from torchtitan.components.checkpoint.formats.dcp import DcpSource
 from torchtitan.components.checkpoint.formats.source import slice_shape
 from torchtitan.components.checkpoint.pretrained import frozen_origin, is_as_saved
 from torchtitan.components.peft import LoRA, QLoRA
+from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.models.pretrained import load_model, native_source
 from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.conversion import converted_model, describe_converters, differences
@@ -503,7 +504,9 @@ def test_an_adapter_to_begin_from_is_opened_where_the_run_begins(adapted, tmp_pa
     exported = str(step(adapted, 4) / "adapter")
     begin_from = {"checkpoint__initial_load_path": step(adapted, 2)}
     check(tmp_path, [dataclasses.replace(LORA, adapter_path=exported)], **FLOAT32)
-    with pytest.raises(UserError, match="the adapter is of other layers .*only in the file: .*mlp"):
+    with pytest.raises(
+        UserError, match=r"the adapter is of other layers .*only in the file: layers\.0\.feed_forward\.w1"
+    ):
         check(tmp_path, [dataclasses.replace(LORA, include=["attention"], adapter_path=exported)], **FLOAT32)
     gone = dataclasses.replace(LORA, adapter_path=str(tmp_path / "gone"))
     with pytest.raises(UserError, match="there is no adapter_config.json in the folder '.*gone'"):
@@ -575,7 +578,7 @@ def test_frozen_weights_of_a_folder_are_the_same_however_it_is_named(tmp_path, m
     (tmp_path / "link").symlink_to("base")
     monkeypatch.chdir(tmp_path)
     paths = [str(tmp_path / "base"), "base", "base/../base", "link"]
-    assert len({frozen_origin(CheckpointManager.Config(initial_load_path=path), seed=0) for path in paths}) == 1
+    assert len({frozen_origin(CheckpointManager.Config(initial_load_path=path), seed=0).words for path in paths}) == 1
 
 
 class Silent(ModelConverter):
@@ -603,7 +606,7 @@ def bytes_of(path: Path) -> int:
 
 def test_trained_weights_only(adapted, tmp_path, capsys):
     """Checkpoints of the adapters' size; a run goes on with the weights that it began with, and with no others."""
-    sources = [make_pretrained(tmp_path / name) for name in ("source", "other")]
+    sources = [make_pretrained(tmp_path / "source"), make_pretrained(tmp_path / "other", vocab_size=2064)]
     options = {**SAVING, "checkpoint__trained_only": True, "lr_scheduler__total_steps": 8}
     train(tmp_path, [LORA], **options, **from_folder(sources[0]), training__steps=4, checkpoint__last_save_in_hf=True)
     path = step(tmp_path, 2)
@@ -620,10 +623,6 @@ def test_trained_weights_only(adapted, tmp_path, capsys):
             config.check(world_size=1)
         with pytest.raises(UserError, match=f"initial_load_path {sources[0]}.*{name}"):
             config.build().load_checkpoint()
-    with pytest.raises(UserError, match=f"holds trained weights only; .*{sources[0]}.*--to peft"):
-        native_source(path)
-    assert main(["convert", str(path), str(tmp_path / "out"), "--to", "hf"]) == 2
-    assert "--to peft" in capsys.readouterr().err
     with pytest.raises(UserError, match="holds trained weights only; begin from"):
         begin(tmp_path / "next", [LORA], **FLOAT32, checkpoint__initial_load_path=path)
     assert main(["inspect", str(path)]) == 0
@@ -634,6 +633,126 @@ def test_trained_weights_only(adapted, tmp_path, capsys):
     assert "output.weight" in DcpSource(step(tmp_path, 6)).forms
     with pytest.raises(UserError, match="checkpoint.trained_only: .*step-6 holds all weights"):
         begin(tmp_path, [LORA], **options, **from_folder(sources[0]))
+
+
+@pytest.fixture(scope="module")
+def left_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a LoRA on the weights in the folder `base`: step 2 has its adapters, step 3 is the merged model."""
+    folder = tmp_path_factory.mktemp("left_out")
+    options = {**SAVING, **from_folder(make_pretrained(folder / "base")), "optimizer__lr": 0.02}
+    last = {"checkpoint__last_save_in_hf": True, "training__steps": 3, "checkpoint__interval": 1}
+    train(folder, [LORA], **{**options, **last}, checkpoint__trained_only=True)
+    return folder
+
+
+def opened(path: Path, **options: Any) -> dict[str, torch.Tensor]:
+    _, source = native_source(path, **options)
+    return {name: source.read(name) for name in source.forms}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("own", "hf"), ("dora", "hf"), ("qlora", "hf"), ("dora", "added tokens"), ("dora", "plain"), ("qlora", "same")],
+)
+def test_a_checkpoint_of_trained_weights_opens_as_the_one_of_all(tmp_path, name, kind):
+    """Whatever the others are from: pre-trained files, with a smaller vocabulary too; a plain checkpoint of ours; one
+    with the same converters."""
+    converters = CONVERTERS[name]
+    if kind in ("hf", "added tokens"):
+        source = from_folder(make_pretrained(tmp_path / "base"))
+    if kind == "added tokens":
+        shutil.copy(EMBEDDED_TOKENIZER / "tokenizer.json", tmp_path / "base")
+        source["tokenizer__added_tokens"] = ["<|one|>"]
+    if kind in ("plain", "same"):
+        train(tmp_path / "begun", converters if kind == "same" else [], **SAVING, training__steps=2, optimizer__lr=0.01)
+        source = {"checkpoint__initial_load_path": step(tmp_path / "begun", 2)}
+    options = {**SAVING, **source, "training__steps": 2, "optimizer__lr": 0.01, "debug__seed": 3}
+    found = []
+    for trained_only in (True, False):
+        folder = tmp_path / f"run-{trained_only}"
+        train(folder, converters, **options, checkpoint__trained_only=trained_only)
+        found.append(opened(step(folder, 2)))
+    assert_equal(*found)
+
+
+def test_trained_weights_open_where_the_others_are(left_out, tmp_path, capsys):
+    """In the folder that the run had them from, or the one that they have moved to; nowhere else."""
+    path, base = step(left_out, 2), left_out / "base"
+    expected = opened(path)
+    assert not torch.equal(
+        expected["layers.0.attention.wq.weight"], weights_of(base)["model.layers.0.self_attn.q_proj.weight"]
+    )
+    words = ["--prompt", "Once", "--max_new_tokens", "8", "--json"]
+    assert main(["convert", str(path), str(tmp_path / "merged"), "--to", "hf"]) == 0
+    assert (tmp_path / "merged" / "adapter" / "adapter_model.safetensors").is_file()
+    capsys.readouterr()
+    texts = []
+    for folder in (path, tmp_path / "merged"):
+        assert main(["generate", "--checkpoint", str(folder), *words]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    base.rename(tmp_path / "moved")
+    try:
+        assert main(["generate", "--checkpoint", str(path), *words]) == 2
+        assert f"{base} is not a folder here; name the one they are in with --base DIR" in capsys.readouterr().err
+        assert main(["generate", "--checkpoint", str(path), "--base", str(tmp_path / "moved"), *words]) == 0
+        assert_equal(opened(path, base=tmp_path / "moved"), expected)
+        # A run goes on too.
+        moved = {**SAVING, **from_folder(tmp_path / "moved"), "checkpoint__load_step": 2}
+        check(left_out, [LORA], **moved, checkpoint__trained_only=True)
+    finally:
+        (tmp_path / "moved").rename(base)
+    for whole in (step(left_out, 3), base):
+        with pytest.raises(UserError, match="holds all weights of its model; leave out --base"):
+            native_source(whole, base=base)
+    assert main(["convert", str(path), str(tmp_path / "a"), "--to", "peft", "--base", str(base)]) == 2
+
+
+def test_other_weights_than_those_left_out_are_found(left_out, tmp_path):
+    """Another model, the same one trained further, or one tensor that is not the same; by the run and to open it."""
+    from safetensors.torch import load_file, save_file
+
+    path = step(left_out, 2)
+    for name, factor in (
+        ("", 1.1),
+        ("model.layers.1.input_layernorm.weight", 1.1),
+        ("model.layers.0.mlp.up_proj.weight", 1.001),
+    ):
+        base = tmp_path / (name or "all")
+        shutil.copytree(left_out / "base", base)
+        tensors = load_file(base / "model.safetensors")
+        changed = {key: tensor * factor for key, tensor in tensors.items() if name in key}
+        save_file({**tensors, **changed}, base / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match=f"as they were then, and those in {base} differ"):
+            native_source(path, base=base)
+        config = tiny_config(left_out, **SAVING, **from_folder(base), checkpoint__load_step=2)
+        config.model_converters = [LORA]
+        with pytest.raises(UserError, match=f"initial_load_path {base}, which differ: set the former"):
+            config.check(world_size=1)
+    other = from_folder(left_out / "base")
+    (left_out / "base").rename(tmp_path / "kept")
+    shutil.copytree(tmp_path / "all", left_out / "base")
+    try:
+        with pytest.raises(UserError, match=r"which have changed since: put them back"):
+            check(left_out, [LORA], **SAVING, **other, checkpoint__load_step=2)
+    finally:
+        shutil.rmtree(left_out / "base")
+        (tmp_path / "kept").rename(left_out / "base")
+
+
+def test_an_adapter_alone_is_no_model(left_out, tmp_path, capsys):
+    """The message says where the model is; and, where one asks for the adapter of that, where the adapter is."""
+    merged = step(left_out, 3)
+    with pytest.raises(UserError, match=f"adapter holds an adapter alone, .* the merged one \\({merged}\\)"):
+        native_source(merged / "adapter")
+    assert main(["convert", str(merged), str(tmp_path / "out"), "--to", "peft"]) == 2
+    assert f"its adapter lies in it already: {merged / 'adapter'}" in capsys.readouterr().err
+    assert main(["convert", str(step(left_out, 2)), str(tmp_path / "out"), "--to", "peft"]) == 0
+    with pytest.raises(UserError, match="the step-N folder of its run"):
+        native_source(tmp_path / "out")
+    for folder in (merged / "adapter", tmp_path / "out"):
+        modes = {file.stat().st_mode for file in folder.iterdir()}
+        assert modes == {(merged / "config.json").stat().st_mode}
 
 
 def test_trained_only_without_a_converted_weight(tmp_path):

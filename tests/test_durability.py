@@ -1134,6 +1134,11 @@ def test_a_full_save_is_not_replaced_by_the_last_one(tmp_path: Path, log: pytest
         ({"last_save_model_only": True}, "last_save_model_only needs --checkpoint.enable"),
         ({"export_dtype": "bfloat16"}, "export_dtype needs --checkpoint.enable"),
         ({"keep_best": True}, "keep_best needs --checkpoint.enable"),
+        (
+            {"last_save_in_hf": True, "export_dtype": "bfloat16"},
+            "last_save_in_hf, checkpoint.export_dtype need .*, add --checkpoint.no_last_save_in_hf "
+            "--checkpoint.export_dtype None$",
+        ),
         ({"enable": True, "load_only": True, "keep_best": True}, "keep_best does not go with checkpoint.load_only"),
     ],
 )

@@ -400,11 +400,16 @@ REFUSED = {
     "rank 0": ({"rank": 0}, {}, r"lora\.rank is 0"),
     "alpha": ({"alpha": 0.0}, {}, r"lora\.alpha is 0\.0"),
     "dropout": ({"dropout": 1.0}, {}, r"lora\.dropout is 1\.0"),
-    "rank": ({"rank": 65}, {}, r"layers\.0\.attention\.wq .*rank 65 .*\(64, 64\)"),
+    "rank": ({"rank": 65}, {}, r"layers\.0\.attention\.wq .*rank 65 .*\(64, 64\); set rank to at most 64, or leave"),
     "pattern": ({"include": ["attn"]}, {}, r"include 'attn' matches none of the layers"),
     "head and dropout": ({"include": LINEAR, "dropout": 0.1}, {}, r"output .*dropout 0\.1"),
     "embedding and dropout": ({"include": EVERYWHERE, "exclude": ["output"], "dropout": 0.1}, {}, r"tok_emb.*dropout"),
     "embedding and DoRA": ({"include": EVERYWHERE, "dora": True}, {}, r"tok_embeddings .*DoRA"),
+    "tied head": (
+        {"include": ["^output$"]},
+        {"model__tie_embeddings": True},
+        r"include '\^output\$' matches none of the layers \(the head is tied to the embedding, .*'output'\); there are",
+    ),
     "tied": ({"include": EVERYWHERE}, {"model__tie_embeddings": True}, r"tok_embeddings .*tie_embeddings"),
 }
 

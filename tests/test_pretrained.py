@@ -337,6 +337,14 @@ class TestWhatDoesNotFit:
         with pytest.raises(UserError, match="'gpt_neox'.* llama, mistral"):
             load_model(folder, device="cpu")
 
+    def test_a_quantized_model_is_named_in_few_words(self, folder):
+        document = json.loads((folder / "config.json").read_text())
+        document["quantization_config"] = {"quant_method": "torchao", "quant_type": {"default": list(range(1000))}}
+        (folder / "config.json").write_text(json.dumps(document))
+        with pytest.raises(UserError, match="quantization_config is that of 'torchao'") as refused:
+            load_model(folder, device="cpu")
+        assert len(str(refused.value)) < 150 + len(str(folder))
+
     @pytest.mark.parametrize(
         ("text", "message"), [(None, "no config.json"), ("{", "not valid JSON"), ("[]", "object, not list")]
     )

@@ -175,7 +175,7 @@ def train_on_ragged_data(folder: Path) -> None:
         logger.addFilter(lambda record, messages=messages: messages.append(record.getMessage()) or True)
         trainer = run(config)
         assert trainer.step == Short.n_batches
-        assert (messages or dist.get_rank()) and not any("without a gradient" in message for message in messages)
+        assert not any("without a gradient" in message for message in messages)
     (folder / f"rank {dist.get_rank()} has ended").touch()
 
 

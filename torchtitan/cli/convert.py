@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.cli.model_options import add_base_option
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger, logger
 
@@ -53,6 +54,7 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="torchtitan convert", description=_DESCRIPTION)
     parser.add_argument("input", metavar="INPUT", type=Path, help="folder of the checkpoint to read")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="folder to write; must not exist, or be empty")
+    add_base_option(parser, "INPUT")
     parser.add_argument("--from", dest="source", choices=_FORMATS, help="format of INPUT (default: found by its files)")
     parser.add_argument("--to", required=True, choices=(*_FORMATS, "peft"), help="format of OUTPUT")
     parser.add_argument(
@@ -108,7 +110,7 @@ def _model(options: argparse.Namespace) -> "tuple[ModelSpec, int, Callable[[Path
     from torchtitan.components.data.progress import progress
     from torchtitan.models.pretrained import native_source
 
-    spec, source = native_source(options.input)
+    spec, source = native_source(options.input, base=options.base)
 
     def write(folder: Path) -> None:
         with progress(f"converting to {options.to}", sum(form.n_bytes for form in source.forms.values())) as advance:
@@ -137,8 +139,8 @@ def _adapter(options: argparse.Namespace) -> "tuple[ModelSpec, int, Callable[[Pa
     from torchtitan.components.checkpoint.formats.source import as_type
     from torchtitan.components.optimizer import trained_names
     from torchtitan.components.peft import LoRA
-    from torchtitan.components.peft.adapter_files import write_adapter
-    from torchtitan.components.peft.converter import check_complete
+    from torchtitan.components.peft.adapter_files import CONFIG, write_adapter
+    from torchtitan.components.peft.converter import EXPORTED, check_complete
     from torchtitan.models.pretrained import spec_of
     from torchtitan.protocols.conversion import converted_model, described_converters
 
@@ -146,6 +148,10 @@ def _adapter(options: argparse.Namespace) -> "tuple[ModelSpec, int, Callable[[Pa
     descriptions = read_converters(checkpoint) if format_of(checkpoint) == "dcp" else []
     converters = described_converters(descriptions, str(checkpoint))
     adapters = [converter for converter in converters if isinstance(converter, LoRA)]
+    if (checkpoint / EXPORTED / CONFIG).is_file():
+        raise UserError(
+            f"{checkpoint} is the merged model, and its adapter lies in it already: {checkpoint / EXPORTED}"
+        )
     if len(adapters) != 1:
         raise UserError(
             f"--to peft writes the adapter of a model, and {checkpoint} has {len(adapters) or 'none'}: name the step-N "
@@ -209,6 +215,8 @@ def _check(options: argparse.Namespace) -> None:
 
     if options.max_shard_size <= 0:
         raise UserError(f"--max_shard_size is {options.max_shard_size}, and must be above 0")
+    if options.base and options.to == "peft":
+        raise UserError("--base is for the other formats: --to peft writes the adapter alone")
     if options.quantize and options.to != "hf":
         raise UserError(f"--quantize {options.quantize} is for --to hf, and not for --to {options.to}")
     for name in _OF_QUANTIZE:

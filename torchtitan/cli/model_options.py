@@ -40,6 +40,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="the folder step-N of a run's checkpoint, or a model in Hugging Face's or Meta's format",
     )
+    add_base_option(group, "--checkpoint")
     group.add_argument(
         "--tokenizer",
         type=Path,
@@ -52,6 +53,17 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
         help="type of the weights and of the computation (default: the one the weights are stored in)",
+    )
+
+
+def add_base_option(group: "argparse._ActionsContainer", checkpoint: str) -> None:
+    """`--base`, for what the argument `checkpoint` names."""
+    group.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help=f"where {checkpoint} holds trained weights only (--checkpoint.trained_only): the folder of the others "
+        "(default: the one that its run began from)",
     )
 
 
@@ -105,7 +117,8 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
     device = torch.device(options.device or device_type())
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda, and no GPU is available")
-    loaded = load_model(options.checkpoint, device=device, dtype=options.dtype and getattr(torch, options.dtype))
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    loaded = load_model(options.checkpoint, device=device, dtype=dtype, base=options.base)
     folder: Path = options.tokenizer or loaded.tokenizer_path
     tokenizer = PretrainedTokenizer.Config().build(path=folder)
     vocabulary = loaded.spec.model.vocab_size

@@ -52,30 +52,43 @@ def spec_of(path: str | Path) -> ModelSpec:
     document = read_description(folder, DESCRIPTIONS[found])
     if found == "meta" and document.get("vocab_size", -1) == -1:  # Llama 1 and 2: Meta's code asks the tokenizer
         document["vocab_size"] = MetaSource(folder).vocab_size
+    if quantized := document.get("quantization_config"):
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
+        raise UserError(
+            f"{folder}: quantization_config is that of {method!r}, and quantized weights are for what reads that; "
+            "name the model that they were made of"
+        )
     family, format = _family_of_model_type(document, folder) if found == "hf" else _family_with_meta()
     spec: ModelSpec = family.model_spec(format.from_foreign(document), _FOREIGN_FLAVOR)
     return spec
 
 
-def native_source(path: str | Path) -> "tuple[ModelSpec, TensorSource]":
+def native_source(path: str | Path, *, base: Path | None = None) -> "tuple[ModelSpec, TensorSource]":
     """The model of a checkpoint in any format, and its weights under our names and in our layout.
 
+    Args:
+        path: the checkpoint's folder.
+        base: for one of trained weights only, the folder of the others, where they have moved.
+
     Raises:
-        UserError: as `spec_of`; and where the tensors are not those of the model.
+        UserError: as `spec_of`; and where the tensors are not those of the model, or are not all to be had.
     """
     from torchtitan.components.checkpoint import pretrained
 
     spec = spec_of(path)
-    return spec, pretrained.native_source(path, spec)
+    return spec, pretrained.native_source(path, spec, base=base)
 
 
-def load_model(path: str | Path, *, device: torch.device | str, dtype: torch.dtype | None = None) -> LoadedModel:
+def load_model(
+    path: str | Path, *, device: torch.device | str, dtype: torch.dtype | None = None, base: Path | None = None
+) -> LoadedModel:
     """The model of a checkpoint in any format, with its weights, read one tensor at a time.
 
     Args:
         path: the checkpoint's folder.
         device: where the model is.
         dtype: of its weights. None: the type in which the checkpoint has most of them.
+        base: as of `native_source`.
 
     Raises:
         UserError: as `native_source`; where a checkpoint of ours is damaged, or its weights are quantized.
@@ -87,7 +100,7 @@ def load_model(path: str | Path, *, device: torch.device | str, dtype: torch.dty
     from torchtitan.components.checkpoint.pretrained import check_digests
 
     check_digests(path)
-    spec, source = native_source(path)
+    spec, source = native_source(path, base=base)
     with torch.device("meta"):
         model: BaseModel = spec.model.build()
     check_types(source.forms, model.state_dict())

@@ -87,7 +87,9 @@ class LayerConverter(ModelConverter):
         layers = {name: module for name, module in model.named_modules() if isinstance(module, self.layer_types)}
         if not self.converts_head:
             layers.pop(_HEAD, None)
-        names = choose(f"--model_converters.{key}", config.include, config.exclude, list(layers), "layers")
+        tied = self.converts_head and getattr(model, _HEAD, layers) is None
+        kind = f"layers (the head is tied to the embedding, so that there is no '{_HEAD}')" if tied else "layers"
+        names = choose(f"--model_converters.{key}", config.include, config.exclude, list(layers), kind)
         chosen = {name: layers[name] for name in names}
         for name, layer in chosen.items():
             if type(layer) not in self.layer_types:

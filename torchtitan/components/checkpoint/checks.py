@@ -9,6 +9,14 @@ from torchtitan.tools.errors import UserError
 if TYPE_CHECKING:
     from torchtitan.components.checkpoint.manager import CheckpointManager
 
+_OF_SAVES = {
+    "last_save_in_hf": "no_last_save_in_hf",
+    "last_save_model_only": "no_last_save_model_only",
+    "export_dtype": "export_dtype None",
+    "keep_best": "no_keep_best",
+}
+"""Option that says what is saved → what takes it back."""
+
 
 def check_options(config: "CheckpointManager.Config") -> None:
     """Raise `UserError` for a wrong value, or for options that do not go together."""
@@ -19,17 +27,30 @@ def check_options(config: "CheckpointManager.Config") -> None:
     if config.load_step != -1 and not config.enable:
         raise UserError(f"checkpoint.load_step {config.load_step} needs --checkpoint.enable")
     _check_initial_load(config)
-    for option in ("last_save_in_hf", "last_save_model_only", "export_dtype", "keep_best"):
-        if getattr(config, option) and not config.enable:
-            raise UserError(f"checkpoint.{option} needs --checkpoint.enable: without it nothing is saved")
-        if getattr(config, option) and config.load_only:
-            raise UserError(f"checkpoint.{option} does not go with checkpoint.load_only, which saves nothing")
+    _check_saves(config)
     if config.export_dtype and config.last_kind == "full":
         raise UserError(
             f"checkpoint.export_dtype {config.export_dtype} needs --checkpoint.last_save_model_only or "
             "--checkpoint.last_save_in_hf: what a run resumes from is saved as it is trained"
         )
     _check_place(config)
+
+
+def _check_saves(config: "CheckpointManager.Config") -> None:
+    """Find all options at once that say what to save, where nothing is."""
+    given = [option for option in _OF_SAVES if getattr(config, option)]
+    if not given or config.saves:
+        return
+    named = ", ".join(f"checkpoint.{option}" for option in given)
+    if config.enable:
+        raise UserError(
+            f"{named} {'do' if len(given) > 1 else 'does'} not go with checkpoint.load_only, which saves nothing"
+        )
+    without = " ".join(f"--checkpoint.{_OF_SAVES[option]}" for option in given)
+    raise UserError(
+        f"{named} {'need' if len(given) > 1 else 'needs'} --checkpoint.enable: without it nothing is saved; "
+        f"to try the run without, add {without}"
+    )
 
 
 def _check_initial_load(config: "CheckpointManager.Config") -> None:

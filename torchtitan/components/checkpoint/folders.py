@@ -67,6 +67,11 @@ class CheckpointInfo:
         return self.marker.frozen_from if self.marker else ""
 
     @property
+    def frozen_digest(self) -> str:
+        """What tells these weights from others; empty where `frozen_from` does."""
+        return self.marker.frozen_digest if self.marker else ""
+
+    @property
     def holds(self) -> str:
         """What it holds, in words."""
         return in_words(self.marker.kind) if self.marker else "nothing that is complete"

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpoint import folders
 from torchtitan.components.checkpoint.checks import check_options
 from torchtitan.components.checkpoint.marker import Kind, Marker
+from torchtitan.components.checkpoint.origin import Origin
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.saver import Assets, AsyncMode, Export, Saver
 from torchtitan.components.checkpoint.start import Start, check_frozen, choose_start, find_start
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
     from torchtitan.components.checkpoint.staging import Entries
+
+_THE_SEED = Origin("the seed")
 
 
 class CheckpointManager(Configurable):
@@ -50,7 +53,7 @@ class CheckpointManager(Configurable):
             loaded.
         assets: what rank 0 writes into each checkpoint beside the states.
         export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
-        frozen_from: what the weights that are not trained begin as, in words; for `trained_only`, where a run resumes
+        frozen_from: what the weights that are not trained begin as; for `trained_only`, where a run resumes
             after `initial_loads` have given it these weights.
 
     Raises:
@@ -94,7 +97,7 @@ class CheckpointManager(Configurable):
 
         trained_only: bool = False
         """Leave weights that are not trained out of the checkpoints that a run resumes from; it has them again from
-        initial_load_path, or its seed. generate, eval and convert --to hf cannot open such a checkpoint."""
+        initial_load_path, or its seed."""
 
         keep_latest_k: int = 10
         """Remove all but the newest so many checkpoints (0: keep all)."""
@@ -152,7 +155,7 @@ class CheckpointManager(Configurable):
         initial_loads: Mapping[str, Callable[[], None]] | None = None,
         assets: Assets | None = None,
         export: Export | None = None,
-        frozen_from: str = "the seed",
+        frozen_from: Origin = _THE_SEED,
     ):
         self.config: CheckpointManager.Config = config
         self.folder = config.place(dump_folder)
@@ -164,6 +167,8 @@ class CheckpointManager(Configurable):
         self._ranks = Ranks(dist.new_group(backend="gloo") if dist.is_initialized() else None)
         self._frozen_from = frozen_from
         self._check_trained_only()
+        # Now: when the first checkpoint is saved, they may have been replaced.
+        self._frozen_digest = self._ranks.first_decides(frozen_from.digest) if config.trained_only else ""
         self._saver = Saver(
             self.folder,
             self._ranks,
@@ -225,12 +230,14 @@ class CheckpointManager(Configurable):
                 held = "with trained weights only" if self.config.trained_only else "in full"
                 logger.warning("step %d is saved %s, and stays so; torchtitan convert makes other forms", step, held)
             return
+        leaves_out = self.config.trained_only and kind == "full"
         marker = Marker(
             step=step,
             kind=kind,
             world_size=self._ranks.size,
             validation_loss=validation_loss,
-            frozen_from=self._frozen_from if self.config.trained_only and kind == "full" else "",
+            frozen_from=self._frozen_from.words if leaves_out else "",
+            frozen_digest=self._frozen_digest if leaves_out else "",
         )
         entries = self._encode(kind)
         # Before the save ends, so that it is the same on every rank; where it fails, it is set back.
@@ -257,7 +264,7 @@ class CheckpointManager(Configurable):
         """
         is_model_given = self.config.initial_load_model_only and "model" in self.initial_loads
         start = choose_start(self.config, self.folder, self._ranks, verifies_initial=not is_model_given)
-        check_frozen(self.config, start, self._frozen_from)
+        self._ranks.first_decides(lambda: check_frozen(self.config, start, self._frozen_from))
         lacks_frozen = start is not None and start.resumes and bool(start.checkpoint.frozen_from)
         for give_weights in self.initial_loads.values() if lacks_frozen else []:
             give_weights()

@@ -14,6 +14,9 @@ Kind = Literal["full", "model_only", "huggingface"]
 
 MARKER = "complete.json"
 _FORMAT_VERSION = 2
+_OPTIONAL = ("frozen_from", "frozen_digest")
+"""Fields that are left out where they are empty."""
+
 _KINDS_IN_WORDS = {"full": "everything", "model_only": "the model only", "huggingface": "a Hugging Face model only"}
 
 
@@ -36,6 +39,9 @@ class Marker:
     frozen_from: str = ""
     """It lacks the weights that are not trained, and this is what those began as; empty: it has all weights."""
 
+    frozen_digest: str = ""
+    """What tells the weights that it lacks from others (`Origin.digest`)."""
+
     manifest: str = ""
     """The digest of manifest.json; `commit` fills it in."""
 
@@ -52,6 +58,7 @@ _MARKER_TYPES: dict[str, tuple[type, ...]] = {
     "world_size": (int,),
     "validation_loss": (float, type(None)),
     "frozen_from": (str,),
+    "frozen_digest": (str,),
     "manifest": (str,),
     "torch_version": (str,),
     "format_version": (int,),
@@ -102,16 +109,14 @@ def read_marker(folder: Folder) -> Marker | None:
 
 def marker_content(marker: Marker) -> bytes:
     """The marker's file: its fields, and a digest of them, since no manifest says what they were."""
-    fields = dataclasses.asdict(marker)
-    if not marker.frozen_from:
-        del fields["frozen_from"]  # so it was before there was such a thing
+    fields = {name: value for name, value in dataclasses.asdict(marker).items() if value or name not in _OPTIONAL}
     digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
     return json.dumps({**fields, "digest": digest}).encode()
 
 
 def _marker_from(content: Any) -> Marker | None:
     fields = {name: value for name, value in content.items() if name != "digest"} if isinstance(content, dict) else {}
-    types_fit = fields.keys() | {"frozen_from"} == _MARKER_TYPES.keys() and all(
+    types_fit = fields.keys() | set(_OPTIONAL) == _MARKER_TYPES.keys() and all(
         type(value) in _MARKER_TYPES[name] for name, value in fields.items()
     )
     return Marker(**fields) if types_fit and fields["kind"] in get_args(Kind) else None

@@ -10,10 +10,12 @@ from torch import nn
 
 from torchtitan.components.checkpoint import folders
 from torchtitan.components.checkpoint.assets import asset_folder, read_converters, read_model_json
+from torchtitan.components.checkpoint.folders import CheckpointInfo
 from torchtitan.components.checkpoint.formats import (
     ConvertedSource,
     ConvertedView,
     GrownVocabulary,
+    JoinedSource,
     PlainView,
     TensorSource,
     format_of,
@@ -23,11 +25,12 @@ from torchtitan.components.checkpoint.formats import (
 from torchtitan.components.checkpoint.formats.export import export_checkpoint, format_for
 from torchtitan.components.checkpoint.formats.load import check_fit
 from torchtitan.components.checkpoint.manager import CheckpointManager
+from torchtitan.components.checkpoint.origin import Origin
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.start import (
     Start,
     check_frozen,
-    check_whole,
+    frozen_folder,
     load_model_state,
     raise_if_damaged,
 )
@@ -61,7 +64,9 @@ def check_digests(path: str | Path) -> None:
         raise UserError(f"{path} is damaged or incomplete: {'; '.join(faults)}; take another checkpoint")
 
 
-def native_source(path: str | Path, spec: ModelSpec, *, added: range = range(0)) -> TensorSource:
+def native_source(
+    path: str | Path, spec: ModelSpec, *, added: range = range(0), base: Path | None = None
+) -> TensorSource:
     """The weights of the checkpoint in `path`, in any format, under the names and in the layout of the model `spec`.
 
     Reads names and shapes, and compares tied weights. Weights that a run saved in another form, or with adapters, are
@@ -72,14 +77,21 @@ def native_source(path: str | Path, spec: ModelSpec, *, added: range = range(0))
         spec: the model; a vocabulary that comes from the tokenizer is filled in.
         added: ids of tokens that were added to the tokenizer. The rows of those that the checkpoint's own tokenizer
             lacks, which the checkpoint does not have or has as padding, are the mean of the rows below.
+        base: for a checkpoint of trained weights only, the folder of the others, in any format, where it is not the one
+            that its run had them from.
 
     Raises:
-        UserError: where there is no checkpoint, one that cannot be read, or one of another model; it names the tensors.
+        UserError: where there is no checkpoint, one that cannot be read, or one of another model; it names the tensors;
+            where the weights that it leaves out are not there, or have changed.
     """
     found, model = format_of(path), spec.model
+    checkpoint = folders.open_checkpoint(path) if found == "dcp" and folders.has_marker(path) else None
+    lacking = checkpoint if checkpoint and checkpoint.frozen_from else None
+    if base and not lacking:
+        raise UserError(f"{path} holds all weights of its model; leave out --base {base}")
     added = _unknown_ids(Path(path), added)
     if found == "dcp":
-        source = _plain_source(Path(path), model)
+        source = _plain_source(Path(path), spec, lacking, base)
     else:
         source, adapter = open_source(path), format_for(spec, found).adapter
         saved = _saved_model(source, model, lambda of: adapter(of).foreign_forms(model_forms(of)), added)
@@ -173,14 +185,9 @@ def load_initial_weights(
             converter.load_initial_weights(model_parts, spec)
 
 
-def frozen_origin(config: CheckpointManager.Config, seed: int) -> str:
-    """What the weights of a run that are not trained begin as, in words; `seed` is the run's."""
-    path = config.initial_load_path
-    return (
-        f"checkpoint.initial_load_path {path if is_url(path) else Path(path).resolve()}"
-        if path
-        else f"debug.seed {seed}"
-    )
+def frozen_origin(config: CheckpointManager.Config, seed: int) -> Origin:
+    """What the weights of a run that are not trained begin as; `seed` is the run's."""
+    return Origin.at(config.initial_load_path) if config.initial_load_path else Origin.of_seed(seed)
 
 
 def check_start(
@@ -317,18 +324,33 @@ def _warn_of_merging(path: str | Path, converters: Sequence[ModelConverter]) -> 
         )
 
 
-def _plain_source(path: Path, model: BaseModel.Config) -> TensorSource:
-    """The weights of a checkpoint of ours as the plain model's, with the vocabulary that it was saved with."""
-    if folders.has_marker(path):
-        check_whole(folders.open_checkpoint(path))
+def _plain_source(path: Path, spec: ModelSpec, lacking: CheckpointInfo | None, base: Path | None) -> TensorSource:
+    """The weights of a checkpoint of ours as the plain model's, with the vocabulary that it was saved with; `lacking`
+    is the checkpoint, where it holds trained weights only."""
     source, descriptions = open_source(path), read_converters(path)
-    if not descriptions:
+    if not descriptions and not lacking:
         return source
     converters = described_converters(descriptions, str(path))
-    saved = type(model).from_dict(read_model_json(path)["config"])
-    converted = converted_model(saved, converters)
+    saved = dataclasses.replace(spec, model=type(spec.model).from_dict(read_model_json(path)["config"]))
+    if lacking:
+        source = JoinedSource(source, _frozen_source(path, frozen_folder(lacking, base), saved, converters))
+    if not descriptions:
+        return source
+    converted = converted_model(saved.model, converters)
     _let_train(converted, path)
     return PlainView(source, converted, converters)
+
+
+def _frozen_source(path: Path, base: Path, spec: ModelSpec, converters: Sequence[ModelConverter]) -> TensorSource:
+    """The weights in `base` as the run that saved `path` has begun with them, but for what a converter has added."""
+    check_digests(base)
+    tokenizers = [asset_folder(folder) for folder in (path, base)]
+    has_both = all((folder / "tokenizer.json").is_file() for folder in tokenizers)
+    n_tokens = PretrainedTokenizer.Config().build(path=tokenizers[0]).vocab_size if has_both else 0
+    added = _unknown_ids(base, range(n_tokens))
+    if is_as_saved(base, spec, converters, added=added):
+        return open_source(base)
+    return _converted(native_source(base, spec, added=added), spec.model, converters)
 
 
 def _let_train(converted: nn.Module, path: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpoint import folders
 from torchtitan.components.checkpoint.assets import read_converters
 from torchtitan.components.checkpoint.folders import AnyFolder, CheckpointInfo
+from torchtitan.components.checkpoint.origin import Origin
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.states import ModelState
 from torchtitan.components.checkpoint.store import UNFINISHED, Folder, folder_at
@@ -86,22 +88,32 @@ def _find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | N
     return start
 
 
-def check_whole(checkpoint: CheckpointInfo) -> None:
-    """Make sure that a checkpoint holds all weights of its model.
+def frozen_folder(checkpoint: CheckpointInfo, base: Path | None) -> Path:
+    """The folder of the weights that a checkpoint lacks, since they are not trained.
+
+    Args:
+        checkpoint: one with trained weights only.
+        base: where they lie now; None: where its run had them from.
 
     Raises:
-        UserError: where it holds the trained ones only.
+        UserError: where they are in no folder, or those that are there are others.
     """
-    if frozen_from := checkpoint.frozen_from:
+    origin = Origin(checkpoint.frozen_from)
+    lacking = f"{checkpoint.path} holds trained weights only; the others are those of {origin.words}"
+    if not origin.path:
         way_on = (
             "torchtitan convert --to peft makes an adapter of it"
             if has_adapter(checkpoint)
             else f"take one of its run that {_WHOLE}"
         )
-        raise UserError(
-            f"{checkpoint.path} holds trained weights only; the others are those of {frozen_from}, and not in it "
-            f"({way_on})"
-        )
+        raise UserError(f"{lacking}, and not in it ({way_on})")
+    folder = base or Path(origin.path)
+    if not folder.is_dir():
+        where = base or origin.path  # a URL would not survive as a Path
+        raise UserError(f"{lacking}, and {where} is not a folder here; name the one they are in with --base DIR")
+    if Origin.at(str(folder)).digest() != checkpoint.frozen_digest:
+        raise UserError(f"{lacking} as they were then, and those in {folder} differ; name the folder with --base DIR")
+    return folder
 
 
 def has_adapter(checkpoint: CheckpointInfo) -> bool:
@@ -117,13 +129,13 @@ def has_adapter(checkpoint: CheckpointInfo) -> bool:
     return sum(isinstance(converter, LoRA) for converter in converters) == 1
 
 
-def check_frozen(config: "CheckpointManager.Config", start: Start | None, frozen_from: str) -> None:
+def check_frozen(config: "CheckpointManager.Config", start: Start | None, origin: Origin) -> None:
     """Make sure that a checkpoint without the weights that are not trained goes with those that the run has.
 
     Args:
         config: the run's.
         start: what it starts from.
-        frozen_from: what its weights that are not trained begin as.
+        origin: what its weights that are not trained begin as.
 
     Raises:
         UserError: where they are others, or that cannot be known.
@@ -131,15 +143,23 @@ def check_frozen(config: "CheckpointManager.Config", start: Start | None, frozen
     if start is None or not start.resumes:
         return
     checkpoint = start.checkpoint
-    if checkpoint.frozen_from and checkpoint.frozen_from != frozen_from:
-        raise UserError(
-            f"{checkpoint.path} holds trained weights only; the others are those of {checkpoint.frozen_from}, and in "
-            f"this run they would be those of {frozen_from}: set the former"
-        )
+    if checkpoint.frozen_from:
+        _check_same_frozen(checkpoint, origin)
     if config.trained_only and not checkpoint.frozen_from:
         raise UserError(
             f"checkpoint.trained_only: {checkpoint.path} holds all weights, and it is not known what those began as "
             "that are not trained; go on without this option"
+        )
+
+
+def _check_same_frozen(checkpoint: CheckpointInfo, origin: Origin) -> None:
+    lacking = f"{checkpoint.path} holds trained weights only; the others are those of {checkpoint.frozen_from}"
+    # The same weights are in order wherever they lie now.
+    if (digest := origin.digest()) != checkpoint.frozen_digest or not digest and origin.words != checkpoint.frozen_from:
+        raise UserError(
+            f"{lacking} as they were then, which have changed since: put them back"
+            if origin.words == checkpoint.frozen_from
+            else f"{lacking}, and in this run they would be those of {origin.words}, which differ: set the former"
         )
 
 

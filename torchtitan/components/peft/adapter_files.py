@@ -141,7 +141,7 @@ class AdapterSource(TensorSource):
         check_adapter_config(folder, config)
         self._file = _AdapterFile(folder)
         entries = _entries(model, spec)
-        _check_layers(folder, config_key(config), self._file.forms, entries.values())
+        _check_layers(folder, config_key(config), self._file.forms, entries.values(), spec)
         self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.forms}
         self.forms = {name: self._file.forms[entry.key] for name, entry in self._entries.items()}
         self.base = {name for name, entry in self._entries.items() if entry.is_base}
@@ -180,7 +180,7 @@ def write_adapter(
         UserError: where the family has no Hugging Face format, or has adapted layers fused with others there (it names
             them); for a second adapter.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     if (folder / CONFIG).exists():
         raise UserError(f"{folder} has an adapter already, that of another converter")
@@ -202,7 +202,8 @@ def write_adapter(
     }
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    # `save_file` would leave a file that nobody else may read.
+    (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
 
 
 def read_adapter(
@@ -254,7 +255,16 @@ def check_adapter_config(folder: Path, config: "LoRA.Config") -> None:
     for key, (field, default) in _SETTINGS.items():
         theirs, ours = document.get(key, default), getattr(config, field)
         if theirs != ours:
-            raise UserError(f"{file}: {key} is {theirs}, and {option}.{field} is {ours}: set it to {theirs}")
+            raise UserError(
+                f"{file}: {key} is {theirs}, and {option}.{field} is {ours}: give {_as_option(option, field, theirs)}"
+            )
+
+
+def _as_option(converter: str, field: str, value: Any) -> str:
+    """What sets a field on the command line."""
+    if isinstance(value, bool):
+        return f"{converter}.{field if value else f'no_{field}'}"
+    return f"{converter}.{field} {value}"
 
 
 @torch.no_grad()
@@ -309,18 +319,26 @@ def _entries_of(name: str, layer: AdaptedLayer, step: Step, plain_shape: torch.S
     return entries
 
 
-def _check_layers(folder: Path, converter: str, found: Mapping[str, TensorForm], entries: Collection[_Entry]) -> None:
+def _check_layers(
+    folder: Path, converter: str, found: Mapping[str, TensorForm], entries: Collection[_Entry], spec: ModelSpec
+) -> None:
     """Compare what an adapter's file has with what it must and may have.
 
     Raises:
-        UserError: naming the layers, or the tensors, that are missing, surplus, or of another shape or type.
+        UserError: naming the layers, as `include` takes them, or the tensors, that are missing, surplus, or of another
+            shape or type.
     """
     expected = {entry.key: entry for entry in entries}
     ours = {entry.module for entry in entries}
     theirs = {_module_of(key) for key in found}
     if ours != theirs:
         differences = {"only in the file": theirs - ours, "only in the run": ours - theirs}
-        listed = "; ".join(f"{where}: {some(sorted(names))}" for where, names in differences.items() if names)
+        own = _own_names(spec)
+        listed = "; ".join(
+            f"{where}: {some(sorted(own.get(name, name) for name in names))}"
+            for where, names in differences.items()
+            if names
+        )
         raise UserError(
             f"{folder}: the adapter is of other layers than --model_converters.{converter}.include and exclude choose: "
             f"{listed}"
@@ -335,6 +353,16 @@ def _check_layers(folder: Path, converter: str, found: Mapping[str, TensorForm],
             faults.append(f"{key} is of type {str(form.dtype).removeprefix('torch.')}")
     if faults:
         raise UserError(f"{folder / WEIGHTS} does not fit the model: {some(faults)}")
+
+
+def _own_names(spec: ModelSpec) -> dict[str, str]:
+    """Layer of Hugging Face's model → what it is called in ours; several, where it is made of them."""
+    steps = format_for(spec, "hf").adapter(spec.model).steps
+    return {
+        foreign.removesuffix(".weight"): " and ".join(native.removesuffix(".weight") for native in step.native)
+        for step in steps
+        for foreign in step.foreign
+    }
 
 
 def _module_of(key: str) -> str:

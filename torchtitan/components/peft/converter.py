@@ -23,7 +23,7 @@ from torchtitan.tools.logging import logger
 
 _HEAD = "output"
 
-_EXPORTED = "adapter"
+EXPORTED = "adapter"
 """The folder inside an exported model's that has the adapter by itself."""
 
 
@@ -129,7 +129,8 @@ class LoRA(LayerConverter):
         assert isinstance(layer, (nn.Linear, nn.Embedding))
         shape = tuple(layer.weight.shape)
         if config.rank > min(shape):
-            raise self._refusal(name, f"rank {config.rank} is above the smaller side of its weights, {shape}")
+            why = f"rank {config.rank} is above the smaller side of its weights, {shape}"
+            raise self._refusal(name, why, way_on=f"set rank to at most {min(shape)}, or ")
         if config.dora and isinstance(layer, nn.Embedding):
             raise self._refusal(name, "DoRA is for linear layers")
         if config.dropout and isinstance(layer, nn.Embedding):
@@ -138,11 +139,11 @@ class LoRA(LayerConverter):
             raise self._refusal(name, f"dropout {config.dropout} needs a layer's inputs, and the loss has its weights")
         return True
 
-    def _refusal(self, name: str, why: str) -> UserError:
+    def _refusal(self, name: str, why: str, *, way_on: str = "") -> UserError:
         key = config_key(self.config)
         return UserError(
             f"--model_converters.{key}: {name} cannot have an adapter: {why}; "
-            f"leave it out (--model_converters.{key}.exclude)"
+            f"{way_on}leave it out (--model_converters.{key}.exclude)"
         )
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
@@ -195,7 +196,7 @@ class LoRA(LayerConverter):
         adapted = converted_model(spec.model, [self])
         try:
             check_complete(adapted, self._trained.union(trained_names(model)))
-            write_adapter(folder / _EXPORTED, self.config, adapted, spec, read)
+            write_adapter(folder / EXPORTED, self.config, adapted, spec, read)
         except UserError as error:
             logger.warning("no adapter by itself in %s: %s", folder, error)
 

@@ -15,6 +15,7 @@ from torchtitan.components.checkpoint.formats.huggingface import (
     write_huggingface,
     write_huggingface_index,
 )
+from torchtitan.components.checkpoint.formats.joined import JoinedSource
 from torchtitan.components.checkpoint.formats.load import load_weights
 from torchtitan.components.checkpoint.formats.meta import MetaSource, write_meta
 from torchtitan.components.checkpoint.formats.source import TensorSource
@@ -26,6 +27,7 @@ __all__ = [
     "Format",
     "GrownVocabulary",
     "HuggingFaceSource",
+    "JoinedSource",
     "MetaSource",
     "PlainView",
     "TensorSource",

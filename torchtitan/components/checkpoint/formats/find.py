@@ -12,6 +12,9 @@ Format = Literal["dcp", "hf", "meta"]
 DCP_METADATA = ".metadata"
 """The file that DCP writes last into a checkpoint."""
 
+_ADAPTER = "adapter_config.json"
+"""The file that is beside an adapter in the files of PEFT."""
+
 
 def format_of(path: str | Path) -> Format:
     """The format of the checkpoint that is the folder `path`.
@@ -28,10 +31,18 @@ def format_of(path: str | Path) -> Format:
         return "hf"
     if next(folder.glob(meta.FILES), None):
         return "meta"
+    if (folder / _ADAPTER).is_file():
+        raise UserError(f"{folder} holds an adapter alone, which is no model; name the merged one ({_merged(folder)})")
     raise UserError(
         f"{folder} holds no checkpoint: there is no {DCP_METADATA} (DCP), no {huggingface.WEIGHTS} or "
         f"{huggingface.INDEX} (Hugging Face), and no {meta.FILES} (Meta)"
     )
+
+
+def _merged(adapter: Path) -> str:
+    outer = adapter.absolute().parent
+    is_merged = any((outer / name).is_file() for name in (huggingface.WEIGHTS, huggingface.INDEX))
+    return str(outer) if is_merged else "the step-N folder of its run, or what torchtitan convert made of that"
 
 
 def open_source(path: str | Path) -> TensorSource:
