@@ -136,13 +136,13 @@ def model(**options: Any) -> nn.Module:
 
 def test_small_and_unaligned_layers_and_the_head_stay_and_are_named(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="torchtitan")
     converted = model(model__vocab_size=2048, model__ffn_dim=200)
     float8(min_features=64, exclude=["wo"]).build().convert(converted)
     names = {name for name, module in converted.named_modules() if type(module).__name__ == "Float8Linear"}
     # 64 inputs and outputs, but for wk and wv (32 outputs) and the feed-forward layers (200 = 12.5 x 16).
     assert names == {f"layers.{layer}.attention.wq" for layer in range(2)}
-    whole, left_out = (record.message for record in caplog.records)
+    whole, left_out = (record.message for record in caplog.records if record.name == "torchtitan")
     assert "2 layers converted: layers.*.attention.wq; as they were:" in whole
     assert left_out == (
         "float8linearconverter: left as they were for a side below 64: layers.*.attention.wk, layers.*.attention.wv; "
