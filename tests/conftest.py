@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +27,8 @@ def assets() -> Path:
 
 @pytest.fixture(autouse=True)
 def own_log() -> Iterator[None]:
-    """Commands that a test calls in this process direct the package's messages to its captured output, which is closed
-    when the test ends: a later test would be told of the closed file in its own."""
-    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    """Commands that an earlier test called in this process have directed the package's messages to its captured output,
+    which is closed, and away from `caplog`."""
+    logger.handlers[:], logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
     yield
-    logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate

@@ -217,7 +217,7 @@ def test_tools_by_marks(qwen: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen", "llama3-tokenizer"])
 def test_the_end_of_a_turn_is_trained_where_marks_leave_it_out(
-    family: str, qwen: Path, assets: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    family: str, qwen: Path, assets: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For any end token: EOS (Qwen3's), or the one that follows every turn (Llama 3's)."""
     tokenizer = build(qwen if family == "qwen" else assets / family)
@@ -228,7 +228,6 @@ def test_the_end_of_a_turn_is_trained_where_marks_leave_it_out(
         ]
     closed, opened = (ChatEncoder(tokenizer, ChatTemplate(source), "assistant") for source in sources)
     opened.check()
-    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     with caplog.at_level(logging.INFO, "torchtitan"):
         for messages in conversations():
             # An answer that spells the token itself has its end already.
@@ -611,14 +610,13 @@ def test_tokens_that_the_vocabulary_lacks_are_refused(name: str, assets: Path) -
 
 
 def test_what_the_own_template_spells_in_ordinary_text(
-    qwen: Path, tmp_path: Path, assets: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    qwen: Path, tmp_path: Path, assets: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A model may have been trained so, if only its turns end with a token (Zephyr's do); a file must not."""
     shutil.copy(assets / "stories260K/hf-converted/tokenizer.json", tmp_path)
     tokenizer = build(tmp_path)
     zephyr = "{% for m in messages %}<|{{ '|' }}user|>\n<|assistant|>\n{{ m.content }}</s>\n{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(zephyr)
-    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     with caplog.at_level(logging.WARNING, "torchtitan"):
         ChatEncoder(tokenizer, resolve_chat_template("", [tmp_path], tokenizer), "assistant").check()
     assert "<|assistant|>" in caplog.text and "ordinary text" in caplog.text
@@ -663,10 +661,7 @@ def test_tags_in_front_of_the_end_of_a_turn_are_text(qwen: Path) -> None:
     ChatEncoder(build(qwen), template, "assistant").check()
 
 
-def test_a_template_without_any_end_is_a_warning(
-    qwen: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+def test_a_template_without_any_end_is_a_warning(qwen: Path, caplog: pytest.LogCaptureFixture) -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", name="mine")
     with caplog.at_level(logging.WARNING, "torchtitan"):
         ChatEncoder(build(qwen), template, "assistant").check()

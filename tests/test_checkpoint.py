@@ -143,11 +143,9 @@ def steps(folder: Path) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What is logged, also where another test let the package's messages end at its own handler."""
-    propagates, logger.propagate = logger.propagate, True
+    """What is logged."""
     with caplog.at_level(logging.INFO, logger=logger.name):
         yield caplog
-    logger.propagate = propagates
 
 
 # Saving and resuming

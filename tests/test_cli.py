@@ -1,7 +1,6 @@
 """The command line: what it says and how it ends, for every mistake that a user can make. All in this process."""
 
 import json
-import logging
 import os
 import resource
 import shlex
@@ -55,20 +54,17 @@ def run(*words: str | Path) -> int:
 
 @pytest.fixture(autouse=True)
 def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a run leaves in this process is set back: variables, imported modules, log handlers, signals."""
+    """Whatever a run leaves in this process is set back: variables, imported modules, signals."""
     for name in ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOG_RANK", "TORCHTITAN_PROGRAM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(COMMAND_VARIABLE, "")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    logger = logging.getLogger("torchtitan")
-    state = logger.handlers[:], logger.level, logger.propagate
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE)}
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    logger.handlers[:], logger.level, logger.propagate = state
 
 
 @pytest.fixture(scope="module")

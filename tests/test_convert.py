@@ -5,7 +5,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,18 +31,8 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import Llama3Model, model_spec
 from torchtitan.models.pretrained import native_source
 from torchtitan.protocols.state_dict_adapter import TensorForm, model_forms
-from torchtitan.tools.logging import logger
 
 transformers = pytest.importorskip("transformers")
-
-
-@pytest.fixture(autouse=True)
-def logger_as_before() -> Iterator[None]:
-    """The command lets it write to the standard error of its own test."""
-    before = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
 
 
 def convert(*words: object) -> int:

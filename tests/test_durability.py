@@ -52,10 +52,8 @@ MODES = ["disabled", "async", "async_with_pinned_mem"]
 
 @pytest.fixture(autouse=True)
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    propagates, logger.propagate = logger.propagate, True
     with caplog.at_level(logging.INFO, logger=logger.name):
         yield caplog
-    logger.propagate = propagates
 
 
 class ModelFile:

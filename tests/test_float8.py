@@ -134,8 +134,7 @@ def model(**options: Any) -> nn.Module:
         return tiny_config(Path("unused"), **options).model_spec.model.build()
 
 
-def test_small_and_unaligned_layers_and_the_head_stay_and_are_named(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+def test_small_and_unaligned_layers_and_the_head_stay_and_are_named(caplog):
     caplog.set_level(logging.INFO, logger="torchtitan")
     converted = model(model__vocab_size=2048, model__ffn_dim=200)
     float8(min_features=64, exclude=["wo"]).build().convert(converted)

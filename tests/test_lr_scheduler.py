@@ -15,9 +15,8 @@ PEAK = 0.5
 
 
 @pytest.fixture(autouse=True)
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """The package's log lines, also where an earlier test has called `init_logger`."""
-    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The package's log lines."""
     caplog.set_level(logging.WARNING, logger="torchtitan")
     return caplog
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
+from torchtitan.components.checkpoint import folders
 from torchtitan.components.checkpoint.formats import huggingface, meta
 from torchtitan.components.checkpoint.formats.source import TensorSource
 from torchtitan.tools.errors import UserError
@@ -20,7 +21,7 @@ def format_of(path: str | Path) -> Format:
     """The format of the checkpoint that is the folder `path`.
 
     Raises:
-        UserError: where there is none; it says what was looked for.
+        UserError: where there is none; it says what was looked for, or what is missing of one of ours.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -33,6 +34,8 @@ def format_of(path: str | Path) -> Format:
         return "meta"
     if (folder / _ADAPTER).is_file():
         raise UserError(f"{folder} holds an adapter alone, which is no model; name the merged one ({_merged(folder)})")
+    if folders.has_marker(folder) and (faults := folders.verify(folder)):
+        raise UserError(f"{folder} is damaged: {'; '.join(faults)}; take another checkpoint")
     raise UserError(
         f"{folder} holds no checkpoint: there is no {DCP_METADATA} (DCP), no {huggingface.WEIGHTS} or "
         f"{huggingface.INDEX} (Hugging Face), and no {meta.FILES} (Meta)"
