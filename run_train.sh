@@ -6,12 +6,13 @@
 # NGPU      processes on this host                                    (default: one per GPU, or 1 without any)
 # LOG_RANK  ranks that print, comma-separated                                                (default: 0)
 # MAX_RESTARTS  how often a run that crashed, or hung, starts again from its newest checkpoint (default: 0)
+# EXTRA     optional packages to set up with: quantization (torchao), wandb or eval          (default: none)
 # COMM_MODE fake_backend: train nothing, and say what NGPU processes (as many as you like) would need; docs/dry_run.md
 # NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: hosts of the run, which of them this is (from 0), where they meet
 # ./run_train.sh --help lists every option.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
-use_environment
+use_environment "${EXTRA:-}"
 export TORCHTITAN_PROGRAM=$0
 exec torchtitan train ${MODULE:+--module "$MODULE"} ${CONFIG:+--config "$CONFIG"} "$@"

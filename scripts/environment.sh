@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sourced by run_train.sh and run_tests.sh: puts a Python environment with torchtitan in front of PATH.
-#   use_environment [EXTRA]    EXTRA: an optional dependency group of pyproject.toml, such as dev
+#   use_environment [EXTRA]    EXTRA: an optional dependency group of pyproject.toml, such as dev; empty: none
 # An active environment that has the package (and what EXTRA brings) is used as it is. Otherwise .venv in the checkout
 # is created and filled on first use, and again when pyproject.toml or constraints.txt have changed.
 
@@ -8,7 +8,14 @@ root=$(CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 active_environment_suffices() {
     local packages=(torchtitan)
-    [ "$1" != dev ] || packages+=(pytest ruff mypy transformers)
+    case "$1" in
+        dev) packages+=(pytest ruff mypy transformers) ;;
+        eval) packages+=(lm-eval) ;;
+        quantization) packages+=(torchao) ;;
+        wandb) packages+=(wandb) ;;
+        "") ;;
+        *) echo "EXTRA is '$1', and must be one of dev, eval, quantization, wandb" >&2; exit 2 ;;
+    esac
     # -P: the checkout itself, where it is the current folder, does not count as installed. Another distribution may have
     # the package's name, but not our command.
     local search='import sys, importlib.metadata as m, importlib.util as u; [m.version(name) for name in sys.argv[1:]]'

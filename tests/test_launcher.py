@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -447,6 +448,21 @@ class TestScripts:
         assert code == 0 and calls[-2].endswith(f"--editable {checkout}[dev]")
         assert calls[-1] == "-m pytest -m not slow and not long -k name"
         assert self.run(checkout, "run_train.sh")[1][0] == "train"  # and bring what it needs
+
+    def test_optional_packages_are_set_up_when_they_are_asked_for(self, checkout: Path) -> None:
+        self.run(checkout, "run_train.sh")
+        code, calls, _ = self.run(checkout, "run_train.sh", EXTRA="quantization")
+        assert code == 0 and calls[-3].endswith(f"--editable {checkout}[quantization]") and calls[-2] == "train"
+        assert self.run(checkout, "run_train.sh", EXTRA="quantization")[1][0] == "train"
+
+    def test_an_unknown_group_of_packages_is_refused(self, checkout: Path) -> None:
+        code, calls, printed = self.run(checkout, "run_train.sh", EXTRA="torchao")
+        assert (code, calls) == (2, [])
+        assert printed == "EXTRA is 'torchao', and must be one of dev, eval, quantization, wandb\n"
+
+    def test_the_groups_of_packages_are_those_of_the_package(self, checkout: Path) -> None:
+        for extra in tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]:
+            assert self.run(checkout, "run_train.sh", EXTRA=extra)[0] == 0
 
     def test_an_environment_with_the_package_is_used(self, checkout: Path) -> None:
         code, calls, printed = self.run(checkout, "run_train.sh", "--help", LACKS_PACKAGE="0")

@@ -319,7 +319,7 @@ def test_what_cannot_be_quantized_is_refused(options, message):
 def test_without_torchao_the_extra_is_named(tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "torchao" else find(name, *of))
-    with pytest.raises(UserError, match=r"needs torchao: pip install torchtitan\[quantization\]"):
+    with pytest.raises(UserError, match=r"needs torchao: pip install 'torchtitan\[quantization\]'"):
         train(tmp_path, QAT.Config())
 
 

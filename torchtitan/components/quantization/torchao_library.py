@@ -11,7 +11,9 @@ from torchtitan.tools.errors import UserError
 def check_torchao(option: str) -> None:
     """Raise `UserError` where torchao, which `option` needs, is not installed."""
     if importlib.util.find_spec("torchao") is None:
-        raise UserError(f"{option} needs torchao: pip install torchtitan[quantization]")
+        raise UserError(
+            f"{option} needs torchao: pip install 'torchtitan[quantization]', or EXTRA=quantization ./run_train.sh"
+        )
 
 
 def import_torchao(module: str) -> Any:
