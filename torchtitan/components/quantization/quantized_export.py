@@ -19,6 +19,7 @@ from torchtitan.components.checkpoint.formats.export import GENERATION_CONFIG, c
 from torchtitan.components.checkpoint.formats.huggingface import MAX_FILE_BYTES, share_out, write_file, write_index
 from torchtitan.components.checkpoint.formats.source import MakeTensor, TensorSource, as_type
 from torchtitan.components.quantization.qat import QAT, inference_config
+from torchtitan.components.quantization.torchao_library import import_torchao
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter, TensorForm
 
@@ -82,19 +83,16 @@ def _weights_to_quantize(spec: ModelSpec, adapter: StateDictAdapter, quantizatio
 
 def _quantize(matrix: Tensor, group_size: int) -> Tensor:
     """torchao's tensor of the quantized matrix."""
-    from torchao.quantization import quantize_
-
     n_outputs, n_inputs = matrix.shape
     layer = nn.Linear(n_inputs, n_outputs, bias=False, device="meta")
     layer.weight = nn.Parameter(matrix, requires_grad=False)
-    quantize_(layer, inference_config(group_size))
+    import_torchao("torchao.quantization").quantize_(layer, inference_config(group_size))
     return layer.weight.detach()
 
 
 def _config_entry(quantization: QAT.Config, plain: list[str]) -> dict[str, Any]:
     """What config.json says of the quantization, as transformers' `TorchAoConfig` reads it."""
-    from torchao.core.config import config_to_dict
-
+    config_to_dict = import_torchao("torchao.core.config").config_to_dict
     return {
         "quant_method": "torchao",
         "quant_type": {"default": config_to_dict(inference_config(quantization.group_size))},
@@ -113,8 +111,9 @@ def _write_description(folder: Path, config: dict[str, Any], entry: dict[str, An
 
 def _write_weights(folder: Path, like: Mapping[str, Tensor], make: MakeTensor, max_file_bytes: int) -> None:
     """Write the weights that `make` gives, which look like those in `like`, and the index of several files."""
-    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
-
+    flatten_tensor_state_dict = import_torchao(
+        "torchao.prototype.safetensors.safetensors_support"
+    ).flatten_tensor_state_dict
     _, metadata = flatten_tensor_state_dict(like)  # of all weights in every file: its reader joins them
     parts = {name: _forms(flatten_tensor_state_dict({name: tensor})[0]) for name, tensor in like.items()}
     n_bytes = {name: sum(form.n_bytes for form in forms.values()) for name, forms in parts.items()}
