@@ -131,6 +131,8 @@ def measure(lever: str, base: str, steps: int) -> dict[str, float]:
     LEVERS[lever](config)
 
     class TimedTrainer(config._owner):  # type: ignore[name-defined,misc]
+        """Notes when each step begins."""
+
         def train_step(self, batches):
             marks.append(time.perf_counter())
             return super().train_step(batches)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,9 +25,8 @@ def assets() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_log() -> Iterator[None]:
+def own_log() -> None:
     """Commands that an earlier test called in this process have directed the package's messages to its captured output,
     which is closed, and away from `caplog`."""
     logger.handlers[:], logger.propagate = [], True
     logger.setLevel(logging.NOTSET)
-    yield

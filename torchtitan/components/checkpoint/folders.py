@@ -187,6 +187,18 @@ def find_damage(folder: Folder, ranks: Ranks) -> Faults:
     return find_faults(folder, marker.manifest, ranks) if marker else Faults(damage=[f"{MARKER} is missing"])
 
 
+def raise_if_damaged(path: AnyFolder, ranks: Ranks | None = None) -> None:
+    """Verify the checkpoint that was asked for by name.
+
+    Args: as of `verify`.
+
+    Raises:
+        UserError: where a file of it is not as it was written, or cannot be read.
+    """
+    if faults := find_damage(folder_at(path), ranks or Ranks()):
+        raise UserError(f"{path} {faults.in_words()}; load another checkpoint")
+
+
 def record_damage(checkpoint: CheckpointInfo, faults: Sequence[str]) -> None:
     """Leave a note in a checkpoint that was found damaged, so that later runs neither count on it nor remove it."""
     checkpoint.path.write(_DAMAGE, json.dumps({"faults": faults}, indent=1).encode())

@@ -32,7 +32,6 @@ from torchtitan.components.checkpoint.start import (
     check_frozen,
     frozen_folder,
     load_model_state,
-    raise_if_damaged,
 )
 from torchtitan.components.checkpoint.states import ModelState
 from torchtitan.components.checkpoint.store import folder_at, is_url
@@ -60,8 +59,8 @@ def check_digests(path: str | Path) -> None:
     Raises:
         UserError: naming the files that are not.
     """
-    if (format_of(path) == "dcp" or folders.has_marker(path)) and (faults := folders.verify(path)):
-        raise UserError(f"{path} is damaged or incomplete: {'; '.join(faults)}; take another checkpoint")
+    if format_of(path) == "dcp" or folders.has_marker(path):
+        folders.raise_if_damaged(path)
 
 
 def native_source(
@@ -156,7 +155,7 @@ def load_pretrained(
     group = dist.group.WORLD if dist.is_initialized() else None
     if format_of(path) == "dcp":
         ranks = Ranks(group)
-        raise_if_damaged(ranks.first_decides(lambda: folders.open_checkpoint(path)).path, ranks)
+        folders.raise_if_damaged(ranks.first_decides(lambda: folders.open_checkpoint(path)).path, ranks)
     plain = native_source(path, spec, added=added)
     load_weights(_converted(plain, spec.model, converters, ModelState(model_parts)), model_parts, group)
     logger.info("loaded %s, pre-trained weights", path)

@@ -183,18 +183,8 @@ def choose_start(
     if start.resumes and config.load_step == -1:
         return Start(_newest_sound(config, folder, ranks), resumes=True)
     if start.resumes or verifies_initial:
-        raise_if_damaged(start.checkpoint.path, ranks)
+        folders.raise_if_damaged(start.checkpoint.path, ranks)
     return start
-
-
-def raise_if_damaged(path: Folder, ranks: Ranks) -> None:
-    """Verify the checkpoint that was asked for by name; every rank calls it.
-
-    Raises:
-        UserError: where a file of it is not as it was written, or cannot be read.
-    """
-    if faults := folders.find_damage(path, ranks):
-        raise UserError(f"{path} {faults.in_words()}; load another checkpoint")
 
 
 def load_model_state(
@@ -217,7 +207,7 @@ def load_model_state(
         group = dist.group.WORLD
     ranks = Ranks(group)
     checkpoint = ranks.first_decides(lambda: folders.open_checkpoint(path))
-    raise_if_damaged(checkpoint.path, ranks)
+    folders.raise_if_damaged(checkpoint.path, ranks)
     storage.load(checkpoint.path, {saved_name: state}, {}, 0, ranks)
     logger.info("loaded %s of %s", saved_name, checkpoint.path)
 
@@ -281,4 +271,4 @@ def _record(checkpoint: CheckpointInfo, damage: Sequence[str]) -> None:
 def _verify_huggingface(folder: Folder, ranks: Ranks) -> None:
     """Verify a Hugging Face folder that a run of ours saved; others have nothing to be verified by."""
     if ranks.first_decides(lambda: folders.has_marker(folder)):
-        raise_if_damaged(folder, ranks)
+        folders.raise_if_damaged(folder, ranks)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint.formats import HuggingFaceSource
 from torchtitan.components.checkpoint.formats.export import format_for
+from torchtitan.components.checkpoint.formats.find import ADAPTER_CONFIG
 from torchtitan.components.checkpoint.formats.load import local_slices
 from torchtitan.components.checkpoint.formats.source import Slices, TensorSource, some
 from torchtitan.components.checkpoint.ranks import Ranks
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from torchtitan.components.peft.converter import LoRA
 
 WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
+CONFIG = ADAPTER_CONFIG
 
 _PREFIX = "base_model.model."
 """Of every name in the file of weights, before the module's own."""

@@ -13,7 +13,7 @@ Format = Literal["dcp", "hf", "meta"]
 DCP_METADATA = ".metadata"
 """The file that DCP writes last into a checkpoint."""
 
-_ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 """The file that is beside an adapter in the files of PEFT."""
 
 
@@ -32,10 +32,10 @@ def format_of(path: str | Path) -> Format:
         return "hf"
     if next(folder.glob(meta.FILES), None):
         return "meta"
-    if (folder / _ADAPTER).is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         raise UserError(f"{folder} holds an adapter alone, which is no model; name the merged one ({_merged(folder)})")
-    if folders.has_marker(folder) and (faults := folders.verify(folder)):
-        raise UserError(f"{folder} is damaged: {'; '.join(faults)}; take another checkpoint")
+    if folders.has_marker(folder):
+        folders.raise_if_damaged(folder)
     raise UserError(
         f"{folder} holds no checkpoint: there is no {DCP_METADATA} (DCP), no {huggingface.WEIGHTS} or "
         f"{huggingface.INDEX} (Hugging Face), and no {meta.FILES} (Meta)"
