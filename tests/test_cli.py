@@ -162,6 +162,12 @@ MISTAKES = {
     "folder of checkpoints": ("--checkpoint.initial_load_path outputs", "outputs/checkpoint/step-4"),
     "incomplete checkpoint": ("--checkpoint.initial_load_path cut_short/step-4", "cut_short/step-4 is not complete"),
     "damaged marker": ("--checkpoint.initial_load_path damaged_marker", "damaged_marker/complete.json is damaged"),
+    "own checkpoint": (
+        "--checkpoint.enable --model.dim 32",
+        "outputs/checkpoint/step-4 belongs to another run",
+        "model.dim was 64 and is 32",
+        "--dump_folder",
+    ),
     "step": ("--checkpoint.enable --checkpoint.load_step 3", "step 3", "is not there", "complete: 4"),
     "dump folder": ("--dump_folder a_file", "--dump_folder 'a_file' cannot be written"),
     "dump folder's parent": ("--dump_folder a_file/run", "--dump_folder 'a_file/run' cannot be written"),
@@ -175,7 +181,6 @@ FOUND_BY_WORKERS = {
         "--checkpoint.initial_load_path outputs/checkpoint/step-4 --dump_folder other --model.ffn_dim 96",
         "model.layers.0.feed_forward.w1.weight: [128, 64] in the checkpoint, [96, 64] in this run",
     ),
-    "own checkpoint": ("--checkpoint.enable --model.dim 32", "outputs/checkpoint/step-4 does not fit", "[2048, 64]"),
     "state": ("--checkpoint.exclude_from_loading optimiser", "'optimiser'", "did you mean optimizer"),
 }
 """Mistakes that show when the model is there."""

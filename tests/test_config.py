@@ -49,6 +49,21 @@ class TestConfigurable:
         with pytest.raises(UserError, match=r"factor is -1\.0"):
             Scale.Config(factor=-1.0).build()
 
+    def test_a_component_does_not_share_its_configuration(self):
+        """What is changed in one, down to its lists, does not change the other."""
+
+        class Listing(Configurable):
+            @dataclass(kw_only=True, slots=True)
+            class Config(Configurable.Config):
+                names: list[str] = field(default_factory=list)
+
+        config = Listing.Config(names=["one"])
+        built = config.build()
+        built.config.names.append("two")
+        assert config.names == ["one"]
+        config.names.append("three")
+        assert built.config.names == ["one", "two"]
+
     def test_arguments_that_nobody_takes_are_refused(self):
         class Plain(Configurable):
             pass
@@ -56,7 +71,7 @@ class TestConfigurable:
         from torchtitan.protocols import BaseModel
 
         for config in (Plain.Config(), BaseModel.Config(dim=8)):
-            assert config.build().config is config
+            assert config.build().config == config
             with pytest.raises(TypeError, match="nonsense"):
                 config.build(nonsense=1)
 

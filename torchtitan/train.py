@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import logging
 import os
 import shlex
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.errors import RunComplete, RunFailure, UserError
 from torchtitan.tools.launched import end_with_launcher, is_launched, leave, report_failure
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.signals import COMMAND_VARIABLE
@@ -53,10 +54,18 @@ def _save_config(job: "Job", *, fresh: bool) -> None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """2 for a user's mistake, 3 for a run that failed for a stated reason: their message says all. 1 for a crash."""
+    """2 for a user's mistake, 3 for a run that failed for a stated reason: their message says all. 1 for a crash. 0 for
+    a run that had been completed before."""
+    if isinstance(error, RunComplete):
+        return 0
     if isinstance(error, UserError):
         return 2
     return 3 if isinstance(error, RunFailure) else 1
+
+
+def log_message(error: Exception) -> None:
+    """Log the message of an error that says all."""
+    logger.log(logging.INFO if isinstance(error, RunComplete) else logging.ERROR, "%s", error)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -76,7 +85,7 @@ def main(args: Sequence[str] | None = None) -> int:
             leave(code)
         if code == 1:
             raise
-        logger.error("%s", error)
+        log_message(error)
         return code
     return 0
 
@@ -123,7 +132,7 @@ def _tell(error: Exception, code: int) -> None:
     else:
         if code == 2 and _repeats():
             time.sleep(_FIRST_RANK_SECONDS)
-        logger.error("%s", error)
+        log_message(error)
 
 
 if __name__ == "__main__":

@@ -286,6 +286,7 @@ class Trainer(Configurable):
             ),
             export=export if "hf" in spec.formats else None,
             frozen_from=frozen_origin(config.checkpoint, config.debug.seed),
+            identity=partial(config.identity, self.tokenizer),
         )
 
     def states(self) -> dict[str, "Stateful"]:
@@ -605,7 +606,7 @@ class Trainer(Configurable):
                 "%s holds checkpoints, which a run without --checkpoint.enable leaves alone", self.checkpointer.folder
             )
         if not self.should_continue_training():
-            logger.info("the run is complete: %d of %d steps (--training.steps)", self.step, self.total_steps)
+            logger.info("complete at step %d: nothing is left to train (--training.steps)", self.step)
             return
         spec, training = self.config.model_spec, self.config.training
         of_both = f" in the plain model, {self.num_trained:,} trained in the converted one"

@@ -10,6 +10,7 @@ import torch
 import tyro
 
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint.identity import RunIdentity, base_weights, content
 from torchtitan.components.checkpoint.pretrained import check_start
 from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.lr_scheduler import LRScheduler
@@ -42,6 +43,9 @@ from torchtitan.tools.logging import logger
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig(Configurable.Config):
     """A whole run. Each field is a section of the command line and of `--config_file`."""
+
+    registered_as: Annotated[str, tyro.conf.Fixed] = ""
+    """Module and function that it was registered as; the command line fills it in, as a part of the run's identity."""
 
     model_spec: Annotated[ModelSpec, tyro.conf.arg(name="")]
     """The model and its loss."""
@@ -102,6 +106,7 @@ class TrainerConfig(Configurable.Config):
         """The configuration in the shape of the command line: `model` and `loss` are sections of their own."""
         document = Configurable.Config.to_dict(self)
         document = {**document.pop("model_spec"), **document}
+        del document["registered_as"]  # `module` and `config` of a configuration file
         document["model_converters"] = {config_key(c): c.to_dict() for c in self.model_converters}
         return document
 
@@ -114,6 +119,7 @@ class TrainerConfig(Configurable.Config):
 
         Raises:
             UserError: for the first mistake found.
+            RunComplete: if the run has nothing left to train.
         """
         spec = self.model_spec
         components: list[Configurable.Config] = [spec.model, spec.loss, self.tokenizer, self.dataloader]
@@ -127,9 +133,10 @@ class TrainerConfig(Configurable.Config):
         _check_writable(Path(self.dump_folder))
         if self.checkpoint.keep_best and not self.validator.enable:
             raise UserError("--checkpoint.keep_best keeps the lowest validation loss, and needs --validator.enable")
-        start = self.checkpoint.find_start(self.dump_folder)
         tokenizer = self.tokenizer.build(path=self.hf_assets_path)
         resolved = self.resolve(tokenizer)
+        has_identity = self.checkpoint.enable and not dry_run
+        start = self.checkpoint.find_start(self.dump_folder, resolved.identity(tokenizer) if has_identity else None)
         resolved.check_conversion(n_added_tokens=tokenizer.n_added)
         for converter in self.model_converters if not dry_run else ():
             converter.check_device()
@@ -215,6 +222,21 @@ class TrainerConfig(Configurable.Config):
                 f"and the model's vocabulary only {model.vocab_size} (--model.vocab_size)"
             )
         return dataclasses.replace(self, model_spec=dataclasses.replace(self.model_spec, model=model))
+
+    def identity(self, tokenizer: Tokenizer) -> RunIdentity:
+        """Return what must stay the same when the run resumes. Steps, rates, layout and logging may change.
+
+        Args:
+            tokenizer: the one that this configuration has been resolved with.
+        """
+        properties: dict[str, Any] = {"configuration": self.registered_as} if self.registered_as else {}
+        properties |= {f"model.{name}": value for name, value in self.model_spec.model.to_dict().items()}
+        properties["base weights"] = base_weights(self.checkpoint.initial_load_path)
+        folder = str(tokenizer.folder.absolute()) if tokenizer.folder else "no folder"
+        properties["tokenizer"] = content(folder, tokenizer.fingerprint)
+        training = self.training
+        length = {"steps": training.steps} if training.epochs is None else {"epochs": training.epochs}
+        return RunIdentity(properties | self.dataloader.identity(), length)
 
     def validation_dataloaders(self) -> dict[str, BaseDataLoader.Config]:
         """Configurations of the loaders of validation data by the names of the sets; empty where validation is off or

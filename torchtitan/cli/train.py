@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from torchtitan.cli.launch import Hosts, environment_number, launch
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.logging import init_logger
 from torchtitan.tools.signals import COMMAND_VARIABLE
-from torchtitan.train import exit_code_of, run
+from torchtitan.train import exit_code_of, log_message, run
 
 PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"
 """Holds what the user called, where that is a script around `torchtitan train`."""
@@ -35,7 +35,7 @@ def train(args: Sequence[str]) -> int:
         code = exit_code_of(error)
         if code == 1:
             raise
-        logger.error("%s", error)
+        log_message(error)
         return code
     finally:
         gc.enable()

@@ -1,5 +1,6 @@
 """`Configurable`: a class and, beside it, the dataclass that configures and builds it."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,13 +28,15 @@ class Configurable:
         _owner: ClassVar[type["Configurable"]]
 
         def build(self, **runtime: Any) -> Any:
-            """Construct the component this configuration belongs to, as `Owner(config, **runtime)`.
+            """Construct the component this configuration belongs to, as `Owner(copy, **runtime)`.
+
+            It gets a copy of the configuration, so that what changes in one of the two does not change the other.
 
             Raises:
                 torchtitan.tools.errors.UserError: for values that cannot be used, see `validate`.
             """
             self.validate()
-            return self._owner(self, **runtime)
+            return self._owner(copy.deepcopy(self), **runtime)
 
         def validate(self) -> None:
             """Find mistakes in the values, before anything is built; `build` calls it.

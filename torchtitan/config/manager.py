@@ -1,6 +1,7 @@
 """`ConfigManager`: from the command line to one resolved configuration."""
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ class ConfigManager:
         known = default.to_dict()
         _check_keys(document, known, selected.config_file)
         _check_kinds(document, known, selected.config_file)
+        default = _with_registered_name(default, function)
         return Job(module, config_name, self._parse(default, [*_to_flags(document), *overrides]))
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
@@ -139,6 +141,14 @@ def _call(function: Callable[..., object], arguments: dict[str, str], module: st
         return function(**arguments)
     except ImportError as error:
         raise import_failure(module, error) from error
+
+
+def _with_registered_name(config: Any, function: Callable[..., object]) -> Any:
+    """Note in a configuration, where it has a field for that, under which name it is registered."""
+    if not any(field.name == "registered_as" for field in dataclasses.fields(config)):
+        return config
+    module = function.__module__.removesuffix(".config_registry")
+    return dataclasses.replace(config, registered_as=f"{module}.{function.__name__}")
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:

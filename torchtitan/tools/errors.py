@@ -10,5 +10,9 @@ class UserError(ValueError):
     """
 
 
+class RunComplete(Exception):
+    """A run that has nothing left to train. The command line prints the message and exits with code 0."""
+
+
 class RunFailure(RuntimeError):
     """A run that cannot go on for a reason that the message says in full. The command line exits with code 3."""

@@ -128,6 +128,13 @@ def resumable(folder: Folder) -> list[CheckpointInfo]:
     return sound
 
 
+def finished(folder: Folder) -> list[CheckpointInfo]:
+    """The complete checkpoints in `folder` in which runs have ended, without what resuming takes, in the order of their
+    steps. Those of loops without a `RunIdentity`, which a later run may replace, are not among them."""
+    complete = [info for info in list_checkpoints(folder) if info.marker and not info.damage]
+    return [info for info in complete if info.kind != "full" and info.marker and info.marker.identity]
+
+
 def none_sound(folder: Folder, lost: Mapping[int, str]) -> UserError:
     """The error of a run that has checkpoints and can resume from none; `lost` says of each step why."""
     lines = "".join(f"\n  step {step}: {lost[step]}" for step in sorted(lost))
@@ -269,8 +276,9 @@ def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
 def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[int], bool] | None = None) -> None:
     """Keep `keep_latest_k` (0: all) of the complete checkpoints up to `step`, the one just saved, and remove the rest.
 
-    The newest full one always stays, since without it the run could not be continued. Those found damaged stay, as
-    evidence. Those of later steps stay as well: a run that went back replaces them as it reaches their steps.
+    The newest full one always stays, since without it the run could not be continued. So do those in which a run has
+    ended (`finished`). Those found damaged stay, as evidence. Those of later steps stay as well: a run that went back
+    replaces them as it reaches their steps.
 
     Args:
         folder: where the checkpoints lie.
@@ -280,6 +288,7 @@ def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[i
     """
     complete = [info for info in list_checkpoints(folder) if info.complete and not info.damage and info.step <= step]
     kept = [info for info in complete if info.kind == "full"][-1:]
+    kept += finished(folder)
     if best_of and (lowest := best([info for info in complete if best_of(info.step)])):
         kept.append(lowest)
     for info in complete[:-keep_latest_k] if keep_latest_k else []:

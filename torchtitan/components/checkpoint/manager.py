@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import folders
 from torchtitan.components.checkpoint.checks import check_options
+from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.checkpoint.marker import Kind, Marker
 from torchtitan.components.checkpoint.origin import Origin
 from torchtitan.components.checkpoint.ranks import Ranks
@@ -55,6 +56,8 @@ class CheckpointManager(Configurable):
         export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
         frozen_from: what the weights that are not trained begin as; for `trained_only`, where a run resumes
             after `initial_loads` have given it these weights.
+        identity: gives the run's identity; called on rank 0. Checkpoints carry it, and those of another run are
+            refused. None: every checkpoint in the folder is taken for the run's own.
 
     Raises:
         UserError: where the configuration does not hold together, or with the model.
@@ -135,15 +138,17 @@ class CheckpointManager(Configurable):
             """Where the checkpoints of a run in `dump_folder` lie."""
             return inside(dump_folder, self.folder)
 
-        def find_start(self, dump_folder: str) -> Start | None:
+        def find_start(self, dump_folder: str, identity: RunIdentity | None = None) -> Start | None:
             """The checkpoint that a run in `dump_folder` would start from now; None: from nothing that is one.
 
             It looks at markers only; `CheckpointManager.load` verifies the files.
 
             Raises:
-                UserError: where one is named that cannot be loaded, or all of the run's own are known to be damaged.
+                UserError: where one is named that cannot be loaded, all of the run's own are known to be damaged, or
+                    those in the folder are of a run with another identity.
+                RunComplete: if the run has ended in a checkpoint that it cannot resume from.
             """
-            return find_start(self, self.place(dump_folder))
+            return find_start(self, self.place(dump_folder), identity)
 
     def __init__(
         self,
@@ -156,6 +161,7 @@ class CheckpointManager(Configurable):
         assets: Assets | None = None,
         export: Export | None = None,
         frozen_from: Origin = _THE_SEED,
+        identity: Callable[[], RunIdentity] | None = None,
     ):
         self.config: CheckpointManager.Config = config
         self.folder = config.place(dump_folder)
@@ -169,6 +175,7 @@ class CheckpointManager(Configurable):
         self._check_trained_only()
         # Now: when the first checkpoint is saved, they may have been replaced.
         self._frozen_digest = self._ranks.first_decides(frozen_from.digest) if config.trained_only else ""
+        self._identity = self._ranks.first_decides(identity) if identity and config.enable else None
         self._saver = Saver(
             self.folder,
             self._ranks,
@@ -179,6 +186,8 @@ class CheckpointManager(Configurable):
         )
         # The lowest validation loss of a complete checkpoint, and what it was before the most recent save.
         self._best_loss = self._former_best_loss = math.inf
+        # Steps whose checkpoint is the end of an earlier leg of this run.
+        self._finished_steps = set[int]()
         # The steps of the run's own past: up to the one it resumed from, and those saved since.
         self._resumed_step, self._saved_steps = 0, set[int]()
 
@@ -230,6 +239,9 @@ class CheckpointManager(Configurable):
                 held = "with trained weights only" if self.config.trained_only else "in full"
                 logger.warning("step %d is saved %s, and stays so; torchtitan convert makes other forms", step, held)
             return
+        if step in self._finished_steps:
+            logger.warning("%s is the end of a finished run and stays; step %d is not saved", self.folder, step)
+            return
         leaves_out = self.config.trained_only and kind == "full"
         marker = Marker(
             step=step,
@@ -238,6 +250,8 @@ class CheckpointManager(Configurable):
             validation_loss=validation_loss,
             frozen_from=self._frozen_from.words if leaves_out else "",
             frozen_digest=self._frozen_digest if leaves_out else "",
+            identity=self._identity.properties if self._identity else {},
+            length=self._identity.length if self._identity else {},
         )
         entries = self._encode(kind)
         # Before the save ends, so that it is the same on every rank; where it fails, it is set back.
@@ -259,11 +273,15 @@ class CheckpointManager(Configurable):
         says so, and an older one takes its place.
 
         Raises:
-            UserError: where a named checkpoint is damaged or cannot be loaded, none of the run's own is whole, or one
-                does not fit the states.
+            UserError: where a named checkpoint is damaged or cannot be loaded, none of the run's own is whole, one does
+                not fit the states, or those in the folder are of another run.
+            RunComplete: if the run has ended in a checkpoint that it cannot resume from.
         """
         is_model_given = self.config.initial_load_model_only and "model" in self.initial_loads
-        start = choose_start(self.config, self.folder, self._ranks, verifies_initial=not is_model_given)
+        start = choose_start(
+            self.config, self.folder, self._ranks, identity=self._identity, verifies_initial=not is_model_given
+        )
+        self._finished_steps = self._ranks.first_decides(self._find_finished_steps)
         self._ranks.first_decides(lambda: check_frozen(self.config, start, self._frozen_from))
         lacks_frozen = start is not None and start.resumes and bool(start.checkpoint.frozen_from)
         for give_weights in self.initial_loads.values() if lacks_frozen else []:
@@ -386,6 +404,9 @@ class CheckpointManager(Configurable):
     def _is_of_own_past(self, step: int) -> bool:
         """Whether the run passed through `step`'s checkpoint, and did not go back to an earlier one."""
         return step <= self._resumed_step or step in self._saved_steps
+
+    def _find_finished_steps(self) -> set[int]:
+        return {info.step for info in folders.finished(self.folder)} if self.config.saves else set()
 
     def _forget_failed_loss(self) -> None:
         if self._saver.failure:

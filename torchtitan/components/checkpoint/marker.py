@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,7 +15,7 @@ Kind = Literal["full", "model_only", "huggingface"]
 
 MARKER = "complete.json"
 _FORMAT_VERSION = 2
-_OPTIONAL = ("frozen_from", "frozen_digest")
+_OPTIONAL = ("frozen_from", "frozen_digest", "identity", "length")
 """Fields that are left out where they are empty."""
 
 _KINDS_IN_WORDS = {"full": "everything", "model_only": "the model only", "huggingface": "a Hugging Face model only"}
@@ -42,6 +43,12 @@ class Marker:
     frozen_digest: str = ""
     """What tells the weights that it lacks from others (`Origin.digest`)."""
 
+    identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The properties of the run that saved it (`RunIdentity`); empty if that has none."""
+
+    length: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The `steps` or `epochs` that run was to make."""
+
     manifest: str = ""
     """The digest of manifest.json; `commit` fills it in."""
 
@@ -59,6 +66,8 @@ _MARKER_TYPES: dict[str, tuple[type, ...]] = {
     "validation_loss": (float, type(None)),
     "frozen_from": (str,),
     "frozen_digest": (str,),
+    "identity": (dict,),
+    "length": (dict,),
     "manifest": (str,),
     "torch_version": (str,),
     "format_version": (int,),

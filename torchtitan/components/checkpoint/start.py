@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torchtitan.components.checkpoint import folders
 from torchtitan.components.checkpoint.assets import read_converters
 from torchtitan.components.checkpoint.folders import AnyFolder, CheckpointInfo
+from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.checkpoint.origin import Origin
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.states import ModelState
 from torchtitan.components.checkpoint.store import UNFINISHED, Folder, folder_at
 from torchtitan.protocols.conversion import described_converters
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -35,15 +36,33 @@ class Start:
     """Whether it is a checkpoint of the run itself, and not its `initial_load_path`."""
 
 
-def find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | None:
+def find_start(config: "CheckpointManager.Config", folder: Folder, identity: RunIdentity | None = None) -> Start | None:
     """The checkpoint that a run whose own lie in `folder` would start from, by the markers alone; None: from nothing
     that is a checkpoint.
 
+    Args:
+        config: the run's.
+        folder: holds the run's checkpoints.
+        identity: the run's; None: whatever lies in `folder` is taken for its own.
+
     Raises:
-        UserError: where one is named that cannot be loaded, all of the run's own are damaged, or nothing can be read.
+        UserError: where one is named that cannot be loaded, all of the run's own are damaged, nothing can be read, or
+            the checkpoints in `folder` are of another run.
+        RunComplete: if this run has ended in a checkpoint that it cannot resume from.
     """
     with _looking_through(folder):
-        return _find_start(config, folder)
+        if identity and config.enable:
+            _refuse_another_run(folder, identity)
+        return _find_start(config, folder, identity)
+
+
+def _refuse_another_run(folder: Folder, identity: RunIdentity) -> None:
+    for info in reversed(folders.list_checkpoints(folder)):
+        if info.marker and (different := identity.differences(info.marker.identity)):
+            raise UserError(
+                f"{info.path} belongs to another run, which this one must not mix with: {'; '.join(different)}. Give "
+                "this run its own folder with --dump_folder"
+            )
 
 
 @contextlib.contextmanager
@@ -54,10 +73,13 @@ def _looking_through(folder: Folder) -> Iterator[None]:
         raise UserError(f"the checkpoints in {folder} cannot be looked through: {error}") from error
 
 
-def _find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | None:
+def _find_start(config: "CheckpointManager.Config", folder: Folder, identity: RunIdentity | None) -> Start | None:
     if config.load_step != -1:
         return Start(folders.find_step(folder, config.load_step), resumes=True)
-    if config.enable and (own := folders.resumable(folder)):
+    own = folders.resumable(folder) if config.enable else []
+    if identity and config.enable:
+        _stop_if_finished(folder, identity, own)
+    if own:
         return Start(own[-1], resumes=True)
     if not config.initial_load_path:
         return None
@@ -86,6 +108,33 @@ def _find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | N
             "so it cannot be loaded with checkpoint.initial_load_model_only False"
         )
     return start
+
+
+def _stop_if_finished(folder: Folder, identity: RunIdentity, own: Sequence[CheckpointInfo]) -> None:
+    """Find that the run has ended in a checkpoint that it cannot resume from.
+
+    Args:
+        folder: holds its checkpoints.
+        identity: the run's.
+        own: the checkpoints that it can resume from.
+
+    Raises:
+        RunComplete: if nothing is left to train.
+        UserError: if more steps are asked for, which could only begin anew, beside the finished model.
+    """
+    finished = folders.finished(folder)
+    if not finished or (own and own[-1].step > finished[-1].step):
+        return
+    last = finished[-1]
+    assert last.marker is not None, "it is complete"
+    if identity.is_finished(last.step, last.marker.length):
+        raise RunComplete(f"complete at step {last.step}: {last.path}")
+    if not own:
+        in_hf = " --checkpoint.initial_load_in_hf" if last.kind == "huggingface" else ""
+        raise UserError(
+            f"{last.path} is the end of this run and holds {last.holds}, so no further steps can follow; to train on, "
+            f"begin a new run from it: another --dump_folder and --checkpoint.initial_load_path {last.path}{in_hf}"
+        )
 
 
 def frozen_folder(checkpoint: CheckpointInfo, base: Path | None) -> Path:
@@ -164,7 +213,12 @@ def _check_same_frozen(checkpoint: CheckpointInfo, origin: Origin) -> None:
 
 
 def choose_start(
-    config: "CheckpointManager.Config", folder: Folder, ranks: Ranks, *, verifies_initial: bool
+    config: "CheckpointManager.Config",
+    folder: Folder,
+    ranks: Ranks,
+    *,
+    identity: RunIdentity | None = None,
+    verifies_initial: bool,
 ) -> Start | None:
     """What `find_start` gives, verified; every rank calls it and digests its share. Another run's checkpoint of ours is
     verified only if `verifies_initial`: what loads it may do so.
@@ -173,9 +227,11 @@ def choose_start(
     newest checkpoint and that is damaged or cannot be read, a warning says so, and the next older one takes its place.
 
     Raises:
-        UserError: where a named checkpoint is damaged or cannot be read, or all that the run could resume from are.
+        UserError: as `find_start`; where a named checkpoint is damaged or cannot be read, or all that the run could
+            resume from are.
+        RunComplete: as `find_start`.
     """
-    start = ranks.first_decides(lambda: _find_and_tidy(config, folder))
+    start = ranks.first_decides(lambda: _find_and_tidy(config, folder, identity))
     if start is None:
         if config.initial_load_path and config.initial_load_in_hf:
             _verify_huggingface(folder_at(config.initial_load_path), ranks)
@@ -212,8 +268,8 @@ def load_model_state(
     logger.info("loaded %s of %s", saved_name, checkpoint.path)
 
 
-def _find_and_tidy(config: "CheckpointManager.Config", folder: Folder) -> Start | None:
-    start = find_start(config, folder)
+def _find_and_tidy(config: "CheckpointManager.Config", folder: Folder, identity: RunIdentity | None) -> Start | None:
+    start = find_start(config, folder, identity)
     resumed = start.checkpoint.step if start and start.resumes else -1
     for info in folders.list_checkpoints(folder) if config.enable else []:
         # Where a folder cannot be renamed, one without a marker is what a killed save leaves.

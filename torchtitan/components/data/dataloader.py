@@ -9,6 +9,7 @@ import torch
 
 from torchtitan.components.data.feeds import CachedFeed, Feed, Layout
 from torchtitan.components.data.hub import StreamSource, registered_datasets
+from torchtitan.components.data.local_data import location
 from torchtitan.components.data.packing import NO_DOCUMENT, Batch
 from torchtitan.components.data.plan.sampler import StepStatistics
 from torchtitan.components.data.sources import available_splits, resolve_source
@@ -51,6 +52,10 @@ class BaseDataLoader(Configurable):
             Raises:
                 UserError: the data cannot be used.
             """
+
+        def identity(self) -> dict[str, Any]:
+            """Return what tells this data from other data, as a part of the run's identity: JSON-ready, by name."""
+            return {"dataloader": f"{self._owner.__module__}.{self._owner.__qualname__}"}
 
         def for_validation(self, dataset: str) -> "BaseDataLoader.Config | None":
             """The configuration of a loader of validation data, in a fixed order.
@@ -205,6 +210,11 @@ class PretrainDataLoader(BaseDataLoader):
                 source.check()
             else:
                 open_token_cache(source, tokenizer, self.cache_dir)
+
+        def identity(self) -> dict[str, Any]:
+            """Return the loader's class, its dataset and the part of it that is read."""
+            read = {"dataset": location(self.dataset), "split": self.split, "text_column": self.text_column}
+            return BaseDataLoader.Config.identity(self) | {f"dataloader.{name}": value for name, value in read.items()}
 
         def for_validation(self, dataset: str) -> "PretrainDataLoader.Config | None":
             """The validation split of `dataset` or of the own one; all of a given one that has no splits."""

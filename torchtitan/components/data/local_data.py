@@ -10,6 +10,8 @@ from pathlib import Path
 from torchtitan.components.data.readers import file_format, supported_formats
 from torchtitan.tools.errors import UserError
 
+_PATTERN_CHARACTERS = "*?["
+
 
 def local_splits(dataset: str) -> tuple[str, ...]:
     """The splits of a local path: those of a saved `DatasetDict`; all else is one split, `train`."""
@@ -25,6 +27,13 @@ def saved_dataset(dataset: str, split: str) -> Path | None:
     if _is_saved_dict(path):
         return path / split
     return path if (path / "state.json").is_file() and (path / "dataset_info.json").is_file() else None
+
+
+def location(dataset: str) -> str:
+    """Return a dataset string as it reads from any working directory: a local path or pattern becomes absolute."""
+    path = Path(dataset).expanduser()
+    is_local = path.exists() or any(character in dataset for character in _PATTERN_CHARACTERS)
+    return str(path.absolute()) if is_local else dataset
 
 
 def _is_saved_dict(path: Path) -> bool:
@@ -52,7 +61,7 @@ def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
         return files
     if path.exists() and dataset:
         raise UserError(f"{dataset!r} is not a regular file; save its content in one")
-    if any(character in dataset for character in "*?["):
+    if any(character in dataset for character in _PATTERN_CHARACTERS):
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         files = {str(match): _readable(match) for match in matches if match.is_file()}
         if not files:

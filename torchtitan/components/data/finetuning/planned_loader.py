@@ -20,6 +20,7 @@ from torchtitan.components.data.finetuning.row_encoders import RowEncoder
 from torchtitan.components.data.finetuning.row_formats import AUTO, Kind, RowFormat, parse_columns
 from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
 from torchtitan.components.data.finetuning.windows import WindowDataset, Windows
+from torchtitan.components.data.local_data import location
 from torchtitan.components.data.packing import NO_DOCUMENT, Batch
 from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics, Window
 from torchtitan.components.data.rows import RowSource, available_row_splits, resolve_rows
@@ -147,6 +148,11 @@ class PlannedDataLoader(BaseDataLoader):
             mapping = parse_columns(self.columns)
             formats = dataset_formats(self.dataset, columns, self.format, mapping, self._kind)
             return list(zip(sources, formats, strict=True))
+
+        def identity(self) -> dict[str, Any]:
+            """Return the loader's class, its data sets and the split of them that is read."""
+            read = {"dataset": [location(dataset) for dataset in self.dataset], "split": self.split}
+            return BaseDataLoader.Config.identity(self) | {f"dataloader.{name}": value for name, value in read.items()}
 
         def for_validation(self, dataset: str) -> Self | None:
             """The validation split of `dataset`, or all of it where it has no splits; where none is given, those of the

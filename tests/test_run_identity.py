@@ -1,0 +1,214 @@
+"""A folder of checkpoints belongs to one run: no other run resumes from them, replaces or removes them."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_formats_in_runs import make_pretrained
+from tests.training import TINY, flags, read_metrics, run, tiny_config
+from torchtitan.cli.main import main
+from torchtitan.components.checkpoint import list_checkpoints
+from torchtitan.components.checkpoint.identity import RunIdentity
+from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
+from torchtitan.tools.errors import RunComplete, UserError
+
+SAVING = {"checkpoint.enable": True, "checkpoint.interval": 100, "training.mixed_precision_param": "float32"}
+TEMPLATE = "{% for message in messages %}{{ '<|pad|>' + message['role'] + ': ' + message['content'] }}{% endfor %}"
+
+Torchtitan = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Torchtitan:
+    """Runs `torchtitan train` in this process; its exit code and what it logged."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("NGPU", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def train(*words: str, **options: object) -> tuple[int, str]:
+        overrides = {key.replace("__", "."): value for key, value in options.items()}
+        code = main(["train", *words, *flags(overrides)])
+        return code, capfd.readouterr().err
+
+    return train
+
+
+@pytest.fixture
+def from_hf(tmp_path: Path) -> dict[str, object]:
+    """Options of the configurations for a tiny Llama in a Hugging Face folder, each of 2 steps."""
+    folder = tmp_path / "pretrained"
+    for file in EMBEDDED_TOKENIZER.iterdir():
+        folder.mkdir(exist_ok=True)
+        shutil.copy(file, folder)
+    make_pretrained(folder, bos_token_id=0, eos_token_id=1)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "text.txt").write_text("Once upon a time. " * 200)
+    rows = [{"prompt": f"What is {n}?", "response": "A number."} for n in range(8)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = {"training.seq_len": 32, "training.steps": 2, "metrics.enable_tensorboard": False}
+    return {"hf_assets_path": folder, **small, "dataloader.num_workers": 0}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_two_methods_in_the_default_folder(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
+    """The second does not write over the model of the first; a folder of its own is the way on."""
+    chats = {"dataloader.dataset": "chats.jsonl", **from_hf}
+    assert torchtitan("--config", "from_hf_sft", **chats)[0] == 0
+    before = contents(tmp_path / "outputs")
+    code, printed = torchtitan("--config", "from_hf_lora", **chats)
+    assert code == 2 and "--dump_folder" in printed and len(printed.splitlines()) == 1, printed
+    assert "outputs/checkpoint/step-2 belongs to another run" in printed
+    assert "llama3_from_hf_sft and is torchtitan.models.llama3.llama3_from_hf_lora" in printed
+    assert contents(tmp_path / "outputs") == before
+    assert torchtitan("--config", "from_hf_lora", **chats, dump_folder="outputs/lora")[0] == 0
+
+
+def test_another_method_does_not_resume(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
+    """Also where the shapes fit: `from_hf` leaves full checkpoints, from which `from_hf_sft` would go on."""
+    assert torchtitan("--config", "from_hf", **from_hf, **{"dataloader.dataset": "text.txt"})[0] == 0
+    code, printed = torchtitan("--config", "from_hf_sft", **from_hf, **{"dataloader.dataset": "chats.jsonl"})
+    assert code == 2 and "llama3_from_hf and is" in printed and "dataloader.dataset was" in printed, printed
+
+
+@pytest.mark.parametrize("last", ["last_save_in_hf", "last_save_model_only", ""])
+def test_the_same_command_after_the_end(torchtitan: Torchtitan, tmp_path: Path, last: str) -> None:
+    options = {**TINY, **SAVING, **({f"checkpoint.{last}": True} if last else {})}
+    assert torchtitan(**options)[0] == 0
+    before = contents(tmp_path / "outputs" / "checkpoint")
+    losses = read_metrics(tmp_path / "outputs", "loss")
+    code, printed = torchtitan(**options)
+    assert code == 0 and "complete at step 4" in printed, printed
+    assert contents(tmp_path / "outputs" / "checkpoint") == before
+    assert read_metrics(tmp_path / "outputs", "loss") == losses, "trained again"
+
+
+def test_the_same_command_after_the_data_ended(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    """`training.epochs` says how long, so that no number of steps tells that it is complete."""
+    (tmp_path / "text.txt").write_text("Once upon a time. " * 40)
+    data = {"dataloader.dataset": "text.txt", "training.epochs": 1}
+    options = {**TINY, **SAVING, **data, "checkpoint.last_save_in_hf": True}
+    assert torchtitan(**options)[0] == 0
+    (step,) = [info.step for info in list_checkpoints(tmp_path / "outputs" / "checkpoint")]
+    code, printed = torchtitan(**options)
+    assert code == 0 and f"complete at step {step}:" in printed
+
+
+def test_more_steps_than_a_finished_export_has(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    """No full checkpoint is there to go on from: a run that began anew would stand beside the finished model."""
+    options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True}
+    assert torchtitan(**options)[0] == 0
+    before = contents(tmp_path / "outputs")
+    code, printed = torchtitan(**{**options, "training.steps": 6})
+    advice = "--checkpoint.initial_load_path outputs/checkpoint/step-4 --checkpoint.initial_load_in_hf"
+    assert code == 2 and advice in printed, printed
+    assert contents(tmp_path / "outputs") == before
+    words = advice.split()
+    assert torchtitan(*words, **{**options, "training.steps": 6, "dump_folder": "outputs/on"})[0] == 0
+
+
+def test_a_longer_run_keeps_the_finished_export(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    """It goes on from the full checkpoint before it, and neither replaces nor removes the export on its way."""
+    options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "checkpoint.keep_latest_k": 1}
+    assert torchtitan(**{**options, "training.steps": 4, "checkpoint.interval": 3})[0] == 0
+    finished = tmp_path / "outputs" / "checkpoint" / "step-4"
+    before = contents(finished)
+    code, printed = torchtitan(**{**options, "training.steps": 8, "checkpoint.interval": 2})
+    assert code == 0 and "step 4 is not saved" in printed, printed
+    assert contents(finished) == before
+    saved = list_checkpoints(finished.parent)
+    assert [(info.step, info.kind) for info in saved] == [(4, "huggingface"), (6, "full"), (8, "huggingface")]
+
+
+CHANGES = {
+    "architecture": ({"model__ffn_dim": 96}, "model.ffn_dim was 128 and is 96"),
+    "base weights": ({"checkpoint__initial_load_path": "other/step-4"}, "base weights was none and is"),
+    "tokenizer": ({"tokenizer__added_tokens": ["<|new|>"]}, "tokenizer (.*) has changed since"),
+    "data": ({"dataloader__dataset": "other.txt"}, "dataloader.dataset was .*text.txt and is .*other.txt"),
+    "split": ({"dataloader__split": "validation", "dataloader__dataset": "stories"}, "dataloader.split was train"),
+}
+
+
+@pytest.fixture(scope="module")
+def half_way(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that can resume, in the folder `run`, and its data."""
+    folder = tmp_path_factory.mktemp("half-way")
+    (folder / "text.txt").write_text("Once upon a time. " * 200)
+    (folder / "other.txt").write_text("Long ago and far away. " * 200)
+    run(_config(folder, training__steps=2))
+    return folder
+
+
+def _config(folder: Path, **changes: object) -> object:
+    data = {"dataloader__cache_dir": folder / "cache", "dataloader__dataset": str(folder / "text.txt")}
+    options = {key.replace(".", "__"): value for key, value in SAVING.items()} | data | changes
+    if not str(options["dataloader__dataset"]).startswith(("/", "stories")):
+        options["dataloader__dataset"] = str(folder / str(options["dataloader__dataset"]))
+    return tiny_config(folder / "run", **options)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_makes_another_run(half_way: Path, change: str) -> None:
+    """Found by the check before a run and, where a script builds a Trainer without it, when it loads."""
+    changes, message = CHANGES[change]
+    config = _config(half_way, **changes)
+    with pytest.raises(UserError, match=message):
+        config.check(world_size=1)
+    trainer = _config(half_way, **{**changes, "checkpoint__initial_load_path": ""}).build()
+    try:
+        if change != "base weights":
+            with pytest.raises(UserError, match=message):
+                trainer.train()
+    finally:
+        trainer.close()
+
+
+def test_what_may_change(half_way: Path, tmp_path: Path) -> None:
+    """Steps, rate, batch, validation, logging, and the folder's own place."""
+    shutil.copytree(half_way / "run", tmp_path / "run")
+    config = _config(half_way, training__steps=4, optimizer__lr=1e-4, training__global_batch_size=4, debug__seed=3)
+    config.dump_folder, config.metrics.log_freq, config.validator.enable = str(tmp_path / "run"), 2, True
+    config.check(world_size=1)
+    assert run(config).step == 4
+
+
+def test_base_weights_are_told_by_their_content(tmp_path: Path, from_hf: dict[str, object]) -> None:
+    """They may move, or be gone; others in their place make another run."""
+    folder = Path(str(from_hf["hf_assets_path"]))
+
+    def config(base: Path) -> object:
+        load = {"checkpoint__initial_load_path": base, "checkpoint__initial_load_in_hf": True}
+        options = {key.replace(".", "__"): value for key, value in SAVING.items()}
+        return tiny_config(tmp_path / "run", **options, **load)
+
+    run(config(folder))
+    folder.rename(tmp_path / "moved")
+    config(tmp_path / "moved").check(world_size=1)
+    make_pretrained(folder, torch.bfloat16)
+    with pytest.raises(UserError, match=r"base weights \(.*pretrained\) has changed since"):
+        config(folder).check(world_size=1)
+    shutil.rmtree(folder)
+    assert run(config(folder)).step == 4, "what a run resumes from holds the weights"
+
+
+def test_a_script_is_told_that_its_run_is_complete(tmp_path: Path) -> None:
+    options = {key.replace(".", "__"): value for key, value in SAVING.items()}
+    config = tiny_config(tmp_path, **options, checkpoint__last_save_model_only=True)
+    run(config)
+    with pytest.raises(RunComplete, match="complete at step 4"):
+        run(config)
+
+
+def test_a_property_that_one_side_lacks_counts_as_equal() -> None:
+    """As the registered name of a configuration that was built in Python."""
+    identity = RunIdentity({"model.dim": 8, "configuration": "a.b"}, {"steps": 3})
+    assert identity.differences({"model.dim": 8}) == []
+    assert identity.differences({"model.dim": 4, "loss": 1}) == ["model.dim was 4 and is 8"]
