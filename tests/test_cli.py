@@ -241,6 +241,7 @@ def test_a_mistake_that_shows_late(mistake: str, in_workplace: Path, capfd: pyte
         ({"NGPU": "0"}, ("NGPU is '0'", "at least 1")),
         ({"NGPU": "abc"}, ("NGPU is 'abc'", "at least 1")),
         ({"NGPU": "-1"}, ("NGPU is '-1'", "at least 1")),
+        ({"NGPU": "5000"}, ("NGPU is 5000", "CPU core(s)", "OVERSUBSCRIBE=1", "COMM_MODE=fake_backend")),
         ({"NNODES": "two"}, ("NNODES is 'two'", "at least 1")),
         ({"NNODES": "2", "MASTER_ADDR": "localhost"}, ("NODE_RANK",)),
         ({"NNODES": "2", "NODE_RANK": "0"}, ("MASTER_ADDR",)),

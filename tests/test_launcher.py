@@ -273,10 +273,21 @@ class TestStopping:
         assert "Traceback" not in command.printed
 
     def test_a_second_signal_ends_one_process(self, start: Callable[..., Command], workplace: Path) -> None:
-        code = "import time\n\n\nclass Stuck(Trainer):\n    def train_step(self, batches):\n        time.sleep(1000)\n"
+        code = """
+            import time
+
+
+            class Stuck(Trainer):
+                def train_step(self, batches):
+                    if self.step == 1:
+                        logger.info("stuck")
+                        time.sleep(1000)
+                    return super().train_step(batches)
+        """
+        code = f"from torchtitan.tools.logging import logger\n{textwrap.dedent(code)}"
         write_module(workplace / "stuck", f"{code}\n\ndef debug():\n    return config_of(Stuck)\n")
         command = start(1, "--module", "stuck", "--config", "debug")
-        command.wait_for_text("parameters")
+        command.wait_for_text("stuck\n")
         command.signal(signal.SIGINT)
         command.wait_for_text("SIGINT received")
         time.sleep(1.2)
@@ -315,6 +326,40 @@ class TestStopping:
         command.signal(number, group=True)
         assert command.wait() == code
         assert_quiet(command.printed)
+
+    @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+    def test_a_stop_in_the_first_step(self, start: Callable[..., Command], workplace: Path, processes: int) -> None:
+        """It may compile for minutes, or wait for a rank that never comes; there is nothing to save."""
+        name = f"first_step_{processes}"
+        code = "import time\n\n\nclass Stuck(Trainer):\n    def train_step(self, batches):\n        time.sleep(1000)\n"
+        write_module(workplace / name, f"{code}\n\ndef debug():\n    return config_of(Stuck)\n")
+        command = start(processes, "--module", name, "--config", "debug", "--checkpoint.enable", dump_folder=name)
+        command.wait_for_text("parameters")
+        command.signal(signal.SIGTERM)
+        begun = time.monotonic()
+        assert command.wait() == (-signal.SIGTERM if processes == 1 else 128 + signal.SIGTERM)
+        assert time.monotonic() - begun < 10
+        assert_quiet(command.printed)
+
+    def test_a_stop_while_workers_are_being_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The rest of them is not started: thousands would take longer than anybody waits."""
+        from torchtitan.cli import launch
+
+        started = []
+
+        class Worker:
+            rank, failed = 0, False
+
+            def __init__(self, *arguments: object) -> None:
+                started.append(self)
+                self.process = subprocess.Popen(["sleep", "1000"])
+                if len(started) == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(launch, "_Worker", Worker)
+        hosts = launch.Hosts(count=1, rank=0, address="localhost", port=1)
+        assert launch.launch([], hosts=hosts, processes=1000) == 0
+        assert len(started) == 2 and all(worker.process.poll() is not None for worker in started)
 
     def test_no_process_outlives_its_launcher(self, start: Callable[..., Command]) -> None:
         command = start(2, **_FOREVER)

@@ -358,7 +358,7 @@ class Trainer(Configurable):
 
     def train(self) -> None:
         """Resume if there is something to resume from, then train to the end, or until asked to stop."""
-        with automatic_garbage_collection_off(), self.listening_to_signals(), contextlib.closing(self.metrics):
+        with automatic_garbage_collection_off(), self.giving_signals_back(), contextlib.closing(self.metrics):
             self.load_checkpoint()
             self.describe_run()
             self.metrics.start(self.step)
@@ -382,6 +382,7 @@ class Trainer(Configurable):
                 outcome = self.train_step(batches)
             if step == first_step:
                 set_timeouts(comm.train_timeout_seconds)
+                self.listen_to_signals()
             if outcome.data_exhausted:
                 self.prepare_converters(self.step)  # this step was none: what comes now is done as in the last one
                 return "data ended"
@@ -657,11 +658,16 @@ class Trainer(Configurable):
                 stack.callback(self.validator.close)
             stack.callback(self.ledger.close)
 
-    @contextlib.contextmanager
-    def listening_to_signals(self) -> Iterator[None]:
-        """Within, SIGTERM and Ctrl-C end the run after the step in progress."""
+    def listen_to_signals(self) -> None:
+        """From now on, let SIGTERM and Ctrl-C end the run after the step in progress. Until the first step is made they
+        end the process at once, whatever it waits for: nothing is lost."""
         self.stop_request = StopRequest()
+
+    @contextlib.contextmanager
+    def giving_signals_back(self) -> Iterator[None]:
+        """Handle signals as before, once the body is left."""
         try:
             yield
         finally:
-            self.stop_request.close()
+            if self.stop_request:
+                self.stop_request.close()

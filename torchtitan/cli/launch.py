@@ -185,6 +185,8 @@ def _run_once(
     # The workers inherit that they ignore Ctrl-C, which reaches the whole process group: they hear of it from here.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for local_rank in range(processes):
+        if signals.first:  # many workers take long to start, and are not wanted any more
+            break
         workers.append(_Worker(args, hosts, processes, local_rank))
     signal.signal(signal.SIGINT, handler)
     if signals.first:  # it arrived when they were not all there

@@ -15,12 +15,17 @@ from torchtitan.train import exit_code_of, log_message, run
 PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"
 """Holds what the user called, where that is a script around `torchtitan train`."""
 
+_PROCESSES_PER_CORE = 4
+_FEW_PROCESSES = 8
+"""So many processes start on any host."""
+
 
 def train(args: Sequence[str]) -> int:
     """Train what the command line says; 0 when the run finished or was stopped, 2 for a user's mistake,
     3 for a run that failed for a stated reason, 1 for a crash.
 
-    The environment says on how many processes: `NGPU` on this host (default: one per GPU, or 1), `NNODES` hosts, each
+    The environment says on how many processes: `NGPU` on this host (default: one per GPU, or 1; on CPUs, more than
+    four per core only with `OVERSUBSCRIBE=1`), `NNODES` hosts, each
     with its `NODE_RANK`, that meet at `MASTER_ADDR` and `MASTER_PORT`. `LOG_RANK` says which ranks print.
     `MAX_RESTARTS` says how often a run that crashed, or hung, is started again. With `COMM_MODE=fake_backend` nothing
     is trained: a dry run says what the processes would need, however many they are (`torchtitan.dry_run`).
@@ -79,7 +84,21 @@ def _processes() -> int:
     processes = _named_processes(default=max(1, gpus))
     if 0 < gpus < processes:
         raise UserError(f"the environment variable NGPU is {processes}, and this host has {gpus} GPU(s)")
+    if gpus == 0:
+        _check_cores(processes)
     return processes
+
+
+def _check_cores(processes: int) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = max(_FEW_PROCESSES, _PROCESSES_PER_CORE * cores)
+    allowed = environment_number("OVERSUBSCRIBE", default=0, minimum=0)
+    if processes > limit and not allowed:
+        raise UserError(
+            f"the environment variable NGPU is {processes}, and this host has no GPU and {cores} CPU core(s): "
+            f"more than {limit} processes would bring it to a standstill. OVERSUBSCRIBE=1 starts them all the same; "
+            "COMM_MODE=fake_backend tries a layout of any size without starting them"
+        )
 
 
 def _max_restarts(hosts: Hosts) -> int:
