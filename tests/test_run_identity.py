@@ -130,6 +130,7 @@ def test_a_longer_run_keeps_the_finished_export(torchtitan: Torchtitan, tmp_path
 
 CHANGES = {
     "architecture": ({"model__ffn_dim": 96}, "model.ffn_dim was 128 and is 96"),
+    "part of it": ({"model__rope__theta": 1e6}, "model.rope was .*10000.0.* and is .*1000000.0"),
     "base weights": ({"checkpoint__initial_load_path": "other/step-4"}, "base weights was none and is"),
     "tokenizer": ({"tokenizer__added_tokens": ["<|new|>"]}, "tokenizer (.*) has changed since"),
     "data": ({"dataloader__dataset": "other.txt"}, "dataloader.dataset was .*text.txt and is .*other.txt"),
@@ -197,6 +198,32 @@ def test_base_weights_are_told_by_their_content(tmp_path: Path, from_hf: dict[st
         config(folder).check(world_size=1)
     shutil.rmtree(folder)
     assert run(config(folder)).step == 4, "what a run resumes from holds the weights"
+
+
+def test_data_may_move_together_with_the_run(torchtitan: Torchtitan, tmp_path: Path, monkeypatch) -> None:
+    """The same relative path will do, and so will another way to write the same path."""
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "text.txt").write_text("Once upon a time. " * 200)
+    monkeypatch.chdir(place)
+    options = {**TINY, **SAVING, "dataloader.dataset": "text.txt"}
+    assert torchtitan(**options)[0] == 0
+    assert torchtitan(**{**options, "dataloader.dataset": str(place / "text.txt")})[0] == 0
+    place.rename(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert torchtitan(**options)[0] == 0
+    code, printed = torchtitan(**{**options, "dataloader.dataset": "stories"})
+    assert code == 2 and "text.txt and is stories" in printed
+
+
+def test_a_step_that_is_asked_for_is_gone_back_to(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    """What was made after it, the end included, is made anew."""
+    options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "checkpoint.interval": 2}
+    assert torchtitan(**options)[0] == 0
+    before = contents(tmp_path / "outputs" / "checkpoint" / "step-4")
+    assert torchtitan(**{**options, "checkpoint.load_step": 2, "optimizer.lr": 1e-2})[0] == 0
+    after = contents(tmp_path / "outputs" / "checkpoint" / "step-4")
+    assert after.keys() == before.keys() and after["model.safetensors"] != before["model.safetensors"]
 
 
 def test_a_script_is_told_that_its_run_is_complete(tmp_path: Path) -> None:

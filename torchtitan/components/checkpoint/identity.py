@@ -13,7 +13,7 @@ class RunIdentity:
     """What stays the same for as long as a run lives, however often it is stopped and resumed."""
 
     properties: Mapping[str, Any]
-    """Name → JSON-ready value. A `content` property says where something lies and has a digest of it."""
+    """Name → JSON-ready value; `content` and `location` make those that two runs may name differently."""
 
     length: Mapping[str, int]
     """The `steps` or `epochs` asked for. They may change; a finished run is recognized by them."""
@@ -41,6 +41,12 @@ def content(location: str, digest: str) -> dict[str, str]:
     return {"location": location, "digest": digest}
 
 
+def location(given: Any, absolute: Any) -> dict[str, Any]:
+    """Return the property of files that are told by their path: the same words or the same absolute path will do, since
+    a run may move as a whole, and be resumed from another working directory."""
+    return {"given": given, "absolute": absolute}
+
+
 def base_weights(initial_load_path: str) -> dict[str, str]:
     """Return the property of the weights that a run begins from; they need not be there anymore when it resumes."""
     if not initial_load_path:
@@ -53,23 +59,19 @@ def base_weights(initial_load_path: str) -> dict[str, str]:
 
 
 def _equal(then: Any, now: Any) -> bool:
-    if not (_is_content(then) and _is_content(now)):
+    if then == now or not (isinstance(then, dict) and isinstance(now, dict)):
         return bool(then == now)
-    known = then["digest"] and now["digest"]
-    return bool(then["digest"] == now["digest"] if known else then["location"] == now["location"])
+    if then.get("digest") and now.get("digest"):
+        return bool(then["digest"] == now["digest"])
+    return any(then.get(key) == now[key] for key in ("location", "given", "absolute") if key in now)
 
 
 def _in_words(name: str, then: Any, now: Any) -> str:
-    if _is_content(then) and _is_content(now):
-        then, now = then["location"], now["location"]
-        if then == now:
-            return f"{name} ({now}) has changed since"
-    return f"{name} was {_value(then)} and is {_value(now)}"
+    before, after = _value(then), _value(now)
+    return f"{name} ({after}) has changed since" if before == after else f"{name} was {before} and is {after}"
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        value = value.get("location", value.get("absolute", value))
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _is_content(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"location", "digest"}

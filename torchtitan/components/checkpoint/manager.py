@@ -406,7 +406,9 @@ class CheckpointManager(Configurable):
         return step <= self._resumed_step or step in self._saved_steps
 
     def _find_finished_steps(self) -> set[int]:
-        return {info.step for info in folders.finished(self.folder)} if self.config.saves else set()
+        # Who goes back to an earlier step means to do what follows anew.
+        keeps = self.config.saves and self.config.load_step == -1
+        return {info.step for info in folders.finished(self.folder)} if keeps else set()
 
     def _forget_failed_loss(self) -> None:
         if self._saver.failure:

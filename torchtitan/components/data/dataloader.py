@@ -7,9 +7,10 @@ from typing import Any, Self
 
 import torch
 
+from torchtitan.components.checkpoint.identity import location
 from torchtitan.components.data.feeds import CachedFeed, Feed, Layout
 from torchtitan.components.data.hub import StreamSource, registered_datasets
-from torchtitan.components.data.local_data import location
+from torchtitan.components.data.local_data import absolute_location
 from torchtitan.components.data.packing import NO_DOCUMENT, Batch
 from torchtitan.components.data.plan.sampler import StepStatistics
 from torchtitan.components.data.sources import available_splits, resolve_source
@@ -213,8 +214,11 @@ class PretrainDataLoader(BaseDataLoader):
 
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, its dataset and the part of it that is read."""
-            read = {"dataset": location(self.dataset), "split": self.split, "text_column": self.text_column}
-            return BaseDataLoader.Config.identity(self) | {f"dataloader.{name}": value for name, value in read.items()}
+            return BaseDataLoader.Config.identity(self) | {
+                "dataloader.dataset": location(self.dataset, absolute_location(self.dataset)),
+                "dataloader.split": self.split,
+                "dataloader.text_column": self.text_column,
+            }
 
         def for_validation(self, dataset: str) -> "PretrainDataLoader.Config | None":
             """The validation split of `dataset` or of the own one; all of a given one that has no splits."""

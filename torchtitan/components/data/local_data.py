@@ -29,7 +29,7 @@ def saved_dataset(dataset: str, split: str) -> Path | None:
     return path if (path / "state.json").is_file() and (path / "dataset_info.json").is_file() else None
 
 
-def location(dataset: str) -> str:
+def absolute_location(dataset: str) -> str:
     """Return a dataset string as it reads from any working directory: a local path or pattern becomes absolute."""
     path = Path(dataset).expanduser()
     is_local = path.exists() or any(character in dataset for character in _PATTERN_CHARACTERS)

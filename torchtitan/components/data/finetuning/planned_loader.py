@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
+from torchtitan.components.checkpoint.identity import location
 from torchtitan.components.data.dataloader import BaseDataLoader
 from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.data.finetuning.fitting import FittedSamples, TooLong
@@ -20,7 +21,7 @@ from torchtitan.components.data.finetuning.row_encoders import RowEncoder
 from torchtitan.components.data.finetuning.row_formats import AUTO, Kind, RowFormat, parse_columns
 from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
 from torchtitan.components.data.finetuning.windows import WindowDataset, Windows
-from torchtitan.components.data.local_data import location
+from torchtitan.components.data.local_data import absolute_location
 from torchtitan.components.data.packing import NO_DOCUMENT, Batch
 from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics, Window
 from torchtitan.components.data.rows import RowSource, available_row_splits, resolve_rows
@@ -151,8 +152,10 @@ class PlannedDataLoader(BaseDataLoader):
 
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, its data sets and the split of them that is read."""
-            read = {"dataset": [location(dataset) for dataset in self.dataset], "split": self.split}
-            return BaseDataLoader.Config.identity(self) | {f"dataloader.{name}": value for name, value in read.items()}
+            return BaseDataLoader.Config.identity(self) | {
+                "dataloader.dataset": location(self.dataset, [absolute_location(name) for name in self.dataset]),
+                "dataloader.split": self.split,
+            }
 
         def for_validation(self, dataset: str) -> Self | None:
             """The validation split of `dataset`, or all of it where it has no splits; where none is given, those of the
