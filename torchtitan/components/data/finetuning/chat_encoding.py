@@ -48,7 +48,7 @@ class ChatEncoder:
         self._special_ids = tokenizer.special_ids
         self._spellings = _Spellings([tokenizer.decode([token_id]) for token_id in self._special_ids])
         self._end_ids = {tokenizer.eos_id, template.end_of_turn_id(tokenizer) if template else None} - {None}
-        self._reported = False
+        self._reported = self._warned = False
 
     @property
     def fingerprint(self) -> str:
@@ -144,9 +144,18 @@ class ChatEncoder:
     def _render(self, conversation: Conversation, train_on: TrainOn) -> Rendered | BrokenSample:
         template = self._required_template()
         try:
-            return render_with_mask(template, conversation, train_on)
+            rendered = render_with_mask(template, conversation, train_on)
         except BrokenSample as error:
             return error
+        if rendered.unprompted and not self._warned:
+            self._warned = True
+            prompt, header = rendered.unprompted
+            logger.warning(
+                f"the generation prompt of {template.name} is {prompt!r}, but answers follow {header!r} in the "
+                "conversations that it writes: they are trained behind the latter, and inference by default asks for "
+                "them behind the former"
+            )
+        return rendered
 
     def _masked(self, rendered: Rendered, ids: list[int], offsets: Offsets, n_spelt: int) -> EncodedSample:
         tokens = _Tokens(rendered.text, ids, offsets, self._special_ids)
