@@ -171,8 +171,8 @@ class _Prefixes:
             return None
         before = self._render(i, False)
         prompt, header = self._render(i, True).removeprefix(before), self.text[:start].removeprefix(before)
-        texts = [message.get(key) or "" for key in ("content", "reasoning_content", "thinking", "reasoning")]
-        if any(text.strip() not in self.text[start:end] for text in texts):
+        texts = [message.get(key) for key in ("content", "reasoning_content", "thinking", "reasoning")]
+        if any(isinstance(text, str) and text.strip() not in self.text[start:end] for text in texts):
             raise BrokenSample(
                 f"{self._template.name} takes a part out of message {i + 1} (assistant), such as its reasoning, while "
                 f"its generation prompt is {prompt!r}: the model would learn to answer without it; give "
@@ -191,7 +191,8 @@ class _Prefixes:
         turns = [*self._conversation.messages[:i], {"role": "assistant", "content": _PROBE}]
         probed = self._template.render(turns, tools=self._conversation.tools, add_generation_prompt=False)
         header, found, _ = probed.rpartition(_PROBE)
-        return header if found and after.startswith(header) else None
+        before = self._render(i, False)
+        return header if found and header.startswith(before) and after.startswith(header) else None
 
     def _reason(self, i: int) -> str:
         """Why the span of message `i` cannot be told, and what to do."""
