@@ -152,9 +152,8 @@ class ChatEncoder:
             self._warned = True
             prompt, header = rendered.unprompted
             logger.warning(
-                f"the generation prompt of {template.name} is {prompt!r}, but answers follow {header!r} in the "
-                "conversations that it writes: they are trained behind the latter, and inference by default asks for "
-                "them behind the former"
+                f"the generation prompt of {template.name} is {prompt!r}, but in its finished turns answers follow "
+                f"{header!r}: they are trained behind that header, and generation begins behind that prompt by default"
             )
         return rendered
 

@@ -175,8 +175,8 @@ class _Prefixes:
         if any(isinstance(text, str) and text.strip() not in self.text[start:end] for text in texts):
             raise BrokenSample(
                 f"{self._template.name} takes a part out of message {i + 1} (assistant), such as its reasoning, while "
-                f"its generation prompt is {prompt!r}: the model would learn to answer without it; give "
-                "--dataloader.chat_template a copy of the template that keeps it, or take it out of the data"
+                f"its generation prompt is {prompt!r}: the model would learn to answer without that part; give "
+                "--dataloader.chat_template a copy of the template that keeps it, or remove it from the data"
             )
         return prompt, header
 
