@@ -307,17 +307,17 @@ def test_which_of_qwens_turns_are_trained(originals: dict[str, str], tokenizer: 
         user("a"),
         assistant("<think>\nHm.\n</think>\n\nb"),
         user("c"),
-        assistant("\n\nd"),
+        assistant("\n\n\nd"),
         user("e"),
         assistant("f", reasoning_content="So."),
     ]
     template = template_of(originals["qwen3-now"])
     every, last = (ChatEncoder(tokenizer, template, train_on) for train_on in TRAIN_ON)
     end = "<think>\nSo.\n</think>\n\nf<|im_end|>"
-    # Of the three newlines, which are one token, the header has the first.
-    assert decoded(tokenizer, every, messages) == f"b<|im_end|>\n\n\nd<|im_end|>{end}"
+    # Of the four newlines, which are one token, the header has the first.
+    assert decoded(tokenizer, every, messages) == f"b<|im_end|>\n\n\n\nd<|im_end|>{end}"
     assert decoded(tokenizer, last, messages) == end
-    assert decoded(tokenizer, last, messages, [None, None, None, True, None, False]) == "\n\n\nd<|im_end|>"
+    assert decoded(tokenizer, last, messages, [None, None, None, True, None, False]) == "\n\n\n\nd<|im_end|>"
 
 
 TRAIN_ON: tuple[TrainOn, TrainOn] = ("assistant", "last_assistant")
