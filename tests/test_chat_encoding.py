@@ -372,25 +372,34 @@ def qwen_turns(trained: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def test_qwen3s_own_template(qwen: Path) -> None:
+    """Its marks are known, see test_template_marks.py."""
     tokenizer, reference = build(qwen), reference_of(qwen)
     template = resolve_chat_template("", [qwen], tokenizer)
     every, last = (ChatEncoder(tokenizer, template, train_on) for train_on in ("assistant", "last_assistant"))
     every.check()
-    # Earlier answers lose their thoughts: rendered up to there, they still have them.
-    [error] = every.encode_batch([Conversation(PLAIN[1:])])
-    assert isinstance(error, BrokenSample)
-    assert all(text in str(error) for text in ("message 2", "last_assistant", "{% generation %}", str(qwen)))
+    assert_equal(one(every, PLAIN[1:]), *by_hand(tokenizer, qwen_turns([1, 1])))
     sample = one(last, PLAIN[1:])
     assert_equal(sample, *by_hand(tokenizer, qwen_turns([0, 1])))
     ids = reference.apply_chat_template(PLAIN[1:], chat_template=template.source, return_dict=False)
     assert sample.ids.tolist() == ids
-    # One turn is the same for both; what it thought is trained, under either of the names that are usual.
+    # What a turn thought is trained, under any of the names that are usual.
     for name in ("reasoning_content", "thinking", "reasoning"):
         thoughtful = [user("Hi"), assistant("Yes.", **{name: "Hm, yes."})]
         sample = one(every, thoughtful)
         assert decoded(tokenizer, sample) == "<think>\nHm, yes.\n</think>\n\nYes.<|im_end|>"
         ids = reference.apply_chat_template(thoughtful, chat_template=template.source, return_dict=False)
         assert sample.ids.tolist() == ids
+
+
+def test_a_template_that_takes_reasoning_out_of_earlier_turns(qwen: Path) -> None:
+    """Qwen3's, changed, so that its marks are not known: rendered up to there, earlier turns still have it."""
+    tokenizer = build(qwen)
+    template = ChatTemplate(resolve_chat_template("", [qwen], tokenizer).source + "{# mine #}", name="mine")
+    every, last = (ChatEncoder(tokenizer, template, train_on) for train_on in ("assistant", "last_assistant"))
+    [error] = every.encode_batch([Conversation(PLAIN[1:])])
+    assert isinstance(error, BrokenSample)
+    assert all(text in str(error) for text in ("mine", "message 2", "last_assistant", "{% generation %}"))
+    assert_equal(one(last, PLAIN[1:]), *by_hand(tokenizer, qwen_turns([0, 1])))
 
 
 def test_qwen3s_tools(qwen: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
@@ -40,6 +41,7 @@ class ChatTemplate:
     """
 
     source: str
+    """As it was given: a published template that gets its marks here is exported without them."""
     name: str
     of_model: bool
     required_tokens: tuple[str, ...]
@@ -47,7 +49,7 @@ class ChatTemplate:
     literals: list[str]
     """The texts in it that it may write."""
     marks_generation: bool
-    """Whether it says by `{% generation %}…{% endgeneration %}` what the assistant writes."""
+    """Whether `{% generation %}…{% endgeneration %}` says what the assistant writes, also if `with_marks` added it."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class ChatTemplate:
 
         environment = _environment()
         try:
-            tree = environment.parse(source)
+            tree = environment.parse(with_marks(source))
             self.literals, self.marks_generation = _literals(tree), _marks_generation(tree)
             self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:

@@ -34,8 +34,9 @@ class ChatEncoder:
 
     The ids are those of the whole rendered text, as transformers' `apply_chat_template` encodes it, with nothing added.
     The mask is its `assistant_masks` where the template marks what the assistant writes, see `render_with_mask`; with
-    two differences. The token that ends a trained turn is trained also where the marks leave it out, and so are all
-    tokens of a turn's last character. White space behind the end of a turn that is found by prefixes is not trained.
+    three differences. The token that ends a trained turn is trained also where the marks leave it out, and so are all
+    tokens of a turn's last character. A special token in front of a turn is not, where it takes the turn's first white
+    space as its own. White space behind the end of a turn that is found by prefixes is not trained.
 
     Args:
         tokenizer: of the model.
@@ -48,7 +49,7 @@ class ChatEncoder:
         self._special_ids = tokenizer.special_ids
         self._spellings = _Spellings([tokenizer.decode([token_id]) for token_id in self._special_ids])
         self._end_ids = {tokenizer.eos_id, template.end_of_turn_id(tokenizer) if template else None} - {None}
-        self._reported = False
+        self._reported = self._warned = False
 
     @property
     def fingerprint(self) -> str:
@@ -144,9 +145,17 @@ class ChatEncoder:
     def _render(self, conversation: Conversation, train_on: TrainOn) -> Rendered | BrokenSample:
         template = self._required_template()
         try:
-            return render_with_mask(template, conversation, train_on)
+            rendered = render_with_mask(template, conversation, train_on)
         except BrokenSample as error:
             return error
+        if rendered.unprompted and not self._warned:
+            self._warned = True
+            prompt, header = rendered.unprompted
+            logger.warning(
+                f"the generation prompt of {template.name} is {prompt!r}, but in its finished turns answers follow "
+                f"{header!r}: they are trained behind that header, and generation begins behind that prompt by default"
+            )
+        return rendered
 
     def _masked(self, rendered: Rendered, ids: list[int], offsets: Offsets, n_spelt: int) -> EncodedSample:
         tokens = _Tokens(rendered.text, ids, offsets, self._special_ids)
@@ -194,10 +203,15 @@ class _Tokens:
         self._starts, self._ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
 
     def range_of(self, start: int, end: int) -> range:
-        """The tokens from the first to the last that have a character of [start, end); if none has, none at `start`."""
+        """The tokens from the first to the last that have a character of [start, end); if none has, none at `start`.
+
+        A special token that begins in front of them is none of them: some take the white space behind them as theirs.
+        """
         found = np.flatnonzero((self._starts < end) & (self._ends > start) & (self._ends > self._starts))
         if len(found):
-            return range(int(found[0]), int(found[-1]) + 1)
+            first = int(found[0])
+            in_front = self._starts[first] < start and self.special_at(first) is not None
+            return range(first + in_front, int(found[-1]) + 1)
         position = int(np.searchsorted(self._starts, start))
         return range(position, position)
 

@@ -11,6 +11,8 @@ from torchtitan.tools.errors import UserError
 TrainOn = Literal["all", "assistant", "last_assistant"]
 """All tokens; the assistant's turns; only the last of them. What a row says of its own messages comes first."""
 
+_PROBE = "an answer that no template writes by itself"
+
 _ADVICE = (
     f"choose another --dataloader.chat_template: {', '.join(BUILT_IN_TEMPLATES)}, or a file that has "
     "{% generation %} around each turn of the assistant"
@@ -34,17 +36,22 @@ class Rendered(NamedTuple):
     """All that the template marks, if it does; of other turns, those that differ from `default`."""
     default: bool
     """Whether the text outside of the turns is trained on."""
+    unprompted: tuple[str, str] | None = None
+    """The generation prompt and the header of a trained turn that does not begin with it, if there is one."""
 
 
 def render_with_mask(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) -> Rendered:
     """A conversation's text, and which turns of it are trained on.
 
-    An assistant's turn is what the template marks by `{% generation %}`. Where it marks nothing, it begins where the
-    conversation before it, rendered with the generation prompt, ends, and ends where the conversation up to it does.
-    Both must be prefixes of the whole text. Other turns, where a row asks for them, are always found in this way.
+    An assistant's turn is what the template marks by `{% generation %}`. Where it marks nothing, the turn begins where
+    the conversation before it, rendered with the generation prompt, ends, and ends where the conversation up to it
+    does. Where no finished turn begins with that prompt, as DeepSeek-R1's distills write `<think>` in the prompt only,
+    the turn begins behind its header, which the template writes in front of any answer. All of these must be prefixes
+    of the whole text. Other turns, where a row asks for them, are always found in this way.
 
     Raises:
-        BrokenSample: if the template does not take the conversation, or if it cannot be told what a turn became.
+        BrokenSample: if the template does not take the conversation, if it cannot be told what a turn became, or if a
+            turn that does not begin with the generation prompt lacks a part of its message too.
     """
     wanted = _wanted(conversation, train_on)
     try:
@@ -52,13 +59,11 @@ def render_with_mask(template: ChatTemplate, conversation: Conversation, train_o
             return _all_but(template, conversation, wanted)
         if template.marks_generation:
             return _by_marks(template, conversation, wanted)
-        prefixes = _Prefixes(template, conversation)
-        turns = [Turn(prefixes.span(i), True) for i, trained in enumerate(wanted) if trained]
+        return _by_prefixes(template, conversation, wanted)
     except BrokenSample:
         raise
     except UserError as error:
         raise BrokenSample(str(error)) from error
-    return Rendered(prefixes.text, turns, default=False)
 
 
 def _wanted(conversation: Conversation, train_on: TrainOn) -> list[bool]:
@@ -96,15 +101,23 @@ def _by_marks(template: ChatTemplate, conversation: Conversation, wanted: Sequen
     return Rendered(text, turns, default=False)
 
 
+def _by_prefixes(template: ChatTemplate, conversation: Conversation, wanted: Sequence[bool]) -> Rendered:
+    prefixes = _Prefixes(template, conversation)
+    trained = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+    turns = [Turn(prefixes.span(i), True) for i in trained]
+    unprompted = [prefixes.unprompted(i, turn.span) for i, turn in zip(trained, turns, strict=True)]
+    return Rendered(prefixes.text, turns, default=False, unprompted=next(filter(None, unprompted), None))
+
+
 def _n_marks(template: ChatTemplate, conversation: Conversation, i: int, text: str, spans: Sequence[Span]) -> int:
     """How many of the marked spans are in the messages up to `i`, the assistant's.
 
     It is as many as are marked where the conversation ends there. A template may write less of an earlier turn, such
-    as none of its reasoning: then each is a part of what it was, and further in front.
+    as none of its reasoning: then each is a part of what it was, white space aside, and further in front.
     """
     until, known = template.render_marked(conversation.messages[: i + 1], tools=conversation.tools)
     same = len(known) <= len(spans) and all(
-        start <= old_start and text[start:end] in until[old_start:old_end]
+        start <= old_start and text[start:end].strip() in until[old_start:old_end]
         for (start, end), (old_start, old_end) in zip(spans, known, strict=False)
     )
     if not same:
@@ -134,21 +147,69 @@ class _Prefixes:
         return self._rendered[n, prompted]
 
     def span(self, i: int) -> Span:
-        """Where message `i` is in the text; the assistant's without the generation prompt.
+        """Where message `i` is in the text; the assistant's without the header that the generation prompt has too.
 
         Raises:
-            BrokenSample: if the text does not begin as the conversation up to there and before it does.
+            BrokenSample: if the text does not begin as the conversation up to there and before it does, or if a turn of
+                the assistant begins neither with the generation prompt nor with the header of any answer.
         """
-        role = self._conversation.messages[i]["role"]
-        prompted = role == "assistant"
-        before = self._render(i, prompted) if i or prompted else ""
-        after = self._render(i + 1, False)
-        if self.text.startswith(before) and self.text.startswith(after) and len(before) <= len(after):
+        before, after = self._before(i), self._render(i + 1, False)
+        if before is not None and self.text.startswith(after) and after.startswith(before):
             return len(before), len(after)
+        raise BrokenSample(f"{self._template.name} {self._reason(i)}")
+
+    def unprompted(self, i: int, span: Span) -> tuple[str, str] | None:
+        """The generation prompt and the header of message `i`, if it is an assistant's turn that does not begin with
+        that prompt.
+
+        Raises:
+            BrokenSample: if such a turn does not have all of its message either. Then what the prompt asks for, the
+                reasoning, is missing from what would be trained.
+        """
+        message, (start, end) = self._conversation.messages[i], span
+        if message["role"] != "assistant" or self.text.startswith(self._render(i, True)):
+            return None
+        before = self._render(i, False)
+        prompt, header = self._render(i, True).removeprefix(before), self.text[:start].removeprefix(before)
+        texts = [message.get(key) for key in ("content", "reasoning_content", "thinking", "reasoning")]
+        if any(isinstance(text, str) and text.strip() not in self.text[start:end] for text in texts):
+            raise BrokenSample(
+                f"{self._template.name} takes a part out of message {i + 1} (assistant), such as its reasoning, while "
+                f"its generation prompt is {prompt!r}: the model would learn to answer without that part; give "
+                "--dataloader.chat_template a copy of the template that keeps it, or remove it from the data"
+            )
+        return prompt, header
+
+    def _before(self, i: int) -> str | None:
+        """The text that ends where message `i` begins, the assistant's behind its header; None: that cannot be told."""
+        if self._conversation.messages[i]["role"] != "assistant":
+            return self._render(i, False) if i else ""
+        prompted, after = self._render(i, True), self._render(i + 1, False)
+        if after.startswith(prompted):
+            return prompted
+        # No finished turn begins with this prompt: its header is what stands in front of any answer.
+        turns = [*self._conversation.messages[:i], {"role": "assistant", "content": _PROBE}]
+        probed = self._template.render(turns, tools=self._conversation.tools, add_generation_prompt=False)
+        header, found, _ = probed.rpartition(_PROBE)
+        before = self._render(i, False)
+        return header if found and header.startswith(before) and after.startswith(header) else None
+
+    def _reason(self, i: int) -> str:
+        """Why the span of message `i` cannot be told, and what to do."""
+        role, before = self._conversation.messages[i]["role"], self._render(i, False) if i else ""
+        after = self._render(i + 1, False)
+        if self.text.startswith(after) and after.startswith(before):
+            return (
+                f"begins message {i + 1} ({role}) neither with its generation prompt, "
+                f"{self._render(i, True).removeprefix(before)!r}, nor as it begins other answers, so that it cannot be "
+                f"told what of the text is the model's; {_ADVICE}"
+            )
         # Where the row or the loader itself says what is trained, or at the last turn, the option changes nothing.
-        by_option = self._conversation.trained[i] is None and prompted and i != _assistant(self._conversation)[-1]
-        raise BrokenSample(
-            f"{self._template.name} writes the conversation up to message {i + 1} ({role}) differently where it goes "
-            f"on, so that it cannot be told what of the text is that message; {_ADVICE}"
+        by_option = (
+            role == "assistant" and self._conversation.trained[i] is None and i != _assistant(self._conversation)[-1]
+        )
+        return (
+            f"writes the conversation up to message {i + 1} ({role}) differently where it goes on, so that it cannot "
+            f"be told what of the text is that message; {_ADVICE}"
             + (", or --dataloader.train_on last_assistant, which needs one turn's beginning only" if by_option else "")
         )
