@@ -144,7 +144,7 @@ def _call(function: Callable[..., object], arguments: dict[str, str], module: st
 
 
 def _with_registered_name(config: Any, function: Callable[..., object]) -> Any:
-    """Note in a configuration, where it has a field for that, under which name it is registered."""
+    """Return a configuration with the name that it is registered under, if it has a field for the name."""
     if not any(field.name == "registered_as" for field in dataclasses.fields(config)):
         return config
     module = function.__module__.removesuffix(".config_registry")

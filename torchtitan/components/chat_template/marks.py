@@ -1,11 +1,11 @@
-"""Generation marks for published templates that have none, and whose turns cannot be told apart by prefixes.
+"""Generation marks for published templates that have none and whose turns prefixes cannot separate.
 
-The marks are edits of the template's own text. They move the header of an assistant's turn in front of a
-`{% generation %}` and put `{% endgeneration %}` behind the token that ends the turn; what is rendered stays the same,
-and so does what is refused. A template is known by the digest of its text: a copy that somebody changed is another
-template. To add one, add an entry to `_KNOWN`, and its text to `tests/chat_templates`.
+The marks are edits of the template's own text. They move the header of an assistant's turn in front of
+`{% generation %}` and put `{% endgeneration %}` after the token that ends the turn; the rendered text and the refused
+conversations stay the same. A template is recognized by the digest of its text, so an edited copy is another template.
+To add one, add an entry to `_KNOWN` and the text to `tests/chat_templates`.
 
-The quoted text is of Qwen3 (Apache-2.0, Alibaba Cloud), Phi-3 (MIT, Microsoft Corporation) and gpt-oss (Apache-2.0,
+The quoted text is from Qwen3 (Apache-2.0, Alibaba Cloud), Phi-3 (MIT, Microsoft Corporation) and gpt-oss (Apache-2.0,
 OpenAI).
 """
 

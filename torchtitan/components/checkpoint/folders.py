@@ -129,8 +129,8 @@ def resumable(folder: Folder) -> list[CheckpointInfo]:
 
 
 def finished(folder: Folder) -> list[CheckpointInfo]:
-    """The complete checkpoints in `folder` in which runs have ended, without what resuming takes, in the order of their
-    steps. Those of loops without a `RunIdentity`, which a later run may replace, are not among them."""
+    """Return the complete checkpoints in `folder` that end a run and cannot be resumed from, in order of their steps.
+    Checkpoints without a `RunIdentity`, which a later run may replace, are left out."""
     complete = [info for info in list_checkpoints(folder) if info.marker and not info.damage]
     return [info for info in complete if info.kind != "full" and info.marker and info.marker.identity]
 
@@ -276,9 +276,9 @@ def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
 def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[int], bool] | None = None) -> None:
     """Keep `keep_latest_k` (0: all) of the complete checkpoints up to `step`, the one just saved, and remove the rest.
 
-    The newest full one always stays, since without it the run could not be continued. So do those in which a run has
-    ended (`finished`). Those found damaged stay, as evidence. Those of later steps stay as well: a run that went back
-    replaces them as it reaches their steps.
+    The newest full one always stays, since without it the run could not be continued. So does the end of a run
+    (`finished`). Those found damaged stay, as evidence. Those of later steps stay too: a run that went back replaces
+    them as it reaches their steps.
 
     Args:
         folder: where the checkpoints lie.

@@ -10,7 +10,7 @@ from torchtitan.tools.errors import UserError
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What stays the same for as long as a run lives, however often it is stopped and resumed."""
+    """Properties that stay the same as long as a run lives, however often it is stopped and resumed."""
 
     properties: Mapping[str, Any]
     """Name → JSON-ready value; `content` and `location` make those that two runs may name differently."""
@@ -19,7 +19,7 @@ class RunIdentity:
     """The `steps` or `epochs` asked for. They may change; a finished run is recognized by them."""
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the properties that differ from those in a checkpoint's marker, in words.
+        """Return the properties that differ from the ones saved in a checkpoint's marker, in words.
 
         A property that only one side knows counts as equal: a configuration built in Python has no registered name.
         """
@@ -32,23 +32,23 @@ class RunIdentity:
 
 
 def content(location: str, digest: str) -> dict[str, str]:
-    """Return the property of something that is told by its content, wherever it lies.
+    """Return a property that is compared by content, wherever the files are.
 
     Args:
-        location: its path or another description; compared where a digest is missing.
-        digest: of its content; empty if that cannot be read.
+        location: path or another description; compared if a digest is missing.
+        digest: digest of the content; empty if the content cannot be read.
     """
     return {"location": location, "digest": digest}
 
 
 def location(given: Any, absolute: Any) -> dict[str, Any]:
-    """Return the property of files that are told by their path: the same words or the same absolute path will do, since
-    a run may move as a whole, and be resumed from another working directory."""
+    """Return a property that is compared by path. The same words or the same absolute path are enough: a run may move
+    as a whole, and may be resumed from another working directory."""
     return {"given": given, "absolute": absolute}
 
 
 def base_weights(initial_load_path: str) -> dict[str, str]:
-    """Return the property of the weights that a run begins from; they need not be there anymore when it resumes."""
+    """Return the property of the weights that a run begins from, which may be gone by the time it resumes."""
     if not initial_load_path:
         return content("none", "")
     origin = Origin.at(initial_load_path)

@@ -56,8 +56,8 @@ class CheckpointManager(Configurable):
         export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
         frozen_from: what the weights that are not trained begin as; for `trained_only`, where a run resumes
             after `initial_loads` have given it these weights.
-        identity: gives the run's identity; called on rank 0. Checkpoints carry it, and those of another run are
-            refused. None: every checkpoint in the folder is taken for the run's own.
+        identity: returns the run's identity; called on rank 0. Checkpoints carry it, and checkpoints of another run are
+            refused. None: every checkpoint in the folder counts as the run's own.
 
     Raises:
         UserError: where the configuration does not hold together, or with the model.
@@ -406,7 +406,7 @@ class CheckpointManager(Configurable):
         return step <= self._resumed_step or step in self._saved_steps
 
     def _find_finished_steps(self) -> set[int]:
-        # Who goes back to an earlier step means to do what follows anew.
+        # A user who goes back to an earlier step wants to repeat the rest of the run.
         keeps = self.config.saves and self.config.load_step == -1
         return {info.step for info in folders.finished(self.folder)} if keeps else set()
 

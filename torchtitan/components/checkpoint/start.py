@@ -111,7 +111,7 @@ def _find_start(config: "CheckpointManager.Config", folder: Folder, identity: Ru
 
 
 def _stop_if_finished(folder: Folder, identity: RunIdentity, own: Sequence[CheckpointInfo]) -> None:
-    """Find that the run has ended in a checkpoint that it cannot resume from.
+    """Raise if the run has ended in a checkpoint that it cannot resume from.
 
     Args:
         folder: holds its checkpoints.
@@ -120,7 +120,7 @@ def _stop_if_finished(folder: Folder, identity: RunIdentity, own: Sequence[Check
 
     Raises:
         RunComplete: if nothing is left to train.
-        UserError: if more steps are asked for, which could only begin anew, beside the finished model.
+        UserError: if more steps are asked for, which would have to start again at step 1 in the finished run's folder.
     """
     finished = folders.finished(folder)
     if not finished or (own and own[-1].step > finished[-1].step):
