@@ -101,6 +101,8 @@ class Report:
     """Samples whose content spells special tokens, which are encoded as such."""
     dropped: dict[str, Tally] = field(default_factory=dict)
     """By reason: the option that decides."""
+    unread: list[str] = field(default_factory=list)
+    """The columns that are not read, though they look as if they mattered."""
 
     @property
     def n_dropped(self) -> int:
