@@ -287,6 +287,16 @@ def test_the_report(folder):
         "dropped: broken": "1",
     }
     assert "rows.jsonl:21, rows.jsonl:22: " in events["dropped: too_long"][1]
+    assert page.row("the run")[1] == f"1 step, 2 windows of {SEQ_LEN} tokens in each"
+
+
+def test_columns_that_are_not_read(folder, capsys):
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A lion."}]
+    write(folder / "rows.jsonl", [{"messages": turns, "score": 1}, {"messages": turns, "images": ["x.png"]}])
+    page = inspect(*SFT, *options(dataloader__dataset=["rows.jsonl"], training__steps=2, training__local_batch_size=1))
+    assert page.row("the run")[1] == f"2 steps, 1 window of {SEQ_LEN} tokens in each"
+    assert ["rows.jsonl", "columns not read", "", "score, images"] in page.cells
+    assert capsys.readouterr().err.count("the columns score, images are not read") == 1
 
 
 def test_the_histogram_adds_up(chats):

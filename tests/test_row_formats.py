@@ -132,12 +132,10 @@ class TestRecognition:
         assert find_format(columns, "text", {}, "sft").name == "text"
 
     def test_nothing_fits(self):
-        with raises(
-            "the rows have the columns frage, antwort, which fit none of the formats (messages: messages;"
-        ) as e:
+        with raises("the rows have the columns frage, antwort, which fit none of the formats; name them by") as e:
             find_format(["frage", "antwort"], "auto", {}, "sft")
         assert "prompt_response: prompt, response" in str(e.value)
-        assert "--dataloader.columns OURS=THEIRS" in str(e.value) and "--dataloader.format" in str(e.value)
+        assert "--dataloader.columns OURS=THEIRS, or choose another --dataloader.format: messages: m" in str(e.value)
         with raises("the rows have the columns frage, and 'text' needs text"):
             find_format(["frage"], "text", {}, "sft")
         with raises("'mesages' is none of: auto, messages, conversations, instruction"):
@@ -192,13 +190,16 @@ class TestRecognition:
             {"instruction": "q", "output": "c", "chosen": "a", "rejected": "b"},
             {"problem": "q", "chosen": "a", "rejected": "b"},
             {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION]},
+            {"messages": [QUESTION], "chosen": [QUESTION, ANSWER], "rejected": [QUESTION]},
             {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
         ],
     )
     def test_the_option_that_imitates_one_answer_of_a_pair(self, row):
         with raises("which are for preference training; to imitate one of them") as caught:
             find_format(list(row), "auto", {}, "sft")
-        [option] = re.findall(r"--dataloader.columns (\S+),", str(caught.value))
+        [option] = re.findall(r"--dataloader.columns ([a-z_=]+)", str(caught.value))
+        formats = re.findall(r", and to read neither, choose --dataloader.format (\S+)", str(caught.value))
+        assert formats == (["messages"] if "messages" in row else ["instruction"] if "instruction" in row else [])
         assert converted(row, mapping=parse_columns([option])) == Conversation([QUESTION, ANSWER])
 
     def test_mapping_of_a_column_that_is_there_as_well(self):

@@ -50,7 +50,7 @@ class FittedSamples:
         self.lengths: Array = np.minimum(lengths[keep], max_length)
         """Tokens of the longest sequence of each sample, (n_samples,)."""
         if not len(self._indices):
-            raise none_left(name, self.report)
+            raise none_left(name, self.report, self.warnings())
 
     @property
     def n_samples(self) -> int:
@@ -78,8 +78,8 @@ class FittedSamples:
         if dropped > MANY_TOO_LONG * self.report.rows:
             yield (
                 f"{dropped:,} of {self.report.rows:,} rows ({dropped / self.report.rows:.1%}) are dropped because they "
-                f"have more than {self.max_length:,} tokens: raise --training.seq_len, or cut them by "
-                f"--dataloader.too_long {self._cuts}"
+                f"have more than {self.max_length:,} tokens: raise --training.seq_len"
+                + (f", or cut them by --dataloader.too_long {self._cuts}" if self._too_long == "drop" else "")
             )
 
     @property

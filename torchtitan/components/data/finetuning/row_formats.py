@@ -231,10 +231,11 @@ def _to_imitate_one(known: Mapping[str, str]) -> UserError:
     endings = [(f.required[:-1], f.required[-1]) for f in FORMATS if f.kind == "sft"]
     suited = [(before, last) for before, last in endings if set(before) <= set(known) and last not in known]
     _, answer = max(suited, key=lambda ending: len(ending[0]))
+    neither = _recognize(known, "sft")
     return UserError(
         f"the rows have {known['chosen']} and {known['rejected']}, which are for preference training; to imitate one "
-        f"of them, name it by --dataloader.columns {answer}={known['chosen']}, and to read neither, choose a "
-        "--dataloader.format, such as messages"
+        f"of them, name it by --dataloader.columns {answer}={known['chosen']}"
+        + (f", and to read neither, choose --dataloader.format {neither.name}" if neither else "")
     )
 
 
@@ -246,13 +247,13 @@ def _not_fitting(columns: Sequence[str], named: RowFormat | None, kind: Kind) ->
             "two answers to a prompt, in the columns chosen and rejected"
         )
     if named:
-        lack, suggested = f"and {named.name!r} needs {_needs(named)}", "OURS=THEIRS"
+        lack, suggested, formats = f"and {named.name!r} needs {_needs(named)}", "OURS=THEIRS", ""
     else:
-        lack = f"which fit none of the formats ({_overview(kind)})"
+        lack, formats = "which fit none of the formats", f": {_overview(kind)}"
         suggested = suggested_columns(columns) if kind == "sft" else "OURS=THEIRS"
     return UserError(
-        f"the rows have the columns {', '.join(columns) or '(none)'}, {lack}: name them by --dataloader.columns "
-        f"{suggested}, or choose another --dataloader.format"
+        f"the rows have the columns {', '.join(columns) or '(none)'}, {lack}; name them by --dataloader.columns "
+        f"{suggested}, or choose another --dataloader.format{formats}"
     )
 
 
