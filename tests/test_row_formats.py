@@ -190,7 +190,6 @@ class TestRecognition:
             {"instruction": "q", "output": "c", "chosen": "a", "rejected": "b"},
             {"problem": "q", "chosen": "a", "rejected": "b"},
             {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION]},
-            {"messages": [QUESTION], "chosen": [QUESTION, ANSWER], "rejected": [QUESTION]},
             {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
         ],
     )
@@ -199,8 +198,14 @@ class TestRecognition:
             find_format(list(row), "auto", {}, "sft")
         [option] = re.findall(r"--dataloader.columns ([a-z_=]+)", str(caught.value))
         formats = re.findall(r", and to read neither, choose --dataloader.format (\S+)", str(caught.value))
-        assert formats == (["messages"] if "messages" in row else ["instruction"] if "instruction" in row else [])
+        assert formats == (["instruction"] if "instruction" in row else [])
         assert converted(row, mapping=parse_columns([option])) == Conversation([QUESTION, ANSWER])
+
+    def test_answers_beside_a_conversation_need_a_function(self):
+        """No option joins a conversation with the turn that follows it."""
+        with raises("to imitate one of them, write a function that gives the whole conversation") as caught:
+            find_format(["conversations", "chosen", "rejected"], "auto", {}, "sft")
+        assert str(caught.value).endswith("and to read neither, choose --dataloader.format conversations")
 
     def test_mapping_of_a_column_that_is_there_as_well(self):
         row = {"prompt": "no", "question": "q", "response": "a"}

@@ -232,10 +232,13 @@ def _to_imitate_one(known: Mapping[str, str]) -> UserError:
     suited = [(before, last) for before, last in endings if set(before) <= set(known) and last not in known]
     _, answer = max(suited, key=lambda ending: len(ending[0]))
     neither = _recognize(known, "sft")
+    if neither and neither.name in ("messages", "conversations"):  # which the answers may continue or repeat
+        advice = "write a function that gives the whole conversation, --dataloader.format my_rows.py:function"
+    else:
+        advice = f"name it by --dataloader.columns {answer}={known['chosen']}"
     return UserError(
         f"the rows have {known['chosen']} and {known['rejected']}, which are for preference training; to imitate one "
-        f"of them, name it by --dataloader.columns {answer}={known['chosen']}"
-        + (f", and to read neither, choose --dataloader.format {neither.name}" if neither else "")
+        f"of them, {advice}" + (f", and to read neither, choose --dataloader.format {neither.name}" if neither else "")
     )
 
 
