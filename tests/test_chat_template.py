@@ -80,6 +80,22 @@ def test_keys_without_value_and_reasoning_are_as_in_transformers(stories: Path) 
     assert messages[0]["content"] is None  # the caller's messages stay as they are
 
 
+def test_an_empty_list_of_tools_is_none(stories: Path) -> None:
+    """Llama 3.1's template asks whether there is a list, not whether there is something in it."""
+    transformers = pytest.importorskip("transformers")
+    source = (
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ 'Environment' if tools is not none }}"
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(stories / "tokenizer.json"))
+    expected = reference.apply_chat_template(TURNS, tools=None, chat_template=source, tokenize=False)
+    assert reference.apply_chat_template(TURNS, tools=[], chat_template=source, tokenize=False) != expected
+    template = ChatTemplate(source)
+    for nothing in (None, []):
+        assert template.render(TURNS, tools=nothing, add_generation_prompt=False) == expected
+        assert template.render_marked(TURNS, tools=nothing)[0] == expected
+
+
 def test_end_of_turn() -> None:
     assert ChatTemplate(BUILT_IN_TEMPLATES["chatml"]).end_of_turn() == "<|im_end|>"
     assert ChatTemplate("{{ raise_exception('no') }}").end_of_turn() == ""

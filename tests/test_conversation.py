@@ -37,8 +37,22 @@ def test_parts_are_joined():
     image = {"type": "image_url", "image_url": {"url": "x"}}
     with raises("message 2: its content has a part of the type 'image_url'", BrokenSample):
         normalize([SYSTEM, {"role": "user", "content": [image]}])
-    with raises("the text of a part is a NoneType", BrokenSample):
-        normalize([{"role": "user", "content": [{"type": "text"}]}])
+    with raises("a part of its content has no text, but has type, txt", BrokenSample):
+        normalize([{"role": "user", "content": [{"type": "text", "txt": "x"}]}])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "text", "value": "one"},
+        {"type": "text", "text": None, "value": "one"},
+        {"type": "text", "content": "one"},
+        {"type": "input_text", "text": "one"},
+        {"type": "output_text", "text": "one", "annotations": []},
+    ],
+)
+def test_parts_of_other_spellings(part):
+    assert normalize([{"role": "user", "content": [part, "!"]}]).messages == [{"role": "user", "content": "one!"}]
 
 
 def test_tool_calls():
@@ -66,7 +80,9 @@ def test_tool_call_without_arguments_or_wrapping(arguments):
     ("message", "error"),
     [
         ({"role": "bot", "content": "x"}, "its role is 'bot', and must be one of: system, developer, user"),
-        ({"content": "x"}, "its role is None"),
+        ({"content": "x"}, "it has no role, but has content"),
+        ({"speaker": "user", "text": "x"}, "it has no role, but has speaker, text"),
+        ({"role": "user", "text": "x"}, "the role 'user' has no content, but has text"),
         ({"role": ["user"], "content": "x"}, "its role is ['user']"),
         ({"role": "user", "content": None}, "the role 'user' has no content"),
         ({"role": "assistant", "tool_calls": []}, "has no content and no tool_calls"),
@@ -76,8 +92,14 @@ def test_tool_call_without_arguments_or_wrapping(arguments):
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "a tool call has no name"),
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}, "should be JSON"),
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "is a list, and must be an"),
-        ({"role": "assistant", "content": "x", "weight": 0.5}, "its weight is 0.5, and must be 0 or 1"),
-        ({"role": "assistant", "content": "x", "train": "no"}, "its train is 'no', and must be a boolean"),
+        (
+            {"role": "assistant", "content": "x", "weight": 0.5},
+            "its weight is 0.5, and must be 0 or false (not",
+        ),
+        ({"role": "assistant", "content": "x", "loss_weight": 2}, "its loss_weight is 2, and must be 0 or false"),
+        ({"role": "assistant", "content": "x", "train_detail": []}, "its train_detail is not read: a message is"),
+        ({"role": "assistant", "content": "x", "mask": 0}, "its mask is not read: a message is trained as a whole"),
+        ({"role": "assistant", "content": "x", "train": "no"}, "its train is 'no', and must be 0 or false"),
         ({"role": "assistant", "content": "x", "weight": 1, "train": False}, "weight is 1 and its train is False"),
         ("hello", "the message should be JSON"),
         (None, "the message is a NoneType, and must be an object"),
@@ -96,10 +118,13 @@ def test_weights_move_out_of_the_messages():
         QUESTION,
         {**ANSWER, "weight": 1.0, "train": True},
         {**ANSWER, "train": False},
+        {**ANSWER, "loss_weight": 0.0},
+        {**ANSWER, "loss": True},
+        {**ANSWER, "training": 0},
     ]
     conversation = normalize(turns)
-    assert conversation.trained == [None, False, None, True, False]
-    assert conversation.messages == [QUESTION, ANSWER, QUESTION, ANSWER, ANSWER]
+    assert conversation.trained == [None, False, None, True, False, False, True, False]
+    assert conversation.messages == [QUESTION, ANSWER, QUESTION, *[ANSWER] * 5]
 
 
 def test_none_at_all():
@@ -121,7 +146,7 @@ def test_as_json_text():
         converted({"messages": "hello"})
 
 
-@pytest.mark.parametrize("tools", [None, "", "[]", "null", []])
+@pytest.mark.parametrize("tools", [None, "", " ", "[]", "null", []])
 def test_no_tools(tools):
     assert converted({"messages": [QUESTION], "tools": tools}) == Conversation([QUESTION])
 
@@ -175,8 +200,85 @@ def test_calls_get_ids_that_their_results_have():
     results = [message for message in messages if message["role"] == "tool"]
     assert [message.get("tool_call_id") for message in results] == [*ids, None]
     assert [message["content"] for message in messages] == ["q", None, "1", "2", None, "3", "a", "4"]
-    with raises("the function_call in message 1 should be JSON", BrokenSample):
+    with raises("message 1: the function_call should be JSON", BrokenSample):
         converted({"conversations": [{"from": "function_call", "value": "f(x)"}]})
+
+
+def test_speakers_of_other_names():
+    speakers = ["human", "ai", "user", "model", "function", "gpt"]
+    roles = ["user", "assistant", "user", "assistant", "tool", "assistant"]
+    expected = Conversation([{"role": role, "content": "x"} for role in roles])
+    assert converted({"messages": [{"role": speaker, "content": "x"} for speaker in speakers]}) == expected
+    assert converted({"conversations": [{"from": speaker, "value": "x"} for speaker in speakers]}) == expected
+    assert converted({"messages": [json.dumps({"role": speaker, "content": "x"}) for speaker in speakers]}) == expected
+
+
+def legacy_calls() -> list[dict]:
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    return [
+        QUESTION,
+        {"role": "assistant", "content": "", "function_call": call},
+        {"role": "function", "name": "f", "content": "2"},
+        {"role": "assistant", "content": None, "function_call": {**call, "arguments": ""}},
+        {"role": "function", "name": "f", "content": "3"},
+        ANSWER,
+    ]
+
+
+def test_legacy_function_calls():
+    """As OpenAI's format had them before `tool_calls`."""
+
+    def calling(name, arguments):
+        return [{"id": name, "type": "function", "function": {"name": "f", "arguments": arguments}}]
+
+    functions = [{"name": "f", "parameters": {"type": "object"}}]
+    expected = Conversation(
+        [
+            QUESTION,
+            {"role": "assistant", "content": "", "tool_calls": calling("call00000", {"x": 1})},
+            {"role": "tool", "name": "f", "content": "2", "tool_call_id": "call00000"},
+            {"role": "assistant", "content": None, "tool_calls": calling("call00001", {})},
+            {"role": "tool", "name": "f", "content": "3", "tool_call_id": "call00001"},
+            ANSWER,
+        ],
+        [{"type": "function", "function": functions[0]}],
+    )
+    turns = legacy_calls()
+    assert converted({"messages": turns, "functions": functions}) == expected
+    assert converted({"messages": list(map(json.dumps, turns)), "functions": json.dumps(functions)}) == expected
+    assert turns == legacy_calls()  # the row is not changed
+    only_call = {"messages": turns[:2]}
+    assert converted(only_call).messages == expected.messages[:2]  # it is not an empty answer
+    both = {**turns[1], "tool_calls": [{"name": "f"}]}
+    with raises("message 2: it has tool_calls and a function_call", BrokenSample):
+        converted({"messages": [QUESTION, both]})
+    without = {"role": "assistant", "content": "a", "function_call": None}
+    assert converted({"messages": [QUESTION, without]}) == Conversation([QUESTION, ANSWER])
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_plain_texts_are_of_the_user_and_the_assistant_in_turn(column):
+    assert converted({column: ["q", "a", "q"], "system": "s"}) == Conversation([SYSTEM, QUESTION, ANSWER, QUESTION])
+    assert converted({column: json.dumps(["q", "a"])}) == Conversation([QUESTION, ANSWER])
+    with raises("message 1: the message should be JSON", BrokenSample):
+        converted({column: ['{"role": "user", "content": "q"', json.dumps(ANSWER)]})
+
+
+def test_a_transcript():
+    text = "\n\nHuman: q\n\nwith Human: inside\n\nAssistant: a\n\nHuman: q\n\nAssistant: a"
+    first = {"role": "user", "content": "q\n\nwith Human: inside"}
+    assert converted({"conversations": text}) == Conversation([first, ANSWER, QUESTION, ANSWER])
+    for other in ("Human: q", "q\n\nAssistant: a", "hello"):
+        with raises("; running text is read by --dataloader.columns text=conversations", BrokenSample):
+            converted({"conversations": other})
+
+
+def test_a_turn_without_its_text():
+    with raises("message 1: it has no value, but has text", BrokenSample):
+        converted({"conversations": [{"from": "human", "text": "q"}]})
+    assert converted({"conversations": [{"from": "human", "content": "q"}, {"role": "gpt", "content": "a"}]}) == (
+        Conversation([QUESTION, ANSWER])
+    )
 
 
 def test_openai_turns_under_the_name():

@@ -125,7 +125,7 @@ def failure(capsys, *words: str) -> str:
     """The one line that a wrong command ends with."""
     capsys.readouterr()
     assert main(["data", *words]) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if " INFO " not in line]
+    [line] = [line for line in capsys.readouterr().err.splitlines() if not re.search(" (INFO|WARNING) ", line)]
     return line
 
 
@@ -277,7 +277,7 @@ def test_the_report(folder):
     n_tokens = sum(len(loader.samples.sample(i).ids) for i in range(20))
     n_trained = sum(int(loader.samples.sample(i).trained.sum()) for i in range(20))
     name, form, read, kept, cut, dropped, tokens, trained, share, _, allowed = page.row("rows.jsonl")
-    assert (form, read, kept, cut, dropped, allowed) == ("messages", "24", "20", "0", "4", "any")
+    assert (form, read, kept, cut, dropped, allowed) == ("messages", "24", "20", "0", "4", "no limit")
     assert (int(tokens), int(trained)) == (n_tokens, n_trained)
     assert share == f"{n_trained / n_tokens:.1%}"
     events = {cells[1]: cells[2:] for cells in page.cells if cells[0] == "rows.jsonl" and len(cells) == 4}
@@ -287,6 +287,16 @@ def test_the_report(folder):
         "dropped: broken": "1",
     }
     assert "rows.jsonl:21, rows.jsonl:22: " in events["dropped: too_long"][1]
+    assert page.row("the run")[1] == f"1 step, 2 windows of {SEQ_LEN} tokens in each"
+
+
+def test_columns_that_are_not_read(folder, capsys):
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A lion."}]
+    write(folder / "rows.jsonl", [{"messages": turns, "score": 1}, {"messages": turns, "images": ["x.png"]}])
+    page = inspect(*SFT, *options(dataloader__dataset=["rows.jsonl"], training__steps=2, training__local_batch_size=1))
+    assert page.row("the run")[1] == f"2 steps, 1 window of {SEQ_LEN} tokens in each"
+    assert ["rows.jsonl", "columns not read", "", "score, images"] in page.cells
+    assert capsys.readouterr().err.count("the columns score, images are not read") == 1
 
 
 def test_the_histogram_adds_up(chats):

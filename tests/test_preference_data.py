@@ -184,6 +184,36 @@ class TestTooLong:
         with pytest.raises(UserError, match="no row of data.jsonl is left(.|\n)*too_long: 2"):
             build(tokenizer)
 
+    @pytest.mark.parametrize("too_long", ["drop", "truncate_left"])
+    def test_the_advice_is_a_choice_that_there_is(self, tokenizer, folder, caplog, too_long):
+        write(folder / "data.jsonl", self.ROWS)
+        with caplog.at_level("WARNING", logger="torchtitan"):
+            build(tokenizer, too_long=too_long)
+        [warning] = caplog.messages
+        advice = ", or cut them by --dataloader.too_long truncate_left" * (too_long == "drop")
+        assert warning.endswith(f"have more than {SEQ_LEN + 1} tokens: raise --training.seq_len{advice}")
+
+
+def test_transcripts_are_the_pairs_that_they_say(tokenizer, folder):
+    """Anthropic's HH as it is published, beside the same pairs with their prompts."""
+    write(folder / "plain.jsonl", pairs(3))
+    asked = [f"\n\nHuman: {pair['prompt']}\n\nAssistant: " for pair in pairs(3)]
+    rows = [
+        {side: prompt + pair[side] for side in ("chosen", "rejected")}
+        for prompt, pair in zip(asked, pairs(3), strict=True)
+    ]
+    write(folder / "data.jsonl", rows)
+    for batch, expected in zip(
+        build(tokenizer, **in_order()), build(tokenizer, dataset=["plain.jsonl"], **in_order()), strict=True
+    ):
+        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+
+
+def test_rows_with_a_label_are_no_pairs(tokenizer, folder):
+    write(folder / "data.jsonl", [{"prompt": "a", "completion": "b", "label": True}])
+    with pytest.raises(UserError, match="the column label, which judges one answer each, as for KTO"):
+        build(tokenizer)
+
 
 def test_empty_and_broken_rows(tokenizer, folder):
     same = {"prompt": "Is it?", "chosen": "No.", "rejected": "No."}

@@ -68,6 +68,15 @@ def converted(row: dict, kind: str = "sft", format: str = "auto", mapping: dict 
             ],
         ),
         (
+            {"instruction": "q", "context": "i", "response": "a", "category": "c"},
+            [{**QUESTION, "content": "q\n\ni"}, ANSWER],
+        ),
+        ({"id": "1", "system_prompt": "s", "question": "q", "response": "a"}, [SYSTEM, QUESTION, ANSWER]),
+        ({"system_prompt": "", "question": "q", "response": "a"}, [QUESTION, ANSWER]),
+        ({"query": "q", "response": "a", "type": "t", "original_question": "o"}, [QUESTION, ANSWER]),
+        ({"problem": "q", "solution": "a", "answer": "3", "source": "s"}, [QUESTION, ANSWER]),
+        ({"problem": "p", "solution": "s", "messages": [QUESTION, ANSWER]}, [QUESTION, ANSWER]),
+        (
             {"instruction": "r", "output": "b", "history": [["q", "a"]], "system": "s"},
             [SYSTEM, QUESTION, ANSWER, {"role": "user", "content": "r"}, {"role": "assistant", "content": "b"}],
         ),
@@ -91,8 +100,13 @@ def test_columns_of_texts(row, messages):
         ({"instruction": "q", "output": "a", "history": 1}, "history must be a list of pairs of texts", BrokenSample),
         ({"instruction": "q", "output": "a", "history": True}, "history must be a list of pairs", BrokenSample),
         ({"prompt": "q", "response": [{"role": "assistant", "content": ""}]}, "messages are empty", EmptySample),
-        ({"instruction": "q", "output": "a", "history": [["q", None]]}, "the role 'assistant' has no", BrokenSample),
+        (
+            {"instruction": "q", "output": "a", "history": [["q", None]]},
+            "the role 'assistant' has no content",
+            BrokenSample,
+        ),
         ({"prompt": "q", "response": "a", "system": 3}, "the system is an int", BrokenSample),
+        ({"prompt": "q", "response": [QUESTION, ANSWER]}, "--dataloader.columns messages=NAME", BrokenSample),
     ],
 )
 def test_rows_that_cannot_be_used(row, error, kind):
@@ -118,16 +132,29 @@ class TestRecognition:
         assert find_format(columns, "text", {}, "sft").name == "text"
 
     def test_nothing_fits(self):
-        with raises(
-            "the rows have the columns frage, antwort, which fit none of the formats (messages: messages;"
-        ) as e:
+        with raises("the rows have the columns frage, antwort, which fit none of the formats; name them by") as e:
             find_format(["frage", "antwort"], "auto", {}, "sft")
         assert "prompt_response: prompt, response" in str(e.value)
-        assert "--dataloader.columns OURS=THEIRS" in str(e.value) and "--dataloader.format" in str(e.value)
+        assert "--dataloader.columns OURS=THEIRS, or choose another --dataloader.format: messages: m" in str(e.value)
         with raises("the rows have the columns frage, and 'text' needs text"):
             find_format(["frage"], "text", {}, "sft")
         with raises("'mesages' is none of: auto, messages, conversations, instruction"):
             find_format(["messages"], "mesages", {}, "sft")
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {"Input": "q", "Output": "a"},
+            {"inputs": "q", "targets": "a", "task": "t"},
+            {"dialogue": [QUESTION, ANSWER], "id": 1},
+            {"user": "q", "assistant": "a"},
+        ],
+    )
+    def test_the_error_names_the_option_that_reads_the_columns(self, row):
+        with raises("which fit none of the formats") as caught:
+            find_format(list(row), "auto", {}, "sft")
+        [options] = re.findall(r"--dataloader.columns (.*), or choose", str(caught.value))
+        assert converted(row, mapping=parse_columns(options.split())) == Conversation([QUESTION, ANSWER])
 
     def test_mapping(self):
         mapping = parse_columns(["prompt=frage", "response = antwort"])
@@ -154,6 +181,31 @@ class TestRecognition:
         row = {"prompt": "q", "chosen": "a", "rejected": "b"}
         assert converted(row, mapping={"response": "chosen"}) == Conversation([QUESTION, ANSWER])
         assert converted({"messages": [QUESTION, ANSWER], **row}, format="messages") == Conversation([QUESTION, ANSWER])
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+            {"question": "q", "chosen_messages": [ANSWER], "rejected_messages": [ANSWER]},
+            {"instruction": "q", "output": "c", "chosen": "a", "rejected": "b"},
+            {"problem": "q", "chosen": "a", "rejected": "b"},
+            {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION]},
+            {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
+        ],
+    )
+    def test_the_option_that_imitates_one_answer_of_a_pair(self, row):
+        with raises("which are for preference training; to imitate one of them") as caught:
+            find_format(list(row), "auto", {}, "sft")
+        [option] = re.findall(r"--dataloader.columns ([a-z_=]+)", str(caught.value))
+        formats = re.findall(r", and to read neither, choose --dataloader.format (\S+)", str(caught.value))
+        assert formats == (["instruction"] if "instruction" in row else [])
+        assert converted(row, mapping=parse_columns([option])) == Conversation([QUESTION, ANSWER])
+
+    def test_answers_beside_a_conversation_need_a_function(self):
+        """No option joins a conversation with the turn that follows it."""
+        with raises("to imitate one of them, write a function that gives the whole conversation") as caught:
+            find_format(["conversations", "chosen", "rejected"], "auto", {}, "sft")
+        assert str(caught.value).endswith("and to read neither, choose --dataloader.format conversations")
 
     def test_mapping_of_a_column_that_is_there_as_well(self):
         row = {"prompt": "no", "question": "q", "response": "a"}
@@ -212,6 +264,58 @@ class TestRecognition:
         assert find_format(["prompt", "response"], "auto", {}, "sft").fingerprint == chosen[0].fingerprint
 
 
+class TestLabels:
+    """Rows of KTO: one answer, which is good or bad."""
+
+    @pytest.mark.parametrize("label", [False, "False", "false"])
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {"prompt": "q", "completion": "a"},
+            {"prompt": [QUESTION], "completion": [ANSWER]},
+            {"messages": [QUESTION, ANSWER]},
+        ],
+    )
+    def test_a_bad_answer_is_not_imitated(self, row, label):
+        for column in ("label", "kto_tag"):
+            with raises(f"its {column} is {label!r}: rows whose {column} is true or false judge one answer each"):
+                converted({**row, column: label})
+        with raises("its label is"):
+            function_format(lambda row: row, "sft").convert({**row, "label": label})
+
+    def test_others_are(self):
+        row, expected = {"prompt": "q", "completion": "a"}, Conversation([QUESTION, ANSWER])
+        assert converted({**row, "label": True}) == expected
+        assert converted({**row, "label": False}, format="prompt_completion") == expected
+        assert converted({**row, "label": False}, "prompt") == Prompt(Conversation([QUESTION]), None)
+        assert converted({"text": "t", "label": False}) == Text("t")
+
+    def test_they_are_not_pairs(self):
+        with raises("the rows have the column label, which judges one answer each, as for KTO; preference training"):
+            find_format(["prompt", "completion", "label"], "auto", {}, "preference")
+
+
+@pytest.mark.parametrize(
+    ("row", "unread"),
+    [
+        ({"messages": [], "Label": 0, "score": 0.5, "id": 3, "images": [], "tools": [1]}, ["Label", "score"]),
+        ({"messages": [], "system_prompt": "s", "functions": "[1]", "loss_weight": 0}, ["loss_weight"]),
+        ({"messages": [], "system": "t", "system_prompt": "s", "history": [["q", "a"]]}, ["system_prompt", "history"]),
+        ({"prompt": "q", "response": "a", "context": "c", "rejected": " "}, ["context"]),
+        ({"instruction": "q", "response": "a", "context": "c", "history": []}, []),
+        ({"text": "t", "system": "s", "labels": None}, ["system"]),
+    ],
+)
+def test_columns_that_are_not_read(row, unread):
+    assert find_format(list(row), "auto", {}, "sft").unread(row) == unread
+
+
+def test_columns_that_are_mapped_or_given_to_a_function_are_read():
+    row = {"prompt": "q", "response": "a", "score": "s", "system": "t"}
+    assert find_format(list(row), "auto", {"system": "score"}, "sft").unread(row) == ["system"]
+    assert function_format(as_question, "sft").unread(row) == []
+
+
 class TestPreference:
     def test_texts_after_a_prompt(self):
         pair = converted({"prompt": "q", "chosen": "a", "rejected": "b", "system": "s"}, "preference")
@@ -234,6 +338,24 @@ class TestPreference:
         row = {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER, QUESTION, ANSWER]}
         assert converted(row, "preference") == Pair(Conversation([QUESTION]), [ANSWER], [ANSWER, QUESTION, ANSWER])
 
+    def test_messages_by_their_longer_names(self):
+        row = {"chosen_messages": [QUESTION, ANSWER], "rejected_messages": [QUESTION, {**ANSWER, "content": "b"}]}
+        expected = Pair(Conversation([QUESTION]), [ANSWER], [{**ANSWER, "content": "b"}])
+        assert converted(row, "preference") == converted({"prompt": "q", **row}, "preference") == expected
+
+    @pytest.mark.parametrize("beside", [{}, {"prompt": "q"}])
+    def test_transcripts_that_share_a_beginning(self, beside):
+        """As Anthropic's HH is published."""
+        prompt = "\n\nHuman: q\n\nAssistant: a\n\nHuman: More?\n\nAssistant:"
+        pair = converted({**beside, "chosen": f"{prompt} Yes.", "rejected": f"{prompt} No.\n\nNo!"}, "preference")
+        assert pair == Pair(
+            Conversation([QUESTION, ANSWER, {"role": "user", "content": "More?"}]),
+            [{"role": "assistant", "content": "Yes."}],
+            [{"role": "assistant", "content": "No.\n\nNo!"}],
+        )
+        with raises("rejected is empty", EmptySample):
+            converted({"chosen": f"{prompt} Yes.", "rejected": prompt}, "preference")
+
     def test_turns_of_sharegpt(self):
         turn, call = {"from": "gpt", "value": "b"}, {"from": "function_call", "value": '{"name": "f"}'}
         turns = [{"from": "human", "value": "q"}, call, {"from": "observation", "value": "1"}]
@@ -250,7 +372,12 @@ class TestPreference:
             ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected is empty", EmptySample),
             ({"prompt": "q", "chosen": {**ANSWER, "content": ""}, "rejected": "a"}, "chosen is empty", EmptySample),
             ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, "are the same", EmptySample),
-            ({"chosen": "a", "rejected": "b"}, "there is no column for the prompt", BrokenSample),
+            ({"chosen": "a", "rejected": "b"}, "there is no column for the prompt (name it by", BrokenSample),
+            (
+                {"prompt": "q", "chosen": [ANSWER], "rejected": [{**ANSWER, "loss_weight": 0}]},
+                "has a message that is not to be trained",
+                BrokenSample,
+            ),
             (
                 {"chosen": [QUESTION, ANSWER], "rejected": [SYSTEM, ANSWER]},
                 "have no first message in common",
@@ -273,6 +400,8 @@ class TestPrompts:
         ("row", "expected"),
         [
             ({"prompt": "q"}, Prompt(Conversation([QUESTION]), None)),
+            ({"problem": "q", "solution": "s", "answer": 3}, Prompt(Conversation([QUESTION]), "3")),
+            ({"query": "q", "system_prompt": "s"}, Prompt(Conversation([SYSTEM, QUESTION]), None)),
             ({"question": "q", "answer": "#### 3"}, Prompt(Conversation([QUESTION]), "#### 3")),
             ({"prompt": [SYSTEM, QUESTION], "solution": 3}, Prompt(Conversation([SYSTEM, QUESTION]), "3")),
             ({"messages": [QUESTION], "ground_truth": "x", "answer": None}, Prompt(Conversation([QUESTION]), "x")),

@@ -647,6 +647,70 @@ def test_the_data_is_described_at_the_start(config, tokenizer, caplog):
     assert loader.samples.trained_fraction == pytest.approx(trained / positions)
 
 
+def warnings_of(config, tokenizer, caplog, **runtime):
+    """What is warned of when the data is prepared, then loaded, and loaded again by another rank."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        config.prepare(tokenizer=tokenizer)
+        assert not caplog.messages
+        build(config, tokenizer, **runtime)
+    return caplog.messages
+
+
+def written(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("n_long", "too_long", "warns"), [(1, "drop", False), (2, "drop", True), (2, "truncate_right", False)]
+)
+def test_many_dropped_rows_are_a_warning(config, tokenizer, tmp_path, caplog, n_long, too_long, warns):
+    rows = [{"prompt": "a", "response": "the cat " * (40 if i < n_long else 1)} for i in range(100)]
+    of_rows = replace(config, dataset=[written(tmp_path / "c.jsonl", rows)], too_long=too_long)
+    advice = "raise --training.seq_len, or cut them by --dataloader.too_long truncate_left or truncate_right"
+    expected = f"{of_rows.dataset[0]}: 2 of 100 rows (2.0%) are dropped because they have more than 65 tokens: {advice}"
+    assert warnings_of(of_rows, tokenizer, caplog) == [expected] * warns
+    if n_long == 2 and too_long == "drop":
+        with pytest.raises(UserError, match=f"no row of (.|\n)*dropped, too_long: 2 (.|\n)*{advice}"):
+            build(replace(of_rows, dataset=[written(tmp_path / "d.jsonl", rows[:2])]), tokenizer)
+
+
+def test_columns_that_may_matter_are_named_once(two, tokenizer, tmp_path, caplog):
+    assert warnings_of(two, tokenizer, caplog) == []
+    rows = [{"prompt": "a", "response": "b", "id": i, "score": None} for i in range(50)]
+    rows[20] |= {"weight": 0.5}
+    rows[30] |= {"score": 1, "weight": 0}
+    of_rows = replace(two, dataset=[*two.dataset, written(tmp_path / "c.jsonl", rows)])
+    [warning] = warnings_of(of_rows, tokenizer, caplog)
+    assert warning.startswith(f"{tmp_path}/c.jsonl: the columns weight, score are not read (format prompt_response)")
+    assert warnings_of(of_rows, tokenizer, caplog) == [warning]  # the cache remembers them
+    function = tmp_path / "own.py"
+    function.write_text("def read(row):\n    return {'prompt': row['prompt'], 'response': row['response']}\n")
+    assert warnings_of(replace(of_rows, format=f"{function}:read"), tokenizer, caplog) == []
+
+
+def test_answers_that_a_row_calls_bad_are_refused_with_their_place(config, tokenizer, tmp_path):
+    rows = [{"prompt": "a", "completion": "b", "label": i != 2} for i in range(4)]
+    of_rows = replace(config, dataset=[written(tmp_path / "kto.jsonl", rows)], broken="drop")
+    with pytest.raises(UserError, match=r"kto.jsonl:3: its label is False: .* as for KTO"):
+        build(of_rows, tokenizer)
+    assert len(take(build(replace(of_rows, format="prompt_completion", packing="none"), tokenizer, epochs=1))) == 2
+
+
+def test_a_message_with_a_loss_weight_of_0_is_not_trained(config, tokenizer, tmp_path):
+    turns = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": "ran home", "loss_weight": 0},
+        {"role": "user", "content": "the dog"},
+        {"role": "assistant", "content": "saw the sun", "loss_weight": 1.0},
+    ]
+    of_rows = replace(config, dataset=[written(tmp_path / "c.jsonl", [{"messages": turns}])])
+    [batch] = take(build(of_rows, tokenizer, batch=1, epochs=1))
+    labels = batch["labels"][batch["labels"] != IGNORE_INDEX].tolist()
+    assert tokenizer.decode(labels) == f" saw the sun{tokenizer.decode([tokenizer.eos_id])}"
+
+
 def test_efficiency_is_that_of_an_epoch(config, tokenizer):
     loader = build(config, tokenizer, batch=1, epochs=1)
     batches = take(loader)

@@ -214,10 +214,10 @@ def _refusal(loader: "BaseDataLoader", n_samples: int) -> str:
 
 
 def _facts(run: _Run, n_steps: int, summary: "DataSummary | None") -> list[tuple[str, str]]:
-    training = run.config.training
+    training, windows = run.config.training, _counted(run.samples_per_step, "window")
     facts = [
         ("tokenizer", f"{run.config.hf_assets_path or 'embedded'}, {run.tokenizer.vocab_size:,} tokens"),
-        ("the run", f"{n_steps:,} steps of {run.samples_per_step:,} windows of {training.seq_len:,} positions"),
+        ("the run", f"{_counted(n_steps, 'step')}, {windows} of {training.seq_len:,} tokens in each"),
     ]
     if summary is None:
         return [*facts, ("the data", f"unknown to {run.config.dataloader._owner.__qualname__} before it is read")]
@@ -231,6 +231,10 @@ def _facts(run: _Run, n_steps: int, summary: "DataSummary | None") -> list[tuple
     if summary.packing_efficiency is not None:
         facts.append(("packing efficiency", f"{summary.packing_efficiency:.1%} of all positions hold data"))
     return facts
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _show(options: argparse.Namespace, job: "Job") -> None:

@@ -61,8 +61,8 @@ def sets_table(sets: Sequence[SetSummary]) -> Table:
         "tokens",
         "trained",
         "share",
-        "epochs",
-        "allowed",
+        "times read",
+        "at most",
     )
     return Table("Data sets", columns, [_set_cells(of_set) for of_set in sets])
 
@@ -71,8 +71,8 @@ def _set_cells(of_set: SetSummary) -> list[str]:
     report = of_set.report
     counts = (report.rows, report.kept, report.truncated.count, report.n_dropped, report.tokens, report.trained_tokens)
     share = f"{report.trained_tokens / report.tokens:.1%}" if report.tokens else "-"
-    allowed = "any" if of_set.max_epochs is None else f"{of_set.max_epochs:g}"
-    return [of_set.name, report.format, *(f"{count:,}" for count in counts), share, f"{of_set.epochs:.2f}", allowed]
+    limit = "no limit" if of_set.max_epochs is None else f"{of_set.max_epochs:g}"
+    return [of_set.name, report.format, *(f"{count:,}" for count in counts), share, f"{of_set.epochs:.2f}", limit]
 
 
 def events_table(sets: Sequence[SetSummary]) -> Table:
@@ -85,6 +85,8 @@ def events_table(sets: Sequence[SetSummary]) -> Table:
         rows += [
             [of_set.name, event, f"{tally.count:,}", _examples(tally)] for event, tally in events.items() if tally.count
         ]
+        if report.unread:
+            rows.append([of_set.name, "columns not read", "", ", ".join(report.unread)])
     return Table("Rows left out, cut or remarkable", ("data set", "what", "rows", "for example"), rows)
 
 

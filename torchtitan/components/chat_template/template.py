@@ -87,13 +87,14 @@ class ChatTemplate:
         Args:
             messages: in their order.
             add_generation_prompt: end with the beginning of the assistant's next turn.
-            tools: JSON schemas of the functions that the model may call.
+            tools: JSON schemas of the functions that the model may call. None of them is no tools: an empty list is
+                given to the template as none, since Llama 3.1's, for one, would write something else for it.
             variables: options of this template, such as Qwen3's `enable_thinking`.
 
         Raises:
             UserError: if the template does not take this conversation, with its own words, or fails at it.
         """
-        known = {"tools": tools, "documents": None, **self.variables, **variables}
+        known = {"tools": tools or None, "documents": None, **self.variables, **variables}
         return self._render(messages, {"add_generation_prompt": add_generation_prompt, **known})[0]
 
     def render_marked(
@@ -105,7 +106,7 @@ class ChatTemplate:
             UserError: as `render`; and where the marks are inside of something, such as a macro, whose text is put
                 together before it has a place in the whole.
         """
-        known = {"tools": tools, "documents": None, **self.variables, **variables}
+        known = {"tools": tools or None, "documents": None, **self.variables, **variables}
         rendered, marks = self._render(messages, {"add_generation_prompt": False, **known})
         if any(not rendered.startswith(text, start) for start, text in marks):
             raise UserError(

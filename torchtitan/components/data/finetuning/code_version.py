@@ -15,6 +15,7 @@ SOURCES = (
     "data/rows.py",
     "data/tables.py",
     "data/finetuning/chat_encoding.py",
+    "data/finetuning/column_names.py",
     "data/finetuning/conversation.py",
     "data/finetuning/conversions.py",
     "data/finetuning/filters.py",
@@ -26,6 +27,7 @@ SOURCES = (
     "data/finetuning/row_functions.py",
     "data/finetuning/sample_cache.py",
     "data/finetuning/template_tokens.py",
+    "data/finetuning/turns.py",
 )
 """The modules, as patterns below `torchtitan/components`, by which rows are read, converted, encoded, kept or left out,
 and written."""

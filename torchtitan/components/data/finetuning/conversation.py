@@ -15,6 +15,15 @@ Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+_FLAGS = ("weight", "loss_weight", "loss", "train", "training")
+"""Keys of a message that say whether it is trained."""
+
+_FINE_FLAGS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
+"""Keys of a message that say it in a way that is not read."""
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of a part of a message's content that are text."""
+
 
 class BrokenSample(UserError):
     """A row that cannot be used, and why; the loader's `broken` policy decides what happens to it."""
@@ -78,7 +87,8 @@ def normalize(messages: Any, tools: Any = None) -> Conversation:
 
     - Content in parts (`[{"type": "text", "text": …}, …]`) becomes one text, nothing between the parts.
     - `arguments` of tool calls that are JSON text become objects; ids and names stay.
-    - A message's `weight` (0 or 1) or `train` (a boolean) moves to `Conversation.trained`.
+    - A message's `weight`, `loss_weight`, `loss`, `train` or `training` (0 or 1, or a boolean) moves to
+      `Conversation.trained`.
     - Keys without a value go: tables that keep messages in columns have every key in every message.
     - A function without its `{"type": "function", "function": …}` around it gets that.
 
@@ -135,9 +145,17 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def beside(turn: Mapping[str, Any]) -> str:
+    """What else a turn has that lacks a key, for the message that names the key: `, but has text`."""
+    others = [key for key, value in turn.items() if value is not None and key not in ("role", "from", *_FLAGS)]
+    return f", but has {', '.join(others)}" if others else ""
+
+
 def _message(turn: Mapping[str, Any]) -> Message:
-    message = {key: value for key, value in turn.items() if value is not None and key not in ("weight", "train")}
+    message = {key: value for key, value in turn.items() if value is not None and key not in _FLAGS}
     role = message.get("role")
+    if role is None:
+        raise BrokenSample(f"it has no role{beside(turn)}")
     if role not in ROLES:
         raise BrokenSample(f"its role is {role!r}, and must be one of: {', '.join(ROLES)}")
     given = message.pop("tool_calls", None)
@@ -147,7 +165,8 @@ def _message(turn: Mapping[str, Any]) -> Message:
         message["tool_calls"] = [_tool_call(call) for call in _list(calls, "tool_calls")]
     content = message.get("content")
     if content is None and not calls:
-        raise BrokenSample(f"the role {role!r} has no content" + (" and no tool_calls" if role == "assistant" else ""))
+        lacks = "content and no tool_calls" if role == "assistant" else "content"
+        raise BrokenSample(f"the role {role!r} has no {lacks}{beside(message)}")
     message["content"] = None if content is None else _content(content)
     return message
 
@@ -162,9 +181,12 @@ def _part(part: Any) -> str:
     if isinstance(part, str):
         return checked_text(part, "content")
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-    if kind != "text":
+    if kind not in _TEXT_PARTS:
         raise BrokenSample(f"its content has a part of the type {kind!r}, and only text can be read")
-    return checked_text(part.get("text"), "text of a part")
+    text = next((part[key] for key in ("text", "value", "content") if part.get(key) is not None), None)
+    if text is None:
+        raise BrokenSample(f"a part of its content has no text{beside(part)}")
+    return checked_text(text, "text of a part")
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
@@ -181,7 +203,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    listed = from_json(tools, "tools") if tools not in ("", None) else None
+    listed = None if isinstance(tools, str) and not tools.strip() else from_json(tools, "tools")
     wrapped = []
     for tool in _list(listed or [], "tools"):
         tool = _object(tool, "tool")
@@ -193,13 +215,20 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def _trained(turn: Mapping[str, Any]) -> bool | None:
-    said = {key: turn[key] for key in ("weight", "train") if turn.get(key) is not None}
+    if fine := [key for key in _FINE_FLAGS if turn.get(key) is not None]:
+        raise BrokenSample(
+            f"its {fine[0]} is not read: a message is trained as a whole or not at all, by a weight of 1 or 0"
+        )
+    said = {key: turn[key] for key in _FLAGS if turn.get(key) is not None}
     for key, value in said.items():
         if value not in (0, 1):
-            raise BrokenSample(f"its {key} is {value!r}, and must be " + ("0 or 1" if key == "weight" else "a boolean"))
+            raise BrokenSample(
+                f"its {key} is {value!r}, and must be 0 or false (not trained), or 1 or true (trained); there are no "
+                "weights between"
+            )
     values = {bool(value) for value in said.values()}
     if len(values) > 1:
-        raise BrokenSample(f"its weight is {turn['weight']!r} and its train is {turn['train']!r}")
+        raise BrokenSample("its " + " and its ".join(f"{key} is {value!r}" for key, value in said.items()))
     return values.pop() if values else None
 
 

@@ -4,7 +4,6 @@ All raise `BrokenSample` for a row that cannot be used, and `EmptySample` for on
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from torchtitan.components.data.finetuning.conversation import (
     normalize,
     shortened,
 )
+from torchtitan.components.data.finetuning.turns import alternating, openai_messages, role_of, transcript
 from torchtitan.components.data.readers import kind_of
 
 Cells = dict[str, Any]
@@ -27,17 +27,6 @@ Cells = dict[str, Any]
 
 ANSWERS = ("answer", "solution", "ground_truth")
 """The columns of a reference answer; the first that a row has is read."""
-
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
 
 
 def read_text(row: Cells) -> Text:
@@ -54,19 +43,30 @@ def read_turns(column: str) -> Callable[[Cells], Conversation]:
     return read
 
 
-def read_instruction(row: Cells) -> Conversation:
-    """`instruction` and `output`, an `input` that the instruction is about, pairs of earlier turns in `history`.
+def read_instruction(answer: str) -> Callable[[Cells], Conversation]:
+    """A reader of `instruction` and an answer, an `input` that the instruction is about, pairs of earlier turns in
+    `history`.
 
     The user says the instruction and then, after an empty line, the input.
     """
-    return _conversation(row, [*instruction_in(row), _message("assistant", _filled(row, "output"))])
+
+    def read(row: Cells) -> Conversation:
+        return _conversation(row, [*instruction_in(row), _message("assistant", _filled(row, answer))])
+
+    return read
 
 
 def read_question(question: str, answer: str) -> Callable[[Cells], Conversation]:
-    """A reader of two columns, a text that the user says or turns so far, and what the assistant answers."""
+    """A reader of two columns, a text that the user says or turns so far, and the assistant's answer."""
 
     def read(row: Cells) -> Conversation:
-        return _answered(_conversation(row, [*_turns(row, question, "user"), *_turns(row, answer, "assistant")]))
+        said, answered = _turns(row, question, "user"), _turns(row, answer, "assistant")
+        if (role := role_of(answered[0])) in ("system", "user"):
+            raise BrokenSample(
+                f"{answer} begins with the role {role!r}, and must begin with the assistant; a column of whole "
+                "conversations is named by --dataloader.columns messages=NAME"
+            )
+        return _answered(_conversation(row, [*said, *answered]))
 
     return read
 
@@ -74,13 +74,13 @@ def read_question(question: str, answer: str) -> Callable[[Cells], Conversation]
 def read_pair(prompt: Callable[[Cells], list[Any]]) -> Callable[[Cells], Pair]:
     """A reader of `chosen` and `rejected`, each a text, a message, or messages, that follow a prompt.
 
-    Where they do not begin with the assistant, they are conversations of their own: then the messages that both begin
-    with are the prompt, and `prompt` is not asked.
+    If they do not begin with the assistant, they are conversations of their own, as are texts that are transcripts:
+    then the messages that both begin with are the prompt, and `prompt` is not asked.
     """
 
     def read(row: Cells) -> Pair:
-        chosen, rejected = (_turns(row, column, "assistant") for column in ("chosen", "rejected"))
-        if all(_role(turns) == "assistant" for turns in (chosen, rejected)):
+        chosen, rejected = (_continuation(row, column) for column in ("chosen", "rejected"))
+        if all(role_of(turns[0]) == "assistant" for turns in (chosen, rejected)):
             said = prompt(row)
             n_prompt = len(_conversation(row, said).messages)
             return _pair(_conversation(row, [*said, *chosen]), _conversation(row, [*said, *rejected]), n_prompt)
@@ -100,6 +100,8 @@ def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int) -> Pair:
     )
     if n_prompt == 0:
         raise BrokenSample("chosen and rejected have no first message in common that could be the prompt")
+    if False in (*chosen.trained[n_prompt:], *rejected.trained[n_prompt:]):
+        raise BrokenSample("chosen or rejected has a message that is not to be trained, and answers are compared whole")
     for name, messages in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if messages[0]["role"] != "assistant":
             raise BrokenSample(f"{name} goes on after the prompt with the role {messages[0]['role']!r}")
@@ -160,7 +162,10 @@ def instruction_in(row: Cells) -> list[Any]:
 
 def no_prompt(row: Cells) -> list[Any]:
     """That of a row without a column for it."""
-    raise BrokenSample("chosen and rejected begin with the assistant, and there is no column for the prompt")
+    raise BrokenSample(
+        "chosen and rejected are answers, and there is no column for the prompt (name it by --dataloader.columns "
+        "prompt=NAME); texts that begin with it have the form '\\n\\nHuman: ...\\n\\nAssistant: ...'"
+    )
 
 
 def _answered(conversation: Conversation) -> Conversation:
@@ -170,21 +175,33 @@ def _answered(conversation: Conversation) -> Conversation:
 
 
 def _conversation(row: Cells, turns: list[Any]) -> Conversation:
-    system = row.get("system")
+    messages, system = openai_messages(turns), row.get("system")
     if system not in ("", None):
-        if _role(turns) == "system":
+        if messages and role_of(messages[0]) == "system":
             raise BrokenSample("there is a column system, and the messages begin with the role 'system'")
-        turns = [_message("system", checked_text(system, "system")), *turns]
-    return normalize(openai_messages(turns), row.get("tools"))
+        messages = [_message("system", checked_text(system, "system")), *messages]
+    return normalize(messages, row.get("tools"))
 
 
 def _listed(row: Cells, column: str) -> list[Any]:
-    if row[column] is None:
+    value = row[column]
+    if value is None:
         raise EmptySample(f"{column} is empty")
-    turns = from_json(row[column], column)
-    if not isinstance(turns, list):
-        raise BrokenSample(f"{column} is {kind_of(turns)}, and must be a list of messages: {shortened(turns)}")
-    return turns
+    if isinstance(value, str) and (turns := transcript(value)):
+        return turns
+    try:
+        listed = from_json(value, column)
+    except BrokenSample as error:
+        raise BrokenSample(f"{error}; running text is read by --dataloader.columns text={column}") from None
+    if not isinstance(listed, list):
+        raise BrokenSample(f"{column} is {kind_of(listed)}, and must be a list of messages: {shortened(listed)}")
+    return alternating(listed)
+
+
+def _continuation(row: Cells, column: str) -> list[Any]:
+    """The turns in a column of answers, or of conversations that end with them."""
+    value = row[column]
+    return (transcript(value) if isinstance(value, str) else None) or _turns(row, column, "assistant")
 
 
 def _turns(row: Cells, column: str, role: str) -> list[Any]:
@@ -193,14 +210,6 @@ def _turns(row: Cells, column: str, role: str) -> list[Any]:
     if isinstance(value, Mapping):
         return [value]
     return value if isinstance(value, list) and value else [_message(role, _filled(row, column))]
-
-
-def _role(turns: list[Any]) -> str | None:
-    """The role of the first turn, if it is one."""
-    turn = turns[0] if turns else None
-    if not isinstance(turn, Mapping):
-        return None
-    return turn.get("role") if turn.get("from") is None else _SHAREGPT_ROLES.get(str(turn["from"]))
 
 
 def _message(role: str, content: Any) -> dict[str, Any]:
@@ -222,36 +231,3 @@ def _number_as_text(value: Any) -> Any:
         isinstance(value, int) and not isinstance(value, bool) or isinstance(value, float) and math.isfinite(value)
     )
     return str(value) if is_number else value
-
-
-def openai_messages(turns: list[Any]) -> list[Any]:
-    """Turns of ShareGPT's shape (`from` and `value`) as messages; those of another shape stay as they are.
-
-    A `function_call` (JSON: one call, or a list of them) is a message with `tool_calls`; each `observation` after it
-    answers the next of its calls. The calls get ids, nine letters and digits long as some templates ask for, by their
-    number in the conversation.
-    """
-    messages: list[Any] = []
-    waiting: deque[str] = deque()
-    n_calls = 0
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, Mapping) or turn.get("from") is None:
-            messages.append(turn)
-            continue
-        speaker = str(turn["from"])
-        if speaker not in _SHAREGPT_ROLES:
-            raise BrokenSample(f"message {number}: its from is {speaker!r}, none of: {', '.join(_SHAREGPT_ROLES)}")
-        message = {key: turn[key] for key in ("name", "weight", "train") if key in turn}
-        message |= _message(_SHAREGPT_ROLES[speaker], turn.get("value"))
-        if speaker == "function_call":
-            calls = from_json(turn.get("value"), f"function_call in message {number}")
-            waiting.clear()
-            message |= {"content": None, "tool_calls": []}
-            for call in calls if isinstance(calls, list) else [calls]:
-                waiting.append(f"call{n_calls:05}")
-                message["tool_calls"].append({"id": waiting[-1], "type": "function", "function": call})
-                n_calls += 1
-        elif message["role"] == "tool" and waiting:
-            message["tool_call_id"] = waiting.popleft()
-        messages.append(message)
-    return messages

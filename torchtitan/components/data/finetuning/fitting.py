@@ -1,15 +1,19 @@
 """Samples as sequences of a given length hold them: those that are too long are left out, cut, or refused."""
 
 import copy
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 
-from torchtitan.components.data.finetuning.policies import Dropped, Policy, Report, none_left
+from torchtitan.components.data.finetuning.policies import Dropped, Policy, Report, Tally, none_left
 from torchtitan.components.data.finetuning.row_encoders import EncodedRow
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.packing import Array
 from torchtitan.tools.errors import UserError
+
+MANY_TOO_LONG = 0.01
+"""The share of a data set's rows from which on it is a warning that they are dropped as too long."""
 
 TooLong = Literal["drop", "truncate_left", "truncate_right", "error"]
 """`truncate_left` keeps a sample's end, `truncate_right` its beginning."""
@@ -46,7 +50,7 @@ class FittedSamples:
         self.lengths: Array = np.minimum(lengths[keep], max_length)
         """Tokens of the longest sequence of each sample, (n_samples,)."""
         if not len(self._indices):
-            raise none_left(name, self.report)
+            raise none_left(name, self.report, self.warnings())
 
     @property
     def n_samples(self) -> int:
@@ -60,6 +64,28 @@ class FittedSamples:
     def describe(self, index: int) -> str:
         """Where the sample's row is: `my.jsonl:17`."""
         return self._cache.describe(int(self._indices[index]))
+
+    def warnings(self) -> Iterator[str]:
+        """What somebody has to know before training on the samples."""
+        if unread := self.report.unread:
+            plural = len(unread) > 1
+            yield (
+                f"the column{'s' * plural} {', '.join(unread)} {'are' if plural else 'is'} not read (format "
+                f"{self.report.format}), though the name{'s' * plural} may matter to training; --dataloader.format can "
+                "name a function that reads the rows otherwise"
+            )
+        dropped = self.report.dropped.get("too_long", Tally()).count
+        if dropped > MANY_TOO_LONG * self.report.rows:
+            yield (
+                f"{dropped:,} of {self.report.rows:,} rows ({dropped / self.report.rows:.1%}) are dropped because they "
+                f"have more than {self.max_length:,} tokens: raise --training.seq_len"
+                + (f", or cut them by --dataloader.too_long {self._cuts}" if self._too_long == "drop" else "")
+            )
+
+    @property
+    def _cuts(self) -> str:
+        """The choices of `too_long` that cut samples."""
+        return "truncate_left" if self._untrained is None else "truncate_left or truncate_right"
 
     def _fit(self, index: int, length: int) -> bool:
         """Count a sample that is too long; whether it is kept."""
@@ -81,8 +107,8 @@ class FittedSamples:
     def _shortened(self, whole: EncodedRow, where: str, size: str) -> EncodedRow | Dropped:
         """A sample that is too long, cut, or why it is left out."""
         if self._too_long == "error":
-            others = "drop or truncate_left" if self._untrained is None else "drop, truncate_left or truncate_right"
-            raise UserError(f"{where}: {size}; --dataloader.too_long can also be {others}")
+            comma = " or" if self._untrained is None else ","
+            raise UserError(f"{where}: {size}; --dataloader.too_long can also be drop{comma} {self._cuts}")
         if self._too_long == "drop":
             return Dropped("too_long", size)
         cut = self._cut(whole)

@@ -58,3 +58,8 @@ class SampleSets:
         """What became of the rows of each data set, in words."""
         for name, of_set in zip(self.names, self.sets, strict=True):
             yield from (f"{name}: {line}" for line in of_set.report.lines())
+
+    def warnings(self) -> Iterator[str]:
+        """What somebody has to know before training on the data sets."""
+        for name, of_set in zip(self.names, self.sets, strict=True):
+            yield from (f"{name}: {warning}" for warning in of_set.warnings())

@@ -302,6 +302,8 @@ class PlannedDataLoader(BaseDataLoader):
         """Say at the start what became of the rows."""
         for line in self.samples.report_lines():
             logger.info(line)
+        for warning in self.samples.warnings():
+            logger.warning(warning)
 
     def sample_name(self, number: int) -> str:
         """What the ledger calls a sample: where its row is."""

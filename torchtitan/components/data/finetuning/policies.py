@@ -3,7 +3,7 @@
 What becomes of samples that are too long is decided later, when the size of a window is known: see `fitting`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, Self
 
@@ -101,6 +101,8 @@ class Report:
     """Samples whose content spells special tokens, which are encoded as such."""
     dropped: dict[str, Tally] = field(default_factory=dict)
     """By reason: the option that decides."""
+    unread: list[str] = field(default_factory=list)
+    """The columns that are not read, though they look as if they mattered."""
 
     @property
     def n_dropped(self) -> int:
@@ -145,9 +147,9 @@ class Report:
             yield f"special tokens spelt by content: {self.spelt.count:,} ({_examples(self.spelt)})"
 
 
-def none_left(name: str, report: Report) -> UserError:
-    """What is wrong with a data set of which no row is kept."""
-    return UserError("\n".join([f"no row of {name} is left to train on", *report.lines()]))
+def none_left(name: str, report: Report, advice: Iterable[str] = ()) -> UserError:
+    """The error for a data set of which no row is kept."""
+    return UserError("\n".join([f"no row of {name} is left to train on", *report.lines(), *advice]))
 
 
 def _tally(document: dict[str, Any]) -> Tally:

@@ -2,10 +2,18 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from torchtitan.components.data.finetuning.column_names import (
+    LABELS,
+    columns_that_matter,
+    is_filled,
+    mapped_row,
+    renamed_row,
+    suggested_columns,
+)
 from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample, Sample
 from torchtitan.components.data.finetuning.conversions import (
     ANSWERS,
@@ -46,6 +54,10 @@ class RowFormat:
     convert: Callable[[dict[str, Any]], Sample | None]
     """What a row says; None: it is left out, which only a user's function does.
     Raises `BrokenSample` for a row that cannot be used. That of `find_format` takes rows as they are in the file."""
+    mapping: Mapping[str, str] = field(default_factory=dict)
+    """Our name for a column → the file's, where they differ."""
+    by_function: bool = False
+    """Whether a user's function reads the columns."""
     fingerprint: str = ""
     """Equal ones convert equally, by the same code, for the key of a cache. `find_format` fills it in."""
 
@@ -54,11 +66,22 @@ class RowFormat:
         """All that are read."""
         return (*self.required, *self.optional)
 
+    def unread(self, row: Mapping[str, Any]) -> list[str]:
+        """The filled columns of a row that are not read, though they look as if they mattered."""
+        if self.by_function or not (suspects := columns_that_matter(row)):
+            return []
+        filled = {column: column for column, value in row.items() if is_filled(value)}
+        theirs = renamed_row(filled, self.mapping)
+        read = {theirs[column] for column in self.columns if column in theirs}
+        return [column for column in suspects if column not in read]
+
 
 _TURNS, _INSTRUCTION = ("tools", "system"), ("input", "history", "system")
 _PROMPTS = {
     "prompt": (turns_in("prompt"), _TURNS),
     "question": (turns_in("question"), _TURNS),
+    "query": (turns_in("query"), _TURNS),
+    "problem": (turns_in("problem"), _TURNS),
     "instruction": (instruction_in, _INSTRUCTION),
     "conversations": (listed_in("conversations"), _TURNS),
     "messages": (listed_in("messages"), _TURNS),
@@ -74,12 +97,15 @@ FORMATS: Sequence[RowFormat] = (
         optional=_TURNS,
         convert=read_turns("conversations"),
     ),
-    RowFormat(
-        name="instruction",
-        kind="sft",
-        required=("instruction", "output"),
-        optional=_INSTRUCTION,
-        convert=read_instruction,
+    *(
+        RowFormat(
+            name=name,
+            kind="sft",
+            required=("instruction", answer),
+            optional=_INSTRUCTION,
+            convert=read_instruction(answer),
+        )
+        for name, answer in (("instruction", "output"), ("instruction_response", "response"))
     ),
     *(
         RowFormat(
@@ -89,7 +115,14 @@ FORMATS: Sequence[RowFormat] = (
             optional=_TURNS,
             convert=read_question(question, answer),
         )
-        for question, answer in (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
+        for question, answer in (
+            ("prompt", "response"),
+            ("prompt", "completion"),
+            ("question", "answer"),
+            ("question", "response"),
+            ("query", "response"),
+            ("problem", "solution"),
+        )
     ),
     RowFormat(name="text", kind="sft", required=("text",), convert=read_text),
     *(
@@ -158,26 +191,18 @@ def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str],
             raise UserError(f"--dataloader.columns cannot be combined with the function {format!r}, which reads them")
         return function_format(load_function(format), kind)
     _check_mapping(columns, mapping, kind)
-    renamed = list(_renamed(dict.fromkeys(columns), mapping))
-    if format == AUTO and kind == "sft" and {"chosen", "rejected"} <= set(renamed):
-        raise UserError(
-            "the rows have chosen and rejected, which are for preference training; to imitate one of them, name it by "
-            "--dataloader.columns response=chosen, and to read neither, choose a --dataloader.format, such as messages"
-        )
-    found = _recognize(renamed, kind, mapping) if format == AUTO else _named(format, kind)
-    if found is None or not set(found.required) <= set(renamed):
-        wanted = (
-            f"and {format!r} needs {_needs(found)}" if found else f"which fit none of the formats ({_overview(kind)})"
-        )
-        raise UserError(
-            f"the rows have the columns {', '.join(renamed) or '(none)'}, {wanted}: name them by --dataloader.columns "
-            "OURS=THEIRS, or choose another --dataloader.format"
-        )
+    renamed = mapped_row(dict.fromkeys(columns), mapping)
+    known = renamed_row({column: column for column in columns}, mapping)
+    if format == AUTO and kind == "sft" and {"chosen", "rejected"} <= set(known):
+        raise _to_imitate_one(known)
+    found = _recognize(known, kind, mapping) if format == AUTO else _named(format, kind)
+    if found is None or not set(found.required) <= set(known):
+        raise _not_fitting(list(renamed), found, kind)
     if unread := [column for column in mapping if column not in found.columns]:
         raise UserError(f"--dataloader.columns: {unread[0]!r} is none that the format {format!r} reads")
     fingerprint = json.dumps([found.name, format == AUTO, kind, sorted(mapping.items())])
     convert = partial(_convert, found, dict(mapping), format == AUTO)
-    return replace(found, convert=convert, fingerprint=fingerprint)
+    return replace(found, convert=convert, mapping=dict(mapping), fingerprint=fingerprint)
 
 
 def function_format(function: RowFunction, kind: Kind) -> RowFormat:
@@ -192,13 +217,53 @@ def function_format(function: RowFunction, kind: Kind) -> RowFormat:
         kind=kind,
         required=(),
         convert=partial(_convert_by_function, function, kind),
+        by_function=True,
         fingerprint=fingerprint,
     )
 
 
-def _recognize(columns: Sequence[str], kind: Kind, mapped: Iterable[str] = ()) -> RowFormat | None:
+def _to_imitate_one(known: Mapping[str, str]) -> UserError:
+    """The error for preference rows in a loader of samples to imitate; it names the option that reads one answer.
+
+    Args:
+        known: our name for each column → the rows'.
+    """
+    endings = [(f.required[:-1], f.required[-1]) for f in FORMATS if f.kind == "sft"]
+    suited = [(before, last) for before, last in endings if set(before) <= set(known) and last not in known]
+    _, answer = max(suited, key=lambda ending: len(ending[0]))
+    neither = _recognize(known, "sft")
+    if neither and neither.name in ("messages", "conversations"):  # which the answers may continue or repeat
+        advice = "write a function that gives the whole conversation, --dataloader.format my_rows.py:function"
+    else:
+        advice = f"name it by --dataloader.columns {answer}={known['chosen']}"
+    return UserError(
+        f"the rows have {known['chosen']} and {known['rejected']}, which are for preference training; to imitate one "
+        f"of them, {advice}" + (f", and to read neither, choose --dataloader.format {neither.name}" if neither else "")
+    )
+
+
+def _not_fitting(columns: Sequence[str], named: RowFormat | None, kind: Kind) -> UserError:
+    """The error for columns that do not suffice for a format, or for any."""
+    if kind == "preference" and (label := next((name for name in LABELS if name in columns), None)):
+        return UserError(
+            f"the rows have the column {label}, which judges one answer each, as for KTO; preference training compares "
+            "two answers to a prompt, in the columns chosen and rejected"
+        )
+    if named:
+        lack, suggested, formats = f"and {named.name!r} needs {_needs(named)}", "OURS=THEIRS", ""
+    else:
+        lack, formats = "which fit none of the formats", f": {_overview(kind)}"
+        suggested = suggested_columns(columns) if kind == "sft" else "OURS=THEIRS"
+    return UserError(
+        f"the rows have the columns {', '.join(columns) or '(none)'}, {lack}; name them by --dataloader.columns "
+        f"{suggested}, or choose another --dataloader.format{formats}"
+    )
+
+
+def _recognize(columns: Iterable[str], kind: Kind, mapped: Iterable[str] = ()) -> RowFormat | None:
     """The first format that these columns suffice for and that reads those which are mapped."""
-    suited = (f for f in FORMATS if f.kind == kind and set(f.required) <= set(columns))
+    there = set(columns)
+    suited = (f for f in FORMATS if f.kind == kind and set(f.required) <= there)
     return next((f for f in suited if set(mapped) <= set(f.columns)), None)
 
 
@@ -227,15 +292,12 @@ def _check_mapping(columns: Sequence[str], mapping: Mapping[str, str], kind: Kin
             )
 
 
-def _renamed(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
-    kept = {column: value for column, value in row.items() if column not in mapping.values()}
-    return kept | {ours: row[theirs] for ours, theirs in mapping.items() if theirs in row}
-
-
 def _convert(format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Mapping[str, Any]) -> Sample | None:
-    renamed = _renamed(row, mapping)
+    renamed = renamed_row(row, mapping)
     if missing := [column for column in format.required if column not in renamed]:
         raise BrokenSample(f"no column {', '.join(missing)}, only {', '.join(renamed) or 'none at all'}")
+    if auto:
+        _check_label(format, renamed)
     try:
         return format.convert(renamed)
     except EmptySample as error:
@@ -247,18 +309,27 @@ def _convert(format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Map
         raise
 
 
+def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
+    """Refuse an answer to imitate that its row calls bad."""
+    if format.kind != "sft" or format.required == ("text",):
+        return
+    for column in LABELS:
+        if column not in format.columns and str(row.get(column)).lower() == "false":
+            raise UserError(
+                f"its {column} is {row[column]!r}: rows whose {column} is true or false judge one answer each, as for "
+                "KTO, and a bad answer must not be imitated; leave those rows out by a function (--dataloader.format "
+                f"my_rows.py:good_ones), or imitate all by --dataloader.format {format.name}"
+            )
+
+
 def _filled_format(format: RowFormat, row: Mapping[str, Any]) -> RowFormat | None:
     """The format that a row which is empty in its own may be meant for: all of its columns are filled, those that are
     in its own among them. A `text` beside an instruction without output is not meant instead of that."""
-    filled = {column for column, value in row.items() if _is_filled(value)}
+    filled = {column for column, value in row.items() if is_filled(value)}
     own = filled & set(format.required)
     if own == set(format.required):
         return None
     return next((f for f in FORMATS if f.kind == format.kind and own <= set(f.required) <= filled), None)
-
-
-def _is_filled(value: Any) -> bool:
-    return not (value is None or value == [] or isinstance(value, str) and not value.strip())
 
 
 def _convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, Any]) -> Sample | None:
@@ -273,10 +344,12 @@ def _convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, An
         return None
     if not isinstance(result, Mapping):
         raise UserError(f"{name} gave {kind_of(result)}, and must give a dictionary, or None for no row")
-    format = _recognize(list(result), kind)
+    renamed = renamed_row(result, {})
+    format = _recognize(renamed, kind)
     if format is None:
         raise UserError(f"{name} gave {', '.join(map(repr, result))}, which fits none of: {_overview(kind)}")
-    return format.convert(dict(result))
+    _check_label(format, renamed)
+    return format.convert(renamed)
 
 
 def _overview(kind: Kind) -> str:

@@ -156,6 +156,7 @@ def _write(source: RowSource, format: RowFormat, encoder: RowEncoder, rules: Rul
     with progress(f"tokenizing {source.name}", source.size()) as advance, _writer(folder, encoder.has_answers) as add:
         for row, encoded in _encode(source.rows(advance), format, encoder):
             report.rows += 1
+            report.unread += [column for column in format.unread(row.values or {}) if column not in report.unread]
             try:
                 outcome = encoded if isinstance(encoded, Dropped) else apply_rules(encoded, rules)
             except UserError as error:
