@@ -1,6 +1,7 @@
 """Exported tokenizers in transformers' `AutoTokenizer`: the ids and the text that training has, for tokenizers in the
 shape of published ones and for real ones; the warning where the source folder gives others."""
 
+import base64
 import json
 import random
 import shutil
@@ -14,7 +15,9 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tests.test_formats_in_runs import LAST_IN_HF
 from tests.training import train
+from torchtitan.cli.convert import convert
 from torchtitan.components.chat_template import resolve_chat_template
 from torchtitan.components.checkpoint.formats import TensorSource, export_checkpoint
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
@@ -63,8 +66,7 @@ PIECES = [
 
 @cache
 def corpus() -> list[str]:
-    files = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
-    return [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return (Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8").splitlines()
 
 
 def sentencepiece(special: Sequence[str]) -> tokenizers.Tokenizer:
@@ -110,6 +112,14 @@ def llama2_new() -> tokenizers.Tokenizer:
     tokenizer = llama2()
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return tokenizer
+
+
+def llama2_cut() -> tokenizers.Tokenizer:
+    """With the settings of the example that it was saved from."""
+    tokenizer = llama2()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
     return tokenizer
 
 
@@ -178,6 +188,7 @@ def phi3() -> tokenizers.Tokenizer:
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True, "model_max_length": 512}
 GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
 QWEN = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHATML}
+GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
 NOT_ADDED = {"content": "Model", "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
 
 CASES: dict[str, tuple[Callable[[], tokenizers.Tokenizer], dict[str, Any]]] = {
@@ -186,16 +197,17 @@ CASES: dict[str, tuple[Callable[[], tokenizers.Tokenizer], dict[str, Any]]] = {
     "llama2 generic": (llama2, {**LLAMA, "tokenizer_class": "PreTrainedTokenizerFast"}),
     "llama2 without BOS": (llama2, {**LLAMA, "tokenizer_class": "LlamaTokenizer", "add_bos_token": False}),
     "llama2 with EOS": (llama2, {**LLAMA, "tokenizer_class": "PreTrainedTokenizerFast", "add_eos_token": True}),
+    "llama2 cut": (llama2_cut, {**LLAMA, "tokenizer_class": "LlamaTokenizer"}),
     "llama2 code": (llama2, {**LLAMA, "tokenizer_class": "CodeLlamaTokenizer"}),
     "llama2 new": (llama2_new, {**LLAMA, "tokenizer_class": "LlamaTokenizer", "legacy": None}),
     "llama2 new legacy": (llama2_new, {**LLAMA, "tokenizer_class": "LlamaTokenizer", "legacy": True}),
     "gemma": (gemma, {**GEMMA, "tokenizer_class": "GemmaTokenizerFast"}),
     "llama2 as gemma": (llama2, {**LLAMA, "tokenizer_class": "GemmaTokenizer"}),
     "qwen2": (qwen2, {**QWEN, "tokenizer_class": "Qwen2Tokenizer"}),
-    "gpt2": (gpt2, {"eos_token": "<|endoftext|>", "tokenizer_class": "GPT2Tokenizer"}),
-    "gpt2 as qwen2": (gpt2, {"eos_token": "<|endoftext|>", "tokenizer_class": "Qwen2TokenizerFast"}),
+    "gpt2": (gpt2, {**GPT2, "tokenizer_class": "GPT2Tokenizer"}),
+    "gpt2 as qwen2": (gpt2, {**GPT2, "tokenizer_class": "Qwen2TokenizerFast"}),
     "gpt2 with prefix": (gpt2, {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}),
-    "gpt2 as llama": (gpt2, {"tokenizer_class": "LlamaTokenizer"}),
+    "gpt2 as llama": (gpt2, {**GPT2, "tokenizer_class": "LlamaTokenizer"}),
     "gpt2 as neox": (gpt2, {"tokenizer_class": "GPTNeoXTokenizerFast"}),
     "gpt2 as cohere": (gpt2, {"tokenizer_class": "CohereTokenizerFast"}),
     "gpt2 alone": (gpt2, {}),
@@ -204,7 +216,15 @@ CASES: dict[str, tuple[Callable[[], tokenizers.Tokenizer], dict[str, Any]]] = {
         phi3,
         {**LLAMA, "tokenizer_class": "PreTrainedTokenizerFast", "extra_special_tokens": ["<|user|>", "</s>"]},
     ),
-    "phi3 with code": (phi3, {**LLAMA, "auto_map": {"AutoTokenizer": ["my.Slow", None]}, "split_special_tokens": True}),
+    "phi3 with code": (
+        phi3,
+        {
+            **LLAMA,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "auto_map": {"AutoTokenizer": ["my.Slow", None]},
+            "split_special_tokens": True,
+        },
+    ),
     "phi3 with other flags": (
         phi3,
         {
@@ -303,17 +323,101 @@ def assert_same(theirs: Any, folder: Path) -> None:
             assert theirs.decode(ids, skip_special_tokens=skip) == ours.decode(ids, skip_special_tokens=skip)
 
 
+def n_warnings(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("gives other token ids" in message for message in caplog.messages)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_exports_open_with_the_trained_ids(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    source = make_folder(name, tmp_path_factory.mktemp("source"))
-    exported = export(source, tmp_path_factory.mktemp("export") / "exported")
-    assert_same(transformers.AutoTokenizer.from_pretrained(exported), source)
-    assert differences(transformers.AutoTokenizer.from_pretrained(exported), exported) == 0
+def test_exports_open_with_the_trained_ids(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And the warning is given just where transformers has other ids for the source folder."""
+    source = make_folder(name, tmp_path)
+    exported = transformers.AutoTokenizer.from_pretrained(export(source, tmp_path / "exported"))
+    assert_same(exported, source)
+    texts = random_texts(specials(build(source)), seed=4)
+    assert build(tmp_path / "exported").encode_batch(texts) == build(source).encode_batch(texts)
+    if name != "t5":  # a class of models that are none of ours, which the rules leave out
+        warn_of_other_ids(build(source))
+        n_different = differences(transformers.AutoTokenizer.from_pretrained(source), source)
+        assert n_warnings(caplog) == (n_different > 0), n_different
+        assert name != "llama2" or n_different > 99  # all chats, and texts too
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_exports_of_real_tokenizers(name: str, assets: Path, tmp_path: Path) -> None:
+def test_exports_of_real_tokenizers(name: str, assets: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = copy_real(name, assets, tmp_path)
+    assert_same(transformers.AutoTokenizer.from_pretrained(export(source, tmp_path / "exported")), source)
+    warn_of_other_ids(build(source))
+    assert n_warnings(caplog) == 0
+
+
+def test_a_class_that_transformers_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A Mistral's tokenizer.json is taken as it is, whatever `tokenizer_class` says."""
+    source = make_folder("llama2", tmp_path)
+    (source / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    warn_of_other_ids(build(source))
+    assert n_warnings(caplog) == 0
+    assert differences(transformers.AutoTokenizer.from_pretrained(source), source) == 0
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_a_class_that_transformers_takes_whatever_is_declared(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen2's, for models of that type: right for its own tokenizer.json, wrong for another's."""
+    source = make_folder(name, tmp_path)
+    settings = {**CASES[name][1], "tokenizer_class": "PreTrainedTokenizerFast"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    warn_of_other_ids(build(source))
+    n_different = differences(transformers.AutoTokenizer.from_pretrained(source), source)
+    assert n_warnings(caplog) == (n_different > 0) == (name == "gpt2")
+
+
+def test_tokens_of_older_files(tmp_path: Path) -> None:
+    """special_tokens_map.json and added_tokens.json, as transformers 4 wrote them, say more than tokenizer.json."""
+    source = make_folder("phi3", tmp_path)
+    settings = {key: value for key, value in LLAMA.items() if key != "eos_token"}
+    (source / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "LlamaTokenizer"}))
+    user = {"content": "<|user|>", "lstrip": True, "normalized": False, "rstrip": False, "single_word": False}
+    named = {"bos_token": "</s>", "eos_token": {**user, "content": "</s>"}, "additional_special_tokens": [user]}
+    (source / "special_tokens_map.json").write_text(json.dumps(named))
+    (source / "added_tokens.json").write_text(json.dumps({"Model": 902}))
+    theirs = transformers.AutoTokenizer.from_pretrained(export(source, tmp_path / "exported"))
+    assert_same(theirs, source)
+    assert (theirs.bos_token, theirs.eos_token, theirs.extra_special_tokens) == ("<s>", "</s>", ["<|user|>"])
+
+
+def test_what_else_the_files_say_is_kept(tmp_path: Path) -> None:
+    source = make_folder("llama2", tmp_path)
+    before = transformers.AutoTokenizer.from_pretrained(source)
+    after = transformers.AutoTokenizer.from_pretrained(export(source, tmp_path / "exported"))
+    assert type(before).__name__ == "LlamaTokenizer" and before.padding_side == "left"
+    for name in ("padding_side", "model_max_length", "model_input_names", "chat_template", "special_tokens_map"):
+        assert getattr(after, name) == getattr(before, name), name
+    assert after.added_tokens_decoder == before.added_tokens_decoder
+    assert (tmp_path / "exported/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_tokens_without_a_name_get_one_where_no_template_writes_them(has_template: bool, tmp_path: Path) -> None:
+    tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"he", b"the", b" the"]
+    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(lines))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE if has_template else "{{ messages }}")
+    theirs = transformers.AutoTokenizer.from_pretrained(export(tmp_path, tmp_path / "exported"))
+    assert (theirs.bos_token_id, theirs.eos_token_id) == ((None, None) if has_template else (260, 261))
+    ours, text = build(tmp_path), "<|eot_id|>The other the\n\nthehe"
+    assert theirs(text)["input_ids"] == ours.encode(text, allow_special=True)
+    assert not (tmp_path / "exported/tokenizer.model").exists()  # other programs take it for a SentencePiece model
+
+
+def test_a_run_warns_once_and_its_saves_open(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its own Hugging Face folder, and the one that `convert` makes of its checkpoint."""
     (tmp_path / "source").mkdir()
-    source = copy_real(name, assets, tmp_path / "source")
-    exported = export(source, tmp_path / "exported")
-    assert_same(transformers.AutoTokenizer.from_pretrained(exported), source)
+    source = make_folder("llama2", tmp_path / "source")
+    train(tmp_path, hf_assets_path=source, **LAST_IN_HF)
+    assert n_warnings(caplog) == 1
+    checkpoints, converted = tmp_path / "checkpoint", tmp_path / "converted"
+    assert convert([str(checkpoints / "step-3"), str(converted), "--to", "hf"]) == 0
+    for folder in (checkpoints / "step-4", converted):
+        assert differences(transformers.AutoTokenizer.from_pretrained(folder), source) == 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan.components.tokenizer.interface import Tokenizer
 from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer
-from torchtitan.components.tokenizer.tiktoken_model import to_tokenizer_json
+from torchtitan.components.tokenizer.tiktoken_model import converted_tiktoken
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
 from torchtitan.tools.logging import logger
@@ -75,14 +75,16 @@ def settle_for_auto_tokenizer(folder: Path) -> None:
         ours: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=folder)
     except UserError:
         return
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        path.write_text(to_tokenizer_json(folder / "tokenizer.model"), encoding="utf-8")
-        (folder / "tokenizer.model").unlink()
-    theirs = _read(path)
-    if theirs.encode("a").ids != ours.encode("a"):
+    path, tiktoken = folder / "tokenizer.json", folder / "tokenizer.model"
+    is_tiktoken = not path.is_file()
+    theirs = converted_tiktoken(tiktoken) if is_tiktoken else _read(path)
+    adds_others = theirs.encode("a").ids != ours.encode("a")
+    if adds_others:
         theirs.post_processor = _post_processor(ours, theirs)
+    if is_tiktoken or adds_others:
         path.write_text(theirs.to_str(pretty=True), encoding="utf-8")
+    if is_tiktoken:
+        tiktoken.unlink()
     settings = read_object(folder / "tokenizer_config.json")
     settled = _settled(folder, settings, ours, theirs)
     if settled != settings:
@@ -93,7 +95,10 @@ def settle_for_auto_tokenizer(folder: Path) -> None:
 def _read(path: Path) -> Any:
     import tokenizers
 
-    return tokenizers.Tokenizer.from_file(str(path))
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _as_opened(folder: Path) -> tuple[str, Any]:
@@ -102,17 +107,15 @@ def _as_opened(folder: Path) -> tuple[str, Any]:
 
     settings, config = read_object(folder / "tokenizer_config.json"), read_object(folder / "config.json")
     tokenizer = _read(folder / "tokenizer.json")
-    name = _class_name(settings) or _class_name(config)
-    rebuilt = None
-    if config.get("model_type") not in _GENERIC_MODEL_TYPES:
-        # AutoTokenizer itself corrects this common mistake of Llama 3's.
-        is_llama3 = name == "LlamaTokenizer" and "ByteLevel(" in repr(tokenizer.pre_tokenizer)
-        rebuilt = None if is_llama3 else _parts_of(name, settings)
+    model_type = config.get("model_type")
+    name = "Qwen2Tokenizer" if model_type == "qwen2" else _class_name(settings) or _class_name(config)
+    # AutoTokenizer takes a byte-level tokenizer.json, such as Llama 3's, as it stands where LlamaTokenizer is declared.
+    is_llama3 = name == "LlamaTokenizer" and "ByteLevel(" in repr(tokenizer.pre_tokenizer)
+    rebuilt = None if is_llama3 or model_type in _GENERIC_MODEL_TYPES else _parts_of(name, settings)
     if rebuilt:
         tokenizer.normalizer, tokenizer.pre_tokenizer = rebuilt
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.add_tokens([AddedToken(**token) for token in settings.get("added_tokens_decoder", {}).values()])
+    tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
+    tokenizer.add_tokens([AddedToken(**token) for token in (settings.get("added_tokens_decoder") or {}).values()])
     return name if rebuilt else _GENERIC_CLASS, tokenizer
 
 
@@ -168,24 +171,15 @@ def _settled(folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, 
     # special_tokens_map.json is ignored beside `added_tokens_decoder`, which is written below.
     named = read_object(folder / "special_tokens_map.json")
     settled = {key: value for key, value in {**named, **settings}.items() if key not in _CHANGES_IDS}
-    settled |= {key: _text_of(value) for key, value in settled.items() if key.endswith("_token")}
+    settled |= {key: _text_of(value) for key, value in settled.items() if key.endswith(("_token", "_special_tokens"))}
     template = folder / "chat_template.jinja"
     source = template.read_text(encoding="utf-8") if template.is_file() else str(settled.get("chat_template"))
     for key, token_id in (("bos_token", ours.bos_id), ("eos_token", ours.eos_id)):
         if token_id is not None and key not in source:  # a template writes nothing for a token without a name
             settled.setdefault(key, theirs.id_to_token(token_id))
-    added = {token_id: _flags(token) for token_id, token in theirs.get_added_tokens_decoder().items()}
-    # A token listed here loses its flags.
-    plain = [
-        flags["content"]
-        for flags in added.values()
-        if [name for name, on in flags.items() if on is True] == ["special"]
-    ]
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        if isinstance(settled.get(key), list):
-            settled[key] = [text for text in map(_text_of, settled[key]) if text in plain]
     if named or "added_tokens_decoder" in settled or (folder / "added_tokens.json").is_file():
-        settled["added_tokens_decoder"] = {str(token_id): added[token_id] for token_id in sorted(added)}
+        added = sorted(theirs.get_added_tokens_decoder().items())
+        settled["added_tokens_decoder"] = {str(token_id): _flags(token) for token_id, token in added}
     if settled.get("tokenizer_class") != _GENERIC_CLASS:
         settled["tokenizer_class"] = _GENERIC_CLASS
         settled.setdefault("model_input_names", ["input_ids", "attention_mask"])
@@ -198,8 +192,10 @@ def _settled(folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, 
 
 
 def _text_of(token: Any) -> Any:
-    """The text of a token, which may be an object with its `content` (a serialized `AddedToken`)."""
-    return token.get("content") if isinstance(token, dict) else token
+    """A token, or each of a list, as its text: it may be an object with its `content` (a serialized `AddedToken`)."""
+    if isinstance(token, list):
+        return [_text_of(each) for each in token]
+    return token["content"] if isinstance(token, dict) and "content" in token else token
 
 
 def _flags(token: Any) -> dict[str, Any]:

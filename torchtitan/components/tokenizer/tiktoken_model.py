@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, count, pairwise
 from pathlib import Path
+from typing import Any
 
 from torchtitan.components.tokenizer.backend import without_surrogates
 from torchtitan.components.tokenizer.interface import Offsets
@@ -106,11 +107,10 @@ class Tiktoken:
         return self._encoding.decode([i for i in ids if not (skip_special_tokens and i >= self.n_ranks)])
 
 
-def to_tokenizer_json(path: Path) -> str:
-    """The content of a tokenizer.json that encodes and decodes as `Tiktoken(path)` does, without BOS.
+def converted_tiktoken(path: Path) -> Any:
+    """The tokenizer of the library `tokenizers` that has the ids and texts of `Tiktoken(path)`; it adds no BOS.
 
-    As transformers' `TikTokenConverter` does it: each split of a token into two tokens is a merge, in the order of the
-    ranks.
+    Follows transformers' `TikTokenConverter`: each split of a token into two tokens is a merge, ordered by rank.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -119,7 +119,8 @@ def to_tokenizer_json(path: Path) -> str:
     spelled = {token: "".join(characters[byte] for byte in token) for token in sorted(ranks, key=ranks.__getitem__)}
     merges = []
     for token in spelled:
-        splits = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
+        halves = ((token[:i], token[i:]) for i in range(1, len(token)))
+        splits = [(left, right) for left, right in halves if left in ranks and right in ranks]
         splits.sort(key=lambda split: (ranks[split[0]], ranks[split[1]]))
         merges += [(spelled[left], spelled[right]) for left, right in splits]
     vocab = {text: ranks[token] for token, text in spelled.items()}
@@ -130,8 +131,7 @@ def to_tokenizer_json(path: Path) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     special = _llama3_special_tokens(len(ranks))
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
-    content: str = tokenizer.to_str()
-    return content
+    return tokenizer
 
 
 def _byte_characters() -> list[str]:
