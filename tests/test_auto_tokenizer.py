@@ -23,7 +23,7 @@ from torchtitan.components.checkpoint.formats import TensorSource, export_checkp
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
 from torchtitan.components.data.finetuning.conversation import Conversation
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
-from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
+from torchtitan.components.tokenizer.auto_tokenizer import _GENERIC_MODEL_TYPES, warn_of_other_ids
 from torchtitan.models.llama3 import model_registry
 from torchtitan.protocols.state_dict_adapter import model_forms
 
@@ -357,6 +357,11 @@ def test_a_class_that_transformers_passes_over(tmp_path: Path, caplog: pytest.Lo
     warn_of_other_ids(build(source))
     assert n_warnings(caplog) == 0
     assert differences(transformers.AutoTokenizer.from_pretrained(source), source) == 0
+    registered = transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING_NAMES
+    assert {registered[model_type] for model_type in _GENERIC_MODEL_TYPES} <= {
+        "TokenizersBackend",
+        "MistralCommonBackend",
+    }
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
