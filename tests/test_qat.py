@@ -16,6 +16,7 @@ from tests.training import flags, read_metrics, read_validation, run, tiny_confi
 from torchtitan.cli.main import main
 from torchtitan.components.freeze import Freeze
 from torchtitan.components.quantization.qat import QAT
+from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.pretrained import load_model
@@ -261,9 +262,14 @@ def test_the_quantized_model_is_what_was_trained(tmp_path, assets):
 
 
 def test_an_exported_bfloat16_model(tmp_path):
-    """Scales and other weights are of the type that is asked for, and config.json says so."""
+    """Scales and other weights are of the type that is asked for, and config.json says so. Transformers opens the
+    tokenizer, declared to be one that adds a blank in front, with the ids that were trained."""
     transformers = pytest.importorskip("transformers")
-    train(tmp_path / "run", None, checkpoint__enable=True, training__steps=1)
+    (tmp_path / "tokenizer.json").write_bytes((EMBEDDED_TOKENIZER / "tokenizer.json").read_bytes())
+    declared = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
+    start = {"hf_assets_path": tmp_path, "training__steps": 1}
+    trainer = train(tmp_path / "run", None, checkpoint__enable=True, **start)
     how = ["--to", "hf", "--quantize", "int8dyn_int4w", "--export_dtype", "bfloat16"]
     assert main(["convert", str(tmp_path / "run/checkpoint/step-1"), str(tmp_path / "hf"), *how]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -272,6 +278,9 @@ def test_an_exported_bfloat16_model(tmp_path):
     assert (int(weight.qdata.min()), int(weight.qdata.max())) == (-8, 7)
     assert model.lm_head.weight.dtype == torch.bfloat16
     assert json.loads((tmp_path / "hf/config.json").read_text())["quantization_config"]["quant_method"] == "torchao"
+    text = "The cat ran."
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)(text).input_ids != trainer.tokenizer.encode(text)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(text).input_ids == trainer.tokenizer.encode(text)
 
 
 def n_groups(folder: Path) -> dict[str, int]:

@@ -31,6 +31,7 @@ from torchtitan.components.outcome import StepOutcome as StepOutcome
 from torchtitan.components.run_length import RunLength
 from torchtitan.components.sample_losses import SampleLosses
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
 from torchtitan.components.validate import Validator
 from torchtitan.config import Configurable
 from torchtitan.distributed import initialize_weights
@@ -148,7 +149,9 @@ class Trainer(Configurable):
 
     def build_tokenizer(self) -> Tokenizer:
         """The tokenizer in `hf_assets_path`."""
-        return self.config.tokenizer.build(path=self.config.hf_assets_path)
+        tokenizer: Tokenizer = self.config.tokenizer.build(path=self.config.hf_assets_path)
+        warn_of_other_ids(tokenizer)
+        return tokenizer
 
     def build_dataloader(self, config: BaseDataLoader.Config, *, epochs: int | None) -> BaseDataLoader:
         """A loader of this rank's share of the data."""

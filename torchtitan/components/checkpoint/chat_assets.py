@@ -48,8 +48,7 @@ def _tokenizer_config(folder: Path | None, template: ChatTemplate) -> dict[str, 
     unnamed = {k: text for k, text in template.variables.items() if text and k in template.source and k not in named}
     if not unnamed:
         return {}
-    # Without a class, transformers takes the model's, which may not read the tokenizer's file as it stands.
-    return {"tokenizer_config.json": _as_text({"tokenizer_class": "PreTrainedTokenizerFast", **settings, **unnamed})}
+    return {"tokenizer_config.json": _as_text({**settings, **unnamed})}
 
 
 def _read_beside(folder: Path | None, name: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torchtitan.components.checkpoint.formats.huggingface import MAX_FILE_BYTES,
 from torchtitan.components.checkpoint.formats.source import MakeTensor, TensorSource, as_type
 from torchtitan.components.quantization.qat import QAT, inference_config
 from torchtitan.components.quantization.torchao_library import import_torchao
+from torchtitan.components.tokenizer.auto_tokenizer import settle_for_auto_tokenizer
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter, TensorForm
 
@@ -107,6 +108,7 @@ def _write_description(folder: Path, config: dict[str, Any], entry: dict[str, An
     _write_json(folder / "config.json", {**config, **ids, "quantization_config": entry})
     if ids and not (folder / GENERATION_CONFIG).exists():
         _write_json(folder / GENERATION_CONFIG, ids)
+    settle_for_auto_tokenizer(folder)
 
 
 def _write_weights(folder: Path, like: Mapping[str, Tensor], make: MakeTensor, max_file_bytes: int) -> None:

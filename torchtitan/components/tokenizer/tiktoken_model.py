@@ -7,8 +7,9 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from pathlib import Path
+from typing import Any
 
 from torchtitan.components.tokenizer.backend import without_surrogates
 from torchtitan.components.tokenizer.interface import Offsets
@@ -104,6 +105,40 @@ class Tiktoken:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._encoding.decode([i for i in ids if not (skip_special_tokens and i >= self.n_ranks)])
+
+
+def converted_tiktoken(path: Path) -> Any:
+    """The tokenizer of the library `tokenizers` that has the ids and texts of `Tiktoken(path)`; it adds no BOS.
+
+    Follows transformers' `TikTokenConverter`: each split of a token into two tokens is a merge, ordered by rank.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    ranks = _parse_ranks(path, path.read_bytes())
+    characters = _byte_characters()
+    spelled = {token: "".join(characters[byte] for byte in token) for token in sorted(ranks, key=ranks.__getitem__)}
+    merges = []
+    for token in spelled:
+        halves = ((token[:i], token[i:]) for i in range(1, len(token)))
+        splits = [(left, right) for left, right in halves if left in ranks and right in ranks]
+        splits.sort(key=lambda split: (ranks[split[0]], ranks[split[1]]))
+        merges += [(spelled[left], spelled[right]) for left, right in splits]
+    vocab = {text: ranks[token] for token, text in spelled.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(_LLAMA3_PATTERN), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = _llama3_special_tokens(len(ranks))
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The character that `tokenizers` writes for each byte: its own where that is printable, else the next from 256."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    unused = count(256)
+    return [chr(byte if byte in printable else next(unused)) for byte in range(256)]
 
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:

@@ -29,6 +29,7 @@ from torchtitan.components.checkpoint.formats.huggingface import (
 from torchtitan.components.checkpoint.formats.meta import PARAMETERS, write_meta
 from torchtitan.components.checkpoint.formats.source import TensorSource
 from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.tokenizer.auto_tokenizer import settle_for_auto_tokenizer
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import ForeignFormat, TensorForm
 from torchtitan.tools.errors import UserError
@@ -140,6 +141,8 @@ def _write_description(
         _write_json(folder / PARAMETERS, format_for(spec, "meta").to_foreign(spec.model))
     if ids and not (beside / GENERATION_CONFIG).exists():
         _write_json(beside / GENERATION_CONFIG, dict(ids))
+    if to == "hf":
+        settle_for_auto_tokenizer(folder)
 
 
 def prevailing_dtype(forms: Mapping[str, TensorForm]) -> torch.dtype:
