@@ -228,8 +228,8 @@ class TestOneMessage:
         [
             (
                 "meta-llama/Llama-3.1-8B",
-                "meta-llama/Llama-3.1-8B is not a folder: if it is a model on the Hugging Face hub, fetch it: torchtitan "
-                "download meta-llama/Llama-3.1-8B, and give ./assets/hf/Llama-3.1-8B",
+                "meta-llama/Llama-3.1-8B is not a folder: if it is a model on the Hugging Face hub, fetch it: "
+                "torchtitan download meta-llama/Llama-3.1-8B, and give ./assets/hf/Llama-3.1-8B",
             ),
             (
                 "someone/fetched",
