@@ -233,7 +233,7 @@ def test_a_built_in_family_that_is_gone(in_workplace, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"module": "torchtitan.models.llama9"}))
     from torchtitan.models.pretrained import spec_of
 
-    with pytest.raises(UserError, match="native is of a model of the package 'torchtitan.models.llama9': .*failed"):
+    with pytest.raises(UserError, match="native holds a model of the package 'torchtitan.models.llama9': .*failed"):
         spec_of(tmp_path / "native")
 
 

@@ -24,7 +24,7 @@ def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -
     Raises:
         UserError: where the name is not that of a family, or of one that is neither built in, installed nor imported.
     """
-    said = f"{checkpoint} is of a model of the package '{name}'"
+    said = f"{checkpoint} holds a model of the package '{name}'"
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{said}, which is no name of a package")
     try:
