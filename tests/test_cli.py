@@ -143,7 +143,7 @@ MISTAKES = {
     "column": ("--dataloader.dataset column.jsonl --dataloader.text_column txt", "'txt'", "content"),
     "validation data": ("--validator.enable --validator.dataset nowhere.txt", "'nowhere.txt'"),
     "tokenizer": ("--hf_assets_path no_tokenizer", "'no_tokenizer'", "tokenizer.json", "tokenizer.model"),
-    "tokenizer folder": ("--hf_assets_path nowhere", "'nowhere' is not a folder"),
+    "tokenizer folder": ("--hf_assets_path nowhere", "nowhere is not a folder"),
     "vocabulary": ("--model.vocab_size 100", "2048 tokens", "only 100"),
     "published vocabulary": (
         "--config 1b --checkpoint.no_enable --hf_assets_path large_tokenizer",

@@ -19,12 +19,12 @@ SMALL = [name for name in FILES if name.startswith(("config", "generation", "tok
 @pytest.fixture
 def hub(monkeypatch):
     """A hub with one repository; remembers what was asked of it."""
-    asked = SimpleNamespace(error=None, download=None)
+    asked = SimpleNamespace(error=None, download=None, files=FILES)
 
     def model_info(self, repo_id, revision=None):
         if asked.error:
             raise asked.error
-        return SimpleNamespace(sha="abc", siblings=[SimpleNamespace(rfilename=name) for name in FILES])
+        return SimpleNamespace(sha="abc", siblings=[SimpleNamespace(rfilename=name) for name in asked.files])
 
     def snapshot_download(self, repo_id, **options):
         asked.download = (repo_id, options)
@@ -54,6 +54,15 @@ def test_the_files_that_are_needed(hub, capsys, flag, files):
     assert set(options["allow_patterns"]) == files
     assert (str(options["local_dir"]), options["revision"]) == ("assets/hf/Model-8B", "abc")
     assert capsys.readouterr().out == "downloaded someone/Model-8B to assets/hf/Model-8B\n"
+
+
+def test_pickled_weights_where_there_are_no_others(hub):
+    shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
+    for files in (["pytorch_model.bin"], shards):
+        hub.files = [*SMALL, *files, "training_args.bin", "README.md"]
+        for flag, expected in (([], {*SMALL, *files}), (["--tokenizer_only"], {*SMALL})):
+            assert main(["download", "someone/Model-8B", *flag]) == 0
+            assert set(hub.download[1]["allow_patterns"]) == expected
 
 
 @pytest.mark.parametrize(

@@ -382,7 +382,7 @@ class TestFromHf:
         assert bool(logged) == ("mixed_precision_param" in caplog.text)
 
     def test_folders_that_cannot_be_used(self, folder):
-        with pytest.raises(UserError, match="no folder '.*elsewhere'"):
+        with pytest.raises(UserError, match="elsewhere is not a folder"):
             parse("--hf_assets_path", folder / "elsewhere")
         (folder / "config.json").write_text(json.dumps(SMALL | {"torch_dtype": 16}))
         with pytest.raises(UserError, match="torch_dtype is 16, and must be the name of a type"):

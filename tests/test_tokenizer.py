@@ -367,7 +367,7 @@ def test_unusable_files(tmp_path: Path, files: dict[str, bytes], message: str) -
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere' is not a folder"):
+    with pytest.raises(UserError, match="nowhere is not a folder"):
         build(tmp_path / "nowhere")
 
 

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.cli.model_options import add_base_option
+from torchtitan.cli.model_options import add_base_option, add_module_option, given_package
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger, logger
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
 
     from torchtitan.components.quantization.qat import QAT
@@ -55,6 +57,7 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("input", metavar="INPUT", type=Path, help="folder of the checkpoint to read")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="folder to write; must not exist, or be empty")
     add_base_option(parser, "INPUT")
+    add_module_option(parser)
     parser.add_argument("--from", dest="source", choices=_FORMATS, help="format of INPUT (default: found by its files)")
     parser.add_argument("--to", required=True, choices=(*_FORMATS, "peft"), help="format of OUTPUT")
     parser.add_argument(
@@ -89,8 +92,9 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
 
 def _convert(options: argparse.Namespace) -> None:
     begun = time.perf_counter()
-    _check(options)
-    spec, n_tensors, write = _adapter(options) if options.to == "peft" else _model(options)
+    family = given_package(options)
+    _check(options, family)
+    spec, n_tensors, write = (_adapter if options.to == "peft" else _model)(options, family)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     # Beside OUTPUT, so that renaming puts it in place, and under a name that nothing else has.
     workplace = Path(tempfile.mkdtemp(prefix=f"{options.output.name}.", suffix=".partial", dir=options.output.parent))
@@ -104,13 +108,13 @@ def _convert(options: argparse.Namespace) -> None:
     _report(options, spec, n_tensors, time.perf_counter() - begun)
 
 
-def _model(options: argparse.Namespace) -> "tuple[ModelSpec, int, Callable[[Path], None]]":
+def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[ModelSpec, int, Callable[[Path], None]]":
     """The model, how many tensors are written, and what writes them into a folder."""
     from torchtitan.components.checkpoint.assets import asset_folder
     from torchtitan.components.data.progress import progress
     from torchtitan.models.pretrained import native_source
 
-    spec, source = native_source(options.input, base=options.base)
+    spec, source = native_source(options.input, base=options.base, family=family)
 
     def write(folder: Path) -> None:
         with progress(f"converting to {options.to}", sum(form.n_bytes for form in source.forms.values())) as advance:
@@ -127,7 +131,9 @@ def _model(options: argparse.Namespace) -> "tuple[ModelSpec, int, Callable[[Path
     return spec, len(source.forms), write
 
 
-def _adapter(options: argparse.Namespace) -> "tuple[ModelSpec, int, Callable[[Path], None]]":
+def _adapter(
+    options: argparse.Namespace, family: "ModuleType | None"
+) -> "tuple[ModelSpec, int, Callable[[Path], None]]":
     """As `_model`, of a model's adapter alone.
 
     Raises:
@@ -157,7 +163,7 @@ def _adapter(options: argparse.Namespace) -> "tuple[ModelSpec, int, Callable[[Pa
             f"--to peft writes the adapter of a model, and {checkpoint} has {len(adapters) or 'none'}: name the step-N "
             "folder of a run with --model_converters.lora or qlora, one of both"
         )
-    spec, source = spec_of(checkpoint), open_source(checkpoint)
+    spec, source = spec_of(checkpoint, family), open_source(checkpoint)
     model = converted_model(spec.model, adapters)
     trained = optimized_names(checkpoint).union(trained_names(converted_model(spec.model, converters)))
     check_complete(model, trained)
@@ -208,10 +214,10 @@ def _quantization(options: argparse.Namespace) -> "QAT.Config":
     return chosen
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
     """Find mistakes before anything is read or written."""
-    from torchtitan.components.checkpoint.formats import format_of
     from torchtitan.components.checkpoint.pretrained import check_digests
+    from torchtitan.models.pretrained import checkpoint_format
 
     if options.max_shard_size <= 0:
         raise UserError(f"--max_shard_size is {options.max_shard_size}, and must be above 0")
@@ -225,7 +231,7 @@ def _check(options: argparse.Namespace) -> None:
     output: Path = options.output
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"{output} exists already, and is left as it is; name a new folder")
-    found = format_of(options.input)
+    found = checkpoint_format(options.input, family)
     if options.source and options.source != found:
         raise UserError(f"{options.input} is a checkpoint in the format {found}, and not {options.source}")
     check_digests(options.input)

@@ -7,16 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.model_folder import DOWNLOADS
 
-_DESCRIPTION = """Fetch the model REPO_ID, for example meta-llama/Llama-3.1-8B, from the Hugging Face hub: weights as
-safetensors, configuration, tokenizer. The folder serves as --hf_assets_path. What is there already is not fetched
-again. For repositories that are private or ask to accept a licence, set the environment variable HF_TOKEN."""
+_DESCRIPTION = """Fetch the model REPO_ID, for example meta-llama/Llama-3.1-8B, from the Hugging Face hub: weights (as
+safetensors, or as pytorch_model.bin where there are none), configuration, tokenizer. The folder serves as
+--hf_assets_path. What is there already is not fetched again. For repositories that are private or ask to accept a
+license, set the environment variable HF_TOKEN."""
 
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "*.jinja"),
     *("added_tokens.json", "vocab.json", "merges.txt", "config.json", "generation_config.json"),
 )
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+"""What is fetched of a repository without any of `_WEIGHTS`."""
 _ORIGINAL = "original/*"
 
 
@@ -24,7 +28,7 @@ def download(args: Sequence[str]) -> int:
     """Download what the command line names; 0 when all of it is there, 2 where the hub does not give it, 3 where it
     cannot be written."""
     options = _parse(args)
-    folder = options.dest or Path("assets/hf") / options.repo_id.rpartition("/")[2]
+    folder = options.dest or DOWNLOADS / options.repo_id.rpartition("/")[2]
     try:
         _download(options, folder)
     except UserError as error:
@@ -91,9 +95,17 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
 
 def _wanted(names: Sequence[str], options: argparse.Namespace) -> list[str]:
     """Those of the repository's files that are fetched."""
-    patterns = [*_TOKENIZER, *(() if options.tokenizer_only or options.original else _WEIGHTS)]
-    top = [name for name in names if "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
-    return top + [name for name in names if options.original and fnmatch.fnmatch(name, _ORIGINAL)]
+    wanted = _matching(names, _TOKENIZER)
+    if options.original:
+        return wanted + [name for name in names if fnmatch.fnmatch(name, _ORIGINAL)]
+    if options.tokenizer_only:
+        return wanted
+    return wanted + (_matching(names, _WEIGHTS) or _matching(names, _PICKLED))
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """Those at the top of the repository that a pattern fits."""
+    return [name for name in names if "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
 def _fail(message: str, code: int) -> int:

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.cli.model_options import add_module_option, given_package
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torchtitan.components.checkpoint import CheckpointInfo
     from torchtitan.components.checkpoint.formats import Format
     from torchtitan.protocols.state_dict_adapter import TensorForm
@@ -37,6 +40,9 @@ class _Findings:
     states: States
     faults: Sequence[str]
 
+    notes: Sequence[str]
+    """Why its model cannot be used, as it is now, though nothing is wrong with the checkpoint."""
+
 
 def inspect_checkpoint(args: Sequence[str]) -> int:
     """Print what the command line asks for; 0 when all is well, 3 for a checkpoint that is damaged or incomplete, 2
@@ -59,6 +65,7 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
         action="store_false",
         help="read no more than is needed, and compare no file with its digest",
     )
+    add_module_option(parser)
     return parser.parse_args(args)
 
 
@@ -71,7 +78,7 @@ def _inspect(options: argparse.Namespace) -> int:
             return _print_list(listed)
         if itself := [info for info in folders.list_checkpoints(path.parent) if info.path.name == path.name]:
             return _print_list(itself)
-    findings = _examine(path, verify=options.verify)
+    findings = _examine(path, given_package(options), verify=options.verify)
     _print_findings(path, findings, tensors=options.tensors)
     return 3 if findings.faults else 0
 
@@ -91,17 +98,17 @@ def _format_in(path: Path) -> "Format | None":
         return None
 
 
-def _examine(path: Path, *, verify: bool) -> _Findings:
+def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> _Findings:
     """Look at one checkpoint.
 
     Raises:
         UserError: where there is none; what is wrong with one is among the findings.
     """
     from torchtitan.components.checkpoint import folders
-    from torchtitan.components.checkpoint.formats import format_of
+    from torchtitan.models.pretrained import checkpoint_format
 
     # A checkpoint with a marker may have lost the files that its format is known by.
-    found = _format_in(path) if folders.has_marker(path) else format_of(path)
+    found = _format_in(path) if folders.has_marker(path) else checkpoint_format(path, family)
     faults: list[str] = []
     states: States = {}
     facts = {"format": _FORMATS[found] if found else "unknown"}
@@ -116,7 +123,24 @@ def _examine(path: Path, *, verify: bool) -> _Findings:
     facts.setdefault("complete", "no" if faults else "yes")
     files = [file for file in path.rglob("*") if file.is_file()]
     facts["size"] = f"{sum(file.stat().st_size for file in files):,} bytes in {len(files)} files"
-    return _Findings(facts, states, faults)
+    notes = [] if faults else _unusable(path, family)
+    return _Findings(facts, states, faults, notes)
+
+
+def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
+    """Why the model of a checkpoint in which no fault was found cannot be used, as `generate` and `convert` say it."""
+    from torchtitan.components.checkpoint.assets import has_model_json, read_converters, read_simulation
+    from torchtitan.models.pretrained import spec_of
+    from torchtitan.protocols.conversion import described_converters
+
+    if _format_in(path) == "dcp" and not has_model_json(path):  # of another program: it has no more to say
+        return []
+    try:
+        spec_of(path, family)
+        described_converters([*read_converters(path), *read_simulation(path)], str(path))
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def _read_states(path: Path, found: "Format | None") -> States:
@@ -192,7 +216,7 @@ def _print_findings(path: Path, findings: _Findings, *, tensors: bool) -> None:
                 for name in sorted(forms)
             ],
         )
-    for fault in findings.faults:
+    for fault in (*findings.faults, *findings.notes):
         print(f"torchtitan inspect: {fault}", file=sys.stderr)
 
 

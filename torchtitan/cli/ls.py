@@ -1,9 +1,9 @@
-"""`torchtitan ls`: what can be trained, read from the sources without importing them."""
+"""`torchtitan ls`: what can be trained, built in or installed, read from the sources without importing them."""
 
 import argparse
 from collections.abc import Sequence
 
-from torchtitan.config.registry import built_in_modules, list_module
+from torchtitan.config.registry import list_module, modules_on_disk
 
 
 def ls(args: Sequence[str]) -> int:
@@ -12,7 +12,7 @@ def ls(args: Sequence[str]) -> int:
         prog="torchtitan ls", description="List modules, their configurations (--config) and their model flavors."
     )
     parser.parse_args(args)
-    for name, folder in built_in_modules().items():
+    for name, folder in modules_on_disk().items():
         listing = list_module(name, folder)
         print(name)
         print(f"  configs: {', '.join(listing.configs)}")

@@ -10,6 +10,8 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import nn
 
     from torchtitan.components.generation import Sampling
@@ -41,6 +43,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="the folder step-N of a run's checkpoint, or a model in Hugging Face's or Meta's format",
     )
     add_base_option(group, "--checkpoint")
+    add_module_option(group)
     group.add_argument(
         "--tokenizer",
         type=Path,
@@ -65,6 +68,27 @@ def add_base_option(group: "argparse._ActionsContainer", checkpoint: str) -> Non
         help=f"where {checkpoint} holds trained weights only (--checkpoint.trained_only): the folder of the others "
         "(default: the one that its run began from)",
     )
+
+
+def add_module_option(group: "argparse._ActionsContainer") -> None:
+    """`--module`, which `given_package` reads."""
+    group.add_argument(
+        "--module",
+        metavar="MODULE",
+        help="the package that has the model's family, or its converters, where they are not built in or installed: "
+        "what `torchtitan train --module` names",
+    )
+
+
+def given_package(options: argparse.Namespace) -> "ModuleType | None":
+    """The package that `--module` names; None: it names none.
+
+    Raises:
+        UserError: if there is no such package, or importing it fails.
+    """
+    from torchtitan.config.registry import import_package
+
+    return import_package(options.module) if options.module else None
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +142,8 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda, and no GPU is available")
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    loaded = load_model(options.checkpoint, device=device, dtype=dtype, base=options.base)
+    family = given_package(options)
+    loaded = load_model(options.checkpoint, device=device, dtype=dtype, base=options.base, family=family)
     folder: Path = options.tokenizer or loaded.tokenizer_path
     tokenizer = PretrainedTokenizer.Config().build(path=folder)
     vocabulary = loaded.spec.model.vocab_size
@@ -146,8 +171,6 @@ def run_command(command: str, run: Callable[[], None]) -> int:
 def _refuse_a_folder_of_checkpoints(path: Path) -> None:
     from torchtitan.components.checkpoint.folders import list_checkpoints
 
-    if not path.is_dir():
-        raise UserError(f"--checkpoint: {path} is not a folder; name the folder of a model or of a run's step-N")
     for folder in (path, path / "checkpoint"):
         if complete := [info for info in list_checkpoints(folder) if info.complete]:
             raise UserError(

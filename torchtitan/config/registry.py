@@ -6,6 +6,7 @@ Discovery reads the file system; listing reads the source, so that it needs no i
 import ast
 import difflib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -21,7 +22,12 @@ REGISTRY_FILE = "config_registry.py"
 ASSETS_PARAMETER = "hf_assets_path"
 """The only parameter that a configuration function may have: it then computes the configuration from that folder."""
 
+ENTRY_POINTS = "torchtitan.models"
+"""The group of entry points by which an installed package adds modules: name = import path of the package."""
+
 _BUILT_IN_FOLDERS = ("models", "experiments")
+_OWN_CODE = tuple(f"torchtitan.{folder}" for folder in ("components", *_BUILT_IN_FOLDERS))
+"""The packages of this one that a checkpoint may name a part of."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,17 @@ def built_in_modules() -> dict[str, Path]:
     package = Path(__file__).resolve().parent.parent
     found = [path.parent for kind in _BUILT_IN_FOLDERS for path in sorted((package / kind).glob(f"*/{REGISTRY_FILE}"))]
     return {folder.name: folder for folder in found}
+
+
+def installed_modules() -> dict[str, str]:
+    """Short name → import path of every module that an installed package adds by an entry point of `ENTRY_POINTS`."""
+    return {point.name: point.module for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+
+
+def modules_on_disk() -> dict[str, Path]:
+    """Short name → folder of the built-in modules and, as far as they are folders, of the installed ones."""
+    installed = {name: _folder_of(path) for name, path in installed_modules().items()}
+    return {**{name: folder for name, folder in installed.items() if folder}, **built_in_modules()}
 
 
 def list_module(name: str, folder: Path) -> ModuleListing:
@@ -95,6 +112,31 @@ def load_config_function(module: str, config: str) -> Callable[..., object]:
     )
 
 
+def import_package(module: str) -> ModuleType:
+    """The package that `--module module` names, imported together with its `config_registry.py`.
+
+    Raises:
+        UserError: as `load_config_function`.
+    """
+    return sys.modules[_import_registry(module).__name__.rpartition(".")[0]]
+
+
+def trusted_module(name: str) -> ModuleType | None:
+    """The module with the import path `name`, which stands in a checkpoint, if its code may be run.
+
+    A file may name any code, so nothing is imported but parts of this package and of those that are installed with an
+    entry point (`ENTRY_POINTS`). Any other module must have been imported before, as the one that `--module` names
+    now has been. None: it is none of these.
+
+    Raises:
+        UserError: where it is one, and importing it fails.
+    """
+    trusted = (*_OWN_CODE, *installed_modules().values())
+    if any(f"{name}.".startswith(f"{package}.") for package in trusted):
+        return _import(name, name)
+    return sys.modules.get(name)
+
+
 def needs_assets(function: Callable[..., object]) -> bool:
     """Whether a configuration function computes its configuration from the folder `hf_assets_path`."""
     return ASSETS_PARAMETER in inspect.signature(function).parameters
@@ -113,6 +155,9 @@ def _import_registry(module: str) -> ModuleType:
     if module in built_in:
         folder = built_in[module]
         return _import(f"torchtitan.{folder.parent.name}.{module}.config_registry", module)
+    installed = installed_modules()
+    if module in installed:
+        return _import(f"{installed[module]}.config_registry", module)
     if Path(module).is_dir():
         return _import_folder(Path(module).resolve(), module)
     if "/" in module or "\\" in module:
@@ -123,10 +168,20 @@ def _import_registry(module: str) -> ModuleType:
         if not _is_importable(f"{module}.config_registry"):
             raise UserError(f"unknown module '{module}': there is no module '{module}.config_registry' to import")
         return _import(f"{module}.config_registry", module)
+    known = sorted({*built_in, *installed})
     raise UserError(
-        f"unknown module '{module}'{suggest(module, built_in)} (there are: {', '.join(sorted(built_in))}; "
+        f"unknown module '{module}'{suggest(module, known)} (there are: {', '.join(known)}; "
         "a dotted import path or a folder with a config_registry.py may be given too)"
     )
+
+
+def _folder_of(path: str) -> Path | None:
+    """Where the package with that import path lies, found without importing it; None: it is not there, or no folder."""
+    top, *inner = path.split(".")
+    spec = importlib.util.find_spec(top)
+    places = spec.submodule_search_locations if spec else None
+    folders = [Path(place).joinpath(*inner) for place in places or ()]
+    return next((folder for folder in folders if (folder / REGISTRY_FILE).is_file()), None)
 
 
 def _import_folder(folder: Path, module: str) -> ModuleType:

@@ -1,7 +1,7 @@
 """Applies the converters of a run to its model; says which they were, and has them back from that."""
 
 import contextlib
-import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan.config.configurable import Configurable, config_key
+from torchtitan.config.registry import trusted_module
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.tools.errors import UserError
@@ -156,7 +157,8 @@ def described_converters(descriptions: Iterable[Description], said_by: str) -> l
         said_by: what holds them, for the messages.
 
     Raises:
-        UserError: for one that cannot be imported, or is no converter any more, by name.
+        UserError: for one that must not be imported (`torchtitan.config.registry.trusted_module`), cannot be, or is no
+            converter any more, by name.
     """
     return [_described(description, said_by) for description in descriptions]
 
@@ -167,18 +169,21 @@ def _import_path(owner: type) -> str:
 
 def _described(description: Description, said_by: str) -> ModelConverter:
     path = str(description.get("class"))
+    said = f"{said_by} was saved with the converter {path}"
     module, _, name = path.partition(":")
     try:
-        owner: Any = importlib.import_module(module)
-        for part in name.split("."):
-            owner = getattr(owner, part)
-    except (ImportError, AttributeError, ValueError) as error:
+        owner: Any = trusted_module(module)
+    except UserError as error:
+        raise UserError(f"{said}: {error}") from error
+    if owner is None:
         raise UserError(
-            f"{said_by} was saved with the converter {path}, which cannot be imported: {error}; "
-            "put what it is in where Python finds it (PYTHONPATH)"
-        ) from error
+            f"{said}, which is not built in; if you trust it, name the module whose config_registry.py imports it: "
+            "--module PATH"
+        )
+    for part in name.split("."):
+        owner = inspect.getattr_static(owner, part, None)  # runs no code of the module
     if not (isinstance(owner, type) and issubclass(owner, ModelConverter)):
-        raise UserError(f"{said_by} was saved with the converter {path}, which is not a ModelConverter")
+        raise UserError(f"{said}, which is not a ModelConverter")
     converter: ModelConverter = owner.Config.from_dict(description.get("config", {})).build()
     return converter
 

@@ -112,6 +112,11 @@ def token_ids(folder: Path, config: Path) -> dict[str, Any]:
     return {key: found[key] for key in _TOKEN_IDS if key in found}
 
 
+def has_model_json(checkpoint: str | Path) -> bool:
+    """Whether the checkpoint in that folder says anything of its model."""
+    return (Path(checkpoint) / FOLDER / _MODEL).is_file()
+
+
 def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
     """What the checkpoint in that folder says of its model: `module`, `flavor`, `config`.
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpoint import folders
 from torchtitan.components.checkpoint.assets import read_converters
 from torchtitan.components.checkpoint.folders import AnyFolder, CheckpointInfo
+from torchtitan.components.checkpoint.formats.find import format_of
 from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.checkpoint.origin import Origin
 from torchtitan.components.checkpoint.ranks import Ranks
@@ -84,8 +85,7 @@ def _find_start(config: "CheckpointManager.Config", folder: Folder, identity: Ru
     if not config.initial_load_path:
         return None
     if config.initial_load_in_hf:
-        if not folder_at(config.initial_load_path).exists():
-            raise UserError(f"checkpoint.initial_load_path: {config.initial_load_path} is not a folder")
+        format_of(config.initial_load_path)  # raises where there is none
         return None
     start = Start(folders.open_checkpoint(config.initial_load_path, "checkpoint.initial_load_path"), resumes=False)
     if start.checkpoint.kind == "huggingface":

@@ -13,6 +13,7 @@ from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
 from torchtitan.components.tokenizer.tokenizer_json import HuggingFace
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
+from torchtitan.tools.model_folder import no_folder
 
 EMBEDDED_TOKENIZER = Path(__file__).parents[2] / "assets" / "tokenizer"
 """Folder of the tokenizer that the package brings along, trained on `Stories`."""
@@ -97,7 +98,7 @@ class PretrainedTokenizer(Tokenizer):
 
 def _load_backend(folder: Path) -> Backend:
     if not folder.is_dir():
-        raise UserError(f"'{folder}' is not a folder; name the folder that holds tokenizer.json or tokenizer.model")
+        raise no_folder(folder)
     if (folder / "tokenizer.json").is_file():
         return HuggingFace(folder / "tokenizer.json")
     if (folder / "tokenizer.model").is_file():

@@ -55,6 +55,15 @@ class Description:
             raise self.wrong(key, value, "an object")
         return Description(self.file, value or {})
 
+    def check_not_quantized(self) -> None:
+        """Raise `UserError` where a `quantization_config` says that the weights are quantized."""
+        if quantization := self.values.get("quantization_config"):
+            method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+            raise UserError(
+                f"{self.file}: quantization_config is that of {method!r}: quantized weights cannot be loaded; use the "
+                "model before quantization"
+            )
+
     def wrong(self, key: str, value: Any, must_be: str) -> UserError:
         """What to raise for a value that cannot be used."""
         return UserError(f"{self.file}: {key} is {value!r}, and must be {must_be}")

@@ -15,9 +15,9 @@ from torchtitan.components.quantization.qat import QAT
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, TrainingConfig
+from torchtitan.models.families import read_config_json
 from torchtitan.models.llama3 import model_registry, model_spec
 from torchtitan.models.llama3.hugging_face import from_config_json, precision_of
-from torchtitan.models.pretrained import DESCRIPTIONS, read_description
 from torchtitan.trainer import Trainer
 
 
@@ -125,7 +125,7 @@ def llama3_from_hf(hf_assets_path: str) -> Trainer.Config:
     Raises:
         UserError: where DIR has no config.json, or one that describes a model that Llama 3's code does not compute.
     """
-    description = read_description(Path(hf_assets_path), DESCRIPTIONS["hf"])
+    _, description = read_config_json(Path(hf_assets_path))
     model = from_config_json(description)
     training = TrainingConfig(steps=1000, seq_len=min(2048, model.max_seq_len), local_batch_size=1)
     training.mixed_precision_param = precision_of(description, training.mixed_precision_param)

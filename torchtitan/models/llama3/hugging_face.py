@@ -50,7 +50,6 @@ _FIXED: dict[str, Any] = {
     "is_causal": True,
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
-    "quantization_config": None,
 }
 """What changes the computation, and the only value that this model has for it; also what an absent key means."""
 
@@ -61,7 +60,7 @@ _SAME_ACTIVATION = {"swish": "silu"}
 
 _USED = {*_SIZES, *_FIXED, "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"}
 _USED |= {"sliding_window", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
-_USED |= {"attention_dropout", "dtype", "torch_dtype"}
+_USED |= {"attention_dropout", "dtype", "torch_dtype", "quantization_config"}
 
 _WITHOUT_EFFECT = {
     *("architectures", "_name_or_path", "transformers_version", "initializer_range"),
@@ -107,6 +106,7 @@ def from_config_json(document: Mapping[str, Any]) -> Llama3Model.Config:
             f"config.json: model_type is {document.get('model_type')!r}, and this family is {' or '.join(MODEL_TYPES)}"
         )
     description = Description(_FILE, document)
+    description.check_not_quantized()
     for key, only in _FIXED.items():
         _require(key, document.get(key, only), only)
     sizes = {field: description.whole_number(key) for key, field in _SIZES.items()}

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.components.checkpoint import folders
-from torchtitan.components.checkpoint.formats import huggingface, meta
-from torchtitan.components.checkpoint.formats.source import TensorSource
+from torchtitan.components.checkpoint.formats import huggingface, meta, pickled
+from torchtitan.components.checkpoint.formats.source import TensorSource, some
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.model_folder import no_folder
 
 Format = Literal["dcp", "hf", "meta"]
 
@@ -17,18 +18,22 @@ ADAPTER_CONFIG = "adapter_config.json"
 """The file that is beside an adapter in the files of PEFT."""
 
 
+_SAFETENSORS = (huggingface.WEIGHTS, huggingface.INDEX)
+_PICKLED = (pickled.WEIGHTS, pickled.INDEX)
+
+
 def format_of(path: str | Path) -> Format:
     """The format of the checkpoint that is the folder `path`.
 
     Raises:
-        UserError: where there is none; it says what was looked for, or what is missing of one of ours.
+        UserError: where there is none; it says what the folder has, and what it lacks.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; name the folder that holds the checkpoint's files")
+        raise no_folder(path)
     if (folder / DCP_METADATA).is_file():
         return "dcp"
-    if (folder / huggingface.WEIGHTS).is_file() or (folder / huggingface.INDEX).is_file():
+    if _has_any(folder, *_SAFETENSORS, *_PICKLED):
         return "hf"
     if next(folder.glob(meta.FILES), None):
         return "meta"
@@ -36,15 +41,20 @@ def format_of(path: str | Path) -> Format:
         raise UserError(f"{folder} holds an adapter alone, which is no model; name the merged one ({_merged(folder)})")
     if folders.has_marker(folder):
         folders.raise_if_damaged(folder)
+    has = some(sorted(item.name for item in folder.iterdir())) or "nothing"
     raise UserError(
-        f"{folder} holds no checkpoint: there is no {DCP_METADATA} (DCP), no {huggingface.WEIGHTS} or "
-        f"{huggingface.INDEX} (Hugging Face), and no {meta.FILES} (Meta)"
+        f"{folder} holds no checkpoint: it has {has}, and no weights: no {DCP_METADATA} (DCP), no "
+        f"{' or '.join(_SAFETENSORS)}, no {' or '.join(_PICKLED)} (Hugging Face), and no {meta.FILES} (Meta)"
     )
+
+
+def _has_any(folder: Path, *names: str) -> bool:
+    return any((folder / name).is_file() for name in names)
 
 
 def _merged(adapter: Path) -> str:
     outer = adapter.absolute().parent
-    is_merged = any((outer / name).is_file() for name in (huggingface.WEIGHTS, huggingface.INDEX))
+    is_merged = _has_any(outer, *_SAFETENSORS)
     return str(outer) if is_merged else "the step-N folder of its run, or what torchtitan convert made of that"
 
 
@@ -56,7 +66,8 @@ def open_source(path: str | Path) -> TensorSource:
     """
     found = format_of(path)
     if found == "hf":
-        return huggingface.HuggingFaceSource(path)
+        is_pickled = not _has_any(Path(path), *_SAFETENSORS)
+        return pickled.PickledSource(path) if is_pickled else huggingface.HuggingFaceSource(path)
     if found == "meta":
         return meta.MetaSource(path)
     # Deferred: DCP takes a second to import.

@@ -61,15 +61,8 @@ class HuggingFaceSource(TensorSource):
         self.path = Path(path)
         self._files: dict[str, Path] = {}
         self.forms: dict[str, TensorForm] = {}
-        if (self.path / WEIGHTS).is_file():
-            self._add(self.path / WEIGHTS, None)
-            return
-        weight_map = _read_index(self.path / INDEX)
-        files = sorted(set(weight_map.values()))
-        if missing := [name for name in files if not (self.path / name).is_file()]:
-            raise UserError(f"{self.path} is incomplete: {INDEX} names files that are not there: {some(missing)}")
-        for file in files:
-            self._add(self.path / file, [name for name, in_file in weight_map.items() if in_file == file])
+        for file, names in files_of(self.path, WEIGHTS, INDEX).items():
+            self._add(file, names)
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """The tensor of that name, or the part of it that `slices` says; only that part is read."""
@@ -89,6 +82,31 @@ class HuggingFaceSource(TensorSource):
                     raise UserError(f"{path}: {name} is of type {part.get_dtype()}, which is not supported")
                 self.forms[name] = TensorForm(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
                 self._files[name] = path
+
+
+def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | None]:
+    """File → the tensors that are read from it, by the index of a checkpoint in several files. None: all, of the only
+    file.
+
+    Args:
+        folder: the checkpoint's.
+        weights: name of the only file, which goes before an index.
+        index: name of the index.
+
+    Raises:
+        UserError: where files are missing or outside of the folder, or the index is damaged.
+    """
+    if (folder / weights).is_file():
+        return {folder / weights: None}
+    if not (folder / index).is_file():
+        raise UserError(f"{folder} holds neither {weights} nor {index}")
+    weight_map = _read_index(folder / index)
+    files: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        files.setdefault(file, []).append(name)
+    if missing := sorted(file for file in files if not (folder / file).is_file()):
+        raise UserError(f"{folder} is incomplete: {index} names files that are not there: {some(missing)}")
+    return {folder / file: files[file] for file in sorted(files)}
 
 
 def write_huggingface(
@@ -205,8 +223,6 @@ def _open(path: Path) -> Any:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    if not path.is_file():
-        raise UserError(f"{path.parent} holds neither {WEIGHTS} nor {INDEX}")
     try:
         document = json.loads(path.read_bytes())
     except ValueError as error:

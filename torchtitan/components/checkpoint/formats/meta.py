@@ -7,19 +7,17 @@ along the vocabulary (Llama 3) or the features (Llama 1 and 2); norms not at all
 
 import json
 import os
-import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from torchtitan.components.checkpoint.formats.pickled import tensors_in
 from torchtitan.components.checkpoint.formats.source import (
     MakeTensor,
     Slices,
     TensorSource,
-    damaged,
     slice_shape,
     some,
     value_chunks,
@@ -35,35 +33,6 @@ _AXES = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2"
 """Module → the dimension along which its weight is cut."""
 
 _EMBEDDING = "tok_embeddings"
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A tensor in a file: its values lie there one after the other."""
-
-    file: Path
-    offset: int
-    form: TensorForm
-
-    def read(self, slices: Slices) -> Tensor:
-        """The part that `slices` says; reads its rows whole."""
-        shape = self.form.shape
-        if not shape:
-            return self._values(0, shape)
-        rows = slices[0]
-        row_bytes = self.form.n_bytes // max(1, shape[0])
-        values = self._values(rows.start * row_bytes, (rows.stop - rows.start, *shape[1:]))
-        return values[(slice(None), *slices[1:])]
-
-    def _values(self, start: int, shape: Sequence[int]) -> Tensor:
-        """A tensor of that shape from the bytes that begin at `start`."""
-        values = torch.empty(shape, dtype=self.form.dtype)
-        buffer = values.view(-1).view(torch.uint8).numpy().data
-        with open(self.file, "rb") as file:
-            file.seek(self.offset + start)
-            if file.readinto(buffer) != len(buffer):
-                raise damaged(self.file, "it ends too early")
-        return values
 
 
 class MetaSource(TensorSource):
@@ -83,7 +52,7 @@ class MetaSource(TensorSource):
         if files != expected:
             missing = [file.name for file in expected if file not in files]
             raise UserError(f"{self.path} is incomplete: there is no {some(missing)} (there are {len(files)} files)")
-        shards = [_tensors_in(file) for file in files]
+        shards = [tensors_in(file) for file in files]
         for file, shard in zip(files, shards, strict=True):
             if differing := sorted(shards[0].keys() ^ shard.keys()):
                 raise UserError(f"{file} and {files[0]} do not hold the same tensors: {some(differing)}")
@@ -192,7 +161,7 @@ def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) ->
     except RuntimeError as error:  # as which torch tells the system's errors
         raise OSError(f"{partial} cannot be written ({str(error).splitlines()[0]}); is the disk full?") from error
     with open(partial, "r+b") as file:
-        for name, piece in _tensors_in(partial).items():
+        for name, piece in tensors_in(partial).items():
             file.seek(piece.offset)
             for chunk in value_chunks(name, make(name), piece.form.dtype):
                 file.write(chunk)
@@ -200,26 +169,3 @@ def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) ->
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path / "consolidated.00.pth")
-
-
-def _tensors_in(file: Path) -> dict[str, _Piece]:
-    """Where the tensors of a file written by `torch.save` lie; reads none of them.
-
-    Loaded as fake tensors, storages know their place in the file ("Serialization semantics" in PyTorch's notes).
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    try:
-        with FakeTensorMode():
-            tensors = torch.load(file, weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise damaged(file, str(error).split("\n")[0]) from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise UserError(f"{file} is not a checkpoint of Meta's: it must hold a dict of tensors")
-    pieces = {}
-    for name, tensor in tensors.items():
-        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        if start is None or not tensor.is_contiguous():
-            raise UserError(f"{file}: {name} does not lie in one piece; load the file and torch.save it again")
-        pieces[name] = _Piece(file, start + tensor.storage_offset() * tensor.itemsize, TensorForm.of(tensor))
-    return pieces

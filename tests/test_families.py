@@ -1,0 +1,249 @@
+"""A family of models outside of the package, and converters of its own, in every command: found where `--module` or an
+installed package names them, and never imported because a checkpoint does."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import PROJECT
+from tests.training import TINY, flags
+from torchtitan.cli.main import main
+from torchtitan.models.pretrained import load_model
+from torchtitan.tools.errors import UserError
+
+INIT = """
+import dataclasses
+
+from torchtitan.models import llama3
+from torchtitan.models.llama3 import hugging_face
+
+FLAVORS = {"debugmodel": llama3.FLAVORS["debugmodel"]}
+FORMATS = {
+    "hf": dataclasses.replace(
+        hugging_face.FORMAT,
+        to_foreign=lambda config: {**hugging_face.to_config_json(config), "model_type": "homemade"},
+        from_foreign=lambda document: hugging_face.from_config_json({**document, "model_type": "llama"}),
+        model_types=("homemade",),
+    )
+}
+
+
+def model_spec(model, flavor):
+    spec = llama3.model_spec(model, flavor)
+    return dataclasses.replace(spec, name="homemade", module=__name__, formats=FORMATS)
+
+
+def model_registry(flavor):
+    return model_spec(dataclasses.replace(FLAVORS[flavor]), flavor)
+"""
+
+REGISTRY = """
+from homemade import model_registry
+from homemade.converters import Mine
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+
+def homemade_debugmodel():
+    config = llama3_debugmodel()
+    config.model_spec = model_registry("debugmodel")
+    return config
+
+
+def llama3_with_mine():
+    config = llama3_debugmodel()
+    config.model_converters = [Mine.Config(rank=2)]
+    return config
+"""
+
+CONVERTERS = """
+from torchtitan.components.peft import LoRA
+
+
+class Mine(LoRA):
+    pass
+"""
+
+
+def run(*words: object) -> int:
+    try:
+        return main([str(word) for word in words])
+    except SystemExit as exit_:
+        assert isinstance(exit_.code, int)
+        return exit_.code
+
+
+@pytest.fixture(autouse=True)
+def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is imported from outside of the package is forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("NGPU", "1")
+    yield
+    forget()
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "homemade"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the family, a checkpoint of it, its Hugging Face export, and a llama3 with its converter."""
+    place = tmp_path_factory.mktemp("workplace")
+    (place / "homemade").mkdir()
+    files = {"__init__.py": INIT, "config_registry.py": REGISTRY, "converters.py": CONVERTERS}
+    for name, text in files.items():
+        (place / "homemade" / name).write_text(text)
+    module = ("--module", place / "homemade")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setenv("NGPU", "1")
+        for config, folder in (("debugmodel", "native"), ("llama3_with_mine", "converted")):
+            options = ("--config", config, "--dump_folder", place / "run", "--checkpoint.enable")
+            assert run("train", *module, *options, *flags({**TINY, "training.steps": 1})) == 0
+            (place / "run/checkpoint/step-1").rename(place / folder)
+            shutil.rmtree(place / "run")
+        assert run("convert", *module, "--to", "hf", place / "native", place / "hf") == 0
+    forget()
+    return place
+
+
+@pytest.fixture
+def in_workplace(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, and one where Python looks for modules: a careless import would find the family."""
+    monkeypatch.chdir(workplace)
+    sys.path.insert(0, str(workplace))
+    return workplace
+
+
+def words_of(command: str, checkpoint: str, out: Path) -> list[object]:
+    (out / "text.txt").write_text("Once upon a time")
+    model = ["--checkpoint", checkpoint, "--device", "cpu"]
+    return {
+        "generate": [command, *model, "--prompt", "Once", "--max_new_tokens", 4],
+        "chat": [command, *model, "--template", "chatml"],
+        "eval": [command, *model, "--tasks", out / "text.txt"],
+        "convert": [command, "--to", "dcp", checkpoint, out / "out"],
+        "inspect": [command, checkpoint],
+    }[command]
+
+
+COMMANDS = ("generate", "chat", "eval", "convert", "inspect")
+ADVICE = {
+    "native": "package 'homemade', which is neither built in nor installed; if you trust that package, name it with "
+    "--module PATH (its folder, or 'homemade' where Python finds it)",
+    "hf": "model_type is 'homemade' in its config.json, which is of no family here (there are: llama, mistral); "
+    "--module PATH names a family of your own",
+    "converted": "converter homemade.converters:Mine, which is not built in; if you trust it, name the module whose "
+    "config_registry.py imports it: --module PATH",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("checkpoint", ADVICE)
+def test_what_a_checkpoint_names_is_advice(in_workplace, tmp_path, capsys, command, checkpoint):
+    """Every command says the same, and imports nothing, though the family lies in the current folder."""
+    code = run(*words_of(command, checkpoint, tmp_path))
+    out, error = capsys.readouterr()
+    assert (code, error.count(ADVICE[checkpoint])) == (0 if command == "inspect" else 2, 1), error
+    assert len(error.splitlines()) == 1
+    assert not any(name.startswith("homemade") for name in sys.modules)
+    if command == "inspect":
+        assert "complete         yes" in out
+        assert " tensors, " in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("checkpoint", ADVICE)
+def test_module_names_it(in_workplace, tmp_path, monkeypatch, capsys, command, checkpoint):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert run(*words_of(command, checkpoint, tmp_path), "--module", "./homemade") == 0
+    out, error = capsys.readouterr()
+    assert "--module" not in error
+    if command == "generate":
+        assert out.startswith("Once")
+
+
+def test_the_exports_are_the_same_model(in_workplace):
+    sys.path.insert(0, str(in_workplace))
+    import homemade  # type: ignore[import-not-found]
+
+    tokens = torch.arange(20)[None]
+    native, exported = (load_model(path, device="cpu", family=homemade) for path in ("native", "hf"))
+    assert json.loads(Path("hf/config.json").read_text())["model_type"] == "homemade"
+    assert exported.spec.name == native.spec.name == "homemade"
+    assert torch.equal(native.model(tokens), exported.model(tokens))
+
+
+def test_another_module_is_named(in_workplace, capsys):
+    assert run("generate", "--checkpoint", "native", "--module", "llama3") == 2
+    assert "; --module now names 'torchtitan.models.llama3'" in capsys.readouterr().err
+
+
+def test_a_module_that_is_not_there(in_workplace, tmp_path, capsys):
+    for command in COMMANDS:
+        assert run(*words_of(command, "native", tmp_path), "--module", "./nowhere") == 2
+        assert "unknown module './nowhere': there is no such folder" in capsys.readouterr().err
+
+
+class TestInstalled:
+    """A package of which an entry point says that it has a family."""
+
+    @pytest.fixture(autouse=True)
+    def installed(self, in_workplace, tmp_path, monkeypatch):
+        site = tmp_path / "site"
+        shutil.copytree(in_workplace / "homemade", site / "homemade")
+        (site / "own_models-1.0.dist-info").mkdir()
+        (site / "own_models-1.0.dist-info/METADATA").write_text("Name: own-models\nVersion: 1.0\n")
+        (site / "own_models-1.0.dist-info/entry_points.txt").write_text("[torchtitan.models]\nours = homemade\n")
+        sys.path[:] = [str(site), *(path for path in sys.path if path != str(in_workplace))]
+        self.site = site
+
+    @pytest.mark.parametrize("command", ["generate", "convert", "inspect"])
+    @pytest.mark.parametrize("checkpoint", ADVICE)
+    def test_every_command_finds_it(self, tmp_path, capsys, command, checkpoint):
+        assert run(*words_of(command, checkpoint, tmp_path)) == 0
+        assert "--module" not in capsys.readouterr().err
+        assert Path(sys.modules["homemade"].__file__).is_relative_to(self.site)
+
+    def test_it_is_trained_and_listed_by_its_name(self, tmp_path, capsys):
+        words = flags({**TINY, "training.steps": 1, "dump_folder": tmp_path})
+        assert run("train", "--module", "ours", "--config", "homemade_debugmodel", *words) == 0
+        forget()
+        capsys.readouterr()
+        assert run("ls") == 0
+        assert "ours\n  configs: homemade_debugmodel, llama3_with_mine\n" in capsys.readouterr().out
+        assert "homemade" not in sys.modules
+
+    def test_an_unknown_module_is_answered_with_it(self, capsys):
+        assert run("train", "--module", "our") == 2
+        assert "did you mean 'ours'? (there are: gradient_aggregation" in capsys.readouterr().err
+
+
+def test_a_built_in_family_that_is_gone(in_workplace, tmp_path):
+    shutil.copytree("native", tmp_path / "native")
+    file = tmp_path / "native/assets/model.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"module": "torchtitan.models.llama9"}))
+    from torchtitan.models.pretrained import spec_of
+
+    with pytest.raises(UserError, match="native holds a model of the package 'torchtitan.models.llama9': .*failed"):
+        spec_of(tmp_path / "native")
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys\nfrom torchtitan.cli.main import main\n"
+        f"for command in {COMMANDS}:\n"
+        "    try: main([command, '--help'])\n"
+        "    except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,109 @@
+"""Files of `torch.save`: where the tensors lie in them, and Hugging Face checkpoints that consist of such files.
+
+No object but tensors is ever made of what such a file holds, and no tensor is read to find where it lies.
+"""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchtitan.components.checkpoint.formats.huggingface import files_of
+from torchtitan.components.checkpoint.formats.source import Slices, TensorSource, damaged, some, whole
+from torchtitan.protocols.state_dict_adapter import TensorForm
+from torchtitan.tools.errors import UserError
+
+WEIGHTS = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor in a file: its values lie there one after the other."""
+
+    file: Path
+    offset: int
+    form: TensorForm
+
+    def read(self, slices: Slices) -> Tensor:
+        """The part that `slices` says; reads its rows whole."""
+        shape = self.form.shape
+        if not shape:
+            return self._values(0, shape)
+        rows = slices[0]
+        row_bytes = self.form.n_bytes // max(1, shape[0])
+        values = self._values(rows.start * row_bytes, (rows.stop - rows.start, *shape[1:]))
+        return values[(slice(None), *slices[1:])]
+
+    def _values(self, start: int, shape: Sequence[int]) -> Tensor:
+        """A tensor of that shape from the bytes that begin at `start`."""
+        values = torch.empty(shape, dtype=self.form.dtype)
+        buffer = values.view(-1).view(torch.uint8).numpy().data
+        with open(self.file, "rb") as file:
+            file.seek(self.offset + start)
+            if file.readinto(buffer) != len(buffer):
+                raise damaged(self.file, "it ends too early")
+        return values
+
+
+class PickledSource(TensorSource):
+    """The tensors of `pytorch_model.bin`, or of the files that `pytorch_model.bin.index.json` names.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        UserError: where a file is missing, damaged or outside of the folder, holds anything but tensors, or lacks
+            tensors that the index says are in it.
+    """
+
+    def __init__(self, path: str | Path):
+        self._pieces: dict[str, Piece] = {}
+        for file, names in files_of(Path(path), WEIGHTS, INDEX).items():
+            pieces = tensors_in(file)
+            if missing := [name for name in names or [] if name not in pieces]:
+                raise UserError(f"{file} lacks tensors that {INDEX} says are in it: {some(missing)}")
+            self._pieces |= {name: pieces[name] for name in names or pieces}
+        self.forms = {name: piece.form for name, piece in self._pieces.items()}
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """The tensor of that name, or the part of it that `slices` says; only its rows are read."""
+        return self._pieces[name].read(slices or whole(self.forms[name].shape))
+
+
+def tensors_in(file: Path) -> dict[str, Piece]:
+    """Where the tensors of a file written by `torch.save` lie; reads none of them.
+
+    Loaded as fake tensors, storages know their place in the file ("Serialization semantics" in PyTorch's notes).
+
+    Raises:
+        UserError: where the file is damaged, or holds anything but a dict of tensors.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode():
+            tensors = torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch's first line advises to load the file all the same; the second one names the object.
+        reason = [line for line in str(error).splitlines() if line.strip()][:2][-1]
+        raise UserError(
+            f"{file} does not hold tensors alone, and is not loaded, since other objects could run code ({reason}); "
+            "use safetensors files"
+        ) from error
+    except Exception as error:  # there is no end to what damaged bytes lead to
+        raise damaged(file, str(error).split("\n")[0]) from error
+    is_named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+    if not is_named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise UserError(f"{file} is not a file of weights: it must hold a dict of tensors")
+    pieces = {}
+    for name, tensor in tensors.items():
+        is_dense = tensor.layout == torch.strided
+        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if is_dense else None
+        if start is None or not tensor.is_contiguous():
+            raise UserError(f"{file}: {name} does not lie in one piece; load the file and torch.save it again")
+        pieces[name] = Piece(file, start + tensor.storage_offset() * tensor.itemsize, TensorForm.of(tensor))
+    return pieces

@@ -1,0 +1,95 @@
+"""The families of models that a checkpoint may be of: the one that the caller gives, those in this package, and those
+of installed packages. What a checkpoint itself names is imported only if it is one of these.
+
+A family is a package with `FLAVORS`, `FORMATS` and `model_spec` (docs/extending.md).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torchtitan.config.registry import built_in_modules, installed_modules, trusted_module
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
+from torchtitan.tools.model_folder import no_folder
+
+DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
+"""Format → name of the file that describes the model, beside the weights."""
+
+
+def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -> ModuleType:
+    """The family that a checkpoint of ours names by its import path.
+
+    Raises:
+        UserError: where the name is not that of a family, or of one that is neither built in, installed nor imported.
+    """
+    said = f"{checkpoint} holds a model of the package '{name}'"
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(f"{said}, which is no name of a package")
+    try:
+        family = trusted_module(name)
+    except UserError as error:
+        raise UserError(f"{said}: {error}") from error
+    if family is None:
+        other = f"; --module now names '{given.__name__}'" if given else ""
+        raise UserError(
+            f"{said}, which is neither built in nor installed; if you trust that package, name it with "
+            f"--module PATH (its folder, or '{name}' where Python finds it){other}"
+        )
+    flavors = getattr(family, "FLAVORS", None)
+    if not (flavors and isinstance(flavors, dict) and hasattr(family, "model_spec")):
+        raise UserError(f"{said}, which is no family of models")
+    return family
+
+
+def family_with(format: str, given: ModuleType | None = None) -> ModuleType:
+    """The family of a checkpoint in a format whose description does not say which: the given one if it has the format,
+    otherwise ours."""
+    return next(_families(format, given))
+
+
+def read_config_json(folder: Path, given: ModuleType | None = None) -> tuple[ModuleType, dict[str, Any]]:
+    """The family of the model in a Hugging Face folder, by the `model_type` of its config.json, and what is in that.
+
+    Raises:
+        UserError: where there is no such folder or file, or no family has the type.
+    """
+    document = read_description(folder, DESCRIPTIONS["hf"])
+    model_type = document.get("model_type")
+    known: set[str] = set()
+    for family in _families("hf", given):
+        model_types = family.FORMATS["hf"].model_types
+        if model_type in model_types:
+            return family, document
+        known.update(model_types)
+    raise UserError(
+        f"{folder}: model_type is {model_type!r} in its config.json, which is of no family here (there are: "
+        f"{', '.join(sorted(known))}); --module PATH names a family of your own"
+    )
+
+
+def read_description(folder: Path, name: str) -> dict[str, Any]:
+    """The content of the file that describes a model: config.json or params.json in `folder`.
+
+    Raises:
+        UserError: where there is no such folder or file, or it is not a JSON object.
+    """
+    file = folder / name
+    if not folder.is_dir():
+        raise no_folder(folder)
+    if not file.is_file():
+        raise UserError(f"'{folder}' has no {name}, which says what model it holds")
+    return read_object(file)
+
+
+def _families(format: str, given: ModuleType | None) -> Iterator[ModuleType]:
+    """The families that have a format, each imported when its turn comes: the given one goes before ours, and these
+    before those of installed packages."""
+    if given and format in getattr(given, "FORMATS", {}):  # it may be an experiment, which has none
+        yield given
+    ours = [name for name, folder in built_in_modules().items() if folder.parent.name == "models"]
+    for path in (*(f"torchtitan.models.{name}" for name in ours), *installed_modules().values()):
+        family = trusted_module(path)
+        if family and format in getattr(family, "FORMATS", {}):
+            yield family
