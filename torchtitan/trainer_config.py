@@ -12,6 +12,7 @@ import tyro
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.checkpoint.identity import RunIdentity, base_weights, content
 from torchtitan.components.checkpoint.pretrained import check_start
+from torchtitan.components.checkpoint.start import check_owner
 from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
@@ -133,10 +134,12 @@ class TrainerConfig(Configurable.Config):
         _check_writable(Path(self.dump_folder))
         if self.checkpoint.keep_best and not self.validator.enable:
             raise UserError("--checkpoint.keep_best keeps the lowest validation loss, and needs --validator.enable")
+        start = self.checkpoint.find_start(self.dump_folder)
         tokenizer = self.tokenizer.build(path=self.hf_assets_path)
         resolved = self.resolve(tokenizer)
-        has_identity = self.checkpoint.enable and not dry_run
-        start = self.checkpoint.find_start(self.dump_folder, resolved.identity(tokenizer) if has_identity else None)
+        if self.checkpoint.enable and not dry_run:
+            folder = self.checkpoint.place(self.dump_folder)
+            check_owner(self.checkpoint, folder, resolved.identity(tokenizer))
         resolved.check_conversion(n_added_tokens=tokenizer.n_added)
         for converter in self.model_converters if not dry_run else ():
             converter.check_device()

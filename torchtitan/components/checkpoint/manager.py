@@ -138,17 +138,15 @@ class CheckpointManager(Configurable):
             """Where the checkpoints of a run in `dump_folder` lie."""
             return inside(dump_folder, self.folder)
 
-        def find_start(self, dump_folder: str, identity: RunIdentity | None = None) -> Start | None:
+        def find_start(self, dump_folder: str) -> Start | None:
             """The checkpoint that a run in `dump_folder` would start from now; None: from nothing that is one.
 
             It looks at markers only; `CheckpointManager.load` verifies the files.
 
             Raises:
-                UserError: where one is named that cannot be loaded, all of the run's own are known to be damaged, or
-                    those in the folder are of a run with another identity.
-                RunComplete: if the run has ended in a checkpoint that it cannot resume from.
+                UserError: where one is named that cannot be loaded, or all of the run's own are known to be damaged.
             """
-            return find_start(self, self.place(dump_folder), identity)
+            return find_start(self, self.place(dump_folder))
 
     def __init__(
         self,

@@ -37,33 +37,56 @@ class Start:
     """Whether it is a checkpoint of the run itself, and not its `initial_load_path`."""
 
 
-def find_start(config: "CheckpointManager.Config", folder: Folder, identity: RunIdentity | None = None) -> Start | None:
-    """The checkpoint that a run whose own lie in `folder` would start from, by the markers alone; None: from nothing
-    that is a checkpoint.
+def check_owner(config: "CheckpointManager.Config", folder: Folder, identity: RunIdentity) -> None:
+    """Raise if a run must not train into `folder`; looks at markers only.
 
     Args:
         config: the run's.
-        folder: holds the run's checkpoints.
-        identity: the run's; None: whatever lies in `folder` is taken for its own.
+        folder: the place for its checkpoints.
+        identity: the run's.
 
     Raises:
-        UserError: where one is named that cannot be loaded, all of the run's own are damaged, nothing can be read, or
-            the checkpoints in `folder` are of another run.
-        RunComplete: if this run has ended in a checkpoint that it cannot resume from.
+        UserError: if the folder holds checkpoints of another run, or if this run is to make more steps and has ended in
+            a checkpoint that it cannot resume from.
+        RunComplete: if this run has ended in such a checkpoint, and nothing is left to train.
     """
     with _looking_through(folder):
-        if identity and config.enable:
-            _refuse_another_run(folder, identity)
-        return _find_start(config, folder, identity)
+        for info in reversed(folders.list_checkpoints(folder)):
+            if info.marker and (different := identity.differences(info.marker.identity)):
+                raise UserError(
+                    f"{info.path} belongs to another run, and two runs cannot share a folder: {'; '.join(different)}. "
+                    "Give this run its own with --dump_folder"
+                )
+        if config.load_step == -1:
+            _stop_if_finished(folder, identity)
 
 
-def _refuse_another_run(folder: Folder, identity: RunIdentity) -> None:
-    for info in reversed(folders.list_checkpoints(folder)):
-        if info.marker and (different := identity.differences(info.marker.identity)):
-            raise UserError(
-                f"{info.path} belongs to another run, which this one must not mix with: {'; '.join(different)}. Give "
-                "this run its own folder with --dump_folder"
-            )
+def _stop_if_finished(folder: Folder, identity: RunIdentity) -> None:
+    finished = folders.finished(folder)
+    own = [info.step for info in folders.list_checkpoints(folder) if info.kind == "full" and not info.damage]
+    if not finished or (own and own[-1] > finished[-1].step):
+        return
+    last = finished[-1]
+    assert last.marker is not None, "it is complete"
+    if identity.is_finished(last.step, last.marker.length):
+        raise RunComplete(f"complete at step {last.step}: {last.path}")
+    if not own:
+        in_hf = " --checkpoint.initial_load_in_hf" if last.kind == "huggingface" else ""
+        raise UserError(
+            f"{last.path} is the end of this run and holds {last.holds}, so no further steps can follow; to train on, "
+            f"begin a new run from it: another --dump_folder and --checkpoint.initial_load_path {last.path}{in_hf}"
+        )
+
+
+def find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | None:
+    """The checkpoint that a run whose own lie in `folder` would start from, by the markers alone; None: from nothing
+    that is a checkpoint.
+
+    Raises:
+        UserError: where one is named that cannot be loaded, all of the run's own are damaged, or nothing can be read.
+    """
+    with _looking_through(folder):
+        return _find_start(config, folder)
 
 
 @contextlib.contextmanager
@@ -74,13 +97,10 @@ def _looking_through(folder: Folder) -> Iterator[None]:
         raise UserError(f"the checkpoints in {folder} cannot be looked through: {error}") from error
 
 
-def _find_start(config: "CheckpointManager.Config", folder: Folder, identity: RunIdentity | None) -> Start | None:
+def _find_start(config: "CheckpointManager.Config", folder: Folder) -> Start | None:
     if config.load_step != -1:
         return Start(folders.find_step(folder, config.load_step), resumes=True)
-    own = folders.resumable(folder) if config.enable else []
-    if identity and config.enable:
-        _stop_if_finished(folder, identity, own)
-    if own:
+    if config.enable and (own := folders.resumable(folder)):
         return Start(own[-1], resumes=True)
     if not config.initial_load_path:
         return None
@@ -108,33 +128,6 @@ def _find_start(config: "CheckpointManager.Config", folder: Folder, identity: Ru
             "so it cannot be loaded with checkpoint.initial_load_model_only False"
         )
     return start
-
-
-def _stop_if_finished(folder: Folder, identity: RunIdentity, own: Sequence[CheckpointInfo]) -> None:
-    """Raise if the run has ended in a checkpoint that it cannot resume from.
-
-    Args:
-        folder: holds its checkpoints.
-        identity: the run's.
-        own: the checkpoints that it can resume from.
-
-    Raises:
-        RunComplete: if nothing is left to train.
-        UserError: if more steps are asked for, which would have to start again at step 1 in the finished run's folder.
-    """
-    finished = folders.finished(folder)
-    if not finished or (own and own[-1].step > finished[-1].step):
-        return
-    last = finished[-1]
-    assert last.marker is not None, "it is complete"
-    if identity.is_finished(last.step, last.marker.length):
-        raise RunComplete(f"complete at step {last.step}: {last.path}")
-    if not own:
-        in_hf = " --checkpoint.initial_load_in_hf" if last.kind == "huggingface" else ""
-        raise UserError(
-            f"{last.path} is the end of this run and holds {last.holds}, so no further steps can follow; to train on, "
-            f"begin a new run from it: another --dump_folder and --checkpoint.initial_load_path {last.path}{in_hf}"
-        )
 
 
 def frozen_folder(checkpoint: CheckpointInfo, base: Path | None) -> Path:
@@ -227,9 +220,9 @@ def choose_start(
     newest checkpoint and that is damaged or cannot be read, a warning says so, and the next older one takes its place.
 
     Raises:
-        UserError: as `find_start`; where a named checkpoint is damaged or cannot be read, or all that the run could
-            resume from are.
-        RunComplete: as `find_start`.
+        UserError: as `check_owner` and `find_start`; if a named checkpoint is damaged or cannot be read, or if all are
+            that the run could resume from.
+        RunComplete: as `check_owner`.
     """
     start = ranks.first_decides(lambda: _find_and_tidy(config, folder, identity))
     if start is None:
@@ -269,7 +262,9 @@ def load_model_state(
 
 
 def _find_and_tidy(config: "CheckpointManager.Config", folder: Folder, identity: RunIdentity | None) -> Start | None:
-    start = find_start(config, folder, identity)
+    if identity:
+        check_owner(config, folder, identity)
+    start = find_start(config, folder)
     resumed = start.checkpoint.step if start and start.resumes else -1
     for info in folders.list_checkpoints(folder) if config.enable else []:
         # Where a folder cannot be renamed, one without a marker is what a killed save leaves.
