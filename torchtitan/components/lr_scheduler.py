@@ -31,7 +31,7 @@ class LRScheduler(Configurable):
         """Learning-rate schedule."""
 
         warmup_steps: int = 200
-        """Steps over which the rate rises linearly to its peak."""
+        """Steps over which the rate rises linearly; the last of them has the peak rate."""
 
         total_steps: int | None = None
         """Length of the schedule in steps. None: training.steps. Set it to stop a run early on the same curve."""
@@ -73,7 +73,8 @@ class LRScheduler(Configurable):
         self.warmup_steps = min(config.warmup_steps, self.total_steps)
         if self.warmup_steps < config.warmup_steps:
             logger.warning(
-                "the warm-up of %d steps is longer than the schedule; it takes all %d steps of it",
+                "lr_scheduler.warmup_steps (%d) is more than the length of the schedule (%d): the learning rate rises "
+                "until the last step and never decays",
                 config.warmup_steps,
                 self.total_steps,
             )
@@ -85,7 +86,7 @@ class LRScheduler(Configurable):
     def factor(self, steps_taken: int) -> float:
         """Share of the peak rate for the step that follows `steps_taken` steps."""
         if steps_taken < self.warmup_steps:
-            return (steps_taken + 1) / (self.warmup_steps + 1)
+            return (steps_taken + 1) / self.warmup_steps
         decay_start = self.total_steps - self.decay_steps
         if steps_taken < decay_start or self.decay_steps == 0:
             return 1.0
