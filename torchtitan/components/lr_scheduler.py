@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from torchtitan.components.optimizer import Optimizer
 from torchtitan.config import Configurable
 from torchtitan.config.job_config import require_at_least
@@ -19,7 +21,7 @@ class LRScheduler(Configurable):
 
     Args:
         config: the curve.
-        optimizer: whose rates are set.
+        optimizer: whose rates are set; a torch optimizer's are the peak rates when the schedule is built.
         training_steps: length of the schedule, unless `total_steps` says otherwise.
 
     Raises:
@@ -57,9 +59,11 @@ class LRScheduler(Configurable):
 
     config: Config
 
-    def __init__(self, config: Config, *, optimizer: Optimizer, training_steps: int):
+    def __init__(self, config: Config, *, optimizer: Optimizer | torch.optim.Optimizer, training_steps: int):
         super().__init__(config)
         self.optimizer = optimizer
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
         self.steps_taken = 0
         self.total_steps = 0
         self.set_length(training_steps)
@@ -100,7 +104,10 @@ class LRScheduler(Configurable):
 
     @property
     def lr(self) -> float:
-        """The rate of the coming step, of the parameters that are in no group of their own."""
+        """The rate of the coming step: of the parameters that are in no group of their own, or of a torch optimizer's
+        first group."""
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            return float(self.optimizer.param_groups[0]["lr"])
         return self.optimizer.config.lr * self.factor(self.steps_taken)
 
     def step(self) -> None:

@@ -126,8 +126,8 @@ class Optimizer(Configurable):
         self.optimizers_of_part = [self.make_optimizers(self._grouped_parameters(part)) for part in self.model_parts]
         for group in self.param_groups:
             group["initial_lr"] = group["lr"]
-        for optimizer in self.optimizers:
-            _allocate_moments(optimizer)
+        parts = zip(self.model_parts, self.optimizers_of_part, strict=True)
+        self._states = [OptimizerState(part, *optimizers) for part, optimizers in parts]
         self._row_norms: list[Tensor] = []
         self._updated_early: set[nn.Parameter] = set()
         if config.early_step_in_backward:
@@ -278,25 +278,45 @@ class Optimizer(Configurable):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The moments under canonical parameter names, whatever the order or grouping: they can be resharded."""
-        return {key: value for key, value in self._full_state().items() if key.startswith("state.")}
+        entries = (entry for state in self._states for entry in state.state_dict().items())
+        return {key: value for key, value in entries if key.startswith("state.")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over moments as `state_dict` gave them; hyper-parameters stay as configured."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+        for state in self._states:
+            state.load_state_dict(state_dict)
 
-        merged = {**self._full_state(), **state_dict}
-        for part, optimizers in zip(self.model_parts, self.optimizers_of_part, strict=True):
-            options = StateDictOptions(flatten_optimizer_state_dict=True)
-            set_optimizer_state_dict(part, optimizers, merged, options=options)
 
-    def _full_state(self) -> dict[str, Any]:
+class OptimizerState:
+    """What a checkpoint needs of torch optimizers over one model, under canonical parameter names: `CheckpointManager`
+    takes it among its `states`. Its tensors are loaded in place, so the moments are allocated here, as zeros.
+
+    Args:
+        model: the model, wrapped and sharded as it is trained.
+        optimizers: those that update its parameters, and no others.
+    """
+
+    def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer):
+        self.model = model
+        self.optimizers = optimizers
+        for optimizer in optimizers:
+            if not optimizer.state:
+                _allocate_moments(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state.<parameter>.<moment>` and `param_groups.<parameter>.<hyper-parameter>`."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        state: dict[str, Any] = {}
-        for part, optimizers in zip(self.model_parts, self.optimizers_of_part, strict=True):
-            state.update(get_optimizer_state_dict(part, optimizers, options=options))
+        state: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizers, options=options)
         return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` holds of these optimizers; the rest of their state stays."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        set_optimizer_state_dict(self.model, self.optimizers, {**self.state_dict(), **state_dict}, options=options)
 
 
 def check_early_step(
