@@ -78,7 +78,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("make_optimizer", [adamw, sgd])
+def nadam(model: nn.Module) -> torch.optim.Optimizer:
+    """Has a state that a step without a gradient changes."""
+    return torch.optim.NAdam(model.parameters(), lr=LR)
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd, nadam])
 @pytest.mark.parametrize("make_schedule", [titan_schedule, torch_schedule])
 def test_a_torch_optimizer_resumes_exactly(make_optimizer, make_schedule, tmp_path):
     """Bit for bit what an uninterrupted loop without any of our checkpoints does."""
@@ -90,17 +95,24 @@ def test_a_torch_optimizer_resumes_exactly(make_optimizer, make_schedule, tmp_pa
     assert len({rate for rate, _ in expected}) > 3
 
 
-def test_moments_that_are_there_stay(tmp_path):
-    model = make_model()
-    optimizer = adamw(model)
-    model(torch.arange(8)[None]).sum().backward()
+def test_parameters_without_a_gradient_so_far_have_zero_moments():
+    """Frozen ones have none; those that are there stay, and so do gradients."""
+    layers = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("used", "unused", "frozen")})
+    layers["frozen"].requires_grad_(False)
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=LR)
+    layers["used"](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    before = {name: value for name, value in optimizer.state_dict()["state"][0].items() if name != "step"}
-    before = {name: value.clone() for name, value in before.items()}
-    OptimizerState(model, optimizer)
-    after = optimizer.state_dict()["state"][0]
-    assert after["step"] == 1
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    before = optimizer.state[layers["used"].weight]["exp_avg"].clone()
+    weights = {name: weight.clone() for name, weight in layers.named_parameters()}
+    state = OptimizerState(layers, optimizer).state_dict()
+    moments = {key: value for key, value in state.items() if key.startswith("state.")}
+    kinds = ("step", "exp_avg", "exp_avg_sq")
+    assert set(moments) == {f"state.{name}.weight.{kind}" for name in ("used", "unused") for kind in kinds}
+    assert moments["state.used.weight.step"] == 1 and torch.equal(moments["state.used.weight.exp_avg"], before)
+    assert not any(moments[f"state.unused.weight.{kind}"].any() for kind in kinds)
+    assert layers["used"].weight.grad is not None and layers["unused"].weight.grad is None
+    assert all(torch.equal(weights[name], weight) for name, weight in layers.named_parameters())
+    assert optimizer.param_groups[0]["lr"] == LR
 
 
 def test_an_optimizer_that_is_not_wrapped_is_refused_by_name(tmp_path):
