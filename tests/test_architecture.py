@@ -23,6 +23,7 @@ LAYERS = [
     "dry_run",
     "train",
     "cli",
+    "__main__",
 ]
 """Lowest first: a module imports from its own layer and from those before it."""
 

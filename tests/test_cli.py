@@ -1,8 +1,10 @@
 """The command line: what it says and how it ends, for every mistake that a user can make. All in this process."""
 
+import importlib.metadata
 import json
 import os
 import resource
+import runpy
 import shlex
 import shutil
 import signal
@@ -292,6 +294,27 @@ def test_unknown_commands(args: list[str], words: list[str], capsys: pytest.Capt
         code = exit_.code  # type: ignore[assignment]
     assert code == 2
     check_message(capsys.readouterr().err, tuple(words))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"torchtitan {importlib.metadata.version('torchtitan')}\n"
+
+
+@pytest.mark.parametrize("args", [["--list"], ["train", "--list"], ["train", "--module", "llama3", "--list"]])
+def test_another_way_to_ask_for_the_list(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls"]) == 0
+    expected = capsys.readouterr().out
+    assert main(args) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_python_dash_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["torchtitan", "--version"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module("torchtitan", run_name="__main__")
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.startswith("torchtitan ")
 
 
 def test_help_is_grouped_by_section(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,9 @@ import yaml
 
 from tests.conftest import PROJECT
 from torchtitan.config import Configurable
-from torchtitan.config.manager import ConfigManager
+from torchtitan.config.manager import ConfigManager, _leaves
 from torchtitan.config.registry import built_in_modules, list_module, load_config_function, needs_assets
+from torchtitan.config.value_types import types_by_key
 from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.errors import UserError
 
@@ -183,6 +184,57 @@ class TestPrecedence:
         job.save(tmp_path / "config.yaml")
         assert parse("--config_file", str(tmp_path / "config.yaml")).config.checkpoint.exclude_from_loading == []
 
+    def test_a_file_s_word_stands_for_a_list_of_one(self, tmp_path):
+        file = tmp_path / "run.yaml"
+        file.write_text("checkpoint: {exclude_from_loading: optimizer}\ncompile: {components: loss}\n")
+        config = parse("--config_file", str(file)).config
+        assert (config.checkpoint.exclude_from_loading, config.compile.components) == (["optimizer"], ["loss"])
+
+    def test_a_file_s_list_takes_the_place_of_nothing(self, tmp_path):
+        file = tmp_path / "run.yaml"
+        file.write_text("parallelism: {module_fqns_per_model_part: ['tok_embeddings,layers.0', 'norm,output']}\n")
+        parts = parse("--config_file", str(file)).config.parallelism.module_fqns_per_model_part
+        assert parts == ["tok_embeddings,layers.0", "norm,output"]
+
+    def test_numbers_of_a_file_may_be_quoted(self, tmp_path):
+        file = tmp_path / "run.yaml"
+        file.write_text("training: {steps: '7', max_norm: 2, epochs: None}\noptimizer: {lr: 1e-5}\n")
+        config = parse("--config_file", str(file)).config
+        assert (config.training.steps, config.training.max_norm, config.training.epochs) == (7, 2.0, None)
+        assert config.optimizer.lr == 1e-5  # a string in YAML
+
+    @pytest.mark.parametrize(
+        ("args", "expected"),
+        [
+            (["--checkpoint.enable"], True),
+            (["--checkpoint.enable", "true"], True),
+            (["--checkpoint.enable=True"], True),
+            (["--checkpoint.enable", "--checkpoint.no_enable"], False),
+            (["--checkpoint.enable", "False"], False),
+            (["--checkpoint.enable=false"], False),
+            (["--checkpoint.no_enable"], False),
+        ],
+    )
+    @pytest.mark.parametrize("others", [[], ["--checkpoint.exclude_from_loading", "true", "optimizer"]])
+    def test_switches(self, args, expected, others):
+        """Beside a list, which keeps its words."""
+        for words in (args + others, others + args):
+            config = parse(*words).config.checkpoint
+            assert config.enable is expected
+            assert config.exclude_from_loading == others[1:]
+
+    def test_a_switch_may_be_written_with_hyphens(self):
+        config = parse("--checkpoint.last-save-in-hf", "true", "--profiling.enable-profiling=true").config
+        assert config.checkpoint.last_save_in_hf and config.profiling.enable_profiling
+
+    def test_every_key_has_its_type(self):
+        for name, folder in built_in_modules().items():
+            for listed in list_module(name, folder).configs:
+                function = load_config_function(name, listed)
+                if not needs_assets(function):
+                    config = function()
+                    assert set(_leaves(config.to_dict())) <= set(types_by_key(config, type(config)))
+
     def test_nothing_global_is_changed(self):
         parse("--model.dim", "64")
         assert parse().config.model_spec.model.dim == 256
@@ -212,11 +264,18 @@ class TestMistakes:
             ("- a\n- b", "list"),
             ("checkpoint: {enable: 1}", "'checkpoint.enable' in .*run.yaml is 1, and must be true or false"),
             ("checkpoint: {enable: null}", "'checkpoint.enable' in .*run.yaml is None, and must be true or false"),
-            ("dataloader: {dataset: [a, b]}", r"'dataloader.dataset' .* is \['a', 'b'\], and must be a single value"),
-            ("dataloader: {dataset: off}", "'dataloader.dataset' .* is False, and must be a single value"),
-            ("training: {epochs: [1]}", "'training.epochs' .* single value"),
-            ("checkpoint: {exclude_from_loading: optimizer}", "'checkpoint.exclude_from_loading' .* must be a list"),
-            ("module: [llama3]", "'module' .* single value"),
+            ("dataloader: {dataset: [a, b]}", r"'dataloader.dataset' .* is \['a', 'b'\], and must be a string"),
+            ("dataloader: {dataset: off}", "'dataloader.dataset' .* is False, and must be a string"),
+            ("dump_folder:", "'dump_folder' .* is None, and must be a string"),
+            ("training: {epochs: [1]}", "'training.epochs' .* must be a whole number or null"),
+            ("training: {epochs: 1.5}", "'training.epochs' .* is 1.5, and must be a whole number or null"),
+            ("training: {steps: true}", "'training.steps' .* is True, and must be a whole number"),
+            ("training: {steps: often}", "'training.steps' .* is 'often', and must be a whole number"),
+            ("optimizer: {lr: fast}", "'optimizer.lr' .* is 'fast', and must be a number"),
+            ("lr_scheduler: {decay_type: cubic}", "'lr_scheduler.decay_type' .* must be one of linear, sqrt, cosine"),
+            ("checkpoint: {exclude_from_loading: null}", r"must be a list \(each item a string\)"),
+            ("compile: {components: [model, optimizer]}", r"must be a list \(each item one of model, loss\)"),
+            ("module: [llama3]", "'module' .* must be a string or null"),
             ("a: [", "not valid YAML"),
         ],
     )
@@ -224,6 +283,11 @@ class TestMistakes:
         (tmp_path / "run.yaml").write_text(text)
         with pytest.raises(UserError, match=message):
             parse("--config_file", str(tmp_path / "run.yaml"))
+
+    @pytest.mark.parametrize("value", ["yes", "1", ""])
+    def test_switches(self, value):
+        with pytest.raises(UserError, match=f"--checkpoint.enable is '{value}', and must be true or false"):
+            parse(f"--checkpoint.enable={value}")
 
     @pytest.mark.parametrize(
         ("args", "words"),

@@ -234,12 +234,24 @@ def test_nothing_of_the_data_is_markup(folder, capsys):
         *("html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "table", "tr", "th", "td", "div"),
         *("span", "mark"),
     }
-    assert page.attributes <= {"lang", "charset", "http-equiv", "content", "class", "style", "title"}
+    assert page.attributes <= {"lang", "charset", "http-equiv", "content", "class", "style", "title", "name"}
     assert "<script>alert(1)</script>" in page.text
     assert "&lt; ␛]0;title␇ \\u202e" in page.text
     printed = capsys.readouterr().out
     assert "\x1b" not in printed and "\x07" not in printed and "\u202e" not in printed
     assert "[bold]<script>" in printed
+
+
+def test_a_page_fits_a_phone(folder):
+    """What is wider than the screen wraps, or scrolls within its own box; checked by eye in a browser at 390 px."""
+    inspect(*SFT)
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    tables_of_columns = page.count("<table><tr>\n<th>")
+    assert tables_of_columns >= 1
+    assert page.count('<div class="wide"><table><tr>\n<th>') == tables_of_columns
+    widths = re.findall(r'style="width:([^"]*)"', page)
+    assert widths and all(width.endswith("%") and 0 <= float(width[:-1]) <= 100 for width in widths)
 
 
 @pytest.mark.parametrize("with_positions", [True, False])

@@ -1,5 +1,6 @@
 """Runs the code in the documentation: what does not run is wrong."""
 
+import ast
 import re
 
 import pytest
@@ -12,6 +13,16 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def blocks(page, language):
     return [code for kind, code in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def documented_class(page, name):
+    """A class that a page's code defines, made from its own lines and the page's imports alone."""
+    body = [node for code in blocks(page, "python") for node in ast.parse(code).body]
+    imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    (definition,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
+    namespace = {"__name__": f"documented_{name}"}
+    exec(compile(ast.Module([*imports, definition], []), page.name, "exec"), namespace)
+    return namespace[name]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -32,10 +43,10 @@ def test_links_lead_somewhere(page):
 
 def test_options_in_commands_exist():
     """Every --section.key in a shell block is an option of the debug model, in pre-training or in fine-tuning."""
-    from torchtitan.config.manager import _leaf_keys
+    from torchtitan.config.manager import _leaves
     from torchtitan.models.llama3.config_registry import llama3_debugmodel, llama3_debugmodel_sft
 
-    known = {key for config in (llama3_debugmodel(), llama3_debugmodel_sft()) for key in _leaf_keys(config.to_dict())}
+    known = {key for config in (llama3_debugmodel(), llama3_debugmodel_sft()) for key in _leaves(config.to_dict())}
     known |= {f"{key.rpartition('.')[0]}.no_{key.rpartition('.')[2]}" for key in known}
     unknown, checked = [], 0
     for page in PAGES:

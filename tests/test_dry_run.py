@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -145,6 +146,29 @@ def test_command_line(tmp_path):
     assert rank["peak_bytes"] == sum(rank["peak"].values()) <= rank["peak_reserved_bytes"]
     assert {"dp_shard", "tp"} <= {traffic["axis"] for traffic in rank["communication"]}
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_small_model_shows_real_figures(tmp_path, capsys):
+    """The tables, read back, are the reports; what is not nothing is not shown as it."""
+    (report,) = dry_run(tiny_config(tmp_path), 2)
+    printed = capsys.readouterr().out
+    units = {"KiB": 2**10, "MiB": 2**20, "MFLOP": 1e6, "GFLOP": 1e9}
+
+    def first_row(title: str) -> list[float]:
+        table = printed[printed.index(title) :]
+        unit = units[re.match(r"[^(]*\((\w+)\)", table)[1]]
+        row = next(line for line in table.splitlines() if line.startswith("│"))
+        return [float(cell.replace(",", "")) * unit for cell in row.strip("│").split("│")[-2:]]
+
+    expected = {
+        "Held by": [report.gradient_bytes, report.optimizer_bytes],
+        "Peak of": [report.peak_bytes, report.peak_reserved_bytes],
+        "Operations": [report.model_flops, report.executed_flops],
+    }
+    for title, values in expected.items():
+        assert first_row(title) == pytest.approx(values, rel=0.01), title
+    assert not re.search(r" 0\.00 ", printed)
+    assert "<0.01" in printed  # the few bytes of the gradient norm's all-reduce
 
 
 def test_refuses_what_the_run_would_refuse(tmp_path):

@@ -283,6 +283,21 @@ def test_names_of_tasks_are_no_markup(stories, capsys, tmp_path):
     assert "[red].txt" in "".join(err.split()) and ":smile:" in err
 
 
+@pytest.mark.parametrize("width", [80, 40])
+def test_the_table_is_whole_in_a_narrow_terminal(width, capsys, monkeypatch, tmp_path):
+    """Each task is named once, and what is longer than its column goes on below."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    task = "/data/projects/evaluation/a_folder/within_a_folder/questions_about_science_and_history.jsonl"
+    metric = "exact_match,flexible-extract_with_a_very_long_filter_name"
+    results = {task: {"questions": 396, "accuracy": 0.3125}, "gsm8k": {metric: 0.25}}
+    _report({"results": results}, tmp_path / "results.json")
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= width
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    columns = ["".join(cells_of_column) for cells_of_column in zip(*cells, strict=True)]
+    assert columns == [f"{task}gsm8k", f"questionsaccuracy{metric}", "3960.31250.2500"]
+
+
 def test_a_table_that_fails_leaves_the_numbers(stories, capsys, monkeypatch, tmp_path):
     def fail(*args, **options):
         raise RuntimeError

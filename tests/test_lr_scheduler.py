@@ -2,11 +2,14 @@
 
 import logging
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from tests.conftest import PROJECT
+from tests.test_docs import documented_class
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.optimizer import Optimizer, ParamGroup
 from torchtitan.tools.errors import UserError
@@ -40,6 +43,18 @@ def curve(scheduler: LRScheduler, n_steps: int) -> list[float]:
     return rates
 
 
+def rates_of(scheduler_of, n_steps: int) -> list[float]:
+    """The rates that a schedule of torch's kind gives in each of the first steps, as shares of the peak."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    scheduler = scheduler_of(optimizer)
+    rates = []
+    for _ in range(n_steps):
+        rates.append(optimizer.param_groups[0]["lr"] / PEAK)
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
 def through(knots: list[tuple[float, float]], x: float) -> float:
     """The polyline through `knots`, constant outside of them."""
     for (x0, y0), (x1, y1) in zip(knots, knots[1:], strict=False):
@@ -49,13 +64,13 @@ def through(knots: list[tuple[float, float]], x: float) -> float:
 
 
 def expected_curve(n_steps, warmup, total, decay, shape, floor):
-    """Step n = 1, 2, ...: from 0 at n = 0 linearly to the peak at warmup + 1; the decay's progress goes from 0 at its
+    """Step n = 1, 2, ...: from 0 at n = 0 linearly to the peak at n = warmup; the decay's progress goes from 0 at its
     first step to 1 at the step behind the schedule's last."""
     rates = []
     for n in range(1, n_steps + 1):
         progress = through([(total - decay + 1, 0.0), (total + 1, 1.0)], n)
         shapes = {"linear": 1 - progress, "sqrt": 1 - progress**0.5, "cosine": math.cos(progress * math.pi / 2) ** 2}
-        rates.append(through([(0, 0.0), (warmup + 1, 1.0)], n) * (floor + (1 - floor) * shapes[shape]))
+        rates.append(through([(0, 0.0), (warmup, 1.0)], n) * (floor + (1 - floor) * shapes[shape]))
     return rates
 
 
@@ -71,7 +86,7 @@ def test_warm_up_stable_decay(decay_type, min_lr_factor, decay_ratio, decay):
     else:
         expected = expected_curve(24, 5, 20, decay, decay_type, min_lr_factor)
     assert rates == pytest.approx(expected, abs=1e-12)  # float64 rounding of other formulas
-    assert rates[5] == 1.0
+    assert rates[3] < rates[4] == rates[5] == 1.0
 
 
 def test_no_warm_up_starts_at_the_peak():
@@ -80,19 +95,49 @@ def test_no_warm_up_starts_at_the_peak():
 
 @pytest.mark.parametrize("decay_type", ["linear", "cosine"])
 def test_decay_equals_torch_s_schedulers(decay_type):
-    parameter = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    schedulers = torch.optim.lr_scheduler
     if decay_type == "linear":
-        theirs = torch.optim.lr_scheduler.LinearLR(parameter, start_factor=1.0, end_factor=0.1, total_iters=30)
+        theirs = partial(schedulers.LinearLR, start_factor=1.0, end_factor=0.1, total_iters=30)
     else:
-        theirs = torch.optim.lr_scheduler.CosineAnnealingLR(parameter, T_max=30, eta_min=0.1 * PEAK)
-    expected = []
-    for _ in range(30):
-        expected.append(parameter.param_groups[0]["lr"] / PEAK)
-        parameter.step()
-        theirs.step()
+        theirs = partial(schedulers.CosineAnnealingLR, T_max=30, eta_min=0.1 * PEAK)
+    expected = rates_of(theirs, 30)
     ours = make_scheduler(30, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1)
     # theirs multiply from step to step, and round 30 times.
     assert curve(ours, 30) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "theirs"),
+    [
+        ({}, "get_linear_schedule_with_warmup", {}),
+        ({"decay_type": "cosine"}, "get_cosine_schedule_with_warmup", {}),
+        ({"decay_ratio": 0.25}, "get_wsd_schedule", {"num_decay_steps": 5, "decay_type": "linear"}),
+    ],
+)
+def test_equals_transformers_schedules(settings, name, theirs):
+    """Theirs begin the warm-up at 0 and reach the peak in the step behind it; ours leaves out the step at 0."""
+    make = getattr(pytest.importorskip("transformers"), name)
+    lengths = {"num_warmup_steps": 5, "num_training_steps": 20}
+    expected = rates_of(lambda optimizer: make(optimizer, **lengths, **theirs), 20)
+    ours = curve(make_scheduler(20, warmup_steps=5, **settings), 20)
+    assert ours == pytest.approx(expected[1:6] + expected[5:], rel=1e-12)  # float64 rounding
+
+
+def test_the_warm_up_equals_torch_s():
+    """n steps that rise by equal amounts to the peak."""
+    theirs = torch.optim.lr_scheduler.LinearLR
+    expected = rates_of(lambda optimizer: theirs(optimizer, start_factor=1 / 7, total_iters=6), 9)
+    ours = curve(make_scheduler(9, warmup_steps=7, decay_ratio=0.0), 9)
+    assert ours == pytest.approx(expected, rel=1e-12)  # theirs multiply from step to step
+
+
+def test_the_documented_inverse_square_root_equals_transformers_one():
+    documented = documented_class(PROJECT / "docs" / "extending.md", "InverseSquareRoot")
+    ours = documented.Config(warmup_steps=5, timescale=8).build(optimizer=make_optimizer(), training_steps=20)
+    transformers = pytest.importorskip("transformers")
+    make = partial(transformers.get_inverse_sqrt_schedule, num_warmup_steps=5, timescale=8)
+    expected = rates_of(make, 20)
+    assert curve(ours, 20) == pytest.approx(expected[1:6] + expected[5:], rel=1e-12)
 
 
 def test_a_longer_schedule_is_left_early_on_the_same_curve():
@@ -107,14 +152,13 @@ def test_beyond_a_shorter_schedule_the_rate_stays_at_its_end():
 
 
 def test_a_warm_up_longer_than_the_schedule_warns_and_takes_all_of_it(log):
-    rates = curve(make_scheduler(4, warmup_steps=9), 4)
-    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8], abs=1e-15)
+    assert curve(make_scheduler(4, warmup_steps=9), 4) == [0.25, 0.5, 0.75, 1.0]
     (message,) = log.messages
-    assert "warm-up of 9 steps" in message and "4 steps" in message
+    assert "warmup_steps (9) is more than the length of the schedule (4)" in message
 
 
-def test_a_warm_up_as_long_as_the_schedule_does_not_warn(log):
-    make_scheduler(9, warmup_steps=9)
+def test_a_warm_up_as_long_as_the_schedule_ends_at_the_peak(log):
+    assert curve(make_scheduler(4, warmup_steps=4), 4) == [0.25, 0.5, 0.75, 1.0]
     assert log.messages == []
 
 
@@ -128,7 +172,7 @@ def test_groups_with_a_rate_of_their_own_keep_their_ratio():
         assert rates[2] == scheduler.lr
         factors.append(scheduler.factor(scheduler.steps_taken))
         scheduler.step()
-    assert len(set(factors)) == 10
+    assert len(set(factors)) == 9  # the warm-up's last step and the decay's first both have the peak rate
 
 
 def test_all_optimizers_of_a_split_follow():
@@ -136,7 +180,7 @@ def test_all_optimizers_of_a_split_follow():
     optimizer = Optimizer.Config(name="Muon", lr=PEAK, param_groups={}).build(model_parts=[model])
     assert len(optimizer.optimizers) == 2
     LRScheduler.Config(warmup_steps=4).build(optimizer=optimizer, training_steps=10)
-    assert [group["lr"] for group in optimizer.param_groups] == [PEAK / 5] * 2
+    assert [group["lr"] for group in optimizer.param_groups] == [PEAK / 4] * 2
 
 
 def test_resuming_continues_the_curve():

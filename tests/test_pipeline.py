@@ -2,6 +2,7 @@
 gradients of the whole model."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -291,3 +292,13 @@ def test_every_accepted_number_of_micro_batches_gives_the_gradients_of_the_whole
     """Training steps and evaluations by turns, as a run has them."""
     run_processes(run_schedules, 2, tmp_path)
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["36", "36"]
+
+
+def test_a_user_s_mistake_in_a_stage_is_not_wrapped():
+    def run(*args, **kwargs):
+        raise RuntimeError("the shapes of its inputs") from UserError("the loss is mistaken")
+
+    stages = SimpleNamespace(has_first=True, has_last=True, head=None)
+    batch = {name: torch.zeros(1, 2, dtype=torch.int64) for name in ("input", "labels")}
+    with pytest.raises(UserError, match="the loss is mistaken"):
+        Pipeline._run(stages, run, batch)

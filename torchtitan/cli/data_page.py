@@ -19,12 +19,17 @@ from torchtitan.components.data.summary import SetSummary
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2em auto; max-width: 75em;
   padding: 0 1em; }
+h1, h2, h3, p { overflow-wrap: anywhere; }
 h1 { font-size: 1.4em; } h2 { font-size: 1.15em; margin-top: 2em; } h3 { font-size: 1em; }
 table { border-collapse: collapse; margin: 0.5em 0 1.5em; } td, th { padding: 0.2em 0.7em; vertical-align: top;
-  border-bottom: 1px solid #ddd; text-align: left; white-space: pre-wrap; overflow-wrap: anywhere; }
+  border-bottom: 1px solid #ddd; text-align: left; white-space: pre-wrap; }
+td:first-child, td:last-child { overflow-wrap: anywhere; }
+.wide { overflow-x: auto; } .wide td:first-child { min-width: 6em; } .wide td:last-child { min-width: 9em; }
+.histogram { width: 100%; max-width: 45em; } .histogram td { white-space: nowrap; }
+.histogram td:last-child { width: 100%; }
 .bar { display: inline-block; height: 0.9em; background: #4f8f5b; } .bar.beyond { background: #c0504d; }
 .sample { border: 1px solid #bbb; border-radius: 4px; margin: 1em 0; padding: 0.5em 1em; }
-.rows { display: flex; gap: 1.5em; } .rows > div { flex: 1; min-width: 0; }
+.rows { display: flex; flex-wrap: wrap; gap: 1.5em; } .rows > div { flex: 1 1 18em; min-width: 0; }
 .name { color: #555; font-size: 0.85em; border-top: 1px solid #ddd; margin-top: 0.8em; overflow-wrap: anywhere; }
 .text { font: 14px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 .text span, .text mark { border-left: 1px solid #e4e4e4; color: #1a1a1a; }
@@ -45,6 +50,7 @@ def _text(text: str) -> str:
 
 def _head(title: str) -> Iterator[str]:
     yield '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_NO_SCRIPTS}">'
     yield f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body><h1>{_text(title)}</h1>"
 
@@ -78,11 +84,11 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def _table(table: Table) -> Iterator[str]:
-    yield f"<h2>{_text(table.title)}</h2><table><tr>"
+    yield f'<h2>{_text(table.title)}</h2><div class="wide"><table><tr>'
     yield "".join(f"<th>{_text(column)}</th>" for column in table.columns) + "</tr>"
     for row in table.rows:
         yield "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>"
-    yield "</table>"
+    yield "</table></div>"
 
 
 def _histogram(of_set: SetSummary, max_length: int) -> Iterator[str]:
@@ -93,7 +99,7 @@ def _histogram(of_set: SetSummary, max_length: int) -> Iterator[str]:
     most = max(of_bin.n_samples for of_bin in bins)
     for of_bin in bins:
         kind = "bar beyond" if of_bin.beyond else "bar"
-        bar = f'<span class="{kind}" style="width:{30 * of_bin.n_samples / most:.2f}em"></span>'
+        bar = f'<span class="{kind}" style="width:{of_bin.n_samples / most:.2%}"></span>'
         yield f'<tr><td>{of_bin.label}</td><td class="count">{of_bin.n_samples:,}</td><td>{bar}</td></tr>'
     yield "</table>"
 

@@ -131,10 +131,15 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
         print(text, flush=True)
     else:
         output.write_text(text + "\n")
-    table = Table("task", "metric", "value")
+    table = Table()
+    for column in ("task", "metric", "value"):
+        # Long names go on in the next line: none is cut, however narrow the terminal is.
+        table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")
     for task, metrics in document["results"].items():
-        for name, value in metrics.items():
-            table.add_row(task, name, f"{value:.4f}" if isinstance(value, float) else str(value))
+        table.add_section()
+        for index, (name, value) in enumerate(metrics.items()):
+            shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+            table.add_row("" if index else task, name, shown)
     # Names of files are not markup.
     Console(stderr=True, markup=False, emoji=False).print(table)
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torchtitan
 from torchtitan.tools.signals import default_signals
 
 
@@ -34,7 +35,7 @@ _USAGE = "\n".join(
     [
         "usage: torchtitan COMMAND [options]\n\ncommands:",
         *(f"  {name:<10}{command.summary}" for name, command in _COMMANDS.items()),
-        "\n`torchtitan COMMAND --help` explains a command.",
+        "\n`torchtitan COMMAND --help` explains a command, `torchtitan --version` says which version this is.",
     ]
 )
 
@@ -43,11 +44,16 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the sub-command that the command line names; its exit code."""
     words = list(sys.argv[1:] if args is None else args)
     name = words[0] if words else "--help"
+    if "--list" in words and name in ("--list", "train"):
+        name, words = "ls", ["ls"]
     with default_signals():
         if name in _COMMANDS:
             return _function(_COMMANDS[name])(words[1:])
     if name in ("-h", "--help"):
         print(_USAGE)
+        return 0
+    if name == "--version":
+        print(f"torchtitan {torchtitan.__version__}")
         return 0
     from torchtitan.config.registry import suggest
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from torchtitan.components.optimizer import Optimizer
 from torchtitan.config import Configurable
 from torchtitan.config.job_config import require_at_least
@@ -19,7 +21,7 @@ class LRScheduler(Configurable):
 
     Args:
         config: the curve.
-        optimizer: whose rates are set.
+        optimizer: whose rates are set; a torch optimizer's are the peak rates when the schedule is built.
         training_steps: length of the schedule, unless `total_steps` says otherwise.
 
     Raises:
@@ -31,7 +33,7 @@ class LRScheduler(Configurable):
         """Learning-rate schedule."""
 
         warmup_steps: int = 200
-        """Steps over which the rate rises linearly to its peak."""
+        """Steps over which the rate rises linearly; the last of them has the peak rate."""
 
         total_steps: int | None = None
         """Length of the schedule in steps. None: training.steps. Set it to stop a run early on the same curve."""
@@ -57,9 +59,11 @@ class LRScheduler(Configurable):
 
     config: Config
 
-    def __init__(self, config: Config, *, optimizer: Optimizer, training_steps: int):
+    def __init__(self, config: Config, *, optimizer: Optimizer | torch.optim.Optimizer, training_steps: int):
         super().__init__(config)
         self.optimizer = optimizer
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
         self.steps_taken = 0
         self.total_steps = 0
         self.set_length(training_steps)
@@ -73,7 +77,8 @@ class LRScheduler(Configurable):
         self.warmup_steps = min(config.warmup_steps, self.total_steps)
         if self.warmup_steps < config.warmup_steps:
             logger.warning(
-                "the warm-up of %d steps is longer than the schedule; it takes all %d steps of it",
+                "lr_scheduler.warmup_steps (%d) is more than the length of the schedule (%d): the learning rate rises "
+                "until the last step and never decays",
                 config.warmup_steps,
                 self.total_steps,
             )
@@ -85,7 +90,7 @@ class LRScheduler(Configurable):
     def factor(self, steps_taken: int) -> float:
         """Share of the peak rate for the step that follows `steps_taken` steps."""
         if steps_taken < self.warmup_steps:
-            return (steps_taken + 1) / (self.warmup_steps + 1)
+            return (steps_taken + 1) / self.warmup_steps
         decay_start = self.total_steps - self.decay_steps
         if steps_taken < decay_start or self.decay_steps == 0:
             return 1.0
@@ -99,7 +104,10 @@ class LRScheduler(Configurable):
 
     @property
     def lr(self) -> float:
-        """The rate of the coming step, of the parameters that are in no group of their own."""
+        """The rate of the coming step: of the parameters that are in no group of their own, or of a torch optimizer's
+        first group."""
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            return float(self.optimizer.param_groups[0]["lr"])
         return self.optimizer.config.lr * self.factor(self.steps_taken)
 
     def step(self) -> None:

@@ -128,6 +128,8 @@ class Optimizer(Configurable):
             group["initial_lr"] = group["lr"]
         for optimizer in self.optimizers:
             _allocate_moments(optimizer)
+        parts = zip(self.model_parts, self.optimizers_of_part, strict=True)
+        self._states = [OptimizerState(part, *optimizers) for part, optimizers in parts]
         self._row_norms: list[Tensor] = []
         self._updated_early: set[nn.Parameter] = set()
         if config.early_step_in_backward:
@@ -278,25 +280,44 @@ class Optimizer(Configurable):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The moments under canonical parameter names, whatever the order or grouping: they can be resharded."""
-        return {key: value for key, value in self._full_state().items() if key.startswith("state.")}
+        entries = (entry for state in self._states for entry in state.state_dict().items())
+        return {key: value for key, value in entries if key.startswith("state.")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over moments as `state_dict` gave them; hyper-parameters stay as configured."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+        for state in self._states:
+            state.load_state_dict(state_dict)
 
-        merged = {**self._full_state(), **state_dict}
-        for part, optimizers in zip(self.model_parts, self.optimizers_of_part, strict=True):
-            options = StateDictOptions(flatten_optimizer_state_dict=True)
-            set_optimizer_state_dict(part, optimizers, merged, options=options)
 
-    def _full_state(self) -> dict[str, Any]:
+class OptimizerState:
+    """What a checkpoint needs of torch optimizers over one model, under canonical parameter names: `CheckpointManager`
+    takes it among its `states`.
+
+    Args:
+        model: the model, wrapped and sharded as it is trained.
+        optimizers: those that update its parameters, and no others.
+    """
+
+    def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer):
+        self.model = model
+        self.optimizers = optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state.<parameter>.<moment>` and `param_groups.<parameter>.<hyper-parameter>`, of every trained parameter."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
+        for optimizer in self.optimizers:
+            _allocate_moments(optimizer)
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        state: dict[str, Any] = {}
-        for part, optimizers in zip(self.model_parts, self.optimizers_of_part, strict=True):
-            state.update(get_optimizer_state_dict(part, optimizers, options=options))
+        state: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizers, options=options)
         return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` holds of these optimizers; the rest of their state stays."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        set_optimizer_state_dict(self.model, self.optimizers, {**self.state_dict(), **state_dict}, options=options)
 
 
 def check_early_step(
@@ -327,21 +348,26 @@ def trained_names(model: nn.Module) -> list[str]:
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter its moments now, all zero, and not in the first step.
+    """Give every parameter that has no moments its moments now, all zero, and not in its first step.
 
     A checkpoint then holds the same tensors whenever it is saved, also for a parameter that has had no gradient yet.
     Torch would make up for those itself when it is asked for a `state_dict`, but with moments that are not zero where
     weight decay is part of the gradient, and counted as a step.
     """
-    settings = [dict(group) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group |= {"lr": 0.0, "weight_decay": 0.0}
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+    groups = optimizer.param_groups
+    without = [[p for p in group["params"] if p.requires_grad and p not in optimizer.state] for group in groups]
+    gradients = {parameter: parameter.grad for parameters in without for parameter in parameters}
+    if not gradients:
+        return
+    for parameter in gradients:
+        parameter.grad = torch.zeros_like(parameter)
+    settings = {"lr": 0.0, "weight_decay": 0.0}
+    optimizer.param_groups = [
+        {**group, **settings, "params": parameters} for group, parameters in zip(groups, without, strict=True)
+    ]
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group |= setting
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"] *= 0
+    optimizer.param_groups = groups
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+        if "step" in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"] *= 0

@@ -9,11 +9,13 @@ from torchtitan.config.job_config import (
     ParallelismConfig,
     TrainingConfig,
 )
+from torchtitan.config.manager import ConfigManager
 
 __all__ = [
     "ActivationCheckpointConfig",
     "CommConfig",
     "CompileConfig",
+    "ConfigManager",
     "Configurable",
     "DebugConfig",
     "ParallelismConfig",

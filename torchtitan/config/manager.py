@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -19,10 +19,13 @@ from torchtitan.config.registry import (
     needs_assets,
     suggest,
 )
+from torchtitan.config.value_types import describe, fits, types_by_key
 from torchtitan.tools.errors import UserError
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
 """What is trained when nothing is named."""
+
+_BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class ConfigManager:
         selected, overrides = selectors.parse_known_args(args)
         document = _read_config_file(Path(selected.config_file)) if selected.config_file else {}
         in_file = {name: document.pop(name, None) for name in DEFAULT_SELECTION}
-        _check_kinds(in_file, DEFAULT_SELECTION, selected.config_file)
+        _check_values(in_file, dict.fromkeys(DEFAULT_SELECTION, str | None), selected.config_file)
         module, config_name = (
             getattr(selected, name) or in_file[name] or default for name, default in DEFAULT_SELECTION.items()
         )
@@ -77,11 +80,13 @@ class ConfigManager:
             raise UserError(
                 f"configuration '{config_name}' of module '{module}' returned {default!r}, not a Trainer.Config"
             )
-        known = default.to_dict()
-        _check_keys(document, known, selected.config_file)
-        _check_kinds(document, known, selected.config_file)
+        known = _leaves(default.to_dict())
+        if document:
+            _check_keys(document, list(known), selected.config_file)
+            _check_values(document, types_by_key(default, type(default)), selected.config_file)
+        words = _to_switches(overrides, {key for key, value in known.items() if isinstance(value, bool)})
         default = _with_registered_name(default, function)
-        return Job(module, config_name, self._parse(default, [*_to_flags(document), *overrides]))
+        return Job(module, config_name, self._parse(default, [*_to_flags(document), *words]))
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
         """What the command line, or else the file, gives a configuration that is computed from a folder."""
@@ -167,34 +172,19 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     return document
 
 
-def _check_keys(document: dict[str, Any], known: dict[str, Any], path: str) -> None:
-    known_keys = _leaf_keys(known)
-    sections = {".".join(key.split(".")[:depth]) for key in known_keys for depth in range(1, key.count(".") + 1)}
+def _check_keys(document: dict[str, Any], known: Sequence[str], path: str) -> None:
+    sections = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
     for key in _leaves(document):
         if key in sections:
             raise UserError(f"'{key}' in {path} is a section, and needs keys below it")
-        if key not in known_keys:
-            raise UserError(f"unknown key '{key}' in {path}{suggest(key, known_keys)}")
+        if key not in known:
+            raise UserError(f"unknown key '{key}' in {path}{suggest(key, known)}")
 
 
-def _check_kinds(document: dict[str, Any], known: dict[str, Any], path: str) -> None:
-    """Find what would be a different number of words on a command line; the types of words are found there."""
-    defaults = _leaves(known)
+def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str) -> None:
     for key, value in _leaves(document).items():
-        expected = _kind(defaults[key])
-        # Nothing may stand for a single value, and the other way round: an option that takes None does.
-        if _kind(value) != expected:
-            raise UserError(f"'{key}' in {path} is {value!r}, and must be {expected}")
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true or false"
-    return "a list" if isinstance(value, list) else "a single value"
-
-
-def _leaf_keys(document: dict[str, Any]) -> list[str]:
-    return list(_leaves(document))
+        if not fits(value, types[key]):
+            raise UserError(f"'{key}' in {path} is {value!r}, and must be {describe(types[key])}")
 
 
 def _leaves(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -213,9 +203,38 @@ def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:
         if isinstance(value, dict):
             flags += _to_flags(value, f"{key}.")
         elif isinstance(value, bool):
-            flags.append(f"--{key}" if value else f"--{prefix}no_{name}")
+            flags.append(_switch(key, value))
         elif isinstance(value, list):
             flags += [f"--{key}", *map(str, value)]
         else:
             flags.append(f"--{key}={value}")
     return flags
+
+
+def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
+    """The same command line with the one form of a boolean that tyro knows: `--checkpoint.enable true` and
+    `--checkpoint.enable=true` become `--checkpoint.enable`, and with `false`, `--checkpoint.no_enable`.
+
+    Raises:
+        UserError: for another value after `=`.
+    """
+    words: list[str] = []
+    rest = list(args)
+    while rest:
+        word = rest.pop(0)
+        option, assigned, value = word.partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("--") or key not in switches:
+            words.append(word)
+            continue
+        if not assigned:
+            value = rest.pop(0) if rest and rest[0].lower() in _BOOLEANS else "true"
+        if value.lower() not in _BOOLEANS:
+            raise UserError(f"{option} is '{value}', and must be true or false")
+        words.append(_switch(key, _BOOLEANS[value.lower()]))
+    return words
+
+
+def _switch(key: str, value: bool) -> str:
+    section, dot, name = key.rpartition(".")
+    return f"--{key}" if value else f"--{section}{dot}no_{name}"

@@ -1,5 +1,7 @@
 """The loss under tensor parallelism: each rank computes the logits of its part of the vocabulary, and keeps them."""
 
+import textwrap
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
+
+from torchtitan.tools.errors import UserError
+
+_TRIED_TOKENS, _REASON_WIDTH = 8, 100
 
 LogitsLoss = Callable[[Tensor, Tensor], Tensor]
 """(logits (N, V), labels (N,)) → the loss summed over the N tokens."""
@@ -22,11 +28,12 @@ def share_vocabulary(
         hidden_BLD: a DTensor on the mesh of `weight_VD`, sharded in any way.
         weight_VD: rows sharded over a mesh of one dimension, evenly or not.
         from_logits: (logits (N, V), labels (N,)) → the summed loss. Torch's cross entropy communicates only sums and
-            maxima over the ranks; other operations on the DTensor are right too, though some gather it.
+            maxima over the ranks; other operations on the DTensor may gather it.
 
     Returns:
         Plain tensors: all hidden states, this rank's rows (V_local, D) of the weights, and the loss as a function of
         this rank's logits (N, V_local). Its value is the same on all ranks, its gradients are each rank's own part.
+        It raises `UserError` for an operation that DTensor cannot do.
     """
     mesh, vocabulary = weight_VD.device_mesh, weight_VD.shape[0]
     assert isinstance(hidden_BLD, DTensor) and weight_VD.placements == (Shard(0),)
@@ -40,9 +47,39 @@ def share_vocabulary(
         return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
     def from_local_logits(local_logits: Tensor, labels: Tensor) -> Tensor:
-        return _LossWithGradient.apply(local_logits, labels, of_local_logits)
+        try:
+            return _LossWithGradient.apply(local_logits, labels, of_local_logits)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if _is_of_communication(error):
+                raise
+            _try_on_whole_logits(from_logits, local_logits, labels, vocabulary)
+            reason = textwrap.shorten(str(error).partition("\n")[0], _REASON_WIDTH, placeholder=" …")
+            raise UserError(
+                "the loss uses an operation that does not work on logits whose vocabulary tensor parallelism shards "
+                f"({reason}): train with --parallelism.disable_loss_parallel, or compute the loss by other operations"
+            ) from error
 
     return hidden, weight_VD.to_local(), from_local_logits
+
+
+def _is_of_communication(error: Exception) -> bool:
+    """Whether it was raised where ranks communicate: another one has failed, and this one's operations are right."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    callers = [file for file in files if not file.endswith("torch/_ops.py")]
+    return callers[-1].endswith(("_functional_collectives.py", "distributed_c10d.py"))
+
+
+def _try_on_whole_logits(from_logits: LogitsLoss, local_logits: Tensor, labels: Tensor, vocabulary: int) -> None:
+    """Raise what the loss raises on plain tensors too, of a few tokens: a mistake in it that no option mends."""
+    few = labels[:_TRIED_TOKENS]
+    with torch.enable_grad():
+        logits = local_logits.new_zeros(len(few), vocabulary, requires_grad=True)
+        try:
+            torch.autograd.grad(from_logits(logits, few), logits)
+        except Exception as own:
+            raise own from None
 
 
 class _LossWithGradient(torch.autograd.Function):

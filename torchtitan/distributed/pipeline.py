@@ -252,16 +252,22 @@ class Pipeline:
         # A stage's input may be a part of the sequence only, so that it cannot make up positions itself.
         positions = batch.get("positions", torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
         losses: list[Tensor] = []
-        run(
-            *((tokens,) if self.has_first else ()),
-            target=labels if self.has_last else None,
-            losses=losses,
-            return_outputs=False,
-            positions_BL=positions,
-            packed="positions" in batch,
-            head=self.head,
-            labels_BL=labels,
-        )
+        try:
+            run(
+                *((tokens,) if self.has_first else ()),
+                target=labels if self.has_last else None,
+                losses=losses,
+                return_outputs=False,
+                positions_BL=positions,
+                packed="positions" in batch,
+                head=self.head,
+                labels_BL=labels,
+            )
+        except RuntimeError as error:
+            # Torch wraps what a stage raises in the shapes of its inputs.
+            if isinstance(error.__cause__, UserError):
+                raise error.__cause__ from None
+            raise
         return (
             torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=labels.device)
         )

@@ -20,7 +20,11 @@ from torchtitan.trainer import Trainer
 if TYPE_CHECKING:
     from rich.table import Table
 
-_GIB = 2**30
+Units = tuple[tuple[str, float], ...]
+"""Names and sizes, largest first."""
+
+_BYTES: Units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_OPERATIONS: Units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
 _WIDTH_OF_A_FILE = 120
 _COLUMN_OF_KIND: dict[MemoryKind, str] = {
     "parameters": "weights",
@@ -58,7 +62,8 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     for rank in range(0, world_size, world_size // pipeline_degree):
         reports.append(_try_rank(tried, rank, world_size))
         if pipeline_degree > 1:
-            logger.info("rank %d: %.2f GiB at most", rank, reports[-1].peak_bytes / _GIB)
+            name, (peak,) = _in_one_unit([[reports[-1].peak_bytes]], _BYTES)
+            logger.info("rank %d: %s %s at most", rank, *peak, name)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
     path.write_text(json.dumps(_document(config, world_size, reports), indent=2) + "\n")
@@ -113,46 +118,60 @@ def _print(reports: Sequence[RankReport]) -> None:
 def _table(title: str, *columns: str) -> "Table":
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", title_style="bold", min_width=len(title))
     for column in columns:
         table.add_column(column, justify="left" if column in ("kind", "axis") else "right")
     return table
 
 
 def _state_table(reports: Sequence[RankReport]) -> "Table":
-    table = _table("Held by each rank (GiB)", "rank", "stages", "parameters", "weights", "gradients", "optimizer")
-    for report in reports:
-        sizes = (report.parameter_bytes, report.gradient_bytes, report.optimizer_bytes)
-        table.add_row(str(report.rank), ", ".join(map(str, report.stages)), f"{report.parameters:,}", *map(_gib, sizes))
+    sizes = [(report.parameter_bytes, report.gradient_bytes, report.optimizer_bytes) for report in reports]
+    unit, rows = _in_one_unit(sizes, _BYTES)
+    title = f"Held by each rank ({unit})"
+    table = _table(title, "rank", "stages", "parameters", "weights", "gradients", "optimizer")
+    for report, row in zip(reports, rows, strict=True):
+        table.add_row(str(report.rank), ", ".join(map(str, report.stages)), f"{report.parameters:,}", *row)
     return table
 
 
 def _peak_table(reports: Sequence[RankReport]) -> "Table":
     kinds = [kind for kind in MEMORY_KINDS if any(report.peak[kind] for report in reports)]
-    table = _table("Peak of a step (GiB)", "rank", *map(_COLUMN_OF_KIND.__getitem__, kinds), "allocated", "reserved")
-    for report in reports:
-        sizes = [*(report.peak[kind] for kind in kinds), report.peak_bytes, report.peak_reserved_bytes]
-        table.add_row(str(report.rank), *map(_gib, sizes))
+    sizes = [
+        [*(report.peak[kind] for kind in kinds), report.peak_bytes, report.peak_reserved_bytes] for report in reports
+    ]
+    unit, rows = _in_one_unit(sizes, _BYTES)
+    columns = (*map(_COLUMN_OF_KIND.__getitem__, kinds), "allocated", "reserved")
+    table = _table(f"Peak of a step ({unit})", "rank", *columns)
+    for report, row in zip(reports, rows, strict=True):
+        table.add_row(str(report.rank), *row)
     return table
 
 
 def _communication_table(reports: Sequence[RankReport]) -> "Table":
-    table = _table("Communication of a step", "rank", "kind", "axis", "calls", "GiB", "GiB sent")
-    for report in reports:
-        for traffic in report.communication:
-            sizes = map(_gib, (traffic.n_bytes, traffic.n_bytes_sent))
-            table.add_row(str(report.rank), traffic.kind, traffic.axis, f"{traffic.calls:,}", *sizes)
+    traffics = [(report.rank, traffic) for report in reports for traffic in report.communication]
+    unit, rows = _in_one_unit([(traffic.n_bytes, traffic.n_bytes_sent) for _, traffic in traffics], _BYTES)
+    table = _table(f"Communication of a step ({unit})", "rank", "kind", "axis", "calls", "size", "sent")
+    for (rank, traffic), row in zip(traffics, rows, strict=True):
+        table.add_row(str(rank), traffic.kind, traffic.axis, f"{traffic.calls:,}", *row)
     return table
 
 
 def _work_table(reports: Sequence[RankReport]) -> "Table":
-    table = _table("Operations of a step (TFLOP)", "rank", "model", "executed")
-    for report in reports:
-        table.add_row(
-            str(report.rank), *(f"{flops / 1e12:,.2f}" for flops in (report.model_flops, report.executed_flops))
-        )
+    unit, rows = _in_one_unit([(report.model_flops, report.executed_flops) for report in reports], _OPERATIONS)
+    table = _table(f"Operations of a step ({unit})", "rank", "model", "executed")
+    for report, row in zip(reports, rows, strict=True):
+        table.add_row(str(report.rank), *row)
     return table
 
 
-def _gib(n_bytes: float) -> str:
-    return f"{n_bytes / _GIB:,.2f}"
+def _in_one_unit(rows: Sequence[Sequence[float]], units: Units) -> tuple[str, list[list[str]]]:
+    """The largest unit that the largest number has one of, and all numbers in it."""
+    largest = max((value for row in rows for value in row), default=0)
+    name, size = next((unit for unit in units if largest >= unit[1]), units[-1])
+    return name, [[_shown(value / size) for value in row] for row in rows]
+
+
+def _shown(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:,.2f}" if value >= 0.005 else "<0.01"

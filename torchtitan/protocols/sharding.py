@@ -15,7 +15,7 @@ parallelism).
 - `vocabulary`: an embedding, its rows (tokens of the vocabulary) shared out. Takes all tokens, gives its part of the
   sequence.
 - `sequence`: works on each token by itself, with the same weights on every rank; on its part of the sequence.
-- `whole sequence`: has no weights of its own to share out; its first input is gathered from the ranks' parts.
+- `whole sequence`: none of its own weights are split; its first input is gathered from the ranks' parts.
 - `columns`: a linear layer, its outputs shared out. Takes the whole sequence, gives its part of the features.
 - `rows`: a linear layer, its inputs shared out. Takes its part of the features, gives its part of the sequence.
 - For an output head, `columns` shares out the vocabulary, and the loss is computed on the parts.

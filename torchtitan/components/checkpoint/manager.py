@@ -315,6 +315,12 @@ class CheckpointManager(Configurable):
     def _check(self, *, can_export: bool) -> None:
         names = [*self.states, *self.rank_states]
         assert len(names) == len(set(names)), "a name in states and rank_states"
+        for name, state in {**self.states, **self.rank_states}.items():
+            if isinstance(state, torch.optim.Optimizer):
+                raise UserError(
+                    f"state {name!r} is a torch.optim.{type(state).__name__}: wrap it, as OptimizerState(model, "
+                    "optimizer) of torchtitan.components.optimizer"
+                )
         for name in self.config.exclude_from_loading:
             if name not in names:
                 near = difflib.get_close_matches(name, names, n=1)

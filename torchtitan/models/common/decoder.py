@@ -107,7 +107,11 @@ class Decoder(BaseModel):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        assert config.vocab_size is not None, "the vocabulary size is resolved before the model is built"
+        if config.vocab_size is None:
+            raise UserError(
+                "model.vocab_size is None: set it before the model is built, as in config.vocab_size = "
+                "tokenizer.vocab_size (the Trainer takes it from its tokenizer)"
+            )
         init = with_initializers
         self.tok_embeddings: nn.Embedding | None = init(
             nn.Embedding(config.vocab_size, config.dim), weight=self.embedding_init()

@@ -352,10 +352,12 @@ class PlannedDataLoader(BaseDataLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position; one in other data, or in another order, is refused with a warning."""
         if state["data"] != self._fingerprint:
+            before = state["dataset"]  # a string where the state is one of pre-training
+            before = before if isinstance(before, str) else " ".join(before)
             logger.warning(
                 f"the saved position is one in other data than this run's {' '.join(self.config.dataset)} (it was "
-                f"{' '.join(state['dataset'])}, or another content, tokenizer, template, filter, seq_len, packing or "
-                "sampler): reading starts at the beginning"
+                f"{before}, or another content, tokenizer, template, filter, seq_len, packing or sampler): reading "
+                "starts at the beginning"
             )
             return
         self.close()
