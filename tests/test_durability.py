@@ -979,6 +979,7 @@ def test_initial_loads_where_nothing_is_resumed(tmp_path: Path) -> None:
         ({"initial_load_path": str(tmp_path / "hf"), "initial_load_in_hf": True}, 0, ["model"]),
     ):
         (tmp_path / "hf").mkdir(exist_ok=True)
+        (tmp_path / "hf" / "model.safetensors").touch()
         calls: list[str] = []
         run = Run(tmp_path / "run", enable=False)
         manager = CheckpointManager.Config(**options).build(
