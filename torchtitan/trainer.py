@@ -568,7 +568,14 @@ class Trainer(Configurable):
         saving = self.checkpointer.is_due(self.step, last=last, validation_loss=validation_loss)
         # Leaving a save out of the training time waits for the device, which the other steps need not do.
         with self.metrics.exclude() if saving else contextlib.nullcontext():
+            if saving:
+                self.sync_records()
             self.checkpointer.save(self.step, last=last, validation_loss=validation_loss)
+
+    def sync_records(self) -> None:
+        """Make ledger and metrics outlast a power failure: a checkpoint that does counts on them."""
+        self.ledger.sync()
+        self.metrics.sync()
 
     def validate(self) -> float:
         """Validate and log it, outside of the time that counts as training; the loss."""
@@ -596,6 +603,7 @@ class Trainer(Configurable):
         validation_loss = self.validate() if validating else None
         stopped = ending == "stopped"
         with self.metrics.exclude():
+            self.sync_records()
             self.checkpointer.save(self.step, last=not stopped, stopped=stopped, validation_loss=validation_loss)
             self.checkpointer.wait()
         log_ending(ending, self.step, self.total_steps, self.config.checkpoint)
