@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
 from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in, read_converters
 from torchtitan.components.checkpoint.pretrained import export_huggingface, frozen_origin, load_initial_weights
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.store import is_url
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.ending import Ending, log_ending
@@ -50,6 +51,7 @@ from torchtitan.protocols import BaseModel, ModelConverter
 from torchtitan.protocols.conversion import convert_model, describe_converters, describe_simulation
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.folder_lock import FolderLock, lock_folder
 from torchtitan.tools.garbage_collection import automatic_garbage_collection_off
 from torchtitan.tools.logging import logger
 from torchtitan.tools.signals import StopRequest
@@ -76,6 +78,8 @@ class Trainer(Configurable):
         super().__init__(config)
         training = config.training
         self.device = self.init_distributed()
+        self.folder_lock: FolderLock | None = None
+        self.lock_folder()
         # Counts and sums that the host reads; float32 cannot count beyond 2**24 tokens, and is all that MPS has.
         self.statistics_dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.parallel_dims = config.check_layout(world_size())
@@ -133,6 +137,18 @@ class Trainer(Configurable):
     def init_distributed(self) -> torch.device:
         """Join the process group; the device of this rank."""
         return init_process_group(device_type(), self.config.comm)
+
+    def lock_folder(self) -> None:
+        """Keep other runs out of the dump folder until `close`; rank 0 holds the lock for all.
+
+        Raises:
+            UserError: on every rank, where another run is in the folder.
+        """
+
+        def take() -> None:
+            self.folder_lock = lock_folder(Path(self.config.dump_folder))
+
+        Ranks(dist.group.WORLD if dist.is_initialized() else None).first_decides(take)
 
     def init_random_state(self) -> None:
         """Seed every generator, each rank its own; make algorithms deterministic if asked to."""
@@ -658,6 +674,7 @@ class Trainer(Configurable):
         """Release what the run holds, after `train` or instead of it."""
         with contextlib.ExitStack() as stack:
             # In reverse order, and each even if one before it fails.
+            stack.callback(setattr, self, "folder_lock", None)
             stack.callback(torch.use_deterministic_algorithms, self.was_deterministic)
             stack.callback(destroy_process_group)
             stack.callback(self.checkpointer.close)
