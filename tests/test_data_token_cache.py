@@ -1,5 +1,6 @@
 """The token cache: what is in it, when it is found again, and what a failed build leaves behind."""
 
+import errno
 import logging
 import os
 import pickle
@@ -16,6 +17,7 @@ import pytest
 from filelock import FileLock
 
 from torchtitan.components.data import encoding
+from torchtitan.components.data.disk_cache import DamagedCache
 from torchtitan.components.data.encoding import encode_documents, split_document
 from torchtitan.components.data.progress import progress
 from torchtitan.components.data.sources import resolve_source
@@ -235,13 +237,38 @@ def test_file_that_changes_while_it_is_read(tmp_path, tokenizer):
     assert kept(tmp_path / "cache") == []
 
 
-def test_damaged_cache_is_named(tmp_path, tokenizer):
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"[]", b'{"dtype": "uint16", "n_to'])
+def test_damaged_cache_is_made_again(tmp_path, tokenizer, caplog, content):
     (tmp_path / "a.txt").write_text("some text")
     folder = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache").folder
-    with (folder / "tokens.bin").open("ab") as file:
-        file.write(b"\0")
-    with pytest.raises(UserError, match=f"the token cache {folder} is damaged .*; delete it"):
+    written = {path: path.read_bytes() for path in folder.iterdir()}
+    assert len(written) == 3
+    for path in written:
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(DamagedCache, match=f"the token cache {folder} is damaged "):
+            TokenCache(folder, ["a.txt"])
+        caplog.clear()
         open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+        [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert line.startswith(f"the token cache {folder} is damaged (") and line.endswith("removed and made again")
+        assert {path: path.read_bytes() for path in folder.iterdir()} == written
+
+
+def test_a_cache_that_cannot_be_read_stays(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text")
+    cache = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+    read = Path.read_text
+
+    def fail(path, *args, **options):
+        if path.name == "meta.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path, *args, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(UserError, match=f"{cache.folder} cannot be read: .*Input"):
+        patched.setattr(Path, "read_text", fail)
+        open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+    never = same_fingerprint(NeverAsked, tokenizer)
+    assert open_cache(tmp_path / "a.txt", never, tmp_path / "cache").key == cache.key
 
 
 KILLED_BUILD = """

@@ -141,6 +141,7 @@ def test_command_line(tmp_path):
     for title in ("Held by each rank", "Peak of a step", "Communication of a step", "Operations of a step"):
         assert title in result.stdout
     document = json.loads((tmp_path / "dry_run.json").read_text())
+    assert not (tmp_path / "run.lock").exists()
     assert document["world_size"] == 512
     (rank,) = document["ranks"]
     assert rank["peak_bytes"] == sum(rank["peak"].values()) <= rank["peak_reserved_bytes"]

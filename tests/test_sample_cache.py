@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from torchtitan import components
-from torchtitan.components.data.disk_cache import file_digest
+from torchtitan.components.data.disk_cache import DamagedCache, file_digest
 from torchtitan.components.data.finetuning import code_version
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, EmptySample, Text
@@ -337,12 +337,20 @@ def test_source_that_changes_while_it_is_read(tmp_path):
     assert kept(tmp_path) == []
 
 
-def test_damaged_cache_is_named(tmp_path):
-    cache = open_cache(Texts("aB"), tmp_path)
-    with (cache.folder / "ids.bin").open("ab") as file:
-        file.write(b"\0")
-    with pytest.raises(UserError, match=f"the token cache {cache.folder} is damaged .*; delete it"):
-        SampleCache(cache.folder, 1, False)
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"[]"])
+def test_damaged_cache_is_made_again(tmp_path, caplog, content):
+    folder = open_cache(Texts("aBc"), tmp_path).folder
+    written = {path: path.read_bytes() for path in folder.iterdir()}
+    assert len(written) == 7
+    for path in written:
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(DamagedCache, match=f"the token cache {folder} is damaged "):
+            SampleCache(folder, 1, False)
+        caplog.clear()
+        assert texts_of(open_cache(Texts("aBc"), tmp_path)) == ["aBc"]
+        [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert line.startswith(f"the token cache {folder} is damaged (") and line.endswith("removed and made again")
+        assert {path: path.read_bytes() for path in folder.iterdir()} == written
 
 
 def fit(cache, seq_len, too_long, untrained="drop"):

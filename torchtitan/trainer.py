@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
 from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in, read_converters
 from torchtitan.components.checkpoint.pretrained import export_huggingface, frozen_origin, load_initial_weights
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.store import is_url
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.ending import Ending, log_ending
@@ -51,6 +52,7 @@ from torchtitan.protocols import BaseModel, ModelConverter
 from torchtitan.protocols.conversion import convert_model, describe_converters, describe_simulation
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.folder_lock import FolderLock, lock_folder
 from torchtitan.tools.garbage_collection import automatic_garbage_collection_off
 from torchtitan.tools.logging import logger
 from torchtitan.tools.signals import StopRequest
@@ -77,6 +79,8 @@ class Trainer(Configurable):
         super().__init__(config)
         training = config.training
         self.device = self.init_distributed()
+        self.folder_lock: FolderLock | None = None
+        self.lock_folder()
         # Counts and sums that the host reads; float32 cannot count beyond 2**24 tokens, and is all that MPS has.
         self.statistics_dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.parallel_dims = config.check_layout(world_size())
@@ -134,6 +138,18 @@ class Trainer(Configurable):
     def init_distributed(self) -> torch.device:
         """Join the process group; the device of this rank."""
         return init_process_group(device_type(), self.config.comm)
+
+    def lock_folder(self) -> None:
+        """Keep other runs out of the dump folder until `close`; rank 0 holds the lock for all.
+
+        Raises:
+            UserError: on every rank, where another run is in the folder.
+        """
+
+        def take() -> None:
+            self.folder_lock = lock_folder(Path(self.config.dump_folder))
+
+        Ranks(dist.group.WORLD if dist.is_initialized() else None).first_decides(take)
 
     def init_random_state(self) -> None:
         """Seed every generator, each rank its own; make algorithms deterministic if asked to."""
@@ -571,7 +587,14 @@ class Trainer(Configurable):
         saving = self.checkpointer.is_due(self.step, last=last, validation_loss=validation_loss)
         # Leaving a save out of the training time waits for the device, which the other steps need not do.
         with self.metrics.exclude() if saving else contextlib.nullcontext():
+            if saving:
+                self.sync_records()
             self.checkpointer.save(self.step, last=last, validation_loss=validation_loss)
+
+    def sync_records(self) -> None:
+        """Make ledger and metrics outlast a power failure: a checkpoint that does counts on them."""
+        self.ledger.sync()
+        self.metrics.sync()
 
     def validate(self) -> float:
         """Validate and log it, outside of the time that counts as training; the loss."""
@@ -599,6 +622,7 @@ class Trainer(Configurable):
         validation_loss = self.validate() if validating else None
         stopped = ending == "stopped"
         with self.metrics.exclude():
+            self.sync_records()
             self.checkpointer.save(self.step, last=not stopped, stopped=stopped, validation_loss=validation_loss)
             self.checkpointer.wait()
         log_ending(ending, self.step, self.total_steps, self.config.checkpoint)
@@ -653,6 +677,7 @@ class Trainer(Configurable):
         """Release what the run holds, after `train` or instead of it."""
         with contextlib.ExitStack() as stack:
             # In reverse order, and each even if one before it fails.
+            stack.callback(setattr, self, "folder_lock", None)
             stack.callback(torch.use_deterministic_algorithms, self.was_deterministic)
             stack.callback(destroy_process_group)
             stack.callback(self.checkpointer.close)

@@ -37,6 +37,7 @@ from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import check_plain_form
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -262,7 +263,7 @@ class TrainerConfig(Configurable.Config):
 
 def _check_writable(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

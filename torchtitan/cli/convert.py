@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.cli.model_options import add_base_option, add_module_option, given_package
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger, logger
 
@@ -95,7 +96,7 @@ def _convert(options: argparse.Namespace) -> None:
     family = given_package(options)
     _check(options, family)
     spec, n_tensors, write = (_adapter if options.to == "peft" else _model)(options, family)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    durable.make_folder(options.output.parent)
     # Beside OUTPUT, so that renaming puts it in place, and under a name that nothing else has.
     workplace = Path(tempfile.mkdtemp(prefix=f"{options.output.name}.", suffix=".partial", dir=options.output.parent))
     try:
@@ -246,7 +247,7 @@ def _put_in_place(partial: Path, options: argparse.Namespace) -> None:
         step = folders.open_checkpoint(options.input).step if format_of(options.input) == "dcp" else 0
         marker = folders.Marker(step=step, kind="model_only", world_size=1)
         written = Path(str(folders.commit(partial, marker)))
-    written.rename(options.output)  # the system refuses a folder that is no longer empty
+    durable.rename(written, options.output)  # the system refuses a folder that is no longer empty
 
 
 def _report(options: argparse.Namespace, spec: "ModelSpec", n_tensors: int, seconds: float) -> None:

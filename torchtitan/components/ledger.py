@@ -1,7 +1,8 @@
 """The ledger of a run: which documents each step was trained on, in one order for all ranks."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -16,7 +17,7 @@ class Ledger:
     """Writes a line of `ledger.jsonl` for each step that was taken: the names of its documents, of all ranks, in their
     global order. A step left out because its loss or gradients were not finite has none.
 
-    A line is in the file before the checkpoint of its step is begun. A run that resumes after step N drops the lines of
+    A line is on the disk before the checkpoint of its step is begun. A run that resumes after step N drops the lines of
     later steps, which are done again, so that what the file says is what the weights have seen.
 
         ledger.open(step)               # after a checkpoint was loaded, or not
@@ -24,6 +25,7 @@ class Ledger:
             ledger.take(micro_batches)  # as they come from the loader
             ...
             ledger.write(step, data_step)  # if the step was taken
+            ledger.sync()           # if a checkpoint is to be saved
         ledger.close()
 
     Every rank makes these calls; rank 0 writes.
@@ -66,18 +68,28 @@ class Ledger:
         if self.path is None:
             return
         documents = in_global_order(self._taken)
-        if self._file is None:
-            return
-        try:
-            self._file.append({"step": step, "data_step": data_step, "documents": documents})
-        except OSError as error:
-            raise RunFailure(f"'{self.path}' cannot be written: {error.strerror} (--debug.ledger)") from error
+        if self._file is not None:
+            with self._writing():
+                self._file.append({"step": step, "data_step": data_step, "documents": documents})
+
+    def sync(self) -> None:
+        """Make the lines outlast a power failure; raises as `write` does."""
+        if self._file is not None:
+            with self._writing():
+                self._file.sync()
 
     def close(self) -> None:
         """Close the file; it can be called twice."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunFailure(f"'{self.path}' cannot be written: {error.strerror} (--debug.ledger)") from error
 
 
 def names_of(micro_batches: Sequence[Batch], names: Callable[[Tensor], list[str]]) -> list[list[str]]:

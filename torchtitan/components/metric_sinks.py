@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -27,6 +28,12 @@ class Sink(ABC):
 
         Raises:
             OSError: when they cannot be written. It is reported once, and training goes on; nothing else is caught.
+        """
+
+    def sync(self) -> None:  # noqa: B027 (most sinks have nothing to do)
+        """Make what was written outlast a power failure, if it lies on a disk: a checkpoint is to be saved.
+
+        Raises `OSError` as `write` does.
         """
 
     @abstractmethod
@@ -47,6 +54,7 @@ class JsonLines(Sink):
             else:
                 _drop_lines_after(path, step)
         self._file = open(path, "ab", buffering=0)
+        durable.sync_folder(path.parent)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.append({"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()})
@@ -61,6 +69,9 @@ class JsonLines(Sink):
         except OSError:
             self._file.truncate(end)
             raise
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -141,13 +152,11 @@ def set_aside(path: Path) -> None:
 
 def _drop_lines_after(path: Path, step: int) -> None:
     """Keep the lines up to `step`, and of those only whole ones: a killed run may leave its last one torn."""
-    partial = path.with_name(path.name + ".partial")
-    with open(path, "rb") as lines, open(partial, "wb") as kept:
+    with durable.in_place_of(path) as partial, open(path, "rb") as lines, open(partial, "wb") as kept:
         for line in lines:
             line_step = _step_of(line)
             if line_step is not None and line_step <= step:
                 kept.write(line.rstrip(b"\n") + b"\n")
-    os.replace(partial, path)
 
 
 def _step_of(line: bytes) -> int | None:

@@ -16,6 +16,7 @@ import torch
 from torchtitan.components.metric_sinks import JsonLines, Sink, TensorBoard, WandB
 from torchtitan.config.configurable import Configurable
 from torchtitan.config.job_config import require_at_least
+from torchtitan.tools import durable
 from torchtitan.tools.device import PeakFlops, device_description, memory_gib, peak_flops, synchronize
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -146,7 +147,7 @@ class MetricsProcessor(Configurable):
         """
         if self.rank == 0:
             try:
-                self.dump_folder.mkdir(parents=True, exist_ok=True)
+                durable.make_folder(self.dump_folder)
                 self._sinks = self.make_sinks(step)
             except OSError as error:
                 raise UserError(f"cannot write metrics: {error}; give a writable --dump_folder") from error
@@ -245,6 +246,14 @@ class MetricsProcessor(Configurable):
             return
         self._write(step, {"validation_loss": validation_loss, **extra})
         logger.info(f"{self._step_label(step)}  validation loss {validation_loss:.4f}{_listed(extra)}")
+
+    def sync(self) -> None:
+        """Make what was reported outlast a power failure; to be called before a checkpoint is saved."""
+        for sink in self._sinks:
+            try:
+                sink.sync()
+            except OSError as error:
+                self._warn(sink, error)
 
     def close(self) -> None:
         """Report a last step that is not reported yet (an error may have ended the loop), and close the sinks."""

@@ -20,6 +20,7 @@ from torchtitan.config.registry import (
     suggest,
 )
 from torchtitan.config.value_types import describe, fits, types_by_key
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
@@ -43,9 +44,7 @@ class Job:
             OSError: if it cannot be written.
         """
         document = {"module": self.module, "config": self.config_name, **self.config.to_dict()}
-        partial = path.with_suffix(".partial")
-        partial.write_text(yaml.safe_dump(document, sort_keys=False))
-        partial.replace(path)
+        durable.write(path, yaml.safe_dump(document, sort_keys=False))
 
 
 class ConfigManager:

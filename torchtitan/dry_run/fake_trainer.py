@@ -111,6 +111,9 @@ class FakeTrainer(Trainer):
         self.memory, self.work = MemoryTracker(), WorkTracker()
         return torch.device("cpu")
 
+    def lock_folder(self) -> None:
+        """Nothing is written that another run could lose."""
+
     def parallelize(self, model: BaseModel) -> list[nn.Module]:
         """As ever, but that masks are not made, for they would be made of values; without one, attention is causal."""
         parts = super().parallelize(model)

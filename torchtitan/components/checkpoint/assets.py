@@ -19,6 +19,9 @@ FOLDER = "assets"
 """The folder inside a checkpoint's."""
 
 _MODEL = "model.json"
+DESCRIPTION = f"{FOLDER}/{_MODEL}"
+"""The file in a checkpoint that says which model it is of, and what has become of its weights."""
+
 _MODEL_KEYS = {
     "module": (str, "the import path of a family of models"),
     "flavor": (str, "a name"),
@@ -150,7 +153,7 @@ def read_simulation(checkpoint: str | Path) -> list[Description]:
 
 
 def _read_descriptions(checkpoint: str | Path, key: str) -> list[Description]:
-    folder, name = folder_at(checkpoint), f"{FOLDER}/{_MODEL}"
+    folder, name = folder_at(checkpoint), DESCRIPTION
     try:
         content = json.loads(folder.read(name)) if folder.has_file(name) else {}
     except (OSError, ValueError) as error:

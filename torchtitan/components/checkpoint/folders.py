@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torchtitan.components.checkpoint.manifest import MANIFEST, Faults, find_faults, write_manifest
 from torchtitan.components.checkpoint.marker import (
@@ -183,26 +183,26 @@ def verify(path: AnyFolder, ranks: Ranks | None = None) -> list[str]:
     return find_damage(folder_at(path), ranks or Ranks()).lines
 
 
-def find_damage(folder: Folder, ranks: Ranks) -> Faults:
-    """As `verify`, with what is damaged apart from what could not be read."""
+def find_damage(folder: Folder, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
+    """As `verify`, with what is damaged apart from what could not be read; `only` names the files to look at."""
     try:
         marker = ranks.first_decides(lambda: read_marker(folder))
     except UnreadMarkerError as error:
         return Faults(unread=[str(error)])
     except MarkerError as error:
         return Faults(damage=[str(error)])
-    return find_faults(folder, marker.manifest, ranks) if marker else Faults(damage=[f"{MARKER} is missing"])
+    return find_faults(folder, marker.manifest, ranks, only=only) if marker else Faults(damage=[f"{MARKER} is missing"])
 
 
-def raise_if_damaged(path: AnyFolder, ranks: Ranks | None = None) -> None:
+def raise_if_damaged(path: AnyFolder, ranks: Ranks | None = None, *, only: Collection[str] | None = None) -> None:
     """Verify the checkpoint that was asked for by name.
 
-    Args: as of `verify`.
+    Args: as of `find_damage`.
 
     Raises:
         UserError: where a file of it is not as it was written, or cannot be read.
     """
-    if faults := find_damage(folder_at(path), ranks or Ranks()):
+    if faults := find_damage(folder_at(path), ranks or Ranks(), only=only):
         raise UserError(f"{path} {faults.in_words()}; load another checkpoint")
 
 

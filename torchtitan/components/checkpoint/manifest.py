@@ -7,7 +7,7 @@ checkpoint carries the manifest's own digest.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.store import Folder
@@ -64,10 +64,16 @@ def write_manifest(folder: Folder, ranks: Ranks) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks) -> Faults:
+def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
     """How the files in `folder` differ from its manifest, every rank digesting its share.
 
     Files that the manifest does not know are no fault.
+
+    Args:
+        folder: that of a checkpoint.
+        manifest_digest: what the marker says of the manifest.
+        ranks: those who share the work.
+        only: names of the files to look at; None: all.
     """
     try:
         content = ranks.first_decides(lambda: folder.read(MANIFEST))
@@ -78,7 +84,8 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks) -> Faults:
         return Faults(unread=[_unreadable(MANIFEST, error)])
     if hashlib.sha256(content).hexdigest() != manifest_digest:
         return Faults(damage=[f"{MANIFEST} is damaged (its digest differs)"])
-    expected = json.loads(content)["files"]
+    files = json.loads(content)["files"]
+    expected = {name: files[name] for name in files if only is None or name in only}
     damage = {name: fault for name in expected if (fault := _size_fault(name, expected[name]["bytes"], sizes))}
     unread: dict[str, str] = {}
     shares = split_by_size({name: sizes[name] for name in expected if name not in damage}, ranks.size)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan.components.checkpoint import folders
-from torchtitan.components.checkpoint.assets import asset_folder, read_converters, read_model_json
+from torchtitan.components.checkpoint.assets import DESCRIPTION, asset_folder, read_converters, read_model_json
 from torchtitan.components.checkpoint.folders import CheckpointInfo
 from torchtitan.components.checkpoint.formats import (
     ConvertedSource,
@@ -47,6 +47,9 @@ from torchtitan.protocols.conversion import (
 from torchtitan.protocols.state_dict_adapter import TensorForm, model_forms
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+
+_LOOKED_AT = (DESCRIPTION, ".metadata")
+"""The files of a checkpoint of ours that are read before all of it is verified, where a run is to start from it."""
 
 Forms = Callable[[BaseModel.Config], Mapping[str, TensorForm]]
 """Model → its tensors by name, in one format or another."""
@@ -214,10 +217,12 @@ def check_start(
     """
     check_frozen(config, start, frozen_origin(config, seed))
     if start and start.resumes and "model" not in config.exclude_from_loading:
-        _check_same_converters(str(start.checkpoint.path), converters)
+        _check_same_converters(config, start.checkpoint, converters)
         if not start.checkpoint.frozen_from:
             return
     path = config.initial_load_path
+    if path and folders.has_marker(path):
+        folders.raise_if_damaged(path, only=_LOOKED_AT)
     has_theirs = bool(path) and is_as_saved(path, spec, converters, added=added)
     if path and not has_theirs:
         _check_pretrained(config, spec, converters, added)
@@ -226,8 +231,16 @@ def check_start(
         converter.check_initial_weights(spec, saved_config(saved, converter))
 
 
-def _check_same_converters(path: str, converters: Sequence[ModelConverter]) -> None:
-    if different := differences(read_converters(path), converters):
+def _check_same_converters(
+    config: CheckpointManager.Config, checkpoint: CheckpointInfo, converters: Sequence[ModelConverter]
+) -> None:
+    """Find that the run has other converters than the checkpoint that it would resume from. A damaged one is left to
+    `CheckpointManager.load`, which names it and, unless it was asked for, resumes from an older one."""
+    by_name = config.load_step != -1
+    candidates = [checkpoint] if by_name else folders.resumable(checkpoint.path.parent)[::-1]
+    readable = (info.path for info in candidates if not folders.find_damage(info.path, Ranks(), only=_LOOKED_AT))
+    path = next(readable, None)
+    if path is not None and (different := differences(read_converters(str(path)), converters)):
         raise UserError(
             f"{path} was saved with other model_converters, and this run would resume from it: {'; '.join(different)}; "
             "set what was, or begin a new run (another --dump_folder) with it as --checkpoint.initial_load_path"

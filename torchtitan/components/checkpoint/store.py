@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import io
 import os
 import re
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -171,14 +171,11 @@ class LocalFolder(Folder):
 
     def write(self, name: str, content: bytes) -> None:
         """Write the file `name`."""
-        with open(self.path / name, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        durable.write(self.path / name, content)
 
     def make(self) -> None:
         """Create it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(self.path)
 
     def remove(self, first: str) -> None:
         """Remove it; before that it gets a name that tells what is left of it, where that is cut short."""
@@ -186,14 +183,14 @@ class LocalFolder(Folder):
 
     def sync(self, name: str) -> None:
         """Make the file `name` outlast a power failure."""
-        _sync(self.path / name)
+        durable.sync(self.path / name)
 
     def publish(self, name: str, marker: str, content: bytes) -> "LocalFolder":
         """Rename it to `name`, then rename the file `marker` into place."""
         # Written before the rename, so that a full disk shows while a checkpoint to be replaced is still there.
         self.write(f"{marker}{UNPUBLISHED}", content)
         for folder in [path for path in self.path.rglob("*") if path.is_dir()]:
-            _sync_folder(folder)
+            durable.sync_folder(folder)
         final = self.parent / name
         former = final._set_aside() if final.exists() else None
         try:
@@ -208,7 +205,7 @@ class LocalFolder(Folder):
         # From here on it is complete, whatever happens.
         try:
             for changed in (final, final.parent):
-                _sync_folder(changed.path)
+                durable.sync_folder(changed.path)
             if former:
                 shutil.rmtree(former)
         except OSError as error:
@@ -344,21 +341,3 @@ class RemoteFolder(Folder):
             return url_to_fs(self.url)
         except (ImportError, ValueError) as error:
             raise UserError(f"{self.url} cannot be opened by what is installed here: {error}") from error
-
-
-def _sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, outlast a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(path: Path) -> None:
-    """Make the names in a folder outlast a power failure, where the file system can be asked to."""
-    try:
-        _sync(path)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise

@@ -4,6 +4,7 @@ A folder's name is a digest of everything that decides what is in it, so that it
 It is written under another name and renamed when complete; meanwhile other processes that want it wait.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -12,17 +13,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 ENVIRONMENT_VARIABLE = "TORCHTITAN_CACHE"
 
+_DIGEST_BYTES = 16
 _LARGE = 4 << 30
 _RECENT_NS = 2_000_000_000
+
+T = TypeVar("T")
 
 
 def cache_root(cache_dir: str) -> Path:
@@ -32,14 +37,22 @@ def cache_root(cache_dir: str) -> Path:
 
 def digest_of(value: Any) -> str:
     """Hexadecimal digest of a JSON-ready value."""
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def read_digest(path: Path) -> str:
+    """The digest that is all of a file; raises `ValueError` where there is none in it."""
+    text = path.read_text()
+    if len(bytes.fromhex(text)) != _DIGEST_BYTES:
+        raise ValueError(f"{path.name} holds no digest")
+    return text
 
 
 @contextmanager
 def writable(root: Path) -> Iterator[None]:
     """Make the folder for caches; turn an `OSError` of the block into a `UserError` that says how to choose another."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(root)
         yield
     except OSError as error:
         raise UserError(
@@ -48,24 +61,38 @@ def writable(root: Path) -> Iterator[None]:
         ) from error
 
 
-def build_once(folder: Path, write: Callable[[Path], str], *, name: str, unchanged: Callable[[], bool]) -> None:
-    """Have `folder` made by one process, if it is not there.
+class DamagedCache(UserError):
+    """A finished folder is not as it was written."""
+
+
+def open_or_build(
+    folder: Path, read: Callable[[], T], write: Callable[[Path], str], *, name: str, unchanged: Callable[[], bool]
+) -> T:
+    """Open `folder`, which one process makes if it is not there. A damaged one is removed and made again.
 
     Args:
         folder: appears when it is complete; its parent may not exist yet.
+        read: opens the finished folder, `readable` around it.
         write: tokenizes into the empty folder it is given and says how much that was. Where it raises, nothing is left.
         name: the data set's, for messages.
         unchanged: whether the data still is what the folder is named for; asked when all has been read.
 
     Raises:
-        UserError: the data changed meanwhile.
+        UserError: the data changed meanwhile, or the folder cannot be read.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    durable.make_folder(folder.parent)
     if folder.exists():
-        return
+        with contextlib.suppress(DamagedCache):
+            return read()
     with _locked(folder.with_suffix(".lock"), name):
-        if not folder.exists():
-            _build(folder, write, name, unchanged)
+        if folder.exists():
+            try:
+                return read()  # another process has made it meanwhile
+            except DamagedCache as error:
+                logger.warning("%s: it is removed and made again", error)
+                shutil.rmtree(folder)
+        _build(folder, write, name, unchanged)
+    return read()
 
 
 def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Callable[[], bool]) -> None:
@@ -77,7 +104,7 @@ def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Cal
         amount = write(partial_folder)
         if not unchanged():
             raise UserError(f"{name} changed while it was read; start again when it is complete")
-        partial_folder.rename(folder)
+        durable.rename(partial_folder, folder)
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
@@ -102,11 +129,18 @@ def _locked(path: Path, name: str) -> Iterator[None]:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Turn what the block finds wrong with a finished folder into a `UserError` that names it."""
+    """Turn what goes wrong in the block, which opens a finished folder, into a `UserError` that names the folder.
+
+    Raises:
+        DamagedCache: a file is missing, or not what was written.
+        UserError: a file cannot be read, and may be whole.
+    """
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise UserError(f"the token cache {folder} is damaged ({error}); delete it to have it made anew") from error
+    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise DamagedCache(f"the token cache {folder} is damaged ({error})") from error
+    except OSError as error:
+        raise UserError(f"the token cache {folder} cannot be read: {error}") from error
 
 
 def map_array(path: Path, dtype: str, length: int) -> np.memmap:
@@ -134,7 +168,7 @@ def file_digest(root: Path, path: Path) -> str:
         raise _unreadable(path, error) from error
     place = str(path.resolve())
     seen = {"path": place, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "inode": stat.st_ino}
-    note = root / "digests" / f"{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}.json"
+    note = root / "digests" / f"{hashlib.blake2b(place.encode(), digest_size=_DIGEST_BYTES).hexdigest()}.json"
     if (noted := _noted(note)) is not None and {**seen, "digest": noted.get("digest")} == noted:
         remembered: str = noted["digest"]
         return remembered
@@ -167,7 +201,7 @@ def _hash(path: Path, size: int) -> str:
         logger.info(f"reading {path} ({size / 2**30:.0f} GiB) to see whether its tokens are in the cache")
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).hexdigest()
     except OSError as error:
         raise _unreadable(path, error) from error
 

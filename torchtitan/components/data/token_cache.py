@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from torchtitan.components.data.disk_cache import (
-    build_once,
     cache_root,
     digest_of,
     file_digest,
     map_array,
+    open_or_build,
     readable,
     token_dtype,
     writable,
@@ -102,7 +102,7 @@ class TokenCache:
 
 
 def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "") -> TokenCache:
-    """The tokens of a source, encoded now if they are not in the cache.
+    """The tokens of a source, encoded now if they are not in the cache, or damaged there.
 
     While one process encodes, others that want the same wait for it.
 
@@ -113,13 +113,13 @@ def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "") 
     with writable(root):
         identity = source.identity(partial(file_digest, root))
         folder = root / "tokens" / _key(identity, tokenizer)
-        build_once(
+        return open_or_build(
             folder,
+            partial(TokenCache, folder, [part.name for part in source.parts]),
             partial(_build, source, tokenizer),
             name=source.name,
             unchanged=lambda: source.identity(partial(file_digest, root)) == identity,
         )
-    return TokenCache(folder, [part.name for part in source.parts])
 
 
 def _key(identity: list[str], tokenizer: Tokenizer) -> str:

@@ -5,7 +5,6 @@ endian; the header, a JSON object of name → dtype, shape and place of the valu
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torchtitan.components.checkpoint.formats.source import (
     value_chunks,
 )
 from torchtitan.protocols.state_dict_adapter import TensorForm
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -158,9 +158,7 @@ def write_index(path: Path, files: Mapping[str, Mapping[str, TensorForm]]) -> No
     total = sum(form.n_bytes for members in files.values() for form in members.values())
     weight_map = {name: file for file, members in files.items() for name in members}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    partial = path / f"{INDEX}.tmp"
-    partial.write_text(json.dumps(index, indent=2) + "\n")
-    partial.replace(path / INDEX)
+    durable.write(path / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def share_out(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
@@ -200,17 +198,13 @@ def write_file(
         header[name] = {"dtype": dtype, "shape": list(form.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
-    partial = path.with_name(f"{path.name}.tmp")
-    with open(partial, "wb") as file:
+    with durable.in_place_of(path) as partial, open(partial, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for name in names:
             for chunk in value_chunks(name, make(name), forms[name].dtype):
                 file.write(chunk)
         assert file.tell() == 8 + len(encoded) + end, f"{path}: a tensor had another shape than its form"
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _open(path: Path) -> Any:

@@ -6,7 +6,6 @@ along the vocabulary (Llama 3) or the features (Llama 1 and 2); norms not at all
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from torchtitan.components.checkpoint.formats.source import (
     whole,
 )
 from torchtitan.protocols.state_dict_adapter import TensorForm
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
 FILES = "consolidated.*.pth"
@@ -152,20 +152,17 @@ def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) ->
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    partial = path / "consolidated.00.pth.tmp"
     with FakeTensorMode():
         tensors = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items()}
-    try:
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(tensors, partial)
-    except RuntimeError as error:  # as which torch tells the system's errors
-        raise OSError(f"{partial} cannot be written ({str(error).splitlines()[0]}); is the disk full?") from error
-    with open(partial, "r+b") as file:
-        for name, piece in tensors_in(partial).items():
-            file.seek(piece.offset)
-            for chunk in value_chunks(name, make(name), piece.form.dtype):
-                file.write(chunk)
-            assert file.tell() == piece.offset + piece.form.n_bytes, f"{name} had another shape than its form"
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path / "consolidated.00.pth")
+    with durable.in_place_of(path / "consolidated.00.pth") as partial:
+        try:
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(tensors, partial)
+        except RuntimeError as error:  # as which torch tells the system's errors
+            raise OSError(f"{partial} cannot be written ({str(error).splitlines()[0]}); is the disk full?") from error
+        with open(partial, "r+b") as file:
+            for name, piece in tensors_in(partial).items():
+                file.seek(piece.offset)
+                for chunk in value_chunks(name, make(name), piece.form.dtype):
+                    file.write(chunk)
+                assert file.tell() == piece.offset + piece.form.n_bytes, f"{name} had another shape than its form"

@@ -19,12 +19,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from torchtitan.components.data.disk_cache import (
-    build_once,
     cache_root,
     content_digest,
     digest_of,
     file_digest,
     map_array,
+    open_or_build,
+    read_digest,
     readable,
     writable,
 )
@@ -57,7 +58,7 @@ class SampleCache:
         with readable(folder):
             self.report = Report.from_dict(json.loads((folder / "report.json").read_text()))
             n, n_tokens = self.report.kept, self.report.tokens
-            self.fingerprint = (folder / "fingerprint").read_text()
+            self.fingerprint = read_digest(folder / "fingerprint")
             """Equal ones mean equal samples, whatever they were made from."""
             self._ids = _mapped(folder / "ids.bin", "uint32", n_tokens)
             self._trained = _mapped(folder / "trained.bin", "bool", n_tokens)
@@ -113,7 +114,7 @@ def _mapped(path: Path, dtype: str, length: int) -> np.ndarray:
 def open_sample_cache(
     source: RowSource, format: RowFormat, encoder: RowEncoder, rules: Rules, cache_dir: str = ""
 ) -> SampleCache:
-    """The samples of a source, encoded now if they are not in the cache.
+    """The samples of a source, encoded now if they are not in the cache, or damaged there.
 
     While one process encodes, others that want the same wait for it.
 
@@ -127,13 +128,13 @@ def open_sample_cache(
         identity = source.identity(digest)
         key = [code_version(), identity, format.fingerprint, encoder.fingerprint, asdict(rules)]
         folder = root / "samples" / digest_of(key)
-        build_once(
+        return open_or_build(
             folder,
+            partial(SampleCache, folder, encoder.n_parts, encoder.has_answers),
             partial(_write, source, format, encoder, rules),
             name=source.name,
             unchanged=lambda: source.identity(digest) == identity,
         )
-    return SampleCache(folder, encoder.n_parts, encoder.has_answers)
 
 
 def first_columns(source: RowSource) -> list[str]:

@@ -1,0 +1,78 @@
+"""A checkpoint whose assets/model.json is damaged: as with damage to any other file, the one before is taken."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training import run, tiny_config
+from torchtitan.components.peft import LoRA
+from torchtitan.tools.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+LORA = LoRA.Config(rank=4, alpha=8.0)
+SAVING = {"checkpoint__enable": True, "checkpoint__interval": 1, "training__steps": 2}
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "missing": lambda file: file.unlink(),
+    "empty": lambda file: file.write_bytes(b""),
+    "garbled": lambda file: file.write_bytes(b"\0" * file.stat().st_size),
+    "other converters": lambda file: file.write_text(file.read_text().replace('"alpha": 8.0', '"alpha": 9.0')),
+}
+
+
+def train(folder: Path, *, converters: bool, **options: Any) -> Any:
+    config = tiny_config(folder, **{**SAVING, **options})
+    config.model_converters = [LORA] if converters else []
+    config.check(world_size=1)
+    return run(config)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    train(folder, converters=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapted")
+    train(folder, converters=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        ("plain", "empty"),
+        ("adapted", "garbled"),
+        ("adapted", "missing"),
+        ("adapted", "other converters"),
+    ],
+)
+def test_a_damaged_description_falls_back_like_any_damage(
+    tmp_path: Path, request: pytest.FixtureRequest, kind: str, damage: str
+) -> None:
+    shutil.copytree(request.getfixturevalue(kind), tmp_path / "run")
+    newest, converters = tmp_path / "run/checkpoint/step-2", kind == "adapted"
+    DAMAGE[damage](newest / "assets/model.json")
+    message = f"{newest} is damaged: assets/model.json .*; load another checkpoint"
+    with pytest.raises(UserError, match=message):
+        train(tmp_path / "run", converters=converters, checkpoint__load_step=2)
+    with pytest.raises(UserError, match=message):
+        train(tmp_path / "new", converters=converters, checkpoint__initial_load_path=newest)
+    trainer = train(tmp_path / "run", converters=converters, training__steps=3)
+    assert trainer.step == 3 and trainer.checkpointer._resumed_step == 1
+
+
+def test_other_converters_are_found_in_the_one_before_it(tmp_path: Path, adapted: Path) -> None:
+    """The check that comes before any process starts looks at what the run will resume from."""
+    shutil.copytree(adapted, tmp_path / "run")
+    (tmp_path / "run/checkpoint/step-2/assets/model.json").write_bytes(b"")
+    config = tiny_config(tmp_path / "run", **SAVING)
+    with pytest.raises(UserError, match="step-1 was saved with other model_converters"):
+        config.check(world_size=1)

@@ -1,0 +1,187 @@
+"""The lock on a run's folder: a second run is told who is there, and a killed one never stands in the way."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.training import TINY, flags, train
+from torchtitan.cli.main import main
+from torchtitan.tools import folder_lock
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.folder_lock import FILE, lock_folder
+from torchtitan.trainer import Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+HOLDER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from torchtitan.tools.folder_lock import lock_folder
+
+lock = lock_folder(Path(sys.argv[1]))
+forked = os.fork()
+if not forked:
+    time.sleep(600)
+started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
+print(forked, started.pid, flush=True)
+time.sleep(600)
+"""
+"""A process that takes the lock, and then has children that do not end with it."""
+
+SAVING = """
+import os, sys, time
+from pathlib import Path
+from torchtitan.cli.main import main
+
+fsync = os.fsync
+
+def hang(descriptor):
+    if "step-2.partial" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        print("saving", flush=True)
+        time.sleep(600)
+    fsync(descriptor)
+
+os.fsync = hang
+main(["train", *sys.argv[1:]])
+"""
+"""A run that never ends saving step 2."""
+
+
+@pytest.fixture(autouse=True)
+def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "_WAIT_SECONDS", 0.0)
+
+
+def words(folder: Path) -> list[str]:
+    saving = {"checkpoint.enable": True, "checkpoint.interval": 1, "training.steps": 3}
+    return flags({**TINY, "dump_folder": folder, **saving})
+
+
+def killed_while_children_live(folder: Path) -> None:
+    """Take a lock right after the process that had it was killed."""
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout
+        children = [int(word) for word in holder.stdout.readline().split()]
+        try:
+            with pytest.raises(UserError, match=f"'{folder}' is .*, process {holder.pid} on {socket.gethostname()}: "):
+                lock_folder(folder)
+            holder.kill()
+            holder.wait()
+            lock = lock_folder(folder)
+            assert len(children) == 2
+            for child in children:
+                os.kill(child, 0)  # lives
+            lock.release()
+        finally:
+            holder.kill()
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+
+
+def test_a_killed_holder_never_blocks(tmp_path: Path) -> None:
+    for _ in range(3):
+        killed_while_children_live(tmp_path)
+
+
+@pytest.mark.long
+def test_a_hundred_killed_holders_never_block(tmp_path: Path) -> None:
+    for _ in range(100):
+        killed_while_children_live(tmp_path)
+
+
+def test_a_holder_that_takes_a_moment_to_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "_WAIT_SECONDS", 60.0)
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout
+        children = [int(word) for word in holder.stdout.readline().split()]
+        monkeypatch.setattr(time, "sleep", lambda seconds: holder.kill())
+        lock_folder(tmp_path)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_one_process_has_one_lock(tmp_path: Path) -> None:
+    """A notebook builds one trainer after another, and may forget to close them."""
+    first, second = lock_folder(tmp_path), lock_folder(tmp_path)
+    assert first is second
+    command = "import sys; from pathlib import Path; from torchtitan.tools import folder_lock as module;"
+    command += "module._WAIT_SECONDS = 0; module.lock_folder(Path(sys.argv[1]))"
+    other = [sys.executable, "-c", command, str(tmp_path)]
+    del first
+    result = subprocess.run(other, capture_output=True, text=True)
+    assert f"is in use by another run, process {os.getpid()} on " in result.stderr
+    del second
+    assert subprocess.run(other).returncode == 0
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(folder_lock.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
+    lock_folder(tmp_path)
+    assert "has no locks: let no other run use this folder" in caplog.text
+
+
+def test_a_trainer_holds_the_lock_until_it_is_closed(tmp_path: Path) -> None:
+    trainer = train(tmp_path / "run", training__steps=1)
+    assert trainer.folder_lock is None and tmp_path / "run" not in folder_lock._held
+    assert (tmp_path / "run" / FILE).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+
+    class Held(Trainer):
+        def complete_step(self, outcome):
+            super().complete_step(outcome)
+            assert folder_lock._held[tmp_path / "run"] is self.folder_lock
+
+    train(tmp_path / "run", Held, training__steps=1)
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run in `tmp_path` that is in the middle of a save."""
+    command = [sys.executable, "-c", SAVING, *words(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline() == b"saving\n"
+        yield process
+        process.kill()
+
+
+def content(folder: Path) -> dict[str, tuple[int, int]]:
+    found = {path: path.stat() for path in folder.rglob("*")}
+    return {str(path): (stat.st_ino, stat.st_mtime_ns) for path, stat in found.items()}
+
+
+def test_a_second_run_leaves_the_first_one_s_save_alone(
+    tmp_path: Path, saving: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(tmp_path)
+    assert any("step-2.partial/" in name for name in before)
+    assert main(["train", *words(tmp_path)]) == 2
+    assert f"in use by another run, process {saving.pid} on {socket.gethostname()}: " in capsys.readouterr().err
+    assert content(tmp_path) == before
+
+    saving.kill()
+    saving.wait()
+    assert main(["train", *words(tmp_path)]) == 0
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-1", "step-2", "step-3"]
+
+
+@pytest.mark.slow
+def test_a_second_run_of_several_processes(tmp_path: Path, saving: subprocess.Popen[bytes]) -> None:
+    before = content(tmp_path)
+    command = [sys.executable, "-m", "torchtitan.cli.main", "train", *words(tmp_path)]
+    environment = {**os.environ, "NGPU": "2", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2, result.stderr
+    message = f"in use by another run, process {saving.pid} on {socket.gethostname()}: "
+    assert result.stderr.count(message) == 1
+    assert content(tmp_path) == before

@@ -1,0 +1,110 @@
+"""A lock on a run's folder, which a process holds until it lets go or ends, in whichever way it ends."""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+
+from torchtitan.tools import durable
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+FILE = "run.lock"
+"""The file in the folder. It stays when the lock is gone, and is never looked at to find out whether there is one."""
+
+_WAIT_SECONDS = 5.0
+"""How long to wait for the holder: a process that was just killed may take a moment to end."""
+
+_POLL_SECONDS = 0.1
+_WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""Errors of a file system that cannot lock."""
+
+
+class FolderLock:
+    """The operating system's lock on `run.lock` in a folder; `lock_folder` takes it.
+
+    It ends with the process, also by SIGKILL, so that none is ever left behind. Started programs do not inherit the
+    open file, and forked ones close it at once: none of them keeps the lock when this process has ended.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o666)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    def take(self) -> None:
+        """Take the lock, and write into the file who has it.
+
+        Raises:
+            UserError: where another process keeps it.
+            OSError: where the file cannot be locked or written.
+        """
+        deadline = time.monotonic() + _WAIT_SECONDS
+        waiting = False
+        while not self._try():
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"--dump_folder '{self.folder}' is in use by another run, {self._holder()}: wait until that ends, "
+                    "or give this run a folder of its own"
+                )
+            if not waiting:
+                logger.info("waiting for another run to end, %s, which uses '%s'", self._holder(), self.folder)
+            waiting = True
+            time.sleep(_POLL_SECONDS)
+        os.truncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let go."""
+        self._close()
+
+    def _try(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+            logger.warning("the file system of '%s' has no locks: let no other run use this folder", self.folder)
+        return True
+
+    def _holder(self) -> str:
+        text = os.pread(self._descriptor, 500, 0).decode(errors="replace").strip()
+        return text if text and text.isprintable() else "an unknown process"
+
+
+_held: "weakref.WeakValueDictionary[Path, FolderLock]" = weakref.WeakValueDictionary()
+
+
+def lock_folder(folder: Path) -> FolderLock:
+    """Keep the runs of other processes out of `folder`, which is made if it is not there, for as long as the returned
+    object exists. A process that holds the lock gets the same one again.
+
+    Raises:
+        UserError: where a run of another process has it, or the folder cannot be written.
+    """
+    place = folder.resolve()
+    if (lock := _held.get(place)) is not None:
+        return lock
+    try:
+        durable.make_folder(folder)
+        lock = FolderLock(folder)
+        lock.take()
+    except OSError as error:
+        raise UserError(f"--dump_folder '{folder}' cannot be written: {error.strerror}") from error
+    _held[place] = lock
+    return lock
+
+
+def _release_all() -> None:
+    for lock in list(_held.values()):
+        lock.release()
+    _held.clear()
+
+
+# A forked process has the same open file, which would keep the lock when the one that took it has ended.
+os.register_at_fork(after_in_child=_release_all)
