@@ -14,7 +14,8 @@ import yaml
 
 from tests.conftest import PROJECT
 from torchtitan.config import Configurable
-from torchtitan.config.manager import ConfigManager, _leaves
+from torchtitan.config.configurable import leaves
+from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import built_in_modules, list_module, load_config_function, needs_assets
 from torchtitan.config.value_types import types_by_key
 from torchtitan.models.llama3 import model_registry
@@ -233,7 +234,7 @@ class TestPrecedence:
                 function = load_config_function(name, listed)
                 if not needs_assets(function):
                     config = function()
-                    assert set(_leaves(config.to_dict())) <= set(types_by_key(config, type(config)))
+                    assert set(leaves(config.to_dict())) <= set(types_by_key(config, type(config)))
 
     def test_nothing_global_is_changed(self):
         parse("--model.dim", "64")

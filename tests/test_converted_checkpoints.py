@@ -522,9 +522,13 @@ def test_an_adapter_to_begin_from_is_opened_where_the_run_begins(adapted, tmp_pa
 def test_a_checkpoint_to_begin_from_is_digested_once(adapted, tmp_path, monkeypatch):
     digested: list[str] = []
     find_damage = folders.find_damage
-    monkeypatch.setattr(
-        folders, "find_damage", lambda folder, ranks: digested.append(str(folder)) or find_damage(folder, ranks)
-    )
+
+    def counted(folder, ranks, *, only=None):
+        if only is None:
+            digested.append(str(folder))
+        return find_damage(folder, ranks, only=only)
+
+    monkeypatch.setattr(folders, "find_damage", counted)
     path = step(adapted, 2)
     everything = {"checkpoint__no_initial_load_model_only": True}
     for converters, options in (([LORA], {}), ([DORA], {}), ([], {}), ([LORA], everything)):
@@ -567,12 +571,12 @@ def test_resuming_is_exact(tmp_path, trained_only):
 def test_resuming_with_weights_of_another_meaning_is_refused(adapted):
     """By name and with both values, before any process starts."""
     for converters, words in (
-        ([dataclasses.replace(LORA, alpha=1.0)], r"lora\.alpha was 8\.0 and is 1\.0"),
-        ([dataclasses.replace(LORA, rslora=True)], r"lora\.rslora was False and is True"),
-        ([], r"the run lacks torchtitan\.components\.peft\.converter:LoRA"),
-        ([NORMED, dataclasses.replace(LORA, include=["^output$"])], r"the run has tests.*:Normed besides"),
+        ([dataclasses.replace(LORA, alpha=1.0)], r"model_converters\.lora\.alpha was 8\.0 and is 1\.0"),
+        ([dataclasses.replace(LORA, rslora=True)], r"model_converters\.lora\.rslora was False and is True"),
+        ([], "model_converters was lora and is none"),
+        ([NORMED, dataclasses.replace(LORA, include=["^output$"])], "model_converters was lora and is normed, lora"),
     ):
-        with pytest.raises(UserError, match=f"step-2 was saved with other model_converters, .*{words}"):
+        with pytest.raises(UserError, match=f"belongs to another run, .*{words}"):
             check(adapted, converters, **SAVING, **from_folder(adapted / "source"), training__steps=6)
 
 

@@ -67,12 +67,3 @@ def test_a_damaged_description_falls_back_like_any_damage(
         train(tmp_path / "new", converters=converters, checkpoint__initial_load_path=newest)
     trainer = train(tmp_path / "run", converters=converters, training__steps=3)
     assert trainer.step == 3 and trainer.checkpointer._resumed_step == 1
-
-
-def test_other_converters_are_found_in_the_one_before_it(tmp_path: Path, adapted: Path) -> None:
-    """The check that comes before any process starts looks at what the run will resume from."""
-    shutil.copytree(adapted, tmp_path / "run")
-    (tmp_path / "run/checkpoint/step-2/assets/model.json").write_bytes(b"")
-    config = tiny_config(tmp_path / "run", **SAVING)
-    with pytest.raises(UserError, match="step-1 was saved with other model_converters"):
-        config.check(world_size=1)

@@ -43,10 +43,10 @@ def test_links_lead_somewhere(page):
 
 def test_options_in_commands_exist():
     """Every --section.key in a shell block is an option of the debug model, in pre-training or in fine-tuning."""
-    from torchtitan.config.manager import _leaves
+    from torchtitan.config.configurable import leaves
     from torchtitan.models.llama3.config_registry import llama3_debugmodel, llama3_debugmodel_sft
 
-    known = {key for config in (llama3_debugmodel(), llama3_debugmodel_sft()) for key in _leaves(config.to_dict())}
+    known = {key for config in (llama3_debugmodel(), llama3_debugmodel_sft()) for key in leaves(config.to_dict())}
     known |= {f"{key.rpartition('.')[0]}.no_{key.rpartition('.')[2]}" for key in known}
     unknown, checked = [], 0
     for page in PAGES:

@@ -267,7 +267,7 @@ class TestRecognition:
 class TestLabels:
     """Rows of KTO: one answer, which is good or bad."""
 
-    @pytest.mark.parametrize("label", [False, "False", "false"])
+    @pytest.mark.parametrize("label", [False, "False", "false", 0, "0", "undesirable"])
     @pytest.mark.parametrize(
         "row",
         [
@@ -278,10 +278,17 @@ class TestLabels:
     )
     def test_a_bad_answer_is_not_imitated(self, row, label):
         for column in ("label", "kto_tag"):
-            with raises(f"its {column} is {label!r}: rows whose {column} is true or false judge one answer each"):
+            with raises(f"its {column} is {label!r}: such columns judge one answer each"):
                 converted({**row, column: label})
         with raises("its label is"):
             function_format(lambda row: row, "sft").convert({**row, "label": label})
+
+    @pytest.mark.parametrize("column", ["weight", "loss_weight", "sample_weight"])
+    def test_a_row_without_weight_is_not_imitated(self, column):
+        row = {"prompt": "q", "completion": "a"}
+        with raises(f"its {column} is 0: such columns say how much a row counts"):
+            converted({**row, column: 0})
+        assert converted({**row, column: 1.0}) == Conversation([QUESTION, ANSWER])
 
     def test_others_are(self):
         row, expected = {"prompt": "q", "completion": "a"}, Conversation([QUESTION, ANSWER])
@@ -584,3 +591,13 @@ def test_tool_calls_of_a_real_file(assets):
             if turn["from"] == "observation":
                 assert message["tool_call_id"] == before["tool_calls"][0]["id"]
     assert n_calls == 211
+
+
+def test_a_prompt_that_is_a_transcript():
+    """As in the copies of Anthropic's HH that keep the prompt in a column of its own."""
+    row = {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": " a", "rejected": " b"}
+    pair = converted(row, "preference")
+    assert pair.prompt.messages == [QUESTION]
+    assert converted({"prompt": row["prompt"], "response": "a"}) == Conversation([QUESTION, ANSWER])
+    unfinished = "Human: q"  # no answer is asked for: it may be about such texts
+    assert converted({"prompt": unfinished, "response": "a"}).messages[0]["content"] == unfinished

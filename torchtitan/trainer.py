@@ -51,7 +51,7 @@ from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import BaseModel, ModelConverter
 from torchtitan.protocols.conversion import convert_model, describe_converters, describe_simulation
 from torchtitan.tools.device import device_type
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.folder_lock import FolderLock, lock_folder
 from torchtitan.tools.garbage_collection import automatic_garbage_collection_off
 from torchtitan.tools.logging import logger
@@ -363,6 +363,7 @@ class Trainer(Configurable):
 
         Raises:
             UserError: where a named checkpoint cannot be loaded, or one does not fit this run.
+            RunComplete: if this run has ended in a checkpoint that it cannot resume from.
         """
         if self.checkpoint_loaded:
             return
@@ -376,9 +377,14 @@ class Trainer(Configurable):
             converter.post_init_hook(self.model_parts)
 
     def train(self) -> None:
-        """Resume if there is something to resume from, then train to the end, or until asked to stop."""
+        """Resume if there is something to resume from, then train to the end, or until asked to stop. A run that has
+        nothing left to train says so."""
         with automatic_garbage_collection_off(), self.giving_signals_back(), contextlib.closing(self.metrics):
-            self.load_checkpoint()
+            try:
+                self.load_checkpoint()
+            except RunComplete as complete:
+                logger.info("%s", complete)
+                return
             self.describe_run()
             self.metrics.start(self.step)
             self.ledger.open(self.step)

@@ -1,6 +1,7 @@
 """`TrainerConfig`: everything that a run is configured by, and the checks of it that come before the run."""
 
 import dataclasses
+import functools
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Self
 import torch
 import tyro
 
-from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint import CheckpointManager, list_checkpoints
 from torchtitan.components.checkpoint.identity import RunIdentity, base_weights, content
 from torchtitan.components.checkpoint.pretrained import check_start
 from torchtitan.components.checkpoint.start import check_owner
@@ -29,14 +30,14 @@ from torchtitan.config import (
     ParallelismConfig,
     TrainingConfig,
 )
-from torchtitan.config.configurable import config_key
+from torchtitan.config.configurable import config_key, leaves
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import check_activation_checkpoint
 from torchtitan.distributed.compile import check_compile
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
-from torchtitan.protocols.conversion import check_plain_form
+from torchtitan.protocols.conversion import check_plain_form, describe_converters, import_path, meaning_of
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -47,7 +48,8 @@ class TrainerConfig(Configurable.Config):
     """A whole run. Each field is a section of the command line and of `--config_file`."""
 
     registered_as: Annotated[str, tyro.conf.Fixed] = ""
-    """Module and function that it was registered as; the command line fills it in, as a part of the run's identity."""
+    """Package and function that it was registered as, a part of the run's identity. The command line fills it in: only
+    `ConfigManager` knows it, and what builds a run has the configuration alone."""
 
     model_spec: Annotated[ModelSpec, tyro.conf.arg(name="")]
     """The model and its loss."""
@@ -135,12 +137,14 @@ class TrainerConfig(Configurable.Config):
         _check_writable(Path(self.dump_folder))
         if self.checkpoint.keep_best and not self.validator.enable:
             raise UserError("--checkpoint.keep_best keeps the lowest validation loss, and needs --validator.enable")
+        build_tokenizer = functools.cache(lambda: self.tokenizer.build(path=self.hf_assets_path))
+        folder = self.checkpoint.place(self.dump_folder)
+        if self.checkpoint.enable and not dry_run and list_checkpoints(folder):
+            tokenizer = build_tokenizer()
+            check_owner(self.checkpoint, folder, self.resolve(tokenizer).identity(tokenizer))
         start = self.checkpoint.find_start(self.dump_folder)
-        tokenizer = self.tokenizer.build(path=self.hf_assets_path)
+        tokenizer = build_tokenizer()
         resolved = self.resolve(tokenizer)
-        if self.checkpoint.enable and not dry_run:
-            folder = self.checkpoint.place(self.dump_folder)
-            check_owner(self.checkpoint, folder, resolved.identity(tokenizer))
         resolved.check_conversion(n_added_tokens=tokenizer.n_added)
         for converter in self.model_converters if not dry_run else ():
             converter.check_device()
@@ -234,9 +238,14 @@ class TrainerConfig(Configurable.Config):
             tokenizer: the one that this configuration has been resolved with.
         """
         properties: dict[str, Any] = {"configuration": self.registered_as} if self.registered_as else {}
-        properties |= {f"model.{name}": value for name, value in self.model_spec.model.to_dict().items()}
+        properties["trainer"] = import_path(self._owner)
+        properties |= leaves({"model": self.model_spec.model.to_dict()})
+        described = [config for config in self.model_converters if describe_converters([config])]
+        properties["model_converters"] = [config_key(config) for config in described]
+        for config in described:
+            properties |= leaves({"model_converters": {config_key(config): meaning_of(config)}})
         properties["base weights"] = base_weights(self.checkpoint.initial_load_path)
-        folder = str(tokenizer.folder.absolute()) if tokenizer.folder else "no folder"
+        folder = str(tokenizer.folder.resolve()) if tokenizer.folder else "no folder"
         properties["tokenizer"] = content(folder, tokenizer.fingerprint)
         training = self.training
         length = {"steps": training.steps} if training.epochs is None else {"epochs": training.epochs}

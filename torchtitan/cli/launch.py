@@ -161,7 +161,7 @@ class _Worker:
 
 
 def _stop(workers: Sequence[_Worker], number: int) -> None:
-    announce_stop(number)
+    announce_stop(number, "after this step, or at once if it has not made one")
     _terminate(workers)
 
 

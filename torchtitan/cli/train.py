@@ -16,19 +16,21 @@ PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"
 """Holds what the user called, where that is a script around `torchtitan train`."""
 
 _PROCESSES_PER_CORE = 4
+"""Tiny models on a CPU wait for each other much of the time, so a few processes share a core well."""
+
 _FEW_PROCESSES = 8
-"""So many processes start on any host."""
+"""This number of processes starts on any host."""
 
 
 def train(args: Sequence[str]) -> int:
     """Train what the command line says; 0 when the run finished or was stopped, 2 for a user's mistake,
     3 for a run that failed for a stated reason, 1 for a crash.
 
-    The environment says on how many processes: `NGPU` on this host (default: one per GPU, or 1; on CPUs, more than
-    four per core only with `OVERSUBSCRIBE=1`), `NNODES` hosts, each
-    with its `NODE_RANK`, that meet at `MASTER_ADDR` and `MASTER_PORT`. `LOG_RANK` says which ranks print.
-    `MAX_RESTARTS` says how often a run that crashed, or hung, is started again. With `COMM_MODE=fake_backend` nothing
-    is trained: a dry run says what the processes would need, however many they are (`torchtitan.dry_run`).
+    The environment says on how many processes: `NGPU` on this host (default: one per GPU, or 1; on CPUs, more than four
+    per core only with `OVERSUBSCRIBE=1`), `NNODES` hosts, each with its `NODE_RANK`, that meet at `MASTER_ADDR` and
+    `MASTER_PORT`. `LOG_RANK` says which ranks print. `MAX_RESTARTS` says how often a run that crashed, or hung, is
+    started again. With `COMM_MODE=fake_backend` nothing is trained: a dry run says what the processes would need,
+    however many they are (`torchtitan.dry_run`).
     """
     init_logger()
     os.environ[COMMAND_VARIABLE] = _command(args)
@@ -113,7 +115,7 @@ def _max_restarts(hosts: Hosts) -> int:
 
 def _command(args: Sequence[str]) -> str:
     """What to type to run this again."""
-    names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU", "MAX_RESTARTS")
+    names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU", "OVERSUBSCRIBE", "MAX_RESTARTS")
     variables = [f"{name}={shlex.quote(os.environ[name])}" for name in names if name in os.environ]
     script = os.environ.get(PROGRAM_VARIABLE)
     return " ".join([*variables, shlex.quote(script) if script else "torchtitan train", shlex.join(args)])

@@ -21,7 +21,8 @@ class LRScheduler(Configurable):
 
     Args:
         config: the curve.
-        optimizer: whose rates are set; a torch optimizer's are the peak rates when the schedule is built.
+        optimizer: whose rates are set. The peak rates of a torch optimizer are the `initial_lr` of its groups, or their
+            `lr` when the schedule is built.
         training_steps: length of the schedule, unless `total_steps` says otherwise.
 
     Raises:

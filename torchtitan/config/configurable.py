@@ -116,6 +116,14 @@ def from_plain(cls: type, document: Mapping[str, Any], prefix: str = "") -> Any:
     return cls(**values)
 
 
+def leaves(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested dictionary by their dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in document.items():
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
 def _derive_config(cls: type[Configurable]) -> type:
     parent = cls.Config
     derived = type(

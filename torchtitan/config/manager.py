@@ -11,7 +11,7 @@ import tyro
 import yaml
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from torchtitan.config.configurable import Configurable, config_key
+from torchtitan.config.configurable import Configurable, config_key, leaves
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
     import_failure,
@@ -79,7 +79,7 @@ class ConfigManager:
             raise UserError(
                 f"configuration '{config_name}' of module '{module}' returned {default!r}, not a Trainer.Config"
             )
-        known = _leaves(default.to_dict())
+        known = leaves(default.to_dict())
         if document:
             _check_keys(document, list(known), selected.config_file)
             _check_values(document, types_by_key(default, type(default)), selected.config_file)
@@ -148,11 +148,12 @@ def _call(function: Callable[..., object], arguments: dict[str, str], module: st
 
 
 def _with_registered_name(config: Any, function: Callable[..., object]) -> Any:
-    """Return a configuration with the name that it is registered under, if it has a field for the name."""
+    """Return a configuration with the name that it is registered under, if it has a field for the name: that of its
+    package, which several import paths may lead to, and of the function."""
     if not any(field.name == "registered_as" for field in dataclasses.fields(config)):
         return config
-    module = function.__module__.removesuffix(".config_registry")
-    return dataclasses.replace(config, registered_as=f"{module}.{function.__name__}")
+    package = function.__module__.removesuffix(".config_registry").rpartition(".")[2]
+    return dataclasses.replace(config, registered_as=f"{package}.{function.__name__}")
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
@@ -173,7 +174,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
 
 def _check_keys(document: dict[str, Any], known: Sequence[str], path: str) -> None:
     sections = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
-    for key in _leaves(document):
+    for key in leaves(document):
         if key in sections:
             raise UserError(f"'{key}' in {path} is a section, and needs keys below it")
         if key not in known:
@@ -181,17 +182,9 @@ def _check_keys(document: dict[str, Any], known: Sequence[str], path: str) -> No
 
 
 def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str) -> None:
-    for key, value in _leaves(document).items():
+    for key, value in leaves(document).items():
         if not fits(value, types[key]):
             raise UserError(f"'{key}' in {path} is {value!r}, and must be {describe(types[key])}")
-
-
-def _leaves(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a nested dictionary by their dotted keys."""
-    leaves: dict[str, Any] = {}
-    for name, value in document.items():
-        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return leaves
 
 
 def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:
@@ -227,7 +220,7 @@ def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
             words.append(word)
             continue
         if not assigned:
-            value = rest.pop(0) if rest and rest[0].lower() in _BOOLEANS else "true"
+            value = rest.pop(0) if rest and not rest[0].startswith("-") else "true"
         if value.lower() not in _BOOLEANS:
             raise UserError(f"{option} is '{value}', and must be true or false")
         words.append(_switch(key, _BOOLEANS[value.lower()]))

@@ -105,7 +105,7 @@ def _describe(
 ) -> list[dict[str, Any]]:
     owners = [(config._owner, config) for config in configs]
     return [
-        {"class": _import_path(owner), "config": config.to_dict()}
+        {"class": import_path(owner), "config": config.to_dict()}
         for owner, config in owners
         if issubclass(owner, ModelConverter) and is_told(owner)
     ]
@@ -118,7 +118,7 @@ def saved_config(saved: Iterable[Description], converter: ModelConverter) -> Con
     Raises:
         UserError: where it has a field that is not there any more.
     """
-    configs = [said.get("config", {}) for said in saved if said.get("class") == _import_path(type(converter))]
+    configs = [said.get("config", {}) for said in saved if said.get("class") == import_path(type(converter))]
     return type(converter).Config.from_dict(configs[0]) if configs else None
 
 
@@ -133,20 +133,27 @@ def differences(saved: Sequence[Description], converters: Iterable[ModelConverte
     Raises:
         UserError: as `saved_config`.
     """
-    ours = {_import_path(type(converter)): converter for converter in converters if converter.changes_weights}
+    ours = {import_path(type(converter)): converter for converter in converters if converter.changes_weights}
     theirs = {str(said.get("class")) for said in saved}
     found = [f"the run lacks {path}" for path in sorted(theirs - ours.keys())]
     found += [f"the run has {path} besides" for path in sorted(ours.keys() - theirs)]
     for converter in ours.values():
         if (config := saved_config(saved, converter)) is None:
             continue
-        then, now = config.to_dict(), converter.config.to_dict()
+        then, now = meaning_of(config), meaning_of(converter.config)
         found += [
             f"--model_converters.{config_key(config)}.{name} was {then[name]} and is {now[name]}"
             for name in now
-            if name not in converter.run_options and then[name] != now[name]
+            if then[name] != now[name]
         ]
     return found
+
+
+def meaning_of(config: Configurable.Config) -> dict[str, Any]:
+    """Return the options of a converter that decide what its weights mean: all but its `run_options`."""
+    owner = config._owner
+    assert issubclass(owner, ModelConverter)
+    return {name: value for name, value in config.to_dict().items() if name not in owner.run_options}
 
 
 def described_converters(descriptions: Iterable[Description], said_by: str) -> list[ModelConverter]:
@@ -163,7 +170,8 @@ def described_converters(descriptions: Iterable[Description], said_by: str) -> l
     return [_described(description, said_by) for description in descriptions]
 
 
-def _import_path(owner: type) -> str:
+def import_path(owner: type) -> str:
+    """Return `module:qualified name` of a class."""
     return f"{owner.__module__}:{owner.__qualname__}"
 
 

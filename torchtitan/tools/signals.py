@@ -67,10 +67,10 @@ class StopSignals:
             self._on_second(number)
 
 
-def announce_stop(number: int) -> None:
-    """Say that a request to stop has arrived, and what comes of it."""
+def announce_stop(number: int, when: str = "after this step") -> None:
+    """Log that a request to stop has arrived, and when the run will stop."""
     name = signal.Signals(number).name
-    logger.warning("%s received: the run stops after this step (a second one ends it at once)", name)
+    logger.warning("%s received: the run stops %s (a second one ends it at once)", name, when)
 
 
 class StopRequest:

@@ -31,7 +31,8 @@ def check_options(config: "CheckpointManager.Config") -> None:
     if config.export_dtype and config.last_kind == "full":
         raise UserError(
             f"checkpoint.export_dtype {config.export_dtype} needs --checkpoint.last_save_model_only or "
-            "--checkpoint.last_save_in_hf: what a run resumes from is saved as it is trained"
+            "--checkpoint.last_save_in_hf: what a run resumes from is saved as it is trained "
+            "(--checkpoint.export_dtype None)"
         )
     _check_place(config)
 

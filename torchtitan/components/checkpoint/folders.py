@@ -72,6 +72,11 @@ class CheckpointInfo:
         return self.marker.frozen_digest if self.marker else ""
 
     @property
+    def ends_run(self) -> bool:
+        """Whether a run with a `RunIdentity` ended in it and cannot be resumed from it."""
+        return self.marker is not None and self.marker.kind != "full" and bool(self.marker.identity)
+
+    @property
     def holds(self) -> str:
         """What it holds, in words."""
         return in_words(self.marker.kind) if self.marker else "nothing that is complete"
@@ -126,13 +131,6 @@ def resumable(folder: Folder) -> list[CheckpointInfo]:
     if lost and not sound:
         raise none_sound(folder, lost)
     return sound
-
-
-def finished(folder: Folder) -> list[CheckpointInfo]:
-    """Return the complete checkpoints in `folder` that end a run and cannot be resumed from, in order of their steps.
-    Checkpoints without a `RunIdentity`, which a later run may replace, are left out."""
-    complete = [info for info in list_checkpoints(folder) if info.marker and not info.damage]
-    return [info for info in complete if info.kind != "full" and info.marker and info.marker.identity]
 
 
 def none_sound(folder: Folder, lost: Mapping[int, str]) -> UserError:
@@ -277,8 +275,8 @@ def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[i
     """Keep `keep_latest_k` (0: all) of the complete checkpoints up to `step`, the one just saved, and remove the rest.
 
     The newest full one always stays, since without it the run could not be continued. So does the end of a run
-    (`finished`). Those found damaged stay, as evidence. Those of later steps stay too: a run that went back replaces
-    them as it reaches their steps.
+    (`CheckpointInfo.ends_run`). Those found damaged stay, as evidence. Those of later steps stay too: a run that went
+    back replaces them as it reaches their steps.
 
     Args:
         folder: where the checkpoints lie.
@@ -288,7 +286,7 @@ def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[i
     """
     complete = [info for info in list_checkpoints(folder) if info.complete and not info.damage and info.step <= step]
     kept = [info for info in complete if info.kind == "full"][-1:]
-    kept += finished(folder)
+    kept += [info for info in complete if info.ends_run]
     if best_of and (lowest := best([info for info in complete if best_of(info.step)])):
         kept.append(lowest)
     for info in complete[:-keep_latest_k] if keep_latest_k else []:

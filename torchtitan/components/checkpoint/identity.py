@@ -13,10 +13,10 @@ class RunIdentity:
     """Properties that stay the same as long as a run lives, however often it is stopped and resumed."""
 
     properties: Mapping[str, Any]
-    """Name → JSON-ready value; `content` and `location` make those that two runs may name differently."""
+    """Name → JSON-ready value that is no object, or a `content`."""
 
     length: Mapping[str, int]
-    """The `steps` or `epochs` asked for. They may change; a finished run is recognized by them."""
+    """The `steps` or the `epochs` asked for. They may change; a finished run is recognized by them."""
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
         """Return the properties that differ from the ones saved in a checkpoint's marker, in words.
@@ -27,8 +27,13 @@ class RunIdentity:
         return [_in_words(name, then, now) for name, then, now in pairs if not _equal(then, now)]
 
     def is_finished(self, step: int, length: Mapping[str, int]) -> bool:
-        """Return whether this run has nothing left to train after a run of `length` that ended at `step`."""
-        return length == self.length or self.length.get("steps", step + 1) <= step
+        """Return whether this run has nothing left to train after a run of `length` that ended at `step`.
+
+        The data may have ended before the last of the `steps`.
+        """
+        [(unit, asked)] = self.length.items()
+        made = step if unit == "steps" else length.get(unit, 0)
+        return asked <= made or length == self.length
 
 
 def content(location: str, digest: str) -> dict[str, str]:
@@ -39,12 +44,6 @@ def content(location: str, digest: str) -> dict[str, str]:
         digest: digest of the content; empty if the content cannot be read.
     """
     return {"location": location, "digest": digest}
-
-
-def location(given: Any, absolute: Any) -> dict[str, Any]:
-    """Return a property that is compared by path. The same words or the same absolute path are enough: a run may move
-    as a whole, and may be resumed from another working directory."""
-    return {"given": given, "absolute": absolute}
 
 
 def base_weights(initial_load_path: str) -> dict[str, str]:
@@ -59,11 +58,10 @@ def base_weights(initial_load_path: str) -> dict[str, str]:
 
 
 def _equal(then: Any, now: Any) -> bool:
-    if then == now or not (isinstance(then, dict) and isinstance(now, dict)):
+    if not (isinstance(then, dict) and isinstance(now, dict)):
         return bool(then == now)
-    if then.get("digest") and now.get("digest"):
-        return bool(then["digest"] == now["digest"])
-    return any(then.get(key) == now[key] for key in ("location", "given", "absolute") if key in now)
+    key = "digest" if then["digest"] and now["digest"] else "location"
+    return bool(then[key] == now[key])
 
 
 def _in_words(name: str, then: Any, now: Any) -> str:
@@ -73,5 +71,5 @@ def _in_words(name: str, then: Any, now: Any) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
-        value = value.get("location", value.get("absolute", value))
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        return str(value["location"])
+    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)

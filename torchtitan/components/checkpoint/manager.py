@@ -412,7 +412,7 @@ class CheckpointManager(Configurable):
     def _find_finished_steps(self) -> set[int]:
         # A user who goes back to an earlier step wants to repeat the rest of the run.
         keeps = self.config.saves and self.config.load_step == -1
-        return {info.step for info in folders.finished(self.folder)} if keeps else set()
+        return {info.step for info in folders.list_checkpoints(self.folder) if info.ends_run} if keeps else set()
 
     def _forget_failed_loss(self) -> None:
         if self._saver.failure:

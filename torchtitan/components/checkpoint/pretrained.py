@@ -212,14 +212,12 @@ def check_start(
         seed: the run's.
 
     Raises:
-        UserError: as `check_frozen`, `is_as_saved`, `native_source` and `ModelConverter.check_initial_weights`; where
-            what the run resumes from was saved with other converters.
+        UserError: as `check_frozen`, `is_as_saved`, `native_source` and `ModelConverter.check_initial_weights`.
     """
     check_frozen(config, start, frozen_origin(config, seed))
-    if start and start.resumes and "model" not in config.exclude_from_loading:
-        _check_same_converters(config, start.checkpoint, converters)
-        if not start.checkpoint.frozen_from:
-            return
+    resumes = start and start.resumes and "model" not in config.exclude_from_loading
+    if start and resumes and not start.checkpoint.frozen_from:
+        return
     path = config.initial_load_path
     if path and folders.has_marker(path):
         folders.raise_if_damaged(path, only=_LOOKED_AT)
@@ -229,22 +227,6 @@ def check_start(
     saved = read_converters(path) if has_theirs else []
     for converter in converters:
         converter.check_initial_weights(spec, saved_config(saved, converter))
-
-
-def _check_same_converters(
-    config: CheckpointManager.Config, checkpoint: CheckpointInfo, converters: Sequence[ModelConverter]
-) -> None:
-    """Find that the run has other converters than the checkpoint that it would resume from. A damaged one is left to
-    `CheckpointManager.load`, which names it and, unless it was asked for, resumes from an older one."""
-    by_name = config.load_step != -1
-    candidates = [checkpoint] if by_name else folders.resumable(checkpoint.path.parent)[::-1]
-    readable = (info.path for info in candidates if not folders.find_damage(info.path, Ranks(), only=_LOOKED_AT))
-    path = next(readable, None)
-    if path is not None and (different := differences(read_converters(str(path)), converters)):
-        raise UserError(
-            f"{path} was saved with other model_converters, and this run would resume from it: {'; '.join(different)}; "
-            "set what was, or begin a new run (another --dump_folder) with it as --checkpoint.initial_load_path"
-        )
 
 
 def _check_pretrained(

@@ -51,25 +51,41 @@ def check_owner(config: "CheckpointManager.Config", folder: Folder, identity: Ru
         RunComplete: if this run has ended in such a checkpoint, and nothing is left to train.
     """
     with _looking_through(folder):
-        for info in reversed(folders.list_checkpoints(folder)):
-            if info.marker and (different := identity.differences(info.marker.identity)):
-                raise UserError(
-                    f"{info.path} belongs to another run, and two runs cannot share a folder: {'; '.join(different)}. "
-                    "Give this run its own with --dump_folder"
-                )
-        if config.load_step == -1:
-            _stop_if_finished(folder, identity)
+        checkpoints = folders.list_checkpoints(folder)
+    for info in reversed(checkpoints):
+        if info.marker is None:
+            continue
+        if info.kind != "full" and not info.marker.identity:
+            raise UserError(
+                f"{info.path} holds {info.holds} and does not say which run it belongs to; so that it is not replaced, "
+                "give this run its own folder with --dump_folder"
+            )
+        if different := identity.differences(info.marker.identity):
+            raise UserError(
+                f"{info.path} belongs to another run, and two runs cannot share a folder: {'; '.join(different)}. "
+                "Give this run its own with --dump_folder"
+            )
+    if config.load_step == -1:
+        _stop_if_finished(config, [info for info in checkpoints if not info.damage], identity)
 
 
-def _stop_if_finished(folder: Folder, identity: RunIdentity) -> None:
-    finished = folders.finished(folder)
-    own = [info.step for info in folders.list_checkpoints(folder) if info.kind == "full" and not info.damage]
-    if not finished or (own and own[-1] > finished[-1].step):
+def _stop_if_finished(
+    config: "CheckpointManager.Config", checkpoints: Sequence[CheckpointInfo], identity: RunIdentity
+) -> None:
+    ends = [info for info in checkpoints if info.ends_run]
+    own = [info.step for info in checkpoints if info.kind == "full"]
+    if not ends or (own and own[-1] > ends[-1].step):
         return
-    last = finished[-1]
-    assert last.marker is not None, "it is complete"
-    if identity.is_finished(last.step, last.marker.length):
-        raise RunComplete(f"complete at step {last.step}: {last.path}")
+    last = ends[-1]
+    marker = last.marker
+    assert marker is not None, "it is complete"
+    if identity.is_finished(last.step, marker.length):
+        if last.kind == config.last_kind:
+            raise RunComplete(f"complete at step {last.step}: {last.path} (another --dump_folder trains again)")
+        raise UserError(
+            f"this run ended at step {last.step}, and {last.path} holds {last.holds}; torchtitan convert makes other "
+            "forms of it, and another --dump_folder trains again"
+        )
     if not own:
         in_hf = " --checkpoint.initial_load_in_hf" if last.kind == "huggingface" else ""
         raise UserError(

@@ -7,10 +7,11 @@ from typing import Any, Self
 
 import torch
 
-from torchtitan.components.checkpoint.identity import location
+from torchtitan.components.checkpoint.identity import content
+from torchtitan.components.data.disk_cache import sources_digest
 from torchtitan.components.data.feeds import CachedFeed, Feed, Layout
 from torchtitan.components.data.hub import StreamSource, registered_datasets
-from torchtitan.components.data.local_data import absolute_location
+from torchtitan.components.data.local_data import location
 from torchtitan.components.data.packing import NO_DOCUMENT, Batch
 from torchtitan.components.data.plan.sampler import StepStatistics
 from torchtitan.components.data.sources import available_splits, resolve_source
@@ -213,12 +214,20 @@ class PretrainDataLoader(BaseDataLoader):
                 open_token_cache(source, tokenizer, self.cache_dir)
 
         def identity(self) -> dict[str, Any]:
-            """Return the loader's class, its dataset and the part of it that is read."""
+            """Return the loader's class, the content of its dataset and the part of it that is read."""
             return BaseDataLoader.Config.identity(self) | {
-                "dataloader.dataset": location(self.dataset, absolute_location(self.dataset)),
+                "dataloader.dataset": content(location(self.dataset), self._digest()),
                 "dataloader.split": self.split,
                 "dataloader.text_column": self.text_column,
             }
+
+        def _digest(self) -> str:
+            """The digest of the data; empty for a stream, and for data that is not there anymore."""
+            try:
+                source = resolve_source(self.dataset, self.text_column, self.split)
+                return "" if isinstance(source, StreamSource) else sources_digest([source], self.cache_dir)
+            except UserError:
+                return ""
 
         def for_validation(self, dataset: str) -> "PretrainDataLoader.Config | None":
             """The validation split of `dataset` or of the own one; all of a given one that has no splits."""

@@ -182,6 +182,28 @@ def file_digest(root: Path, path: Path) -> str:
     return digest
 
 
+def sources_digest(sources: Sequence[Any], cache_dir: str) -> str:
+    """Return a digest of what data sources hold, wherever their files are and whatever they are called.
+
+    Args:
+        sources: with a method `identity`, as `sources.Source` and `rows.RowSource`.
+        cache_dir: as of `cache_root`; the digests of files are remembered there.
+
+    Raises:
+        UserError: a file cannot be read, or the cache cannot be written.
+    """
+    root = cache_root(cache_dir)
+    of_files: list[str] = []
+
+    def remembered(path: Path) -> str:
+        of_files.append(file_digest(root, path))
+        return of_files[-1]
+
+    with writable(root):
+        identities = [source.identity(remembered) for source in sources]
+    return digest_of(of_files or identities)
+
+
 def content_digest(folder: Path, names: Sequence[str]) -> str:
     """Digest of the contents of files in a folder."""
     return digest_of([_hash(folder / name, (folder / name).stat().st_size) for name in names])

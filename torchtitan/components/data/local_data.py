@@ -29,11 +29,12 @@ def saved_dataset(dataset: str, split: str) -> Path | None:
     return path if (path / "state.json").is_file() and (path / "dataset_info.json").is_file() else None
 
 
-def absolute_location(dataset: str) -> str:
-    """Return a dataset string as it reads from any working directory: a local path or pattern becomes absolute."""
+def location(dataset: str) -> str:
+    """Return a dataset string as it reads from any working directory: a local path or pattern becomes absolute, also
+    that of a file that is gone."""
     path = Path(dataset).expanduser()
-    is_local = path.exists() or any(character in dataset for character in _PATTERN_CHARACTERS)
-    return str(path.absolute()) if is_local else dataset
+    is_local = path.exists() or path.suffix or any(character in dataset for character in _PATTERN_CHARACTERS)
+    return str(path.resolve()) if is_local else dataset
 
 
 def _is_saved_dict(path: Path) -> bool:

@@ -15,10 +15,14 @@ SYNONYMS = {
 LABELS = ("label", "kto_tag")
 """Columns that call a row's answer good (true) or bad (false), as data for KTO has them."""
 
+ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
+"""Columns that weigh a whole row."""
+
 _MATTERS = frozenset(
     "label labels kto_tag weight weights loss_weight sample_weight train train_detail mask loss_mask score scores "
     "rating reward rewards chosen rejected system system_prompt tools functions function_call documents history input "
-    "context reasoning reasoning_content thinking image images video videos audio audios chat_template_kwargs".split()
+    "inputs context reasoning reasoning_content thinking image images video videos audio audios "
+    "chat_template_kwargs".split()
 )
 _ASKS = "prompt question query problem instruction input inputs user human source request".split()
 _ANSWERS = "response completion answer output outputs solution target targets assistant reply".split()

@@ -4,6 +4,7 @@ A message is a dictionary as the chat templates of the library transformers read
 applies `name`, `tool_calls`, `tool_call_id`, or whatever else a model's own template knows.
 """
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,9 @@ _FLAGS = ("weight", "loss_weight", "loss", "train", "training")
 
 _FINE_FLAGS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
 """Keys of a message that say it in a way that is not read."""
+
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message that templates read. Others are passed on, except misspellings of these."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of a part of a message's content that are text."""
@@ -153,6 +157,9 @@ def beside(turn: Mapping[str, Any]) -> str:
 
 def _message(turn: Mapping[str, Any]) -> Message:
     message = {key: value for key, value in turn.items() if value is not None and key not in _FLAGS}
+    for key in message.keys() - set(_KEYS):
+        if near := difflib.get_close_matches(str(key), [*_KEYS, *_FLAGS], n=1, cutoff=0.8):
+            raise BrokenSample(f"it has the key {key!r}, which is not read; did you mean {near[0]!r}?")
     role = message.get("role")
     if role is None:
         raise BrokenSample(f"it has no role{beside(turn)}")

@@ -205,10 +205,12 @@ def _continuation(row: Cells, column: str) -> list[Any]:
 
 
 def _turns(row: Cells, column: str, role: str) -> list[Any]:
-    """The turns in a column: a list, a single one, or a text in that role."""
+    """The turns in a column: a list, a single one, a transcript that ends before an answer, or a text in that role."""
     value = row[column]
     if isinstance(value, Mapping):
         return [value]
+    if role == "user" and isinstance(value, str) and (turns := transcript(value)) and not turns[-1]["content"]:
+        return turns[:-1]
     return value if isinstance(value, list) and value else [_message(role, _filled(row, column))]
 
 

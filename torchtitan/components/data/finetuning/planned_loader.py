@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Self
 import torch
 
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
-from torchtitan.components.checkpoint.identity import location
+from torchtitan.components.checkpoint.identity import content
 from torchtitan.components.data.dataloader import BaseDataLoader
-from torchtitan.components.data.disk_cache import digest_of
+from torchtitan.components.data.disk_cache import digest_of, sources_digest
 from torchtitan.components.data.finetuning.fitting import FittedSamples, TooLong
 from torchtitan.components.data.finetuning.numbering import SampleSets
 from torchtitan.components.data.finetuning.policies import Policy, Rules
@@ -21,7 +21,7 @@ from torchtitan.components.data.finetuning.row_encoders import RowEncoder
 from torchtitan.components.data.finetuning.row_formats import AUTO, Kind, RowFormat, parse_columns
 from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
 from torchtitan.components.data.finetuning.windows import WindowDataset, Windows
-from torchtitan.components.data.local_data import absolute_location
+from torchtitan.components.data.local_data import location
 from torchtitan.components.data.packing import NO_DOCUMENT, Batch
 from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics, Window
 from torchtitan.components.data.rows import RowSource, available_row_splits, resolve_rows
@@ -151,10 +151,15 @@ class PlannedDataLoader(BaseDataLoader):
             return list(zip(sources, formats, strict=True))
 
         def identity(self) -> dict[str, Any]:
-            """Return the loader's class, its data sets and the split of them that is read."""
+            """Return the loader's class, the content of its data sets, and how their rows are read."""
+            try:
+                digest = sources_digest([resolve_rows(name, self.split) for name in self.dataset], self.cache_dir)
+            except UserError:  # the data is not there anymore
+                digest = ""
+            read = ("split", "format", "columns", "chat_template")
             return BaseDataLoader.Config.identity(self) | {
-                "dataloader.dataset": location(self.dataset, [absolute_location(name) for name in self.dataset]),
-                "dataloader.split": self.split,
+                "dataloader.dataset": content(", ".join(map(location, self.dataset)), digest),
+                **{f"dataloader.{name}": getattr(self, name) for name in read},
             }
 
         def for_validation(self, dataset: str) -> Self | None:

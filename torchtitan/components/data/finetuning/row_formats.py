@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torchtitan.components.data.finetuning.column_names import (
     LABELS,
+    ROW_WEIGHTS,
     columns_that_matter,
     is_filled,
     mapped_row,
@@ -309,16 +310,22 @@ def _convert(format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Map
         raise
 
 
+_BAD = ("false", "0", "0.0", "undesirable")
+"""What a label, or a weight, says of an answer that must not be imitated."""
+
+
 def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
-    """Refuse an answer to imitate that its row calls bad."""
+    """Refuse an answer to imitate that its row calls bad, or gives no weight."""
     if format.kind != "sft" or format.required == ("text",):
         return
-    for column in LABELS:
-        if column not in format.columns and str(row.get(column)).lower() == "false":
+    answers = {label: "judge one answer each, as for KTO" for label in LABELS}
+    answers |= {weight: "say how much a row counts" for weight in ROW_WEIGHTS}
+    for column, meaning in answers.items():
+        if column not in format.columns and str(row.get(column)).lower() in _BAD:
             raise UserError(
-                f"its {column} is {row[column]!r}: rows whose {column} is true or false judge one answer each, as for "
-                "KTO, and a bad answer must not be imitated; leave those rows out by a function (--dataloader.format "
-                f"my_rows.py:good_ones), or imitate all by --dataloader.format {format.name}"
+                f"its {column} is {row[column]!r}: such columns {meaning}, and this row's answer must not be imitated; "
+                "leave such rows out by a function (--dataloader.format my_rows.py:good_ones), or imitate all by "
+                f"--dataloader.format {format.name}"
             )
 
 

@@ -95,6 +95,10 @@ class SFTDataLoader(PlannedDataLoader):
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ConversationEncoder:
             return ConversationEncoder(ChatEncoder(tokenizer, template, self.train_on))
 
+        def identity(self) -> dict[str, Any]:
+            """Return the identity of the data and which of it is trained."""
+            return PlannedDataLoader.Config.identity(self) | {"dataloader.train_on": self.train_on}
+
         def order_key(self) -> list[Any]:  # the weights may change from one position to the next
             return [self.too_long, self.untrained, self.packing, self.pack_chunk, self.sampler.to_dict()]
 
