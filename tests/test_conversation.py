@@ -101,6 +101,11 @@ def test_tool_call_without_arguments_or_wrapping(arguments):
         ({"role": "assistant", "content": "x", "mask": 0}, "its mask is not read: a message is trained as a whole"),
         ({"role": "assistant", "content": "x", "train": "no"}, "its train is 'no', and must be 0 or false"),
         ({"role": "assistant", "content": "x", "weight": 1, "train": False}, "weight is 1 and its train is False"),
+        (
+            {"role": "assistant", "content": "x", "wieght": 0},
+            "it has the key 'wieght', which is not read; did you mean",
+        ),
+        ({"role": "assistant", "content": "", "tool_call": [{}]}, "did you mean 'tool_calls'?"),
         ("hello", "the message should be JSON"),
         (None, "the message is a NoneType, and must be an object"),
     ],
