@@ -148,8 +148,8 @@ def _call(function: Callable[..., object], arguments: dict[str, str], module: st
 
 
 def _with_registered_name(config: Any, function: Callable[..., object]) -> Any:
-    """Return a configuration with the name that it is registered under, if it has a field for the name: that of its
-    package, which several import paths may lead to, and of the function."""
+    """Return a configuration with the name that it is registered under, package.function, if it has a field for it. Of
+    the package's import path it has the last part only, since several paths may lead to the package."""
     if not any(field.name == "registered_as" for field in dataclasses.fields(config)):
         return config
     package = function.__module__.removesuffix(".config_registry").rpartition(".")[2]

@@ -122,14 +122,13 @@ def import_package(module: str) -> ModuleType:
 
 
 def trusted_module(name: str) -> ModuleType | None:
-    """The module with the import path `name`, which stands in a checkpoint, if its code may be run.
+    """Return the module with an import path found in a checkpoint, if its code may be run; otherwise None.
 
-    A file may name any code, so nothing is imported but parts of this package and of those that are installed with an
-    entry point (`ENTRY_POINTS`). Any other module must have been imported before, as the one that `--module` names
-    now has been. None: it is none of these.
+    A file may name any code, so only parts of this package and of packages installed with an entry point
+    (`ENTRY_POINTS`) are imported. Any other module must have been imported before, as the one given with `--module` is.
 
     Raises:
-        UserError: where it is one, and importing it fails.
+        UserError: if the module may be imported and importing it fails.
     """
     trusted = (*_OWN_CODE, *installed_modules().values())
     if any(f"{name}.".startswith(f"{package}.") for package in trusted):

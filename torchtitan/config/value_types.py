@@ -12,10 +12,10 @@ _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
-    """The types of all values below `value`, a configuration, by their keys on the command line.
+    """Return the types of all values in a configuration by their keys on the command line.
 
-    A field that `tyro.conf.arg(name="")` leaves out of the keys is left out here, and a list of configurations has
-    their names for keys.
+    As on the command line, a field with `tyro.conf.arg(name="")` adds nothing to the keys, and the items of a list of
+    configurations are named by their classes.
     """
     children: Iterable[tuple[str, Any, Any]]
     if dataclasses.is_dataclass(value):
@@ -40,8 +40,8 @@ def _shown(name: str, declared: Any) -> str:
 
 
 def fits(value: Any, declared: Any) -> bool:
-    """Whether a value of a YAML file can be one of the declared type. A number may be quoted, `None` be a string, as on
-    the command line, and a single item stand for a list of it; a type that YAML knows nothing of takes anything."""
+    """Return whether a value of a YAML file fits the declared type. As on the command line, a number may be quoted,
+    `None` may be a string, and a single item is a list of one. A type that YAML has no form for takes anything."""
     arguments = get_args(declared)
     origin = get_origin(declared)
     if origin is Annotated:
@@ -76,7 +76,7 @@ def _is_number(value: Any, declared: type[int] | type[float]) -> bool:
 
 
 def describe(declared: Any) -> str:
-    """What a value of the type is, after "must be"."""
+    """Return words for the type that complete "must be …"."""
     arguments = get_args(declared)
     origin = get_origin(declared)
     if origin is Annotated:

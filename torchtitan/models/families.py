@@ -1,5 +1,5 @@
-"""The families of models that a checkpoint may be of: the one that the caller gives, those in this package, and those
-of installed packages. What a checkpoint itself names is imported only if it is one of these.
+"""Model families that a checkpoint may belong to: the one given by the caller, the built-in ones, and the ones of
+installed packages. A package named in a checkpoint is imported only if it is one of these.
 
 A family is a package with `FLAVORS`, `FORMATS` and `model_spec` (docs/extending.md).
 """
@@ -15,14 +15,14 @@ from torchtitan.tools.json_file import read_object
 from torchtitan.tools.model_folder import no_folder
 
 DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
-"""Format → name of the file that describes the model, beside the weights."""
+"""Format → name of the file next to the weights that describes the model."""
 
 
 def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -> ModuleType:
-    """The family that a checkpoint of ours names by its import path.
+    """Return the family that a DCP checkpoint names by its import path.
 
     Raises:
-        UserError: where the name is not that of a family, or of one that is neither built in, installed nor imported.
+        UserError: if the name is not a family's, or the family is neither built in, installed nor imported.
     """
     said = f"{checkpoint} holds a model of the package '{name}'"
     if not all(part.isidentifier() for part in name.split(".")):
@@ -44,16 +44,16 @@ def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -
 
 
 def family_with(format: str, given: ModuleType | None = None) -> ModuleType:
-    """The family of a checkpoint in a format whose description does not say which: the given one if it has the format,
-    otherwise ours."""
+    """Return the family for a format whose description does not name one: the given family if it has the format,
+    otherwise the built-in one."""
     return next(_families(format, given))
 
 
 def read_config_json(folder: Path, given: ModuleType | None = None) -> tuple[ModuleType, dict[str, Any]]:
-    """The family of the model in a Hugging Face folder, by the `model_type` of its config.json, and what is in that.
+    """Return the family of the model in a Hugging Face folder, found by `model_type`, and the content of config.json.
 
     Raises:
-        UserError: where there is no such folder or file, or no family has the type.
+        UserError: if there is no such folder or file, or no family has the type.
     """
     document = read_description(folder, DESCRIPTIONS["hf"])
     model_type = document.get("model_type")
@@ -70,10 +70,10 @@ def read_config_json(folder: Path, given: ModuleType | None = None) -> tuple[Mod
 
 
 def read_description(folder: Path, name: str) -> dict[str, Any]:
-    """The content of the file that describes a model: config.json or params.json in `folder`.
+    """Return the content of the file that describes a model: config.json or params.json in `folder`.
 
     Raises:
-        UserError: where there is no such folder or file, or it is not a JSON object.
+        UserError: if there is no such folder or file, or it is not a JSON object.
     """
     file = folder / name
     if not folder.is_dir():
@@ -84,8 +84,8 @@ def read_description(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _families(format: str, given: ModuleType | None) -> Iterator[ModuleType]:
-    """The families that have a format, each imported when its turn comes: the given one goes before ours, and these
-    before those of installed packages."""
+    """Yield the families that have a format, each imported when its turn comes: the given one, then the built-in ones,
+    then the installed ones."""
     if given and format in getattr(given, "FORMATS", {}):  # it may be an experiment, which has none
         yield given
     ours = [name for name, folder in built_in_modules().items() if folder.parent.name == "models"]

@@ -1,7 +1,7 @@
-"""Files and folders that outlast a power failure from the moment they have their names.
+"""Files and folders that survive a power failure as soon as they have their final names.
 
-A file system puts content on the disk when it likes: after a power failure a file may have its name and be empty. So
-what claims to be complete is synced before it gets its name, and the folder that holds the name after that.
+A file system writes content to the disk when it likes: after a power failure, a file may have its name and be empty. A
+file or folder that claims to be complete is therefore synced before it gets its name, and its parent folder after that.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ from pathlib import Path
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Write a file, in place of one that is there: as a whole or not at all."""
+    """Write or replace a file, as a whole or not at all."""
     with in_place_of(path) as unfinished:
         unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def in_place_of(path: Path) -> Iterator[Path]:
-    """A path beside `path` for the block to write a file to, which takes the place of `path` when the block ends. Where
-    the block raises, that file is removed, and `path` is as it was."""
+    """Yield a path next to `path` for the block to write to; the file replaces `path` when the block ends. If the block
+    raises, the file is removed and `path` stays as it was."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         yield unfinished
@@ -33,14 +33,14 @@ def in_place_of(path: Path) -> Iterator[Path]:
 
 
 def rename(folder: Path, target: Path) -> None:
-    """Give a folder that is fully written the name that says so; raises `OSError` where `target` is not empty."""
+    """Give a fully written folder its final name; raises `OSError` if `target` is not empty."""
     sync_tree(folder)
     folder.rename(target)
     sync_folder(target.parent)
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder, and those that it is in, where they are not there."""
+    """Create a folder and its missing parents."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -48,7 +48,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make all files and folders in `folder`, and itself, outlast a power failure."""
+    """Sync all files and folders in `folder`, and the folder itself."""
     for place, _, names in os.walk(folder):
         for name in names:
             sync(Path(place, name))
@@ -56,7 +56,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, outlast a power failure."""
+    """Sync a file's content, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -65,7 +65,7 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder outlast a power failure, where the file system can be asked to."""
+    """Sync the names in a folder, if the file system supports it."""
     try:
         sync(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A lock on a run's folder, which a process holds until it lets go or ends, in whichever way it ends."""
+"""A lock on a run's folder that a process holds until it releases it or ends, however it ends."""
 
 import errno
 import fcntl
@@ -13,10 +13,10 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 FILE = "run.lock"
-"""The file in the folder. It stays when the lock is gone, and is never looked at to find out whether there is one."""
+"""The file in the folder. It stays when the lock is gone, so its presence means nothing."""
 
 _WAIT_SECONDS = 5.0
-"""How long to wait for the holder: a process that was just killed may take a moment to end."""
+"""Seconds to wait for the holder: a process that was just killed may take a moment to end."""
 
 _POLL_SECONDS = 0.1
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
@@ -36,11 +36,11 @@ class FolderLock:
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def take(self) -> None:
-        """Take the lock, and write into the file who has it.
+        """Take the lock, and write the holder's process and host into the file.
 
         Raises:
-            UserError: where another process keeps it.
-            OSError: where the file cannot be locked or written.
+            UserError: if another process keeps it.
+            OSError: if the file cannot be locked or written.
         """
         deadline = time.monotonic() + _WAIT_SECONDS
         waiting = False
@@ -81,11 +81,11 @@ _held: "weakref.WeakValueDictionary[Path, FolderLock]" = weakref.WeakValueDictio
 
 
 def lock_folder(folder: Path) -> FolderLock:
-    """Keep the runs of other processes out of `folder`, which is made if it is not there, for as long as the returned
-    object exists. A process that holds the lock gets the same one again.
+    """Lock `folder`, which is created if necessary, against runs of other processes, as long as the returned object
+    exists. A process that already holds the lock gets the same object again.
 
     Raises:
-        UserError: where a run of another process has it, or the folder cannot be written.
+        UserError: if a run of another process holds the lock, or the folder cannot be written.
     """
     place = folder.resolve()
     if (lock := _held.get(place)) is not None:

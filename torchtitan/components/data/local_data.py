@@ -30,8 +30,8 @@ def saved_dataset(dataset: str, split: str) -> Path | None:
 
 
 def location(dataset: str) -> str:
-    """Return a dataset string as it reads from any working directory: a local path or pattern becomes absolute, also
-    that of a file that is gone."""
+    """Return a dataset string that is valid in any working directory: a local path or pattern becomes absolute, even if
+    the file is gone."""
     path = Path(dataset).expanduser()
     is_local = path.exists() or path.suffix or any(character in dataset for character in _PATTERN_CHARACTERS)
     return str(path.resolve()) if is_local else dataset

@@ -1,6 +1,6 @@
-"""Files of `torch.save`: where the tensors lie in them, and Hugging Face checkpoints that consist of such files.
+"""Files written by `torch.save`: the positions of the tensors in them, and Hugging Face checkpoints made of such files.
 
-No object but tensors is ever made of what such a file holds, and no tensor is read to find where it lies.
+Only tensors are ever created from such a file, and no tensor is read to find its position.
 """
 
 import pickle
@@ -22,7 +22,7 @@ INDEX = "pytorch_model.bin.index.json"
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor in a file: its values lie there one after the other."""
+    """A tensor whose values are contiguous in a file."""
 
     file: Path
     offset: int
@@ -56,8 +56,8 @@ class PickledSource(TensorSource):
         path: the folder.
 
     Raises:
-        UserError: where a file is missing, damaged or outside of the folder, holds anything but tensors, or lacks
-            tensors that the index says are in it.
+        UserError: if a file is missing, damaged or outside the folder, holds anything but tensors, or lacks tensors
+            that the index assigns to it.
     """
 
     def __init__(self, path: str | Path):
@@ -75,12 +75,12 @@ class PickledSource(TensorSource):
 
 
 def tensors_in(file: Path) -> dict[str, Piece]:
-    """Where the tensors of a file written by `torch.save` lie; reads none of them.
+    """Return the positions of the tensors in a file written by `torch.save`, without reading the tensors.
 
     Loaded as fake tensors, storages know their place in the file ("Serialization semantics" in PyTorch's notes).
 
     Raises:
-        UserError: where the file is damaged, or holds anything but a dict of tensors.
+        UserError: if the file is damaged, or holds anything but a dict of tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 

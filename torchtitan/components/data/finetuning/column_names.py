@@ -1,4 +1,4 @@
-"""What columns are called in public data: other names for ours, and names that tell what a column is for."""
+"""Column names in public data: synonyms of our names, and names that reveal the purpose of a column."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,13 +30,13 @@ _TURN_LISTS = "conversation dialogue dialog chat turns dialogs".split()
 
 
 def mapped_row(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
-    """The cells of a row by the names of a mapping, our name for a column → the row's; the others by the row's."""
+    """Return the cells of a row, renamed by a mapping of our column names to the row's; the other names stay."""
     kept = {column: value for column, value in row.items() if column not in mapping.values()}
     return kept | {ours: row[theirs] for ours, theirs in mapping.items() if theirs in row}
 
 
 def renamed_row(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
-    """The cells of a row by our names for the columns: those of the mapping, else those of `SYNONYMS`."""
+    """Return the cells of a row by our column names: first the ones in the mapping, then `SYNONYMS`."""
     renamed = mapped_row(row, mapping)
     for theirs, ours in SYNONYMS.items():
         if theirs in renamed and ours not in mapping and not is_filled(renamed.get(ours)):
@@ -45,17 +45,17 @@ def renamed_row(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str,
 
 
 def is_filled(value: Any) -> bool:
-    """Whether a cell has something in it."""
+    """Return whether a cell is not empty."""
     return not (value is None or value == [] or isinstance(value, str) and not value.strip())
 
 
 def columns_that_matter(row: Mapping[str, Any]) -> list[str]:
-    """The filled columns of a row that, by their names, change what it says to train."""
+    """Return the filled columns of a row whose names suggest that they decide what is trained."""
     return [column for column, value in row.items() if column.lower() in _MATTERS and is_filled(value)]
 
 
 def suggested_columns(columns: Iterable[str]) -> str:
-    """What `--dataloader.columns` may be for rows to imitate that have columns of these names."""
+    """Return a value of `--dataloader.columns` that is likely to read rows with these columns for SFT."""
     names = {column.lower(): column for column in columns}
     ask, answer, turns = (
         next((names[name] for name in known if name in names), None) for known in (_ASKS, _ANSWERS, _TURN_LISTS)

@@ -311,7 +311,7 @@ def _convert(format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Map
 
 
 _BAD = ("false", "0", "0.0", "undesirable")
-"""What a label, or a weight, says of an answer that must not be imitated."""
+"""Values of a label or weight that mark an answer as one not to imitate."""
 
 
 def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:

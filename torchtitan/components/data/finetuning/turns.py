@@ -1,4 +1,4 @@
-"""Turns of a conversation in the shapes that public data has them in, as messages in OpenAI's form."""
+"""Conversation turns in the shapes of public data, converted to messages in OpenAI's form."""
 
 import re
 from collections import deque
@@ -24,7 +24,7 @@ SPEAKERS = {
     "function": "tool",
     "tool_response": "tool",
 }
-"""What data calls the speaker of a turn, and the role that it is."""
+"""Speaker of a turn in public data → role."""
 
 _CALLERS = ("function_call", "tool_call")
 """Speakers whose content is a function call, or a list of them, in JSON."""
@@ -126,7 +126,7 @@ class _Calls:
 
 
 def _parsed(turn: Any) -> Any:
-    """What a turn in JSON says; any other text as it is."""
+    """Return the object in a turn that is JSON text; any other turn as it is."""
     try:
         return from_json(turn, "message")
     except BrokenSample:
