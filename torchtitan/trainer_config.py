@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 import torch
 import tyro
 
-from torchtitan.components.checkpoint import CheckpointManager, list_checkpoints
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.checkpoint.identity import RunIdentity, base_weights, content
 from torchtitan.components.checkpoint.pretrained import check_start
 from torchtitan.components.checkpoint.start import check_owner
@@ -138,10 +138,13 @@ class TrainerConfig(Configurable.Config):
         if self.checkpoint.keep_best and not self.validator.enable:
             raise UserError("--checkpoint.keep_best keeps the lowest validation loss, and needs --validator.enable")
         build_tokenizer = functools.cache(lambda: self.tokenizer.build(path=self.hf_assets_path))
-        folder = self.checkpoint.place(self.dump_folder)
-        if self.checkpoint.enable and not dry_run and list_checkpoints(folder):
+
+        def identity() -> RunIdentity:
             tokenizer = build_tokenizer()
-            check_owner(self.checkpoint, folder, self.resolve(tokenizer).identity(tokenizer))
+            return self.resolve(tokenizer).identity(tokenizer)
+
+        if self.checkpoint.enable and not dry_run:
+            check_owner(self.checkpoint, self.checkpoint.place(self.dump_folder), identity)
         start = self.checkpoint.find_start(self.dump_folder)
         tokenizer = build_tokenizer()
         resolved = self.resolve(tokenizer)

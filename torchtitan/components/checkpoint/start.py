@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,13 +37,13 @@ class Start:
     """Whether it is a checkpoint of the run itself, and not its `initial_load_path`."""
 
 
-def check_owner(config: "CheckpointManager.Config", folder: Folder, identity: RunIdentity) -> None:
+def check_owner(config: "CheckpointManager.Config", folder: Folder, get_identity: Callable[[], RunIdentity]) -> None:
     """Raise if a run must not train into `folder`; looks at markers only.
 
     Args:
         config: the run's.
         folder: the place for its checkpoints.
-        identity: the run's.
+        get_identity: returns the run's identity; not called if the folder holds no checkpoint.
 
     Raises:
         UserError: if the folder holds checkpoints of another run, or if this run is to make more steps and has ended in
@@ -51,10 +51,12 @@ def check_owner(config: "CheckpointManager.Config", folder: Folder, identity: Ru
         RunComplete: if this run has ended in such a checkpoint, and nothing is left to train.
     """
     with _looking_through(folder):
-        checkpoints = folders.list_checkpoints(folder)
+        checkpoints = [info for info in folders.list_checkpoints(folder) if info.complete]
+    if not checkpoints:
+        return
+    identity = get_identity()
     for info in reversed(checkpoints):
-        if info.marker is None:
-            continue
+        assert info.marker is not None, "it is complete"
         if info.kind != "full" and not info.marker.identity:
             raise UserError(
                 f"{info.path} holds {info.holds} and does not say which run it belongs to; so that it is not replaced, "
@@ -279,7 +281,7 @@ def load_model_state(
 
 def _find_and_tidy(config: "CheckpointManager.Config", folder: Folder, identity: RunIdentity | None) -> Start | None:
     if identity:
-        check_owner(config, folder, identity)
+        check_owner(config, folder, lambda: identity)
     start = find_start(config, folder)
     resumed = start.checkpoint.step if start and start.resumes else -1
     for info in folders.list_checkpoints(folder) if config.enable else []:
