@@ -268,6 +268,13 @@ class TestMistakes:
             ("dataloader: {dataset: [a, b]}", r"'dataloader.dataset' .* is \['a', 'b'\], and must be a string"),
             ("dataloader: {dataset: off}", "'dataloader.dataset' .* is False, and must be a string"),
             ("dump_folder:", "'dump_folder' .* is None, and must be a string"),
+            ("", "run.yaml is empty"),
+            ("# nothing", "run.yaml is empty"),
+            ("training: {steps: 3}\ntraining: {seq_len: 8}", "not valid YAML: training is given twice"),
+            (
+                "checkpoint: {exclude_from_loading: [optimizer, --dump_folder, /x]}",
+                "'checkpoint.exclude_from_loading' .* has the item '--dump_folder', and an item cannot begin with '--'",
+            ),
             ("training: {epochs: [1]}", "'training.epochs' .* must be a whole number or null"),
             ("training: {epochs: 1.5}", "'training.epochs' .* is 1.5, and must be a whole number or null"),
             ("training: {steps: true}", "'training.steps' .* is True, and must be a whole number"),

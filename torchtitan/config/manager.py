@@ -156,9 +156,21 @@ def _with_registered_name(config: Any, function: Callable[..., object]) -> Any:
     return dataclasses.replace(config, registered_as=f"{package}.{function.__name__}")
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would keep the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := {key for key in keys if keys.count(key) > 1 and key != "<<"}:
+            raise yaml.constructor.ConstructorError(
+                problem=f"{', '.join(sorted(twice))} is given twice", problem_mark=node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
 def _read_config_file(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text())
+        document = yaml.load(path.read_text(), _UniqueKeys)
     except OSError as error:
         raise UserError(f"--config_file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -166,7 +178,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise UserError(f"--config_file {path} is not valid YAML: {error}") from error
     if document is None:
-        return {}
+        raise UserError(f"--config_file {path} is empty")
     if not isinstance(document, dict):
         raise UserError(f"--config_file {path} must hold sections and keys, not {type(document).__name__}")
     return document
@@ -185,6 +197,10 @@ def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str)
     for key, value in leaves(document).items():
         if not fits(value, types[key]):
             raise UserError(f"'{key}' in {path} is {value!r}, and must be {describe(types[key])}")
+        # An item of a list becomes a word of its own on the command line, and would be taken for an option there.
+        for item in value if isinstance(value, list) else []:
+            if str(item).startswith("--"):
+                raise UserError(f"'{key}' in {path} has the item {item!r}, and an item cannot begin with '--'")
 
 
 def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:
