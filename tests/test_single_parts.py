@@ -47,7 +47,7 @@ def train(make_optimizer, make_schedule, folder: Path | None, last_step: int) ->
             dump_folder=str(folder),
             states={
                 "model": ModelState([model]),
-                "optimizer": OptimizerState(model, optimizer),
+                "optimizer": optimizer,
                 "lr_scheduler": schedule,
             },
         )
@@ -115,10 +115,10 @@ def test_parameters_without_a_gradient_so_far_have_zero_moments():
     assert optimizer.param_groups[0]["lr"] == LR
 
 
-def test_an_optimizer_that_is_not_wrapped_is_refused_by_name(tmp_path):
-    model = make_model()
-    states = {"model": ModelState([model]), "optimizer": adamw(model)}
-    with pytest.raises(UserError, match=r"state 'optimizer' is a torch\.optim\.AdamW: wrap it, as OptimizerState\("):
+def test_an_optimizer_of_another_model_is_refused_by_name(tmp_path):
+    states = {"model": ModelState([make_model()]), "optimizer": adamw(make_model())}
+    message = r"state 'optimizer' is a torch\.optim\.AdamW, and no ModelState among the states has its parameters"
+    with pytest.raises(UserError, match=message):
         CheckpointManager.Config(enable=True).build(dump_folder=str(tmp_path), states=states)
 
 

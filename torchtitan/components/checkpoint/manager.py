@@ -43,7 +43,8 @@ class CheckpointManager(Configurable):
 
     Args:
         dump_folder: the run's folder.
-        states: name → state of the whole run. `state_dict()` gives a flat dict of (D)Tensors, which are loaded in
+        states: name → state of the whole run. A torch optimizer is kept under the parameter names of its `ModelState`
+            (`OptimizerState`). `state_dict()` gives a flat dict of (D)Tensors, which are loaded in
             place, and JSON-ready values, equal on all ranks or with different keys. A model-only checkpoint holds
             those that are a `ModelState`; `initial_load_path` is for "model".
         rank_states: name → state of this rank alone, of the same form: random numbers, positions in the data. Loaded
@@ -163,7 +164,7 @@ class CheckpointManager(Configurable):
     ):
         self.config: CheckpointManager.Config = config
         self.folder = config.place(dump_folder)
-        self.states = dict(states)
+        self.states = {name: _with_parameter_names(name, state, states) for name, state in states.items()}
         self.rank_states = dict(rank_states or {})
         self.initial_loads = dict(initial_loads or {})
         self._check(can_export=export is not None)
@@ -315,12 +316,6 @@ class CheckpointManager(Configurable):
     def _check(self, *, can_export: bool) -> None:
         names = [*self.states, *self.rank_states]
         assert len(names) == len(set(names)), "a name in states and rank_states"
-        for name, state in {**self.states, **self.rank_states}.items():
-            if isinstance(state, torch.optim.Optimizer):
-                raise UserError(
-                    f"state {name!r} is a torch.optim.{type(state).__name__}: wrap it, as OptimizerState(model, "
-                    "optimizer) of torchtitan.components.optimizer"
-                )
         for name in self.config.exclude_from_loading:
             if name not in names:
                 near = difflib.get_close_matches(name, names, n=1)
@@ -422,6 +417,28 @@ class CheckpointManager(Configurable):
         complete = [info for info in folders.list_checkpoints(self.folder) if info.complete and not info.damage]
         best = folders.best([info for info in complete if info.step <= step])
         return best.validation_loss if best and best.validation_loss is not None else math.inf
+
+
+def _with_parameter_names(name: str, state: "Stateful", states: "Mapping[str, Stateful]") -> "Stateful":
+    """Return a torch optimizer, which numbers its parameters, as an `OptimizerState` over its model among `states`; any
+    other state as it is.
+
+    Raises:
+        UserError: if none of the models has the optimizer's parameters.
+    """
+    if not isinstance(state, torch.optim.Optimizer):
+        return state
+    from torchtitan.components.optimizer import OptimizerState
+
+    updated = {parameter for group in state.param_groups for parameter in group["params"]}
+    models = [model for model in states.values() if isinstance(model, ModelState)]
+    for part in (part for model in models for part in model.model_parts):
+        if updated <= set(part.parameters()):
+            return OptimizerState(part, state)
+    raise UserError(
+        f"state {name!r} is a torch.optim.{type(state).__name__}, and no ModelState among the states has its "
+        "parameters: add the model's, or give OptimizerState(model, optimizer) of torchtitan.components.optimizer"
+    )
 
 
 def _only_trained(states: "Mapping[str, Stateful]") -> "dict[str, Stateful]":
