@@ -135,6 +135,7 @@ def test_learns_like_lora(tmp_path):
     for converter in (LoRA.Config(), QLoRA.Config()):
         folder = tmp_path / type(converter).__qualname__
         options = {"optimizer__name": "AdamW", "optimizer__lr": 1e-2, "training__steps": 30}
+        options |= {"lr_scheduler__warmup_steps": 3}
         run(make_config(folder, converter, **options))
         losses.append([loss for _, loss in read_metrics(folder, "loss")])
     of_lora, of_qlora = losses

@@ -680,7 +680,7 @@ def test_columns_that_may_matter_are_named_once(two, tokenizer, tmp_path, caplog
     assert warnings_of(two, tokenizer, caplog) == []
     rows = [{"prompt": "a", "response": "b", "id": i, "score": None} for i in range(50)]
     rows[20] |= {"weight": 0.5}
-    rows[30] |= {"score": 1, "weight": 0}
+    rows[30] |= {"score": 1, "weight": 2}
     of_rows = replace(two, dataset=[*two.dataset, written(tmp_path / "c.jsonl", rows)])
     [warning] = warnings_of(of_rows, tokenizer, caplog)
     assert warning.startswith(f"{tmp_path}/c.jsonl: the columns weight, score are not read (format prompt_response)")
