@@ -72,4 +72,4 @@ def _in_words(name: str, then: Any, now: Any) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, dict):
         return str(value["location"])
-    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
+    return (", ".join(map(str, value)) if isinstance(value, list) else str(value)) or "none"

@@ -19,7 +19,7 @@ from torchtitan.components.checkpoint.origin import Origin
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.saver import Assets, AsyncMode, Export, Saver
 from torchtitan.components.checkpoint.start import Start, check_frozen, choose_start, find_start
-from torchtitan.components.checkpoint.states import ModelState, TrainedState
+from torchtitan.components.checkpoint.states import ModelState, TrainedState, with_parameter_names
 from torchtitan.components.checkpoint.store import Folder, inside
 from torchtitan.config.configurable import Configurable
 from torchtitan.tools.errors import UserError
@@ -164,7 +164,7 @@ class CheckpointManager(Configurable):
     ):
         self.config: CheckpointManager.Config = config
         self.folder = config.place(dump_folder)
-        self.states = {name: _with_parameter_names(name, state, states) for name, state in states.items()}
+        self.states = {name: with_parameter_names(name, state, states) for name, state in states.items()}
         self.rank_states = dict(rank_states or {})
         self.initial_loads = dict(initial_loads or {})
         self._check(can_export=export is not None)
@@ -239,7 +239,8 @@ class CheckpointManager(Configurable):
                 logger.warning("step %d is saved %s, and stays so; torchtitan convert makes other forms", step, held)
             return
         if step in self._finished_steps:
-            logger.warning("%s is the end of a finished run and stays; step %d is not saved", self.folder, step)
+            path = self.folder / f"step-{step}"
+            logger.warning("%s is the end of a finished run and stays; step %d is not saved", path, step)
             return
         leaves_out = self.config.trained_only and kind == "full"
         marker = Marker(
@@ -417,28 +418,6 @@ class CheckpointManager(Configurable):
         complete = [info for info in folders.list_checkpoints(self.folder) if info.complete and not info.damage]
         best = folders.best([info for info in complete if info.step <= step])
         return best.validation_loss if best and best.validation_loss is not None else math.inf
-
-
-def _with_parameter_names(name: str, state: "Stateful", states: "Mapping[str, Stateful]") -> "Stateful":
-    """Return a torch optimizer, which numbers its parameters, as an `OptimizerState` over its model among `states`; any
-    other state as it is.
-
-    Raises:
-        UserError: if none of the models has the optimizer's parameters.
-    """
-    if not isinstance(state, torch.optim.Optimizer):
-        return state
-    from torchtitan.components.optimizer import OptimizerState
-
-    updated = {parameter for group in state.param_groups for parameter in group["params"]}
-    models = [model for model in states.values() if isinstance(model, ModelState)]
-    for part in (part for model in models for part in model.model_parts):
-        if updated <= set(part.parameters()):
-            return OptimizerState(part, state)
-    raise UserError(
-        f"state {name!r} is a torch.optim.{type(state).__name__}, and no ModelState among the states has its "
-        "parameters: add the model's, or give OptimizerState(model, optimizer) of torchtitan.components.optimizer"
-    )
 
 
 def _only_trained(states: "Mapping[str, Stateful]") -> "dict[str, Stateful]":

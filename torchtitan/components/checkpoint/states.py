@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,6 +10,9 @@ from torch import nn
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.protocols.converted_module import ConvertedModule, converted_modules
 from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
 
 
 class ModelState:
@@ -128,3 +131,25 @@ class RandomState:
 
 def _names(prefix: str, own: Collection[str]) -> list[str]:
     return [canonical_name(f"{prefix}.{name}" if prefix else name) for name in own]
+
+
+def with_parameter_names(name: str, state: "Stateful", states: "Mapping[str, Stateful]") -> "Stateful":
+    """Return a torch optimizer, which numbers its parameters, as an `OptimizerState` over its model among `states`; any
+    other state as it is.
+
+    Raises:
+        UserError: if none of the models has the optimizer's parameters.
+    """
+    if not isinstance(state, torch.optim.Optimizer):
+        return state
+    from torchtitan.components.optimizer import OptimizerState
+
+    updated = {parameter for group in state.param_groups for parameter in group["params"]}
+    models = [model for model in states.values() if isinstance(model, ModelState)]
+    for part in (part for model in models for part in model.model_parts):
+        if updated <= set(part.parameters()):
+            return OptimizerState(part, state)
+    raise UserError(
+        f"state {name!r} is a torch.optim.{type(state).__name__}, and no ModelState among the states has its "
+        "parameters: add the model's, or give OptimizerState(model, optimizer) of torchtitan.components.optimizer"
+    )

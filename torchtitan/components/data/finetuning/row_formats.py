@@ -310,6 +310,12 @@ def _convert(format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Map
         raise
 
 
+_JUDGING_COLUMNS = {
+    **dict.fromkeys(LABELS, "judge one answer each, as for KTO"),
+    **dict.fromkeys(ROW_WEIGHTS, "say how much a row counts"),
+}
+"""Column → meaning of such columns, in words."""
+
 _BAD = ("false", "0", "0.0", "undesirable")
 """Values of a label or weight that mark an answer as one not to imitate."""
 
@@ -318,9 +324,7 @@ def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
     """Refuse an answer to imitate that its row calls bad, or gives no weight."""
     if format.kind != "sft" or format.required == ("text",):
         return
-    answers = {label: "judge one answer each, as for KTO" for label in LABELS}
-    answers |= {weight: "say how much a row counts" for weight in ROW_WEIGHTS}
-    for column, meaning in answers.items():
+    for column, meaning in _JUDGING_COLUMNS.items():
         if column not in format.columns and str(row.get(column)).lower() in _BAD:
             raise UserError(
                 f"its {column} is {row[column]!r}: such columns {meaning}, and this row's answer must not be imitated; "
