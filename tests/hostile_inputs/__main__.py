@@ -1,0 +1,189 @@
+"""`python -m tests.hostile_inputs`: tries hostile and damaged files, and prints a table of how torchtitan took them."""
+
+import argparse
+import datetime
+import importlib
+import multiprocessing
+import os
+import platform
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tests.conftest import PROJECT
+from tests.hostile_inputs import world
+from tests.hostile_inputs.attempt import DEFECTS, Verdict, attempt, draw, last_loss, run
+from tests.hostile_inputs.mutators import CANARY
+from tests.hostile_inputs.subjects import SUBJECTS, Subject
+from torchtitan.components import metrics
+from torchtitan.tools.device import peak_flops
+
+PAGE = PROJECT / "docs" / "security.md"
+BEGIN, END = "<!-- hostile:begin -->", "<!-- hostile:end -->"
+MEMORY = Path("/dev/shm")
+"""A folder whose files need no disk, where the system has it."""
+
+IMPORTED = (
+    "torchtitan.cli.chat",
+    "torchtitan.cli.convert",
+    "torchtitan.cli.inspect_checkpoint",
+    "torchtitan.train",
+    "torchtitan.models.llama3.config_registry",
+    "torchtitan.components.checkpoint.storage",
+    "torchtitan.components.checkpoint.formats.dcp",
+    "datasets",
+)
+"""What most commands import."""
+
+VERDICTS: tuple[Verdict, ...] = ("refused", "accepted", *DEFECTS)
+Counts = Mapping[str, Counter[Verdict]]
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.hostile_inputs", description=__doc__)
+    parser.add_argument("--cases", type=int, default=2000, help="of all kinds of files together (default: 2000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case of each kind (default: 0)")
+    parser.add_argument("--only", metavar="PATTERN", default="", help="kinds whose name this regular expression finds")
+    parser.add_argument("--list", action="store_true", help="name the kinds, and try none")
+    parser.add_argument("--verbose", action="store_true", help="print each case, and what the command printed")
+    parser.add_argument("--write-docs", action="store_true", help=f"replace the table in {PAGE.relative_to(PROJECT)}")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Try the cases that the command line asks for: 0 without defects, 1 with, 2 for a mistake in the command line."""
+    arguments = parse_arguments(words)
+    subjects = [subject for subject in SUBJECTS if re.search(arguments.only, subject.name)]
+    if not subjects or arguments.cases < len(subjects):
+        print(f"--only '{arguments.only}' finds {len(subjects)} kinds, each of which needs a case", file=sys.stderr)
+        return 2
+    if arguments.list:
+        print("\n".join(subject.name for subject in subjects))
+        return 0
+    counts = try_cases(subjects, arguments.cases, arguments.seed, arguments.verbose)
+    Console(width=None if sys.stdout.isatty() else 200).print(as_table(counts))
+    failed = any(counts[name][defect] for name in counts for defect in DEFECTS)
+    if arguments.write_docs and not failed:
+        write_docs(f"{describe(arguments)}\n\n{as_markdown(counts)}")
+    return 1 if failed else 0
+
+
+def try_cases(subjects: Sequence[Subject], cases: int, seed: int, verbose: bool = False) -> Counts:
+    """Try cases in turn for each kind of file; defects are printed with what led to them."""
+    prepare()
+    counts: dict[str, Counter[Verdict]] = {subject.name: Counter() for subject in subjects}
+    workplace = Path(tempfile.mkdtemp(prefix="hostile-inputs-", dir=MEMORY if MEMORY.is_dir() else None))
+    try:
+        base = make_world(workplace)
+        wanted = {subject.name: _undamaged(base, workplace, subject) for subject in subjects}
+        drawn = [
+            draw(subjects[number % len(subjects)], base, seed + number // len(subjects)) for number in range(cases)
+        ]
+        # Workers are forked, and fork their cases in turn: neither has threads that a fork would lose.
+        with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as workers:
+            tried = [workers.submit(attempt, case, base, workplace, wanted[case.subject.name]) for case in drawn]
+            for case, result in zip(drawn, (future.result() for future in tried), strict=True):
+                counts[case.subject.name][result.verdict] += 1
+                if verbose or result.verdict in DEFECTS:
+                    print(f"{result.verdict}: {case.name}\n  {shlex.join(case.command)}\n{result.printed[-3000:]}")
+    finally:
+        shutil.rmtree(workplace)
+    return counts
+
+
+def prepare() -> None:
+    """Import and measure once, in the process that all cases are forked from."""
+    torch.set_num_threads(1)
+    for module in IMPORTED:
+        importlib.import_module(module)
+    peak = peak_flops(torch.device("cpu"), torch.float32)
+    metrics.peak_flops = lambda device, dtype: peak
+
+
+def make_world(workplace: Path) -> Path:
+    """Build the examples, in which the run can go on from its second step.
+
+    Raises:
+        RuntimeError: if a command that writes them fails.
+    """
+    base = workplace / "world"
+    base.mkdir()
+
+    def run_or_fail(command: world.Command) -> None:
+        code, printed = run(command, base)
+        if code != 0:
+            raise RuntimeError(f"{shlex.join(command)} ended with {code}:\n{printed}")
+
+    world.build(base, run_or_fail)
+    shutil.rmtree(base / f"run/checkpoint/step-{world.STEPS}")
+    (base / f"{CANARY}.py").write_text(f"open({CANARY!r}, 'w').close()\n")
+    (base / "stdin").write_text("hello\n")
+    return base
+
+
+def _undamaged(base: Path, workplace: Path, subject: Subject) -> float | None:
+    """Return the loss that the subject's result has to end with.
+
+    Raises:
+        RuntimeError: if one of the subject's commands does not succeed on the undamaged world.
+    """
+    loss = None
+    for command in subject.commands:
+        copy = workplace / "undamaged"
+        shutil.copytree(base, copy)
+        code, printed = run(command, copy)
+        if code != 0:
+            raise RuntimeError(f"{subject.name}: {shlex.join(command)} ended with {code}:\n{printed}")
+        loss = last_loss(copy, subject) if subject.result else None
+        shutil.rmtree(copy)
+    return loss
+
+
+def describe(arguments: argparse.Namespace) -> str:
+    """Say which command made the table, when, and where."""
+    words = ["--cases", str(arguments.cases), "--seed", str(arguments.seed)]
+    words += ["--only", arguments.only] if arguments.only else []
+    machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    return f"`{shlex.join(['python', '-m', 'tests.hostile_inputs', *words])}`, {datetime.date.today()}, {machine}:"
+
+
+def _rows(counts: Counts) -> list[list[str]]:
+    total: Counter[Verdict] = sum(counts.values(), Counter())
+    named = {**counts, "all": total}
+    return [[name, str(count.total()), *(str(count[verdict]) for verdict in VERDICTS)] for name, count in named.items()]
+
+
+def as_table(counts: Counts) -> Table:
+    """Return the table for the terminal."""
+    table = Table("file", "cases", *VERDICTS, title="hostile and damaged files")
+    for row in _rows(counts):
+        table.add_row(*row, style="red" if any(map(int, row[4:])) else None)
+    return table
+
+
+def as_markdown(counts: Counts) -> str:
+    """Return the table for the documentation."""
+    columns = ("file", "cases", *VERDICTS)
+    head = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    return "\n".join([*head, *("| " + " | ".join(row) + " |" for row in _rows(counts))])
+
+
+def write_docs(table: str) -> None:
+    """Put the table between the markers of the page."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

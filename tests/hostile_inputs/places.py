@@ -1,0 +1,62 @@
+"""Ways to put something else in the place of a file."""
+
+import dataclasses
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from torchtitan.components.checkpoint.manifest import MANIFEST, write_manifest
+from torchtitan.components.checkpoint.marker import MARKER, marker_content, read_marker
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.checkpoint.store import LocalFolder
+
+Replacement = Callable[[Path, random.Random], None]
+
+
+def link_to_secret(path: Path, generator: random.Random) -> None:
+    """A link to a file outside of its folder."""
+    path.symlink_to(Path("secret.txt").absolute())
+
+
+def dangling_link(path: Path, generator: random.Random) -> None:
+    """A link to nothing."""
+    path.symlink_to("nowhere")
+
+
+def link_to_itself(path: Path, generator: random.Random) -> None:
+    """A link that leads nowhere."""
+    path.symlink_to(path.name)
+
+
+def endless(path: Path, generator: random.Random) -> None:
+    """A link to a device that never ends."""
+    path.symlink_to("/dev/zero")
+
+
+def pipe(path: Path, generator: random.Random) -> None:
+    """A named pipe that nobody writes to."""
+    os.mkfifo(path)
+
+
+def folder(path: Path, generator: random.Random) -> None:
+    """A folder of the same name."""
+    path.mkdir()
+
+
+def missing(path: Path, generator: random.Random) -> None:
+    """Nothing."""
+
+
+REPLACEMENTS: tuple[Replacement, ...] = (link_to_secret, dangling_link, link_to_itself, endless, pipe, folder, missing)
+
+
+def forge(checkpoint: Path) -> None:
+    """Give a checkpoint a manifest and a marker that agree with the files as they are now."""
+    folder = LocalFolder(checkpoint)
+    marker = read_marker(folder)
+    assert marker is not None
+    for name in (MARKER, MANIFEST):
+        (checkpoint / name).unlink()
+    digest = write_manifest(folder, Ranks())
+    (checkpoint / MARKER).write_bytes(marker_content(dataclasses.replace(marker, manifest=digest)))

@@ -1,0 +1,85 @@
+"""One small example of every kind of file that torchtitan reads, made by torchtitan itself if it writes that kind."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from safetensors.torch import load_file
+
+from tests.training import flags
+
+TINY = {
+    "model.dim": 16,
+    "model.ffn_dim": 32,
+    "model.n_layers": 1,
+    "model.n_heads": 2,
+    "model.n_kv_heads": 1,
+    "training.seq_len": 32,
+    "training.local_batch_size": 1,
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": False,
+    "lr_scheduler.warmup_steps": 2,
+    "validator.enable": False,
+}
+"""A run of tenths of a second."""
+
+STEPS = 3
+"""Steps of the run whose checkpoints are damaged; the one that resumes it ends there, too."""
+
+SECRET = "the-content-of-a-file-outside-of-the-folder"
+
+Command = Sequence[str]
+
+
+def train(folder: str, data: str, **options: object) -> list[str]:
+    """Return the command of a tiny run on `data`."""
+    named = {name.replace("__", "."): value for name, value in options.items()}
+    return ["train", *flags({**TINY, "dump_folder": folder, "dataloader.dataset": data, **named})]
+
+
+def resume() -> list[str]:
+    """Return the command that made the run's checkpoints, or goes on from the newest that is left."""
+    saving = {"checkpoint__enable": True, "checkpoint__interval": 1, "checkpoint__keep_latest_k": 0}
+    return train("run", "rows.jsonl", training__steps=STEPS, debug__ledger=True, **saving)
+
+
+def chat_run(folder: str) -> list[str]:
+    """Return the command of a step of fine-tuning on the conversations."""
+    words = train(folder, "chats.jsonl", training__steps=1, training__seq_len=256)
+    return [words[0], "--module", "llama3", "--config", "debugmodel_sft", *words[1:]]
+
+
+def build(folder: Path, run: Callable[[Command], None]) -> None:
+    """Write the examples into `folder`; `run` runs a command of torchtitan with that as its current folder."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("aeioulnrstm", k=generator.randint(2, 7))) for _ in range(200)]
+
+    def text(count: int) -> str:
+        return " ".join(generator.choices(words, k=count))
+
+    rows = [{"text": text(30)} for _ in range(40)]
+    chats = [
+        {"messages": [{"role": "user", "content": text(5)}, {"role": "assistant", "content": text(8)}]}
+        for _ in range(20)
+    ]
+    (folder / "secret.txt").write_text(SECRET)
+    for name, content in (("rows", rows), ("chats", chats)):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in content))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    run(resume())
+    run(chat_run("chat_run"))
+    last = f"run/checkpoint/step-{STEPS}"
+    run(["convert", last, "hf", "--to", "hf"])
+    run(["convert", last, "sharded", "--to", "hf", "--max_shard_size", "0.0001"])
+    run(["convert", last, "meta", "--to", "meta"])
+    shutil.copytree(folder / "hf", folder / "bin")
+    torch.save(load_file(folder / "bin/model.safetensors"), folder / "bin/pytorch_model.bin")
+    (folder / "bin/model.safetensors").unlink()
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    (folder / "hf/chat_template.jinja").write_text(template)
+    shutil.copy(folder / "run/config.yaml", folder / "run.yaml")
