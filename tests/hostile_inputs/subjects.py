@@ -16,7 +16,7 @@ from tests.hostile_inputs.mutators import (
     hostile_template,
     hostile_yaml,
 )
-from tests.hostile_inputs.world import Command, chat_run, resume, train
+from tests.hostile_inputs.world import Command, adapter_run, chat_run, resume, train
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def _step(data: str) -> Command:
     return train("out", data, training__steps=1)
 
 
+_ADAPTER = "adapted/checkpoint/step-1/adapter"
 _INSPECT = ("inspect", "--tensors")
 _NEWEST = "run/checkpoint/step-2"
 _RESUMED = "run/metrics.jsonl"
@@ -148,6 +149,25 @@ SUBJECTS = (
     Subject("rows of text", ["rows.jsonl"], [_step("rows.jsonl")], (changed_line,) * 6),
     Subject("conversations", ["chats.jsonl"], [chat_run("out")], (changed_line,) * 6),
     Subject("parquet", ["rows.parquet"], [_step("rows.parquet")]),
+    Subject("other rows", ["rows.csv"], [_step("rows.csv")], noticed=False),
+    Subject("compressed rows", ["rows.txt.gz"], [_step("rows.txt.gz")]),
+    Subject("saved dataset", ["saved/*.json", "saved/train/*"], [_step("saved")], (changed_json,) * 4),
+    Subject(
+        "questions",
+        ["questions.jsonl"],
+        [["eval", "--checkpoint", "hf", "--tasks", "questions.jsonl"]],
+        (changed_line,) * 6,
+    ),
+    Subject("tokenizer.model", ["tiktoken/tokenizer.model"], [[*_step("rows.jsonl"), "--hf_assets_path", "tiktoken"]]),
+    Subject(
+        "adapter's configuration",
+        [f"{_ADAPTER}/adapter_config.json"],
+        [adapter_run("out", _ADAPTER)],
+        _ANY_JSON,
+    ),
+    Subject(
+        "adapter", [f"{_ADAPTER}/adapter_model.safetensors"], [adapter_run("out", _ADAPTER)], (changed_header,) * 6
+    ),
     Subject(
         "configuration (YAML)",
         ["run.yaml"],

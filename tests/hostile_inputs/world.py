@@ -1,11 +1,15 @@
 """One small example of every kind of file that torchtitan reads, made by torchtitan itself if it writes that kind."""
 
+import base64
+import csv
+import gzip
 import json
 import random
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import torch
@@ -54,6 +58,13 @@ def chat_run(folder: str) -> list[str]:
     return [words[0], "--module", "llama3", "--config", "debugmodel_sft", *words[1:]]
 
 
+def adapter_run(folder: str, adapter: str = "") -> list[str]:
+    """Return the command of a step of training adapters, which begin from the ones in `adapter`, if any."""
+    options = {"model_converters__lora__rank": 4, "model_converters__lora__adapter_path": adapter}
+    words = train(folder, "chats.jsonl", training__steps=1, training__seq_len=256, **options)
+    return [words[0], "--module", "llama3", "--config", "debugmodel_lora", *words[1:]]
+
+
 def build(folder: Path, run: Callable[[Command], None]) -> None:
     """Write the examples into `folder`; `run` runs a command of torchtitan with that as its current folder."""
     generator = random.Random(0)
@@ -71,8 +82,24 @@ def build(folder: Path, run: Callable[[Command], None]) -> None:
     for name, content in (("rows", rows), ("chats", chats)):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in content))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    datasets.disable_progress_bars()
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(folder / "saved")
+    with gzip.open(folder / "rows.txt.gz", "wt") as compressed:
+        compressed.writelines(row["text"] + "\n\n" for row in rows)
+    with open(folder / "rows.csv", "w") as table:
+        writer = csv.DictWriter(table, ["text"])
+        writer.writeheader()
+        writer.writerows(rows)
+    questions = [{"query": text(4), "choices": [text(1), text(2)], "gold": 1} for _ in range(3)]
+    (folder / "questions.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in questions))
+    ranks = [bytes([byte]) for byte in range(256)] + [b"ab", b"abc"]
+    (folder / "tiktoken").mkdir()
+    (folder / "tiktoken/tokenizer.model").write_text(
+        "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks))
+    )
     run(resume())
     run(chat_run("chat_run"))
+    run([*adapter_run("adapted"), "--checkpoint.enable", "--checkpoint.last_save_in_hf"])
     last = f"run/checkpoint/step-{STEPS}"
     run(["convert", last, "hf", "--to", "hf"])
     run(["convert", last, "sharded", "--to", "hf", "--max_shard_size", "0.0001"])
