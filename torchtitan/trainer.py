@@ -284,6 +284,7 @@ class Trainer(Configurable):
         assets = self.tokenizer.folder
         of_data = {name: text.encode() for name, text in self.dataloader.assets().items()}
         changed_files = {**self.tokenizer.changed_files, **of_data}
+        files = files_in(assets) if config.checkpoint.saves else {}
         export = partial(
             export_huggingface,
             spec=spec,
@@ -299,7 +300,7 @@ class Trainer(Configurable):
             initial_loads=self.initial_loads(),
             assets=CheckpointAssets.of(
                 spec,
-                {**files_in(assets), **changed_files},
+                {**files, **changed_files},
                 converters=describe_converters(config.model_converters),
                 simulated=describe_simulation(config.model_converters),
             ),

@@ -23,8 +23,6 @@ States = Mapping[str, Mapping[str, "TensorForm"]]
 _PICKLE = ".metadata"
 """The file that is not opened where it is known to be damaged."""
 
-_FORMATS = {"dcp": "DCP", "hf": "Hugging Face", "meta": "Meta"}
-
 _DESCRIPTION = """Say what the checkpoint in the folder CHECKPOINT holds: format, step, tensors, types, sizes, whether
 it is complete, and whether its digests are right. Of a folder that holds step-N folders (or a run's folder), list
 these."""
@@ -105,13 +103,14 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> _Findi
         UserError: where there is none; what is wrong with one is among the findings.
     """
     from torchtitan.components.checkpoint import folders
+    from torchtitan.components.checkpoint.formats.find import FORMAT_NAMES
     from torchtitan.models.pretrained import checkpoint_format
 
     # A checkpoint with a marker may have lost the files that its format is known by.
     found = _format_in(path) if folders.has_marker(path) else checkpoint_format(path, family)
     faults: list[str] = []
     states: States = {}
-    facts = {"format": _FORMATS[found] if found else "unknown"}
+    facts = {"format": FORMAT_NAMES[found] if found else "unknown"}
     facts |= _saved_by_a_run(path, found, faults, verify=verify)
     if not any(_PICKLE in fault for fault in faults):
         try:

@@ -52,12 +52,12 @@ def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> "Fo
     Raises:
         UserError: where there is no checkpoint.
     """
-    from torchtitan.components.checkpoint.formats import format_of
+    from torchtitan.components.checkpoint.formats.find import format_of, formats_in
 
     try:
         return format_of(path)
     except UserError:
-        if (Path(path) / DESCRIPTIONS["hf"]).is_file():
+        if not formats_in(Path(path)) and (Path(path) / DESCRIPTIONS["hf"]).is_file():
             _huggingface_spec(Path(path), family)
         raise
 

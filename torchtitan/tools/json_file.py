@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.model_folder import unreadable
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -17,8 +18,8 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"'{path}' is not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise unreadable(path, f"'{path}' is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"'{path}' must hold a JSON object, not {type(content).__name__}")
     return content

@@ -1,4 +1,4 @@
-"""What to say of a model's folder that is not there."""
+"""Messages for a model's folder or file that cannot be used, and the rule for links in such a folder."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,9 @@ DOWNLOADS = Path("assets/hf")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _META = re.compile(r"(Meta-)?Llama-\d")
 """Begin of the names of the models that Meta has published on the hub."""
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+"""Begin of the text that Git leaves in place of a large file where Git LFS has not fetched it."""
 
 
 def no_folder(path: str | Path) -> UserError:
@@ -34,3 +37,39 @@ def no_folder(path: str | Path) -> UserError:
         f"{missing}: if it is a model on the Hugging Face hub, fetch it: torchtitan download {place}, and give "
         f"./{downloaded}"
     )
+
+
+def file_to_copy(folder: Path, name: str) -> Path:
+    """Return the file or folder `name` of a model's folder, which is about to be copied.
+
+    A folder may come from a stranger, and a link in it could lead to any file of this machine, which an export would
+    then publish. The folder itself may be a link, and in the cache of the Hugging Face hub the files of a model are
+    links to its `blobs`. Weights are not copied byte by byte: their reader follows links, to another disk for example.
+
+    Raises:
+        UserError: if it is a link that leaves the folder.
+    """
+    home, target = folder.resolve(), (folder / name).resolve()
+    cached = (outer.parent for outer in (home, *home.parents) if outer.parent.name == "snapshots")
+    of_model = next((each.parent for each in cached if each.parent.name.startswith("models--")), home)
+    if not target.is_relative_to(of_model):
+        raise UserError(f"{folder / name} is a link to {target}, outside the folder; replace it with a copy")
+    return folder / name
+
+
+def unreadable(file: str | Path, message: str) -> UserError:
+    """Return what to raise for a file of a model that is not what it should be.
+
+    Args:
+        file: which one, on a disk or behind a URL.
+        message: its fault, unless it is a Git LFS pointer.
+    """
+    path = Path(file)
+    if path.is_file():
+        with open(path, "rb") as opened:
+            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                return UserError(
+                    f"{file} is a Git LFS pointer in place of the file itself: fetch the file with `git lfs pull`, or "
+                    "the model with `torchtitan download`"
+                )
+    return UserError(message)

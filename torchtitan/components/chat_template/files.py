@@ -9,7 +9,9 @@ from torchtitan.components.chat_template.template import ChatTemplate
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
+from torchtitan.tools.model_folder import file_to_copy
 
+_WITH_TOOLS = "additional_chat_templates/tool_use.jinja"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -52,15 +54,15 @@ def load_chat_template(*folders: Path) -> ChatTemplate | None:
     It can read the special tokens that `tokenizer_config.json` names or, where it does not, `special_tokens_map.json`.
 
     Raises:
-        UserError: if there is one that cannot be read.
+        UserError: if there is one that cannot be read, or whose part for tools is a link out of the folder.
     """
     for folder in folders:
         file = folder / "chat_template.jinja"
         file = file if file.is_file() else folder / "tokenizer_config.json"
         source = _read(file) if file.is_file() else None
-        with_tools = folder / "additional_chat_templates" / "tool_use.jinja"
-        if source is not None and file.suffix == ".jinja" and with_tools.is_file():
-            source = _chosen_by_tools(source, _read_text(with_tools), str(folder))
+        if source is not None and file.suffix == ".jinja" and (folder / _WITH_TOOLS).is_file():
+            # What a run trains with is copied into its checkpoints.
+            source = _chosen_by_tools(source, _read_text(file_to_copy(folder, _WITH_TOOLS)), str(folder))
         if source is not None:
             return ChatTemplate(source, _tokens_of(folders), f"the chat template in '{file}'", of_model=True)
     return None

@@ -14,6 +14,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
 from torchtitan.tools.logging import logger
+from torchtitan.tools.model_folder import file_to_copy
 
 FOLDER = "assets"
 """The folder inside a checkpoint's."""
@@ -87,9 +88,14 @@ class CheckpointAssets:
 
 
 def asset_folder(checkpoint: Path) -> Path:
-    """Where the files of `FILES` lie in a checkpoint of any format: in its folder `assets`, or beside a config.json."""
-    assets = checkpoint / FOLDER
-    return assets if assets.is_dir() and not (checkpoint / "config.json").is_file() else checkpoint
+    """Return the folder of the files of `FILES` in a checkpoint of any format: its folder `assets`, or the checkpoint
+    itself where there is a config.json.
+
+    Raises:
+        UserError: if `assets` is a link out of the checkpoint.
+    """
+    is_foreign = (checkpoint / "config.json").is_file() or not (checkpoint / FOLDER).is_dir()
+    return checkpoint if is_foreign else file_to_copy(checkpoint, FOLDER)
 
 
 def token_ids(folder: Path, config: Path) -> dict[str, Any]:
@@ -156,7 +162,7 @@ def _read_descriptions(checkpoint: str | Path, key: str) -> list[Description]:
     folder, name = folder_at(checkpoint), DESCRIPTION
     try:
         content = json.loads(folder.read(name)) if folder.has_file(name) else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{checkpoint}/{name} cannot be read: {error}") from error
     converters = content.get(key, []) if isinstance(content, dict) else None
     if not (isinstance(converters, list) and all(isinstance(converter, dict) for converter in converters)):
@@ -165,8 +171,12 @@ def _read_descriptions(checkpoint: str | Path, key: str) -> list[Description]:
 
 
 def files_in(folder: Path | None) -> dict[str, AssetFile]:
-    """The files of `FILES` that `folder` has, by name; none of no folder."""
-    return {} if folder is None else {name: folder / name for name in FILES if (folder / name).is_file()}
+    """Return the files of `FILES` that `folder` has, by name; none if there is no folder.
+
+    Raises:
+        UserError: if one is a link out of the folder.
+    """
+    return {} if folder is None else {name: file_to_copy(folder, name) for name in FILES if (folder / name).is_file()}
 
 
 def write_files(folder: Path, files: Mapping[str, AssetFile]) -> None:

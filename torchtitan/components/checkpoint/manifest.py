@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.store import Folder
@@ -84,7 +85,9 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
         return Faults(unread=[_unreadable(MANIFEST, error)])
     if hashlib.sha256(content).hexdigest() != manifest_digest:
         return Faults(damage=[f"{MANIFEST} is damaged (its digest differs)"])
-    files = json.loads(content)["files"]
+    files = _listed(content)
+    if files is None:
+        return Faults(damage=[f"{MANIFEST} is damaged (it lists no files)"])
     expected = {name: files[name] for name in files if only is None or name in only}
     damage = {name: fault for name in expected if (fault := _size_fault(name, expected[name]["bytes"], sizes))}
     unread: dict[str, str] = {}
@@ -104,6 +107,16 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
         damage |= differ
         unread |= failed
     return Faults([damage[name] for name in sorted(damage)], [unread[name] for name in sorted(unread)])
+
+
+def _listed(content: bytes) -> dict[str, Any] | None:
+    """Return the files that a manifest lists; None if it is none, which its digest does not tell where both are
+    forged."""
+    try:
+        files = json.loads(content)["files"]
+        return {name: {"bytes": file["bytes"], "digest": file["digest"]} for name, file in files.items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None
 
 
 def split_by_size(sizes: Mapping[str, int], n_shares: int) -> list[list[str]]:

@@ -8,19 +8,18 @@ DCP takes a second to import: import this module where it is used, not at the to
 
 import hashlib
 import json
-import pickle
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.checkpoint.reading import Planner, Reader, in_words
 from torchtitan.components.checkpoint.staging import Entries
-from torchtitan.components.checkpoint.store import Folder, LocalFolder
+from torchtitan.components.checkpoint.store import Folder
 from torchtitan.components.checkpoint.writing import failure_cause
 from torchtitan.tools.errors import UserError
 
@@ -78,7 +77,8 @@ def load(
     Raises:
         UserError: on every rank, where the checkpoint lacks a state, does not fit or cannot be read.
     """
-    saved = _saved_entries(path)
+    reader = Reader(path)
+    saved = _saved_entries(reader.metadata)
     states = {name: state for name, state in states.items() if name in saved or name not in optional}
     keys = {name: name for name in states} | {name: rank_key(name, saved_rank) for name in rank_states}
     for name, key in keys.items():
@@ -91,24 +91,29 @@ def load(
     targets |= {keys[name]: _empty_tensors(saved[keys[name]]) for name in rank_states}
     request = {key: tensors | _strings(saved[key]) for key, tensors in targets.items()}
     try:
-        dcp.load(request, storage_reader=_reader(path), process_group=ranks.group, no_dist=ranks.group is None)
+        dcp.load(
+            request,
+            storage_reader=reader,
+            planner=Planner(),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
+        decoded = {name: decode(request[key], templates.get(name, {})) for name, key in keys.items()}
     except dcp.CheckpointException as error:
-        raise UserError(f"{path} cannot be read ({failure_cause(error)!r}); load another checkpoint") from error
+        raise _unreadable(path, failure_cause(error)) from error
+    except (TypeError, ValueError, RecursionError) as error:  # of JSON that no run has written
+        raise _unreadable(path, error) from error
     for name, state in {**states, **rank_states}.items():
-        state.load_state_dict(decode(request[keys[name]], templates.get(name, {})))
+        state.load_state_dict(decoded[name])
     return set(keys)
 
 
-def _reader(path: Folder) -> dcp.FileSystemReader:
-    return dcp.FileSystemReader(path.path) if isinstance(path, LocalFolder) else FsspecReader(str(path))
+def _unreadable(path: Folder, error: BaseException) -> UserError:
+    return UserError(f"{path} cannot be read ({in_words(error)}); load another checkpoint")
 
 
-def _saved_entries(path: Folder) -> dict[str, SavedEntries]:
-    """What the checkpoint in `path` holds: state → entry → its form. Reads no tensor."""
-    try:
-        metadata = _reader(path).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} cannot be read ({error!r}); load another checkpoint") from error
+def _saved_entries(metadata: Metadata) -> dict[str, SavedEntries]:
+    """Return the entries that a checkpoint has: state → entry → its form."""
     saved: dict[str, SavedEntries] = {}
     for name, form in metadata.state_dict_metadata.items():
         state, entry = metadata.planner_data[name]
@@ -153,7 +158,7 @@ def saved_shapes(path: Folder, state: str) -> dict[str, torch.Size]:
     Raises:
         UserError: where it cannot be read.
     """
-    return {name: form.size for name, form in _tensor_forms(_saved_entries(path).get(state, {}))}
+    return {name: form.size for name, form in _tensor_forms(_saved_entries(Reader(path).metadata).get(state, {}))}
 
 
 def _tensors(state_dict: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:

@@ -167,7 +167,10 @@ class LocalFolder(Folder):
 
     def open(self, name: str) -> io.BufferedIOBase:
         """The file `name`, to be read."""
-        return open(self.path / name, "rb")
+        path = self.path / name
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise OSError(f"{path} is not a file")
+        return open(path, "rb")
 
     def write(self, name: str, content: bytes) -> None:
         """Write the file `name`."""

@@ -14,6 +14,7 @@ from typing import Any
 from torchtitan.components.tokenizer.backend import without_surrogates
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.model_folder import unreadable
 
 # Llama 3's split pattern and special tokens (with Llama 3.1's names), as published with the model:
 # https://github.com/meta-llama/llama-models/blob/main/models/llama3/tokenizer.py
@@ -155,7 +156,8 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise UserError(f"'{path}' line {number} is not `<base64> <rank>`, tiktoken's format") from error
+            message = f"'{path}' line {number} is not `<base64> <rank>`, tiktoken's format"
+            raise unreadable(path, message) from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
         raise UserError(f"'{path}' is incomplete: its {len(ranks)} ranks are not 0, 1, 2, ... with all single bytes")
     return ranks

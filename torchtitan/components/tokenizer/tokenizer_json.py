@@ -8,6 +8,7 @@ from typing import Any
 from torchtitan.components.tokenizer.backend import without_surrogates
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.model_folder import unreadable
 
 
 class HuggingFace:
@@ -65,7 +66,8 @@ class HuggingFace:
         try:
             return tokenizers.Tokenizer.from_buffer(self.content)
         except Exception as error:  # the library raises nothing more specific
-            raise UserError(f"'{self.path}' is not a tokenizer that `tokenizers` can read: {error}") from error
+            message = f"'{self.path}' is not a tokenizer that `tokenizers` can read: {error}"
+            raise unreadable(self.path, message) from error
 
     def _load(self, *, literal: bool) -> Any:
         tokenizer = self._read()

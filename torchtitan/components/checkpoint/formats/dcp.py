@@ -3,7 +3,6 @@
 DCP takes a second to import: import this module where it is used, not at the top of another.
 """
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from torchtitan.components.checkpoint import storage, writing
-from torchtitan.components.checkpoint.formats.find import DCP_METADATA
 from torchtitan.components.checkpoint.formats.source import (
     MakeTensor,
     Slices,
@@ -29,6 +27,8 @@ from torchtitan.components.checkpoint.formats.source import (
     some,
     whole,
 )
+from torchtitan.components.checkpoint.reading import Reader, in_words
+from torchtitan.components.checkpoint.store import LocalFolder
 from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools.errors import UserError
 
@@ -46,7 +46,8 @@ class DcpSource(TensorSource):
 
     def __init__(self, path: str | Path, state: str = "model"):
         self.path = Path(path)
-        self._metadata = _read_metadata(self.path)
+        self._reader = Reader(LocalFolder(self.path))
+        self._metadata = self._reader.metadata
         states = _states(self._metadata)
         if state not in states:
             raise UserError(f"{self.path} was saved without a state {state!r}; it has {some(sorted(states))}")
@@ -65,20 +66,21 @@ class DcpSource(TensorSource):
         items = create_read_items_for_chunk_list(key, saved, [chunk])
         try:
             if slices is None and len(items) == len(saved.chunks) == 1:
-                return self._load(items[0])
-            reader = dcp.FileSystemReader(self.path)
-            reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-            reader.read_data(LoadPlan(items), _ReadInto(out)).wait()
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise damaged(self.path, f"{name}: {error!r}".split("\n")[0]) from error
+                return self._load(items[0], form)
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            self._reader.read_data(LoadPlan(items), _ReadInto(out)).wait()
+        except Exception as error:  # there is no end to what damaged bytes lead to
+            raise damaged(self.path, f"{name}: {in_words(error)}") from error
         return out
 
-    def _load(self, item: ReadItem) -> Tensor:
+    def _load(self, item: ReadItem, form: TensorForm) -> Tensor:
         """A tensor that lies in one piece; DCP's reader would hold it twice."""
         place = self._metadata.storage_data[item.storage_index]
         with open(self.path / place.relative_path, "rb") as file:
             view: Any = _create_file_view(file, place.offset, place.length)
             tensor: Tensor = torch.load(view, map_location="cpu", weights_only=True)
+        if TensorForm.of(tensor) != form or tensor.is_meta or tensor.layout != torch.strided:
+            raise ValueError(f"{place.relative_path} holds another tensor than .metadata says")
         return tensor
 
 
@@ -88,7 +90,7 @@ def state_forms(path: Path) -> dict[str, dict[str, TensorForm]]:
     Raises:
         UserError: where the checkpoint cannot be read.
     """
-    metadata = _read_metadata(path)
+    metadata = Reader(LocalFolder(path)).metadata
     return {state: _forms(metadata, keys) for state, keys in sorted(_states(metadata).items())}
 
 
@@ -157,16 +159,6 @@ class _ReadInto(DefaultLoadPlanner):
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             part = part.narrow(dim, offset, length)
         return part
-
-
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        metadata = dcp.FileSystemReader(path).read_metadata()
-        for keys in _states(metadata).values():
-            _forms(metadata, keys)
-    except Exception as error:  # there is nothing that reading a damaged pickle, or using what it gives, cannot raise
-        raise damaged(path / DCP_METADATA, repr(error)) from error
-    return metadata
 
 
 def _states(metadata: Metadata) -> dict[str, dict[str, str]]:

@@ -11,6 +11,8 @@ from torchtitan.tools.model_folder import no_folder
 
 Format = Literal["dcp", "hf", "meta"]
 
+FORMAT_NAMES: dict[Format, str] = {"dcp": "DCP", "hf": "Hugging Face", "meta": "Meta"}
+
 DCP_METADATA = ".metadata"
 """The file that DCP writes last into a checkpoint."""
 
@@ -26,17 +28,20 @@ def format_of(path: str | Path) -> Format:
     """The format of the checkpoint that is the folder `path`.
 
     Raises:
-        UserError: where there is none; it says what the folder has, and what it lacks.
+        UserError: if there is none (it names the files that the folder has, and those it lacks), or more than one.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise no_folder(path)
-    if (folder / DCP_METADATA).is_file():
-        return "dcp"
-    if _has_any(folder, *_SAFETENSORS, *_PICKLED):
-        return "hf"
-    if next(folder.glob(meta.FILES), None):
-        return "meta"
+    found = formats_in(folder)
+    if len(found) > 1:
+        named = " and ".join(f"{FORMAT_NAMES[format]} ({file})" for format, file in found.items())
+        raise UserError(
+            f"{folder} holds weights in {len(found)} formats, {named}, and only one can be meant: move the other files "
+            "into a folder of their own"
+        )
+    if found:
+        return next(iter(found))
     if (folder / ADAPTER_CONFIG).is_file():
         raise UserError(f"{folder} holds an adapter alone, which is no model; name the merged one ({_merged(folder)})")
     if folders.has_marker(folder):
@@ -46,6 +51,18 @@ def format_of(path: str | Path) -> Format:
         f"{folder} holds no checkpoint: it has {has}, and no weights: no {DCP_METADATA} (DCP), no "
         f"{' or '.join(_SAFETENSORS)}, no {' or '.join(_PICKLED)} (Hugging Face), and no {meta.FILES} (Meta)"
     )
+
+
+def formats_in(folder: Path) -> dict[Format, str]:
+    """Return the formats that `folder` has files of, each with the name of one. Safetensors and pytorch_model.bin are
+    one format: many models on the hub have both."""
+    huggingface_files = (name for name in (*_SAFETENSORS, *_PICKLED) if (folder / name).is_file())
+    files: dict[Format, str | None] = {
+        "dcp": DCP_METADATA if (folder / DCP_METADATA).is_file() else None,
+        "hf": next(huggingface_files, None),
+        "meta": next((file.name for file in sorted(folder.glob(meta.FILES)) if file.is_file()), None),
+    }
+    return {format: name for format, name in files.items() if name}
 
 
 def _has_any(folder: Path, *names: str) -> bool:

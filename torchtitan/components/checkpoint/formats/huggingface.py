@@ -219,7 +219,7 @@ def _open(path: Path) -> Any:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         document = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise damaged(path, error) from error
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):

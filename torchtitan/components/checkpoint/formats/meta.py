@@ -52,6 +52,8 @@ class MetaSource(TensorSource):
         if files != expected:
             missing = [file.name for file in expected if file not in files]
             raise UserError(f"{self.path} is incomplete: there is no {some(missing)} (there are {len(files)} files)")
+        if odd := [file.name for file in files if not file.is_file()]:
+            raise UserError(f"{self.path} is incomplete: {some(odd)} is not a file")
         shards = [tensors_in(file) for file in files]
         for file, shard in zip(files, shards, strict=True):
             if differing := sorted(shards[0].keys() ^ shard.keys()):
@@ -118,7 +120,7 @@ class MetaSource(TensorSource):
     def _dim(self) -> int:
         try:
             return int(json.loads((self.path / PARAMETERS).read_bytes())["dim"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{self.path / PARAMETERS} must say the model's `dim` ({error!r})") from error
 
     def _joined_form(self, name: str) -> TensorForm:

@@ -15,6 +15,7 @@ from torchtitan.components.checkpoint.formats.huggingface import files_of
 from torchtitan.components.checkpoint.formats.source import Slices, TensorSource, damaged, some, whole
 from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.model_folder import unreadable
 
 WEIGHTS = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
@@ -90,20 +91,24 @@ def tensors_in(file: Path) -> dict[str, Piece]:
     except pickle.UnpicklingError as error:
         # torch's first line advises to load the file all the same; the second one names the object.
         reason = [line for line in str(error).splitlines() if line.strip()][:2][-1]
-        raise UserError(
+        raise unreadable(
+            file,
             f"{file} does not hold tensors alone, and is not loaded, since other objects could run code ({reason}); "
-            "use safetensors files"
+            "use safetensors files",
         ) from error
     except Exception as error:  # there is no end to what damaged bytes lead to
         raise damaged(file, str(error).split("\n")[0]) from error
     is_named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
     if not is_named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise UserError(f"{file} is not a file of weights: it must hold a dict of tensors")
-    pieces = {}
+    pieces, n_bytes = {}, file.stat().st_size
     for name, tensor in tensors.items():
         is_dense = tensor.layout == torch.strided
         start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if is_dense else None
         if start is None or not tensor.is_contiguous():
             raise UserError(f"{file}: {name} does not lie in one piece; load the file and torch.save it again")
-        pieces[name] = Piece(file, start + tensor.storage_offset() * tensor.itemsize, TensorForm.of(tensor))
+        piece = Piece(file, start + tensor.storage_offset() * tensor.itemsize, TensorForm.of(tensor))
+        if not 0 <= piece.offset <= n_bytes - piece.form.n_bytes:
+            raise damaged(file, f"{name} is not inside it")
+        pieces[name] = piece
     return pieces

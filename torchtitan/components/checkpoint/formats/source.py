@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.model_folder import unreadable
 
 Slices = tuple[slice, ...]
 """The part of a tensor that is read: for each dimension from where to where, without steps."""
@@ -81,6 +82,7 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_IN_ERRORS]) + more
 
 
-def damaged(file: Path, error: object) -> UserError:
+def damaged(file: str | Path, error: object) -> UserError:
     """What to raise for a file that cannot be read."""
-    return UserError(f"{file} cannot be read, it is damaged or was cut short: {error}; copy or download it again")
+    message = f"{file} cannot be read, it is damaged or was cut short: {error}; copy or download it again"
+    return unreadable(file, message)
