@@ -30,22 +30,24 @@ def list_elements(file: IO[str], path: Path, chunk_size: int) -> Iterator[tuple[
     while not text.strip():
         text += file.read(chunk_size)
     start, line = len(text) - len(text.lstrip()), 1  # `line`: the one that `text` begins in
+
+    def broken(why: str) -> UserError:
+        begin = _after_blanks(text, start + 1)
+        return UserError(f"{path}:{line + text.count(chr(10), 0, begin)}: broken JSON, {why}")
+
     while True:
         try:
             element, stop = _element(text, start)
         except json.JSONDecodeError as error:
             if not (more := file.read(max(chunk_size, len(text) - start))):
                 raise UserError(f"{path}:{line + error.lineno - 1}: broken JSON, {error.msg}") from None
-            line += text.count("\n", 0, start)
             if len(text) - start > LONGEST:
-                raise UserError(
-                    f"{path}:{line}: broken JSON, an element has more than {LONGEST:,} characters"
-                ) from None
+                raise broken(f"an element has more than {LONGEST:,} characters") from None
+            line += text.count("\n", 0, start)
             text, start = text[start:] + more, 0
             continue
         except (ValueError, RecursionError) as error:
-            where = f"{path}:{line + text.count(chr(10), 0, start)}"
-            raise UserError(f"{where}: broken JSON, {in_words(error)}") from None
+            raise broken(in_words(error)) from None
         if element is not None:
             yield element
         if text[stop] == "]":

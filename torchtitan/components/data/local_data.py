@@ -7,6 +7,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from torchtitan.components.data.readers import file_format, regular_file, supported_formats
@@ -100,22 +101,26 @@ def _folders(top: Path) -> Iterator[Path]:
             continue
         seen.add(place)
         yield folder
-        inside = sorted(path for path in _visible(folder) if path.is_dir())
-        waiting.extendleft(path for path in reversed(inside) if not path.is_symlink())
-        waiting.extend(path for path in inside if path.is_symlink())
+        inside = sorted((entry for entry in _visible(folder) if _is_folder(entry)), key=lambda entry: entry.name)
+        waiting.extendleft(Path(entry) for entry in reversed(inside) if not entry.is_symlink())
+        waiting.extend(Path(entry) for entry in inside if entry.is_symlink())
 
 
-def _visible(folder: Path) -> Iterator[Path]:
-    return (folder / name for name in os.listdir(folder) if not name.startswith("."))
+def _visible(folder: Path) -> list["os.DirEntry[str]"]:
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if not entry.name.startswith(".")]
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    return entry.is_dir(follow_symlinks=False) or entry.is_symlink() and os.path.isdir(entry)
 
 
 def _data_files(folder: Path) -> Iterator[Path]:
     """Yield the files of a known format in a folder; raises `UserError` for a link to nothing, which may be to a file
     or a folder of data."""
-    for path in _visible(folder):
-        if path.is_dir():
-            continue
-        if file_format(path) is not None or not path.exists():
+    for entry in _visible(folder):
+        path = folder / entry.name
+        if not _is_folder(entry) and (file_format(path) is not None or entry.is_symlink() and not path.exists()):
             yield regular_file(path)
 
 
@@ -133,9 +138,10 @@ def _matches(pattern: Path) -> Iterator[Path]:
 
 def _once(files: Iterable[Path]) -> list[Path]:
     """Return each real file once, by its own name rather than a link's, sorted by name."""
+    real = cache(os.path.realpath)
     by_place: dict[str, Path] = {}
-    for file in sorted(files, key=lambda file: (file.is_symlink(), str(file))):
-        by_place.setdefault(os.path.realpath(file), file)
+    for is_link, name, file in sorted((file.is_symlink(), str(file), file) for file in files):
+        by_place.setdefault(real(name) if is_link else os.path.join(real(file.parent), file.name), file)
     return sorted(by_place.values(), key=str)
 
 

@@ -65,11 +65,11 @@ def supported_formats() -> str:
 def regular_file(path: Path) -> Path:
     """Return a path that exists; raises `UserError` for a link to nothing, and for a pipe, a socket or a device, which
     must not be opened: that may wait forever."""
-    if not path.exists():
-        raise UserError(f"{path} is a link to {os.readlink(path)}, which does not exist; mend the link, or remove it")
-    if not path.is_file():
+    if path.is_file():
+        return path
+    if path.exists():
         raise UserError(f"{path} is not a regular file; save its content in one, or move it elsewhere")
-    return path
+    raise UserError(f"{path} is a link to {os.readlink(path)}, which does not exist; mend the link, or remove it")
 
 
 def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None) -> Iterator[Row]:
@@ -259,7 +259,9 @@ def parse_json(text: str) -> Any:
     """Return what JSON text says; raises `ValueError` if it is none, or has strings in it that are no text."""
     try:
         value = json.loads(text)
-    except RecursionError as error:
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ValueError(in_words(error)) from None
     _check_characters(value, text)
     return value
