@@ -176,6 +176,15 @@ def test_report_accounts_for_every_row(tmp_path):
     assert "special tokens spelt by content: 1 (a.jsonl:6" in lines
 
 
+def test_rows_nested_too_deeply_are_broken(tmp_path):
+    def convert_deep(row):
+        return convert_deep(row) if row["text"] == "deep" else convert(row)
+
+    row_format = RowFormat(name="plain", kind="sft", required=("text",), convert=convert_deep, fingerprint="deep")
+    report = open_cache(Texts("aB", "deep"), tmp_path, row_format=row_format).report
+    assert report.dropped["broken"].examples == [("a.jsonl:2", "it is nested too deeply")]
+
+
 def test_only_the_first_examples_are_named(tmp_path):
     report = open_cache(Texts(*[""] * 7, "aB"), tmp_path).report
     assert report.dropped["empty"].count == 7
