@@ -113,7 +113,7 @@ def test_folder_is_searched_in_sorted_order(tmp_path):
 
 
 def test_links_in_a_folder_give_no_copies(tmp_path):
-    """Links to the folder itself, to one above it, to another beside it; two of them take glob forever."""
+    """Links to the folder itself, to one above it, to another one; two of them take glob forever."""
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     (data / "b").mkdir(parents=True)
     elsewhere.mkdir()

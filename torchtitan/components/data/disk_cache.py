@@ -165,7 +165,7 @@ def _check_blocks(folder: Path, whole: bool) -> None:
             for number in numbers:
                 file.seek(number * _BLOCK_BYTES)
                 if zlib.crc32(file.read(_BLOCK_BYTES)) != checksums[number]:
-                    raise ValueError(f"{name} is not what was written, in its block {number + 1} of {n_blocks}")
+                    raise ValueError(f"block {number + 1} of {n_blocks} of {name} has another checksum")
 
 
 @contextmanager

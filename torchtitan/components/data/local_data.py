@@ -19,7 +19,7 @@ _SPLIT = re.compile(r"\w[\w.-]*")
 
 
 def local_splits(dataset: str) -> tuple[str, ...]:
-    """Return the splits of a local path: those of a saved `DatasetDict`; all else is one split, `train`."""
+    """Return the splits of a local path: a saved `DatasetDict` has several; all else is one split, `train`."""
     path = _path(dataset)
     if not _is_saved_dict(path):
         return ("train",)
@@ -33,7 +33,7 @@ def local_splits(dataset: str) -> tuple[str, ...]:
 
 
 def saved_dataset(dataset: str, split: str) -> Path | None:
-    """Return the folder that `datasets.save_to_disk` wrote for a split; None if the path is none of its making."""
+    """Return the folder that `datasets.save_to_disk` wrote for a split; None if it did not write the path."""
     path = _path(dataset)
     if _is_saved_dict(path):
         return path / split
