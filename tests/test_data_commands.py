@@ -1,7 +1,9 @@
 """`torchtitan data`: what is shown is what is trained on."""
 
+import errno
 import io
 import json
+import os
 import re
 from collections import Counter
 from html.parser import HTMLParser
@@ -500,6 +502,20 @@ def test_a_step_that_was_not_taken(chats, capsys):
     assert "has the steps 1 to 3" in failure(capsys, "show", "--step", "4", *of_chats(chats))
 
 
+@pytest.mark.parametrize(
+    "damage",
+    ["null", "5", "{}", "[" * 100_000, '{"step": 2}', '{"step": 2, "data_step": "x", "documents": []}', "\udcff"]
+    + [f'{{"step": 2, "data_step": {data_step}, "documents": {names}}}' for data_step, names in ((0, []), (1, [5]))],
+)
+def test_a_damaged_ledger(chats, capsys, damage):
+    Path("run").mkdir()
+    lines = [json.dumps({"step": step, "data_step": step, "documents": []}) for step in (1, 3)]
+    content = "\n".join([lines[0], damage, lines[1]])
+    Path("run/ledger.jsonl").write_bytes(content.encode(errors="surrogateescape"))
+    expected = "there is no step 2: 'run/ledger.jsonl' has the steps 1 to 3, and line 2 of it is damaged"
+    assert expected in failure(capsys, "show", "--step", "2", *of_chats(chats))
+
+
 def test_a_step_of_running_text_by_its_ledger(folder, capsys):
     (folder / "a.txt").write_text("Once upon a time there was a lion. " * 60)
     words = [*options(dataloader__dataset="a.txt", training__steps=2)]
@@ -542,6 +558,24 @@ def test_a_run_is_named_by_its_configuration_file(chats, capsys):
     assert shown_step(capsys, 2, ["--config_file", "run/config.yaml"]) == shown_step(capsys, 2, words)
 
 
+def test_a_page_is_written_whole_or_not_at_all(chats, capsys, monkeypatch):
+    Path("page.html").write_text("the page before")
+
+    written = Path.open
+
+    def fill_up(path, mode="r", **options):
+        if path.name.startswith("page.html") and mode != "r":
+            written(path, mode, **options).close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(path, mode, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", fill_up)
+        error = failure(capsys, "inspect", "--html", "page.html", *of_chats(chats))
+    assert error.endswith("--html page.html cannot be written: No space left on device")
+    assert Path("page.html").read_text() == "the page before" and not list(Path().glob("page.html?*"))
+
+
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -552,6 +586,8 @@ def test_mistakes_end_with_one_line(chats, capsys):
     assert "number from 1, not 0" in failure(capsys, "show", "--step", "0", *words)
     assert "--samples must be at least 1" in failure(capsys, "inspect", "--samples", "0", *words)
     assert "there is no folder" in failure(capsys, "inspect", "--html", "no/where/page.html", *words)
+    os.mkfifo("pipe")
+    assert "pipe is not a regular file" in failure(capsys, "inspect", "--html", "pipe", *words)
     assert "nothing.jsonl" in failure(capsys, "inspect", *SFT, "--dataloader.dataset", "nothing.jsonl")
     assert "unknown command 'shw'" in failure(capsys, "shw")
 

@@ -1,8 +1,10 @@
 """Dataset strings and file formats: what is read, and the message for each thing that can be wrong."""
 
 import csv
+import errno
 import gzip
 import json
+import os
 import re
 from pathlib import Path
 
@@ -108,6 +110,106 @@ def test_folder_is_searched_in_sorted_order(tmp_path):
     assert documents_of(source) == ["j", "c", "z", "b"]
     assert documents_at(tmp_path / "**" / "*.txt*") == ["c", "b"]
     assert documents_at(tmp_path / "[ab].txt") == ["b"]
+
+
+def test_links_in_a_folder_give_no_copies(tmp_path):
+    """Links to the folder itself, to one above it, to another one; two of them take glob forever."""
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    (data / "b").mkdir(parents=True)
+    elsewhere.mkdir()
+    for file in (data / "a.txt", data / "b" / "b.txt", elsewhere / "c.txt", elsewhere / "d.txt"):
+        file.write_text(file.stem)
+    for link, target in {
+        "latest": ".",
+        "0latest": "b",
+        "b/up": "..",
+        "b/0.txt": "b.txt",
+        "0.txt": "a.txt",
+        "disk": elsewhere,
+        "disk2": elsewhere,
+        "c.txt": elsewhere / "c.txt",
+        ".hidden": "nowhere",
+    }.items():
+        (data / link).symlink_to(target)
+    for dataset, prefix in {data: "", data / "**" / "*.txt": f"{data}/", data / "**": f"{data}/"}.items():
+        names = [part.name for part in resolve_source(str(dataset)).parts]
+        assert names == [f"{prefix}{name}" for name in ("a.txt", "b/b.txt", "disk/c.txt", "disk/d.txt")]
+    assert [part.name for part in resolve_source(str(data / "b" / "**" / "a*")).parts] == [f"{data}/b/up/a.txt"]
+    assert documents_at(data / "**" / "up" / "**" / "*.txt") == ["a", "b", "c", "d"]
+    assert documents_at(data / "0*.txt") == ["a"]
+    assert documents_at(data / "latest") == documents_at(data)
+
+
+def test_a_link_to_nothing_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    gone = tmp_path / "gone.txt"
+    gone.symlink_to("/no/where")
+    for dataset in (tmp_path, tmp_path / "*.txt", tmp_path / "**" / "*"):
+        with raises(f"{gone} is a link to /no/where, which does not exist; mend the link, or remove it"):
+            documents_at(dataset)
+    gone.unlink()
+    gone.symlink_to(gone.name)
+    with raises(f"{gone} is a link to gone.txt, which does not exist"):
+        documents_at(tmp_path)
+    gone.rename(tmp_path / "folder")  # it may have been a folder
+    with raises(f"{tmp_path / 'folder'} is a link to gone.txt, which does not exist"):
+        documents_at(tmp_path)
+    (tmp_path / "folder").rename(tmp_path / ".hidden")
+    assert documents_at(tmp_path) == ["a"]
+
+
+def test_special_files_are_named_and_not_opened(tmp_path):
+    """Opening a pipe would wait for somebody to write to it."""
+    (tmp_path / "a.txt").write_text("a")
+    os.mkfifo(tmp_path / "ignored")
+    assert documents_at(tmp_path) == ["a"]
+    os.mkfifo(tmp_path / "b.txt")
+    for dataset in (tmp_path, tmp_path / "*.txt"):
+        with raises(f"{tmp_path / 'b.txt'} is not a regular file; save its content in one"):
+            documents_at(dataset)
+    with raises(f"'{tmp_path / 'b.txt'}' is not a regular file"):
+        documents_at(tmp_path / "b.txt")
+    (tmp_path / "b.txt").unlink()
+    (tmp_path / "c.md").symlink_to("/dev/zero")
+    with raises(f"{tmp_path / 'c.md'} is not a regular file"):
+        documents_at(tmp_path)
+
+
+def test_a_pipe_in_a_saved_dataset(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "one")
+    [file] = (tmp_path / "one").glob("*.arrow")
+    file.unlink()
+    os.mkfifo(file)
+    with raises(f"{file} is not a regular file"):
+        documents_at(tmp_path / "one")
+
+
+@pytest.mark.parametrize("splits", ["", "null", "[]", "{}", '{"splits": 5}', '{"splits": ["../.."]}', "[" * 100_000])
+def test_damaged_lists_of_splits_are_named(tmp_path, splits):
+    (tmp_path / "dataset_dict.json").write_text(splits)
+    with raises(f"{tmp_path / 'dataset_dict.json'} is damaged: it does not name the splits; save the data set again"):
+        documents_at(tmp_path)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with raises(f"the data set saved in {tmp_path / 'train'} cannot be read ("):
+        documents_at(tmp_path)
+
+
+@pytest.mark.parametrize("dataset", ["~nobody-of-this-name/a.txt", "x" * 300, "a\0b", "x" * 300 + "/*.txt"])
+def test_paths_that_no_file_system_has(dataset):
+    with raises("dataset "):
+        documents_at(dataset)
+
+
+def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+
+    def fail(folder):
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with raises(f"dataset '{tmp_path}': {tmp_path} cannot be read: Permission denied"):
+        documents_at(tmp_path)
 
 
 def test_tilde_is_the_home_folder(tmp_path, monkeypatch):
@@ -271,6 +373,38 @@ def test_broken_csv_parquet_and_compressed_files(tmp_path):
         path.write_bytes(path.read_bytes()[:-20])
         with raises(f"{path} cannot be read: "):
             documents_at(path)
+
+
+@pytest.mark.parametrize("kind", ["txt", "csv"])
+def test_nul_characters_are_damage(tmp_path, kind):
+    path = tmp_path / f"data.{kind}"
+    path.write_bytes(b"text\na\n" + bytes(100))
+    with raises(f"{path}:3: a NUL character, as in a damaged file or in UTF-16"):
+        documents_at(path)
+    path.write_text("text\na\n", encoding="utf-16-le")
+    with raises(f"{path}:1: a NUL character"):
+        documents_at(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": "%s"}'),
+        ("a.json", '[{"text": "a"},\n{"text": "%s"}]'),
+        ("a.csv", 'text\n"%s"'),
+        ("b.csv", 'text,"\n%s'),  # the quote is never closed
+    ],
+)
+def test_rows_that_would_fill_the_memory(tmp_path, monkeypatch, name, content):
+    for module in ("readers", "json_list"):
+        monkeypatch.setattr(f"torchtitan.components.data.{module}.LONGEST", 1000)
+    monkeypatch.setattr("torchtitan.components.data.readers.CHUNK_SIZE", 100)
+    if name != "b.csv":
+        (tmp_path / name).write_text(content % ("x" * 900))
+        assert documents_at(tmp_path / name)[-1] == "x" * 900
+    (tmp_path / name).write_text(content % ("x" * 5000))
+    with raises(f"{tmp_path / name}:2: "):
+        documents_at(tmp_path / name)
 
 
 def test_real_files(assets):

@@ -1,6 +1,7 @@
 """The token cache: what is in it, when it is found again, and what a failed build leaves behind."""
 
 import errno
+import json
 import logging
 import os
 import pickle
@@ -10,15 +11,17 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from filelock import FileLock
 
-from torchtitan.components.data import encoding
-from torchtitan.components.data.disk_cache import DamagedCache
+from torchtitan.components.data import disk_cache, encoding
+from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.data.encoding import encode_documents, split_document
+from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.progress import progress
 from torchtitan.components.data.sources import resolve_source
 from torchtitan.components.data.token_cache import TokenCache, cache_root, open_token_cache
@@ -237,21 +240,89 @@ def test_file_that_changes_while_it_is_read(tmp_path, tokenizer):
     assert kept(tmp_path / "cache") == []
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{}", b"[]", b'{"dtype": "uint16", "n_to'])
-def test_damaged_cache_is_made_again(tmp_path, tokenizer, caplog, content):
+DAMAGES = {
+    "gone": None,
+    "empty": lambda old: b"",
+    "an object": lambda old: b"{}",
+    "a list": lambda old: b"[]",
+    "null": lambda old: b"null",
+    "nested": lambda old: b"[" * 100_000,
+    "cut off": lambda old: old[:-1],
+    "zeros": lambda old: bytes(len(old)),
+    "one bit": lambda old: old[:-2] + bytes([old[-2] ^ 1]) + old[-1:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_cache_is_set_aside_and_made_again(tmp_path, tokenizer, caplog, damage):
     (tmp_path / "a.txt").write_text("some text")
     folder = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache").folder
     written = {path: path.read_bytes() for path in folder.iterdir()}
-    assert len(written) == 3
-    for path in written:
-        path.unlink() if content is None else path.write_bytes(content)
-        with pytest.raises(DamagedCache, match=f"the token cache {folder} is damaged "):
-            TokenCache(folder, ["a.txt"])
+    assert len(written) == 4
+    for path, content in written.items():
+        path.unlink() if DAMAGES[damage] is None else path.write_bytes(DAMAGES[damage](content))
+        left = {file.name: file.read_bytes() for file in folder.iterdir()}
         caplog.clear()
-        open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+        cache = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+        assert cache.tokens(0, 99).tolist() == tokenizer.encode_documents(["some text"])[0]
         [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert line.startswith(f"the token cache {folder} is damaged (") and line.endswith("removed and made again")
+        assert line.startswith(f"the token cache {folder} is damaged (") and "\n" not in line
+        assert line.endswith(f"): it is set aside as {folder.name}.damaged and made again")
         assert {path: path.read_bytes() for path in folder.iterdir()} == written
+        assert kept(tmp_path / "cache") == [folder.name, f"{folder.name}.damaged"]
+        aside = folder.with_suffix(".damaged").iterdir()
+        assert {file.name: file.read_bytes() for file in aside} == left
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({}, "meta.json"),
+        ({"meta.json": [1, []]}, "offsets.bin"),
+        ({"meta.json": ["1", "2"], "tokens.bin": 1, "offsets.bin": None}, ""),
+        ({"meta.json": [10**30, []], "tokens.bin": [], "offsets.bin": []}, ""),
+    ],
+)
+def test_checksums_of_a_wrong_shape_are_damage(tmp_path, tokenizer, caplog, content, problem):
+    (tmp_path / "a.txt").write_text("some text")
+    folder = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache").folder
+    (folder / "blocks.json").write_text(json.dumps(content))
+    open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+    assert "is damaged" in caplog.text and problem in caplog.text
+
+
+def test_of_a_large_file_a_sample_is_compared_or_all(tmp_path, tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(disk_cache, "_BLOCK_BYTES", 32)
+    (tmp_path / "a.txt").write_text("".join(f"word {i} " for i in range(300)))
+    source, root = resolve_source(str(tmp_path / "a.txt")), str(tmp_path / "cache")
+    tokens = open_token_cache(source, tokenizer, root).folder / "tokens.bin"
+    content = tokens.read_bytes()
+    n_blocks = -(-len(content) // 32)
+    assert n_blocks >= 31  # so that the second block is not in the sample
+    for block, verify, found in [(0, False, True), (n_blocks - 1, False, True), (1, False, False), (1, True, True)]:
+        tokens.write_bytes(content[: block * 32] + bytes([content[block * 32] ^ 1]) + content[block * 32 + 1 :])
+        caplog.clear()
+        open_token_cache(source, tokenizer, root, verify=verify)
+        assert (f"(block {block + 1} of {n_blocks} of tokens.bin has another checksum)" in caplog.text) == found
+        assert (tokens.read_bytes() == content) == found
+
+
+def test_loaders_compare_all_if_asked(tmp_path, tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(disk_cache, "_BLOCK_BYTES", 32)
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "word {i}"}}\n' for i in range(300)))
+    given = {"cache_dir": str(tmp_path / "cache")}
+    for config in (
+        PretrainDataLoader.Config(dataset=str(tmp_path / "a.jsonl"), **given),
+        SFTDataLoader.Config(dataset=[str(tmp_path / "a.jsonl")], **given),
+    ):
+        config.prepare(tokenizer=tokenizer)
+        [file] = [*tmp_path.glob("cache/*/*/tokens.bin"), *tmp_path.glob("cache/*/*/ids.bin")][-1:]
+        file.write_bytes(file.read_bytes()[:32] + bytes(32) + file.read_bytes()[64:])
+        caplog.clear()
+        config.prepare(tokenizer=tokenizer)
+        assert "is damaged" not in caplog.text
+        replace(config, verify_caches=True).prepare(tokenizer=tokenizer)
+        assert "is damaged" in caplog.text
 
 
 def test_a_cache_that_cannot_be_read_stays(tmp_path, tokenizer, monkeypatch):

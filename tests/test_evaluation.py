@@ -191,6 +191,10 @@ def test_real_questions(model, tokenizer, reference, assets, name):
     [
         ("{", "line 2"),
         ("[]", "line 2"),
+        ("null", "line 2"),
+        ("[" * 100_000, "line 2 is not JSON: nested too deeply"),
+        ('{"query": "a", "choices": ["b"], "gold": ' + "9" * 5000 + "}", "line 2 is not JSON: Exceeds the limit"),
+        (r'{"query": "a", "choices": ["\ud800"], "gold": 0}', "line 2 is not JSON: half of a character"),
         ('{"query": "a", "choices": ["b"]}', "line 2"),
         ('{"query": "a", "choices": [], "gold": 0}', "not empty"),
         ('{"query": "a", "choices": ["b", " "], "gold": 0}', "not empty"),
@@ -205,6 +209,8 @@ def test_lines_that_are_no_questions_are_named(tmp_path, line, message):
     with pytest.raises(UserError, match=message):
         read_questions(file)
     assert read_questions(file, limit=1) == [Question("a\u2028b", ["b"], 0)]
+    file.write_text("\ufeff" + good)
+    assert read_questions(file) == [Question("a\u2028b", ["b"], 0)]
     file.write_text("\n")
     with pytest.raises(UserError, match="no questions"):
         read_questions(file)

@@ -187,6 +187,87 @@ def test_a_file_that_is_broken_as_a_whole(tmp_path):
             rows_at(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ("null", "expected an object with columns as its keys, found a NoneType"),
+        ("5", "expected an object with columns as its keys, found an int"),
+        ("[" * 100_000, "broken JSON, nested too deeply"),
+        ('{"n": ' + "[" * 100_000 + "]" * 100_000 + "}", "broken JSON, nested too deeply"),
+        ('{"n": ' + "9" * 5000 + "}", "broken JSON, Exceeds the limit (4300 digits) for integer string conversion"),
+        (r'{"a": [{"b": "\ud800"}]}', r"broken JSON, half of a character, '\ud800'"),
+        (r'{"\udfff": 1}', r"broken JSON, half of a character, '\udfff'"),
+        ("\0\0\0", "broken JSON, Expecting value"),
+    ],
+)
+def test_rows_that_no_reader_survived(tmp_path, row, error):
+    (tmp_path / "a.jsonl").write_text(f'{{"n": 1}}\n{row}\n{{"n": 2}}\n')
+    first, broken, last = rows_at(tmp_path / "a.jsonl")
+    assert (first.values, last.values) == ({"n": 1}, {"n": 2})
+    assert broken.where == "a.jsonl:2" and broken.error.startswith(error)
+    (tmp_path / "a.json").write_text(f'[{{"n": 1}},\n{row},\n{{"n": 2}}]\n')
+    try:
+        found = rows_at(tmp_path / "a.json")[1]
+        assert found.where == "a.json, element 2" and found.error == broken.error
+    except UserError as whole:
+        assert str(whole).startswith(f"{tmp_path / 'a.json'}:2: broken JSON, ") and error[:20] in str(whole)
+
+
+def test_values_that_python_has_no_form_for(tmp_path):
+    """They make their rows broken, and no others."""
+    columns = {
+        "time": pyarrow.array([0, 2**62, 1]).cast(pyarrow.timestamp("us")),
+        "date": pyarrow.array([0, 2**30, 1], pyarrow.int32()).view(pyarrow.date32()),
+        "text": pyarrow.array([b"a", b"\xff", b"c"]).view(pyarrow.string()),
+    }
+    for name, column in columns.items():
+        table = pyarrow.table({"prompt": ["x", "y", "z"], name: column})
+        parquet.write_table(table, tmp_path / "a.parquet")
+        rows = rows_at(tmp_path / "a.parquet")
+        assert [row.where for row in rows] == [f"a.parquet, row {number}" for number in (1, 2, 3)]
+        assert [row.values is None for row in rows] == [False, True, False]
+        assert rows[1].error.startswith("a cell that cannot be read, ")
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset(table).save_to_disk(tmp_path / name)
+        if name == "text":
+            with raises(f"the data set saved in {tmp_path / name} cannot be read ("):
+                rows_at(tmp_path / name)
+        else:
+            assert [row.error for row in rows_at(tmp_path / name)] == [row.error for row in rows]
+
+
+def test_damaged_parquet_files(tmp_path):
+    """Wherever a bit is wrong, there are rows or an error that names the file; pages with checksums are compared."""
+    rows = [{"text": f"number {i}", "n": i} for i in range(20)]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, write_page_checksum=True, compression="none")
+    whole = path.read_bytes()
+    failed = 0
+    for place in range(0, len(whole), 23):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        try:
+            rows_at(path)
+        except UserError as error:
+            failed += 1
+            assert "a.parquet" in str(error) and "\n" not in str(error)
+    assert failed > 20
+    place = whole.index(b"number 7")
+    path.write_bytes(whole[:place] + b"Number 7" + whole[place + 8 :])
+    with raises(f"{path} is not a readable parquet file: could not verify page integrity"):
+        rows_at(path)
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
+@pytest.mark.parametrize("content", ["", "null", "[]", "5", "[" * 100_000, '{"_data_files": 5, "features": 5}'])
+def test_damaged_descriptions_of_saved_datasets(tmp_path, name, content):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"prompt": ["x"]}).save_to_disk(tmp_path / "one")
+    (tmp_path / "one" / name).write_text(content)
+    with raises(f"the data set saved in {tmp_path / 'one'} cannot be read (") as error:
+        rows_at(tmp_path / "one")
+    assert "\n" not in str(error.value)
+
+
 def test_objects_in_tables_lose_the_keys_of_others(tmp_path):
     """Arrow gives every object in a column the same keys; what JSON says is as it was."""
     rows = [

@@ -1,6 +1,7 @@
 """The cache of tokenized samples: what is in it, when it is found again, what is left out and how that is reported."""
 
 import ast
+import errno
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from torchtitan import components
-from torchtitan.components.data.disk_cache import DamagedCache, file_digest
+from torchtitan.components.data.disk_cache import file_digest
 from torchtitan.components.data.finetuning import code_version
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, EmptySample, Text
@@ -21,7 +22,7 @@ from torchtitan.components.data.finetuning.options import parse_token_range
 from torchtitan.components.data.finetuning.policies import Report, Rules
 from torchtitan.components.data.finetuning.row_encoders import EncodedRow
 from torchtitan.components.data.finetuning.row_formats import RowFormat, function_format
-from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
+from torchtitan.components.data.finetuning.sample_cache import first_columns, open_sample_cache
 from torchtitan.components.data.rows import Row, RowSource
 from torchtitan.tools.errors import UserError
 
@@ -175,6 +176,15 @@ def test_report_accounts_for_every_row(tmp_path):
     assert "special tokens spelt by content: 1 (a.jsonl:6" in lines
 
 
+def test_rows_nested_too_deeply_are_broken(tmp_path):
+    def convert_deep(row):
+        return convert_deep(row) if row["text"] == "deep" else convert(row)
+
+    row_format = RowFormat(name="plain", kind="sft", required=("text",), convert=convert_deep, fingerprint="deep")
+    report = open_cache(Texts("aB", "deep"), tmp_path, row_format=row_format).report
+    assert report.dropped["broken"].examples == [("a.jsonl:2", "it is nested too deeply")]
+
+
 def test_only_the_first_examples_are_named(tmp_path):
     report = open_cache(Texts(*[""] * 7, "aB"), tmp_path).report
     assert report.dropped["empty"].count == 7
@@ -293,7 +303,7 @@ def test_errors_of_functions_name_the_row(tmp_path):
         open_cache(Texts("A", "b"), tmp_path, row_format=row_format)
 
 
-@pytest.mark.parametrize("left", ["", "[]", "null", "{}", '{"digest": "x"}'])
+@pytest.mark.parametrize("left", ["", "[]", "null", "{}", '{"digest": "x"}', "[" * 100_000, "no digest", "cut off"])
 def test_damaged_notes_of_digests_are_as_none(tmp_path, left):
     data = tmp_path / "a.jsonl"
     data.write_text("{}")
@@ -301,8 +311,33 @@ def test_damaged_notes_of_digests_are_as_none(tmp_path, left):
     digest = file_digest(tmp_path, data)
     [note] = (tmp_path / "digests").iterdir()
     noted = note.read_text()
-    note.write_text(left)
+    note.write_text({"no digest": noted.replace(digest, "x"), "cut off": noted[:-1]}.get(left, left))
     assert file_digest(tmp_path, data) == digest and note.read_text() == noted
+
+
+def test_a_full_disk_leaves_no_piece_of_a_note(tmp_path, monkeypatch):
+    data = tmp_path / "a.jsonl"
+    data.write_text("{}")
+    os.utime(data, (0, 0))
+    write = Path.write_text
+
+    def fill_up(path, text):
+        write(path, text[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(Path, "write_text", fill_up)
+        file_digest(tmp_path, data)
+    assert list((tmp_path / "digests").iterdir()) == []
+    file_digest(tmp_path, data)
+    assert len(list((tmp_path / "digests").iterdir())) == 1
+
+
+def test_a_file_whose_name_is_not_utf_8(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}")
+    data = tmp_path / os.fsdecode(b"\xff.jsonl")
+    (tmp_path / "a.jsonl").rename(data)
+    assert len(file_digest(tmp_path, data)) == 32
 
 
 def test_a_file_that_is_gone(tmp_path):
@@ -337,20 +372,20 @@ def test_source_that_changes_while_it_is_read(tmp_path):
     assert kept(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{}", b"[]"])
-def test_damaged_cache_is_made_again(tmp_path, caplog, content):
+@pytest.mark.parametrize("damage", [None, lambda old: b"", lambda old: b"{}", lambda old: bytes(len(old))])
+def test_damaged_cache_is_set_aside_and_made_again(tmp_path, caplog, damage):
     folder = open_cache(Texts("aBc"), tmp_path).folder
     written = {path: path.read_bytes() for path in folder.iterdir()}
-    assert len(written) == 7
-    for path in written:
-        path.unlink() if content is None else path.write_bytes(content)
-        with pytest.raises(DamagedCache, match=f"the token cache {folder} is damaged "):
-            SampleCache(folder, 1, False)
+    assert len(written) == 8
+    for path, content in written.items():
+        path.unlink() if damage is None else path.write_bytes(damage(content))
         caplog.clear()
         assert texts_of(open_cache(Texts("aBc"), tmp_path)) == ["aBc"]
         [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert line.startswith(f"the token cache {folder} is damaged (") and line.endswith("removed and made again")
+        assert line.startswith(f"the token cache {folder} is damaged (") and "\n" not in line
+        assert line.endswith(f"): it is set aside as {folder.name}.damaged and made again")
         assert {path: path.read_bytes() for path in folder.iterdir()} == written
+        assert kept(tmp_path) == [folder.name, f"{folder.name}.damaged"]
 
 
 def fit(cache, seq_len, too_long, untrained="drop"):

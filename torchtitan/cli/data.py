@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan.cli.model_options import run_command
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -176,6 +177,8 @@ def _inspect(options: argparse.Namespace, job: "Job") -> None:
         raise UserError(f"--samples must be at least 1, not {options.samples}")
     if options.html is not None and not options.html.absolute().parent.is_dir():
         raise UserError(f"--html: there is no folder {options.html.absolute().parent}")
+    if options.html is not None and options.html.exists() and not options.html.is_file():
+        raise UserError(f"--html: {options.html} is not a regular file, which the page could replace")
     if options.seed is not None:
         job.config.debug.seed = options.seed
     run = _Run.of(job.config)
@@ -198,7 +201,7 @@ def _inspect(options: argparse.Namespace, job: "Job") -> None:
     print_inspection(open_console(), inspection)
     if options.html is not None:
         try:
-            options.html.write_text(page(inspection), encoding="utf-8")
+            durable.write(options.html.resolve(), page(inspection))
         except OSError as error:
             raise UserError(f"--html {options.html} cannot be written: {error.strerror}") from error
         print(f"\nwritten to {options.html}")
@@ -244,7 +247,7 @@ def _show(options: argparse.Namespace, job: "Job") -> None:
     if options.step is None or options.step < 1:
         raise UserError(f"--step says which step to show, a number from 1, not {options.step}")
     path = Path(job.config.dump_folder) / "ledger.jsonl"
-    line = _ledger_line(path, options.step) if path.exists() else None
+    line = _ledger_line(path, options.step) if path.is_file() else None
     run = _Run.of(job.config)
     data_step = line["data_step"] if line else run.length(None).data_steps(options.step)
     with run.loader(run.samples_per_step, place=data_step - 1) as loader:
@@ -264,25 +267,40 @@ def _show(options: argparse.Namespace, job: "Job") -> None:
 
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:
-    """What the ledger says of a step.
+    """Return the entry of a step in the ledger.
 
     Raises:
-        UserError: nothing, also where the step was not taken.
+        UserError: there is none, also because the step was not taken.
     """
-    steps = []
-    with path.open(encoding="utf-8") as lines:
-        for text in lines:
-            try:
-                line: dict[str, Any] = json.loads(text)
-            except ValueError:  # a run that was killed may leave its last line torn
-                continue
-            if line["step"] == step:
-                return line
-            steps.append(line["step"])
-    if steps and steps[0] < step < steps[-1]:
+    steps, damaged = [], []
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, text in enumerate(lines, start=1):
+                line = _ledger_entry(text)
+                if line and line["step"] == step:
+                    return line
+                if line:
+                    steps.append(line["step"])
+                else:
+                    damaged.append(number)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
+    if steps and steps[0] < step < steps[-1] and not damaged:
         raise UserError(f"step {step} was not taken: its loss or its gradients were not finite (training.on_nonfinite)")
-    known = f"has the steps {steps[0]} to {steps[-1]}" if steps else "is empty"
-    raise UserError(f"there is no step {step}: '{path}' {known}")
+    known = f"has the steps {steps[0]} to {steps[-1]}" if steps else "has no steps"
+    unread = f", and line {damaged[0]} of it is damaged" if damaged else ""
+    raise UserError(f"there is no step {step}: '{path}' {known}{unread}")
+
+
+def _ledger_entry(text: str) -> dict[str, Any] | None:
+    """Return a line of the ledger; None if it is damaged, as the last one of a run that was killed may be."""
+    try:
+        match json.loads(text):
+            case {"step": int(), "data_step": int(data_step), "documents": [*names]} as line if data_step >= 1:
+                return dict(line) if all(isinstance(name, str) for name in names) else None
+    except (ValueError, RecursionError):
+        pass
+    return None
 
 
 def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":

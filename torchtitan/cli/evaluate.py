@@ -91,8 +91,8 @@ def _evaluate_file(path: Path, scorer: "Scorer", opened: OpenedModel, limit: int
             return dataclasses.asdict(multiple_choice(scorer, opened.tokenizer, questions, progress))
         try:
             text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"'{path}' is not a text in UTF-8: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"'{path}' cannot be read as a text in UTF-8: {error}") from error
         if not text:
             raise UserError(f"'{path}' is empty: there is nothing to score")
         return dataclasses.asdict(text_perplexity(scorer, opened.tokenizer, text, progress))

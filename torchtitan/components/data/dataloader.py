@@ -197,6 +197,8 @@ class PretrainDataLoader(BaseDataLoader):
         """Processes per rank that prepare batches; 0: none, which suffices for local data."""
         cache_dir: str = ""
         """Folder for tokenized local data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
+        verify_caches: bool = False
+        """Compare all of the tokenized data with its checksums before it is used; False: a sample of it."""
 
         def validate(self) -> None:
             """Raise `UserError` for a number out of range; looks at no data."""
@@ -211,7 +213,7 @@ class PretrainDataLoader(BaseDataLoader):
             if isinstance(source, StreamSource):
                 source.check()
             else:
-                open_token_cache(source, tokenizer, self.cache_dir)
+                open_token_cache(source, tokenizer, self.cache_dir, verify=self.verify_caches)
 
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, the content of its dataset and the part of it that is read."""
@@ -316,5 +318,5 @@ def _make_feed(
     if isinstance(source, StreamSource):
         order = StreamOrder(shuffle=config.shuffle, block_size=config.shuffle_buffer, seed=seed, epochs=epochs)
         return StreamFeed(source, tokenizer, layout, order)
-    cache = open_token_cache(source, tokenizer, config.cache_dir)
+    cache = open_token_cache(source, tokenizer, config.cache_dir, verify=config.verify_caches)
     return CachedFeed(cache, layout, shuffle=config.shuffle, seed=seed, epochs=epochs)

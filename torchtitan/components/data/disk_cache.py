@@ -2,6 +2,9 @@
 
 A folder's name is a digest of everything that decides what is in it, so that it never has to change once it is there.
 It is written under another name and renamed when complete; meanwhile other processes that want it wait.
+
+`blocks.json` in the folder holds the size of each file and the checksums of its blocks. A folder that is opened is
+compared with a sample of them, and one that differs is set aside and made again.
 """
 
 import contextlib
@@ -10,6 +13,7 @@ import json
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,13 +30,17 @@ ENVIRONMENT_VARIABLE = "TORCHTITAN_CACHE"
 _DIGEST_BYTES = 16
 _LARGE = 4 << 30
 _RECENT_NS = 2_000_000_000
+_BLOCKS_FILE = "blocks.json"
+_BLOCK_BYTES = 1 << 18
+_SAMPLED_BLOCKS = 16
+"""Blocks of each file that are read when a folder is opened: the first, the last, and some evenly spread between."""
 
 T = TypeVar("T")
 
 
 def cache_root(cache_dir: str) -> Path:
     """The folder for caches: `cache_dir`, else `$TORCHTITAN_CACHE`, else `~/.cache/torchtitan`."""
-    return Path(cache_dir or os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/torchtitan").expanduser()
+    return Path(os.path.expanduser(cache_dir or os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/torchtitan"))
 
 
 def digest_of(value: Any) -> str:
@@ -42,9 +50,12 @@ def digest_of(value: Any) -> str:
 
 def read_digest(path: Path) -> str:
     """The digest that is all of a file; raises `ValueError` where there is none in it."""
-    text = path.read_text()
+    return _digest(path.read_text())
+
+
+def _digest(text: str) -> str:
     if len(bytes.fromhex(text)) != _DIGEST_BYTES:
-        raise ValueError(f"{path.name} holds no digest")
+        raise ValueError(f"{text[:80]!r} is no digest")
     return text
 
 
@@ -66,9 +77,16 @@ class DamagedCache(UserError):
 
 
 def open_or_build(
-    folder: Path, read: Callable[[], T], write: Callable[[Path], str], *, name: str, unchanged: Callable[[], bool]
+    folder: Path,
+    read: Callable[[], T],
+    write: Callable[[Path], str],
+    *,
+    name: str,
+    unchanged: Callable[[], bool],
+    verify: bool = False,
 ) -> T:
-    """Open `folder`, which one process makes if it is not there. A damaged one is removed and made again.
+    """Open `folder`, which one process makes if it is not there. A damaged one is renamed to `NAME.damaged`, in place
+    of an earlier one, and made again.
 
     Args:
         folder: appears when it is complete; its parent may not exist yet.
@@ -76,21 +94,30 @@ def open_or_build(
         write: tokenizes into the empty folder it is given and says how much that was. Where it raises, nothing is left.
         name: the data set's, for messages.
         unchanged: whether the data still is what the folder is named for; asked when all has been read.
+        verify: whether to compare the whole folder with its checksums, and not a sample of each file.
 
     Raises:
         UserError: the data changed meanwhile, or the folder cannot be read.
     """
+
+    def opened() -> T:
+        with readable(folder):
+            _check_blocks(folder, verify)
+        return read()
+
     durable.make_folder(folder.parent)
     if folder.exists():
         with contextlib.suppress(DamagedCache):
-            return read()
+            return opened()
     with _locked(folder.with_suffix(".lock"), name):
         if folder.exists():
             try:
-                return read()  # another process has made it meanwhile
+                return opened()  # another process has made it meanwhile
             except DamagedCache as error:
-                logger.warning("%s: it is removed and made again", error)
-                shutil.rmtree(folder)
+                damaged = folder.with_suffix(".damaged")
+                logger.warning("%s: it is set aside as %s and made again", error, damaged.name)
+                shutil.rmtree(damaged, ignore_errors=True)
+                folder.rename(damaged)  # not removed: another run may have it mapped into memory
         _build(folder, write, name, unchanged)
     return read()
 
@@ -104,11 +131,41 @@ def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Cal
         amount = write(partial_folder)
         if not unchanged():
             raise UserError(f"{name} changed while it was read; start again when it is complete")
+        _record_blocks(partial_folder)
         durable.rename(partial_folder, folder)
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
     logger.info(f"tokenized {name}: {amount} in {time.monotonic() - started:.1f} s, kept in {folder}")
+
+
+def _record_blocks(folder: Path) -> None:
+    recorded: dict[str, tuple[int, list[int]]] = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            checksums = [zlib.crc32(block) for block in iter(lambda: file.read(_BLOCK_BYTES), b"")]
+        recorded[path.name] = path.stat().st_size, checksums
+    (folder / _BLOCKS_FILE).write_text(json.dumps(recorded))
+
+
+def _check_blocks(folder: Path, whole: bool) -> None:
+    """Raise `ValueError`, or another error of `readable`, unless the files are as `_record_blocks` saw them."""
+    recorded = json.loads((folder / _BLOCKS_FILE).read_text())
+    if unknown := {path.name for path in folder.iterdir() if path.name[0] != "."} - {_BLOCKS_FILE, *recorded}:
+        raise ValueError(f"{_BLOCKS_FILE} says nothing of {min(unknown)}")
+    for name, (size, checksums) in recorded.items():
+        with (folder / name).open("rb") as file:
+            n_bytes, n_blocks = os.fstat(file.fileno()).st_size, len(checksums)
+            if n_bytes != size or n_blocks != -(-size // _BLOCK_BYTES):
+                raise ValueError(f"{name} has {n_bytes} bytes")
+            if whole or n_blocks <= _SAMPLED_BLOCKS:
+                numbers = list(range(n_blocks))
+            else:
+                numbers = [i * (n_blocks - 1) // (_SAMPLED_BLOCKS - 1) for i in range(_SAMPLED_BLOCKS)]
+            for number in numbers:
+                file.seek(number * _BLOCK_BYTES)
+                if zlib.crc32(file.read(_BLOCK_BYTES)) != checksums[number]:
+                    raise ValueError(f"block {number + 1} of {n_blocks} of {name} has another checksum")
 
 
 @contextmanager
@@ -137,7 +194,7 @@ def readable(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DamagedCache(f"the token cache {folder} is damaged ({error})") from error
     except OSError as error:
         raise UserError(f"the token cache {folder} cannot be read: {error}") from error
@@ -168,7 +225,7 @@ def file_digest(root: Path, path: Path) -> str:
         raise _unreadable(path, error) from error
     place = str(path.resolve())
     seen = {"path": place, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "inode": stat.st_ino}
-    note = root / "digests" / f"{hashlib.blake2b(place.encode(), digest_size=_DIGEST_BYTES).hexdigest()}.json"
+    note = root / "digests" / f"{hashlib.blake2b(os.fsencode(place), digest_size=_DIGEST_BYTES).hexdigest()}.json"
     if (noted := _noted(note)) is not None and {**seen, "digest": noted.get("digest")} == noted:
         remembered: str = noted["digest"]
         return remembered
@@ -176,9 +233,11 @@ def file_digest(root: Path, path: Path) -> str:
     # A file written just now may be written again within the resolution of its time stamp.
     if time.time_ns() - stat.st_mtime_ns > _RECENT_NS:
         note.parent.mkdir(exist_ok=True)
-        temporary = note.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({**seen, "digest": digest}))
-        temporary.rename(note)
+        try:
+            note.write_text(json.dumps({**seen, "digest": digest}))  # one that is cut off counts as none
+        except OSError:
+            note.unlink(missing_ok=True)
+            raise
     return digest
 
 
@@ -210,12 +269,12 @@ def content_digest(folder: Path, names: Sequence[str]) -> str:
 
 
 def _noted(note: Path) -> dict[str, Any] | None:
-    """What a note says; None where there is none, or one that the computer's end has left empty."""
+    """Return the content of a note; None if there is none, or a damaged one, or one that was not written to its end."""
     try:
         noted = json.loads(note.read_text())
-    except (FileNotFoundError, ValueError):
+        return {**noted, "digest": _digest(noted["digest"])}
+    except (FileNotFoundError, ValueError, TypeError, LookupError, RecursionError):
         return None
-    return noted if isinstance(noted, dict) else None
 
 
 def _hash(path: Path, size: int) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.components.data.readers import check_column, check_text
+from torchtitan.components.data.readers import check_column, check_text, first_line
 from torchtitan.tools.errors import UserError
 
 
@@ -84,6 +84,6 @@ class StreamSource:
 
 def cannot_be_read(name: str, path: str, configuration: str | None, split: str, error: Exception) -> str:
     """A message of one line that names the data set `name`, the repository it is in, and the cause."""
-    cause = str(error).strip().split("\n")[0] or type(error).__name__
+    cause = first_line(error)
     place = f"{path}, {configuration}" if configuration else path
     return f"dataset {name!r} ({place}, split {split!r}) cannot be read: {cause}"

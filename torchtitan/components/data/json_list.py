@@ -7,6 +7,10 @@ from typing import IO, Any
 
 from torchtitan.tools.errors import UserError
 
+LONGEST = 1 << 28
+"""Characters of a row. In a file that has more of them without an end to the row, something is broken, and memory would
+run out before it ends."""
+
 _DECODER = json.JSONDecoder()
 
 
@@ -26,17 +30,24 @@ def list_elements(file: IO[str], path: Path, chunk_size: int) -> Iterator[tuple[
     while not text.strip():
         text += file.read(chunk_size)
     start, line = len(text) - len(text.lstrip()), 1  # `line`: the one that `text` begins in
+
+    def broken(why: str) -> UserError:
+        begin = _after_blanks(text, start + 1)
+        return UserError(f"{path}:{line + text.count(chr(10), 0, begin)}: broken JSON, {why}")
+
     while True:
         try:
             element, stop = _element(text, start)
-        except ValueError as error:
+        except json.JSONDecodeError as error:
             if not (more := file.read(max(chunk_size, len(text) - start))):
-                if isinstance(error, json.JSONDecodeError):
-                    raise UserError(f"{path}:{line + error.lineno - 1}: broken JSON, {error.msg}") from None
-                raise UserError(f"{path}:{line}: broken JSON, {error}") from None
+                raise UserError(f"{path}:{line + error.lineno - 1}: broken JSON, {error.msg}") from None
+            if len(text) - start > LONGEST:
+                raise broken(f"an element has more than {LONGEST:,} characters") from None
             line += text.count("\n", 0, start)
             text, start = text[start:] + more, 0
             continue
+        except (ValueError, RecursionError) as error:
+            raise broken(in_words(error)) from None
         if element is not None:
             yield element
         if text[stop] == "]":
@@ -55,10 +66,7 @@ def _element(text: str, start: int) -> tuple[tuple[Any, str] | None, int]:
     begin = _after_blanks(text, start + 1)
     if text[start] == "[" and text[begin : begin + 1] == "]":
         return None, begin
-    try:
-        value, end = _DECODER.raw_decode(text, begin)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    value, end = _DECODER.raw_decode(text, begin)
     stop = _after_blanks(text, end)
     if text[stop : stop + 1] not in (",", "]"):
         raise json.JSONDecodeError("Expecting ',' delimiter", text, stop)
@@ -69,3 +77,10 @@ def _after_blanks(text: str, start: int) -> int:
     while text[start : start + 1] in (" ", "\n", "\r", "\t"):
         start += 1
     return start
+
+
+def in_words(error: ValueError | RecursionError) -> str:
+    """Return why JSON text of one line is broken."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} (column {error.colno})"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]

@@ -9,7 +9,7 @@ import csv
 import io
 import itertools
 import json
-import sys
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from torchtitan.components.data.json_list import list_elements
+from torchtitan.components.data.json_list import LONGEST, in_words, list_elements
 from torchtitan.tools.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,6 +60,16 @@ def file_format(path: Path) -> str | None:
 def supported_formats() -> str:
     """The extensions that can be read, for a message."""
     return f"{', '.join(suffix[1:] for suffix in _READERS)}, each also as {' or '.join(COMPRESSIONS)}"
+
+
+def regular_file(path: Path) -> Path:
+    """Return a path that exists; raises `UserError` for a link to nothing, and for a pipe, a socket or a device, which
+    must not be opened: that may wait forever."""
+    if path.is_file():
+        return path
+    if path.exists():
+        raise UserError(f"{path} is not a regular file; save its content in one, or move it elsewhere")
+    raise UserError(f"{path} is a link to {os.readlink(path)}, which does not exist; mend the link, or remove it")
 
 
 def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None) -> Iterator[Row]:
@@ -139,7 +149,7 @@ def _named_errors(path: Path) -> Iterator[None]:
             f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset} (line {line}); convert it, or leave it out"
         ) from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror or first_line(error)}") from error
 
 
 def _find_bad_byte(path: Path) -> tuple[int, int, int]:
@@ -162,9 +172,29 @@ def _find_bad_byte(path: Path) -> tuple[int, int, int]:
 
 def _text_chunks(path: Path, on_read: OnRead) -> Iterator[str]:
     # Its own error handling: the chunks are read by whoever takes the document, after `read_documents` has yielded.
+    line = 1
     with _named_errors(path), _open_text(path, on_read) as file:
         while chunk := file.read(CHUNK_SIZE):
+            _check_nul(chunk, path, line)
             yield chunk
+            line += chunk.count("\n")
+
+
+def _check_nul(text: str, path: Path, line: int) -> None:
+    if "\0" in text:
+        line += text.count("\n", 0, text.index("\0"))
+        raise UserError(
+            f"{path}:{line}: a NUL character, as in a damaged file or in UTF-16; mend or convert it, or leave it out"
+        )
+
+
+def _lines(file: IO[str], path: Path) -> Iterator[str]:
+    for number, line in enumerate(iter(partial(file.readline, LONGEST), ""), 1):
+        if len(line) == LONGEST:
+            raise UserError(
+                f"{path}:{number}: the line has more than {LONGEST:,} characters; split it, or leave it out"
+            )
+        yield line
 
 
 def _read_text(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
@@ -173,7 +203,7 @@ def _read_text(path: Path, name: str, on_read: OnRead, column: str | None) -> It
 
 def _read_json_lines(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
     with _open_text(path, on_read) as file:
-        yield from _json_rows(name, file, 1)
+        yield from _json_rows(name, _lines(file, path), 1)
 
 
 def _json_rows(name: str, lines: Iterable[str], first_line: int) -> Iterator[Row]:
@@ -185,7 +215,7 @@ def _json_rows(name: str, lines: Iterable[str], first_line: int) -> Iterator[Row
         try:
             yield _object_row(number, where, parse_json(line))
         except ValueError as error:
-            yield Row(number, where, None, f"broken JSON, {_in_words(error)}")
+            yield Row(number, where, None, f"broken JSON, {in_words(error)}")
 
 
 def _object_row(number: int, where: str, value: Any) -> Row:
@@ -202,12 +232,13 @@ def _read_json(path: Path, name: str, on_read: OnRead, column: str | None) -> It
             for number, (value, text) in enumerate(list_elements(file, path, CHUNK_SIZE), 1):
                 yield _element_row(number, f"{name}, element {number}", value, text)
             return
-        first, line = next(((n, line) for n, line in enumerate(file, 1) if not line.isspace()), (0, ""))
+        lines = _lines(file, path)
+        first, line = next(((n, line) for n, line in enumerate(lines, 1) if not line.isspace()), (0, ""))
         if line.strip() == "{":
             raise UserError(
                 f"{path}:{first}: one object over several lines; it must be a list of rows, or a row per line"
             )
-        yield from _json_rows(name, itertools.chain([line], file), first)
+        yield from _json_rows(name, itertools.chain([line], lines), first)
 
 
 def _begins_list(path: Path) -> bool:
@@ -220,16 +251,18 @@ def _element_row(number: int, where: str, value: Any, text: str) -> Row:
     try:
         _check_characters(value, text)
     except ValueError as error:
-        return Row(number, where, None, f"broken JSON, {_in_words(error)}")
+        return Row(number, where, None, f"broken JSON, {in_words(error)}")
     return _object_row(number, where, value)
 
 
 def parse_json(text: str) -> Any:
-    """What JSON text says; raises `ValueError` if it is none, or has strings in it that are no text."""
+    """Return what JSON text says; raises `ValueError` if it is none, or has strings in it that are no text."""
     try:
         value = json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ValueError(in_words(error)) from None
     _check_characters(value, text)
     return value
 
@@ -242,16 +275,14 @@ def _check_characters(value: Any, text: str) -> None:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"half of a character, {error.object[error.start]!r}") from None
-
-
-def _in_words(error: ValueError) -> str:
-    return f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else str(error)
+        except RecursionError as error:
+            raise ValueError(in_words(error)) from None
 
 
 def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)  # the default of 131,072 characters is less than a long document
+    csv.field_size_limit(LONGEST)  # the default of 131,072 characters is less than a long document
     with _open_text(path, on_read, newline="") as file:
-        reader = csv.reader(file, strict=True)
+        reader = csv.reader(_without_nul(_lines(file, path), path), strict=True)
         try:
             rows = _csv_lines(reader)
             first, columns = next(rows, (1, []))
@@ -267,6 +298,12 @@ def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Ite
             raise UserError(f"{path}:{reader.line_num}: broken CSV, {error}") from None
 
 
+def _without_nul(lines: Iterable[str], path: Path) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        _check_nul(line, path, number)
+        yield line
+
+
 def _csv_lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
     """What a `csv.reader` reads, without blank lines, each with the number of the line that it begins in."""
     first = 1
@@ -276,10 +313,15 @@ def _csv_lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
         first = reader.line_num + 1
 
 
-def _check_header(columns: Sequence[str], where: str) -> None:
+def check_names(columns: Sequence[str], where: str) -> None:
+    """Raise `UserError` for columns of the same name."""
     named = Counter(filter(str.strip, columns))
     if twice := [column for column, count in named.items() if count > 1]:
         raise UserError(f"{where}: several columns are called {twice[0]!r}; rename one of them")
+
+
+def _check_header(columns: Sequence[str], where: str) -> None:
+    check_names(columns, where)
     if len(columns) == 1 and (other := next((mark for mark in ";\t" if mark in columns[0]), None)):
         raise UserError(
             f"{where}: the only column is {columns[0]!r}; columns must be separated by commas, not {other!r}"
@@ -291,20 +333,45 @@ def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) ->
     from pyarrow import parquet
 
     compressed = path.suffix.lower() in COMPRESSIONS
+    # Parquet is read from its end: what is compressed as a whole has to be in memory.
+    source = pyarrow.BufferReader(_open_bytes(path, lambda _: None).read()) if compressed else path
     try:
-        # Parquet is read from its end: what is compressed as a whole has to be in memory.
-        source = pyarrow.BufferReader(_open_bytes(path, lambda _: None).read()) if compressed else path
-        file = parquet.ParquetFile(source)
+        file = parquet.ParquetFile(source, page_checksum_verification=True)
+        check_names(file.schema_arrow.names, str(path))
         if column is not None:
             check_column(file.schema_arrow.names, column, str(path))
-        n_rows, size = 0, path.stat().st_size
+        n_read, n_rows, size = 0, file.metadata.num_rows, path.stat().st_size
         for batch in file.iter_batches(batch_size=1024, columns=None if column is None else [column]):
-            for values in batch.to_pylist():
-                n_rows += 1
-                yield Row(n_rows, f"{name}, row {n_rows}", without_filled_in(values, batch.schema))
-            on_read(size * len(batch) // file.metadata.num_rows)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path} is not a readable parquet file: {error}") from None
+            yield from arrow_rows(batch, name, n_read + 1)
+            n_read += len(batch)
+            on_read(size * len(batch) // max(n_read, n_rows))
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise UserError(f"{path} is not a readable parquet file: {first_line(error)}") from None
+    if n_read != n_rows:
+        raise UserError(f"{path} is not a readable parquet file: it has {n_read:,} rows, and should have {n_rows:,}")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error of a library, for a message; its type if it says nothing."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def arrow_rows(batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: int) -> Iterator[Row]:
+    """Yield the rows of an Arrow batch, numbered from `first`. One with a value that Python has no form for, such as a
+    time after the year 9999 or text that is not UTF-8, is a row with an error."""
+    try:
+        cells = batch.to_pylist()
+    except Exception as error:  # of many types, by the type of the column
+        if len(batch) == 1:
+            yield Row(first, f"{name}, row {first}", None, f"a cell that cannot be read, {first_line(error)}")
+            return
+        for index in range(len(batch)):
+            yield from arrow_rows(batch.slice(index, 1), name, first + index)
+        return
+    for number, values in enumerate(cells, first):
+        yield Row(number, f"{name}, row {number}", without_filled_in(values, batch.schema))
 
 
 def without_filled_in(values: dict[str, Any], schema: "pyarrow.Schema") -> dict[str, Any]:

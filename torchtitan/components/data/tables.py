@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.data.readers import OnRead, Row, check_column, without_filled_in
+from torchtitan.components.data.readers import OnRead, Row, arrow_rows, check_column, first_line, regular_file
 from torchtitan.tools.errors import UserError
 
 BATCH_SIZE = 256
@@ -53,17 +53,21 @@ class Table:
             check_column(dataset.column_names, column, name)
             dataset = dataset.select_columns([column])
         # As Arrow has them: images and sounds, which no format reads, are not decoded.
-        batches, number = iter(dataset.with_format("arrow").iter(batch_size=BATCH_SIZE)), 0
+        batches, n_read = iter(dataset.with_format("arrow").iter(batch_size=BATCH_SIZE)), 0
         while (batch := self._next(batches)) is not None:
-            for values in batch.to_pylist():
-                number += 1
-                yield Row(number, f"{name}, row {number}", without_filled_in(values, batch.schema))
+            for row in arrow_rows(batch, name, n_read + 1):
+                yield row
                 on_read(1)
+            n_read += len(batch)
 
     def _next(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch. It is validated: the files are mapped into memory as they are, and damaged offsets
+        would have Arrow read beyond them."""
         try:
-            return next(batches, None)
-        except (OSError, ValueError) as error:
+            if (batch := next(batches, None)) is not None:
+                batch.validate(full=True)
+            return batch
+        except Exception as error:  # of `datasets` or pyarrow, at any damage
             raise _cannot_be_read(self._place, error) from error
 
 
@@ -75,8 +79,13 @@ def saved_table(folder: Path) -> Table:
         from datasets import load_from_disk
 
         try:
+            for path in folder.iterdir():
+                if not path.is_dir():
+                    regular_file(path)
             return load_from_disk(folder)
-        except (OSError, ValueError, KeyError) as error:
+        except UserError:
+            raise
+        except Exception as error:  # of `datasets` or pyarrow, at any damage
             raise _cannot_be_read(str(folder), error) from error
 
     return Table(str(folder), load, lambda dataset: sorted(path for path in folder.iterdir() if path.is_file()))
@@ -99,4 +108,4 @@ def hub_table(path: str, name: str | None, split: str) -> Table:
 
 
 def _cannot_be_read(place: str, error: Exception) -> UserError:
-    return UserError(f"the data set saved in {place} cannot be read ({error}); save it again")
+    return UserError(f"the data set saved in {place} cannot be read ({first_line(error)}); save it again")

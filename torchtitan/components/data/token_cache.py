@@ -1,8 +1,9 @@
 """Local documents as token ids on disk: made once per host, found again by content, mapped into memory.
 
 `{cache}/tokens/{key}/` holds `tokens.bin` (uint16, or uint32 for a vocabulary beyond 65,536), `offsets.bin` (int64:
-where each document begins, and the total) and `meta.json`. The key is a digest of everything that decides the tokens,
-so that a folder never has to change once it is there. It is written under another name and renamed when complete.
+where each document begins, and the total), `meta.json`, and their checksums (see `disk_cache`). The key is a digest of
+everything that decides the tokens, so that a folder never has to change once it is there. It is written under another
+name and renamed when complete.
 """
 
 import bisect
@@ -34,7 +35,7 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class TokenCache:
@@ -101,10 +102,11 @@ class TokenCache:
         return self.names[part], document - self._first_documents[part] + 1
 
 
-def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "") -> TokenCache:
+def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "", *, verify: bool = False) -> TokenCache:
     """The tokens of a source, encoded now if they are not in the cache, or damaged there.
 
-    While one process encodes, others that want the same wait for it.
+    While one process encodes, others that want the same wait for it. `verify` reads the whole of a cache to find
+    damage, and not a sample.
 
     Raises:
         UserError: the data is bad or empty, or the cache folder cannot be written.
@@ -119,6 +121,7 @@ def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "") 
             partial(_build, source, tokenizer),
             name=source.name,
             unchanged=lambda: source.identity(partial(file_digest, root)) == identity,
+            verify=verify,
         )
 
 

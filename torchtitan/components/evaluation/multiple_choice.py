@@ -1,11 +1,11 @@
 """Multiple choice: which of several continuations of a query a model holds for the most probable."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan.components.data.readers import parse_json
 from torchtitan.components.evaluation.scoring import Progress, Request, Score, Scorer
 from torchtitan.components.generation.prompts import start_id
 from torchtitan.components.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
         UserError: for a line that is something else, by its number.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"'{path}' cannot be read: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -119,7 +119,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
 
 def _parse(line: str, place: str) -> Question:
     try:
-        content = json.loads(line)
+        content = parse_json(line)
     except ValueError as error:
         raise UserError(f"{place} is not JSON: {error}") from error
     if not isinstance(content, dict):

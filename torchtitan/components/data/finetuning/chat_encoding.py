@@ -254,9 +254,11 @@ class _Spellings:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in JSON-like data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
+    """Yield all texts in JSON-like data, in no order, however deep it is."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            waiting.extend(value.values() if isinstance(value, dict) else value)

@@ -94,6 +94,8 @@ class PlannedDataLoader(BaseDataLoader):
         """Processes per rank that prepare batches; 0: none, which suffices."""
         cache_dir: str = ""
         """Folder for tokenized data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
+        verify_caches: bool = False
+        """Compare all of the tokenized data with its checksums before it is used; False: a sample of it."""
 
         def validate(self) -> None:
             """Raise `UserError` for a value out of range; looks at no data."""
@@ -115,7 +117,10 @@ class PlannedDataLoader(BaseDataLoader):
                 UserError: the data cannot be used.
             """
             encoder, rules = self.encoder(tokenizer, template), self.rules()
-            return [open_sample_cache(*of_set, encoder, rules, self.cache_dir) for of_set in self.rows()]
+            return [
+                open_sample_cache(*of_set, encoder, rules, self.cache_dir, verify=self.verify_caches)
+                for of_set in self.rows()
+            ]
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RowEncoder:
             """How a row becomes a sample."""

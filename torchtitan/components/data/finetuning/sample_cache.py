@@ -3,8 +3,8 @@
 `{cache}/samples/{key}/` holds `ids.bin` (uint32) and `trained.bin` (one byte per token) of all sequences of all
 samples, `offsets.bin` (int64: where each sequence begins, and the total), `places.bin` with `place_offsets.bin` (where
 each sample's row is) and, of rows that may have one, `answers.bin` with `answer_offsets.bin` (its reference answer),
-texts as JSON, `report.json`, and `fingerprint`, a digest of the samples. The key is a digest of everything that decides
-what is in the folder, which the size of a window does not.
+texts as JSON, `report.json`, `fingerprint`, a digest of the samples, and the checksums of these files (see
+`disk_cache`). The key is a digest of everything that decides the content of the folder. The size of a window does not.
 """
 
 import itertools
@@ -112,11 +112,18 @@ def _mapped(path: Path, dtype: str, length: int) -> np.ndarray:
 
 
 def open_sample_cache(
-    source: RowSource, format: RowFormat, encoder: RowEncoder, rules: Rules, cache_dir: str = ""
+    source: RowSource,
+    format: RowFormat,
+    encoder: RowEncoder,
+    rules: Rules,
+    cache_dir: str = "",
+    *,
+    verify: bool = False,
 ) -> SampleCache:
     """The samples of a source, encoded now if they are not in the cache, or damaged there.
 
-    While one process encodes, others that want the same wait for it.
+    While one process encodes, others that want the same wait for it. `verify` reads the whole of a cache to find
+    damage, and not a sample.
 
     Raises:
         UserError: a row cannot be used and `rules` end the run for that, no row is left, or the cache folder cannot be
@@ -134,6 +141,7 @@ def open_sample_cache(
             partial(_write, source, format, encoder, rules),
             name=source.name,
             unchanged=lambda: source.identity(digest) == identity,
+            verify=verify,
         )
 
 
@@ -198,6 +206,8 @@ def _convert(row: Row, format: RowFormat) -> Sample | BrokenSample | Dropped:
         sample = format.convert(row.values)
     except BrokenSample as error:
         return error
+    except RecursionError:
+        return BrokenSample("it is nested too deeply")
     except UserError as error:
         raise UserError(f"{row.where}: {error}") from None
     return Dropped("left_out", f"by {format.name}") if sample is None else sample
