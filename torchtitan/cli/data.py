@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.terminal import print_error, visible
 
 if TYPE_CHECKING:
     from torchtitan.components.data.dataloader import BaseDataLoader
@@ -40,7 +40,7 @@ def data(args: Sequence[str]) -> int:
         return 0
     commands: dict[str, Callable[[Sequence[str]], int]] = {"inspect": inspect, "show": show}
     if words[0] not in commands:
-        print(f"torchtitan data: unknown command '{words[0]}' (there are: {', '.join(commands)})", file=sys.stderr)
+        print_error("data", f"unknown command '{words[0]}' (there are: {', '.join(commands)})")
         return 2
     return commands[words[0]](words[1:])
 
@@ -238,7 +238,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _show(options: argparse.Namespace, job: "Job") -> None:
-    from torchtitan.cli.data_samples import samples_of, visible
+    from torchtitan.cli.data_samples import samples_of
     from torchtitan.cli.data_view import open_console, print_samples
 
     if options.step is None or options.step < 1:
@@ -256,7 +256,7 @@ def _show(options: argparse.Namespace, job: "Job") -> None:
             batch = _planned(run, loader, options.step)
         samples = samples_of(batch, loader, run.tokenizer) if batch is not None else []
     decided_by = f"{path} names it" if line else f"configuration and seed decide (there is no {path})"
-    print(f"step {options.step}, as {decided_by}:")
+    print(visible(f"step {options.step}, as {decided_by}:"))
     if samples:
         print_samples(open_console(), samples, in_windows=named is None)
     else:
@@ -269,16 +269,24 @@ def _ledger_line(path: Path, step: int) -> dict[str, Any]:
     Raises:
         UserError: nothing, also where the step was not taken.
     """
+    from torchtitan.components.metric_sinks import step_of
+
     steps = []
-    with path.open(encoding="utf-8") as lines:
-        for text in lines:
-            try:
-                line: dict[str, Any] = json.loads(text)
-            except ValueError:  # a run that was killed may leave its last line torn
+    with path.open("rb") as lines:
+        for number, text in enumerate(lines, start=1):
+            line_step = step_of(text)
+            if line_step is None:
+                if text.endswith(b"\n"):  # a run that was killed may leave its last line torn
+                    logger.warning("'%s' line %d is damaged", path, number)
                 continue
-            if line["step"] == step:
+            if line_step == step:
+                line: dict[str, Any] = json.loads(text)
+                names = line.get("documents")
+                is_whole = isinstance(names, list) and all(isinstance(name, str) for name in names)
+                if not is_whole or type(line.get("data_step")) is not int or line["data_step"] < 1:
+                    raise UserError(f"'{path}' line {number} is damaged: it does not name the documents of step {step}")
                 return line
-            steps.append(line["step"])
+            steps.append(line_step)
     if steps and steps[0] < step < steps[-1]:
         raise UserError(f"step {step} was not taken: its loss or its gradients were not finite (training.on_nonfinite)")
     known = f"has the steps {steps[0]} to {steps[-1]}" if steps else "is empty"

@@ -11,7 +11,7 @@ import tyro
 import yaml
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from torchtitan.config.configurable import Configurable, config_key, leaves
+from torchtitan.config.configurable import Configurable, config_key, leaves, types_by_key
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
     import_failure,
@@ -19,7 +19,7 @@ from torchtitan.config.registry import (
     needs_assets,
     suggest,
 )
-from torchtitan.config.value_types import describe, fits, types_by_key
+from torchtitan.config.value_types import describe, fits
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 

@@ -333,5 +333,5 @@ def _read_damage(folder: Folder) -> str:
         return ""
     try:
         return "; ".join(json.loads(folder.read(_DAMAGE))["faults"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return f"{_DAMAGE} says so, but cannot be read"

@@ -102,7 +102,7 @@ def read_marker(folder: Folder) -> Marker | None:
         raise UnreadMarkerError(f"{file} could not be read ({error})") from error
     try:
         content: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MarkerError(f"{file} is damaged ({error})") from error
     version = content.get("format_version", _FORMAT_VERSION) if isinstance(content, dict) else _FORMAT_VERSION
     if version != _FORMAT_VERSION:

@@ -1,6 +1,5 @@
 """Multiple choice: which of several continuations of a query a model holds for the most probable."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from torchtitan.components.evaluation.scoring import Progress, Request, Score, Scorer
 from torchtitan.components.generation.prompts import start_id
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools import json_file
 from torchtitan.tools.errors import UserError
 
 
@@ -118,10 +118,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
 
 
 def _parse(line: str, place: str) -> Question:
-    try:
-        content = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{place} is not JSON: {error}") from error
+    content = json_file.loads(line, place)
     if not isinstance(content, dict):
         raise UserError(f"{place} must hold an object with query, choices and gold, not {type(content).__name__}")
     if missing := [key for key in ("query", "choices", "gold") if key not in content]:
