@@ -112,8 +112,8 @@ def test_a_source_that_python_does_not_take_is_refused(source, message):
         ("{{ messages[0].items()|list|length }}{{ messages[0].missing is defined }}", "2False"),
         ("{% set a, b = 1, 2 %}{% for k, v in {'x': a}.items() %}{{ k }}{{ v + b }}{% endfor %}", "x3"),
         (
-            "{% for a in [0, 1, 2] %}{% if a == 0 %}{% continue %}{% elif a > 1 %}{% break %}{% endif %}{{ a }}{% endfor %}",
-            "1",
+            "{% for a in (0, 1, 2) %}{% if not a %}{% continue %}{% elif a > 1 %}{% break %}{% endif %}a{% endfor %}",
+            "a",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """The declared types of a configuration's values, and whether a value from a file has one."""
 
+from datetime import date
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -36,7 +37,7 @@ def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
     if declared is bool:
         return isinstance(value, bool)
     if declared in (str, Path):
-        return isinstance(value, str) or quoted and not isinstance(value, bool | list | NoneType)
+        return isinstance(value, str | int | float | date if quoted else str) and not isinstance(value, bool)
     if declared in (int, float):
         return not isinstance(value, bool) and _is_number(value, declared, quoted=quoted)
     return True
