@@ -57,10 +57,11 @@ class Configurable:
             A field that is not there has its default: it is younger than the document.
 
             Raises:
-                torchtitan.tools.errors.UserError: for a key that is no field, a value of another type, and a field
+                torchtitan.tools.errors.UserError: for a key that is no field, a value that cannot be used, and a field
                     without default that is not there.
             """
             config: Self = from_plain(cls, document)
+            config.validate()
             return config
 
     def __init__(self, config: "Configurable.Config"):

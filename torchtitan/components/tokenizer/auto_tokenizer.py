@@ -178,7 +178,11 @@ def _settled(folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, 
     settled = {key: value for key, value in {**named, **settings}.items() if key not in _CHANGES_IDS}
     settled |= {key: _text_of(value) for key, value in settled.items() if key.endswith(("_token", "_special_tokens"))}
     template = folder / "chat_template.jinja"
-    source = template.read_text(encoding="utf-8", errors="replace") if template.is_file() else str(settled.get("chat_template"))
+    source = (
+        template.read_text(encoding="utf-8", errors="replace")
+        if template.is_file()
+        else str(settled.get("chat_template"))
+    )
     for key, token_id in (("bos_token", ours.bos_id), ("eos_token", ours.eos_id)):
         if token_id is not None and key not in source:  # a template writes nothing for a token without a name
             settled.setdefault(key, theirs.id_to_token(token_id))
