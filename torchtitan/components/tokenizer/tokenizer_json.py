@@ -86,7 +86,7 @@ class HuggingFace:
         return full[:start], full[start + len(plain) :]
 
     def id_of(self, token: str) -> int | None:
-        token_id: int | None = self._literal.token_to_id(token)
+        token_id: int | None = self._literal.token_to_id(without_surrogates(token))
         return token_id
 
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
