@@ -300,7 +300,7 @@ def test_damaged_lines_are_left_out_and_kept_beside(tmp_path, damage, caplog, mo
     JsonLines(path, 2).close()
     assert path.read_bytes() == whole[0] + whole[1]
     assert (tmp_path / "metrics-1.jsonl").read_bytes() == before
-    assert "has 1 damaged lines, and goes on without them; as it was: metrics-1.jsonl" in caplog.text
+    assert "has 1 damaged lines, which are left out; the original is metrics-1.jsonl" in caplog.text
 
 
 def test_a_torn_last_line_is_no_damage(tmp_path):

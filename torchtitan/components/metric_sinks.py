@@ -158,7 +158,7 @@ def _free_name(path: Path) -> Path:
 
 def _drop_lines_after(path: Path, step: int) -> None:
     """Keep the lines up to `step`, and of those only whole ones: a killed run may leave its last one torn. Where others
-    are damaged, the file as it was stays beside it."""
+    are damaged, the original file stays next to it."""
     n_damaged = 0
     with durable.in_place_of(path) as partial, open(path, "rb") as lines, open(partial, "wb") as kept:
         for line in lines:
@@ -169,7 +169,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
         if n_damaged:
             aside = _free_name(path)
             shutil.copyfile(path, aside)
-            logger.warning(f"{path} has {n_damaged} damaged lines, and goes on without them; as it was: {aside.name}")
+            logger.warning(f"{path} has {n_damaged} damaged lines, which are left out; the original is {aside.name}")
 
 
 def step_of(line: bytes) -> int | None:

@@ -215,7 +215,7 @@ def _load_yaml(text: str) -> Any:
 
 
 def _check_expanded(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return how many nodes a node has with its aliases (`*name`) written out; `known`: those of others, by identity.
+    """Return how many nodes a node has with its aliases (`*name`) written out; `known` holds the sizes by identity.
 
     Raises:
         yaml.YAMLError: for a node that is inside of itself, or far too large.

@@ -41,7 +41,7 @@ def loads(text: str | bytes, where: str) -> Any:
         where: what the message calls it.
 
     Raises:
-        UserError: where it is not JSON, or JSON nested so deeply that it cannot be worked with.
+        UserError: if it is not JSON, or is JSON nested so deeply that it cannot be worked with.
     """
     try:
         content = json.loads(text)

@@ -22,7 +22,7 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
-        if not getattr(record, "is_colored", False):  # by us: all other colors would be those of a stranger's text
+        if not getattr(record, "is_colored", False):  # by us: any other color would come from a stranger's text
             line = visible(line)
         colour = _COLOURS.get(record.levelno, "")
         return f"{colour}{line}{_RESET}" if self.coloured and colour else line

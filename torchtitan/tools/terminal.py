@@ -1,4 +1,4 @@
-"""What goes to a terminal: text from files and models is shown there, and never obeyed."""
+"""Output to a terminal, which shows text from files and models and never obeys it."""
 
 import sys
 import unicodedata
@@ -7,7 +7,7 @@ _BIDIRECTIONAL = "\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u
 
 
 def visible(text: str) -> str:
-    """`text` with what would control a terminal, or the direction of the text, spelt out; lines and tabs stay."""
+    """`text` with what would control a terminal, or the direction of the text, spelled out; lines and tabs stay."""
     return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
 
 

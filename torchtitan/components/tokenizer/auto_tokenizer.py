@@ -93,7 +93,7 @@ def settle_for_auto_tokenizer(folder: Path) -> None:
     settled = _settled(folder, settings, ours, theirs)
     if settled != settings:
         text = json.dumps(settled, indent=2, ensure_ascii=False) + "\n"
-        # Half of a character, which JSON may spell, stays as it is spelt.
+        # Half of a character, which JSON may spell, stays an escape.
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
