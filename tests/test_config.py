@@ -14,10 +14,9 @@ import yaml
 
 from tests.conftest import PROJECT
 from torchtitan.config import Configurable
-from torchtitan.config.configurable import leaves
+from torchtitan.config.configurable import leaves, types_by_key
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import built_in_modules, list_module, load_config_function, needs_assets
-from torchtitan.config.value_types import types_by_key
 from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.errors import UserError
 
@@ -273,7 +272,7 @@ class TestMistakes:
             ("training: {steps: 3}\ntraining: {seq_len: 8}", "not valid YAML: training is given twice"),
             (
                 "checkpoint: {exclude_from_loading: [optimizer, --dump_folder, /x]}",
-                "'checkpoint.exclude_from_loading' .* has the item '--dump_folder', and an item cannot begin with '--'",
+                "'checkpoint.exclude_from_loading' .* has the item '--dump_folder', and an item cannot begin with '-'",
             ),
             ("training: {epochs: [1]}", "'training.epochs' .* must be a whole number or null"),
             ("training: {epochs: 1.5}", "'training.epochs' .* is 1.5, and must be a whole number or null"),

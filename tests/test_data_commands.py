@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tests.training import TINY, flags
-from torchtitan.cli.data_samples import samples_of, token_texts, visible
+from torchtitan.cli.data_samples import samples_of, token_texts
 from torchtitan.cli.data_tables import histogram
 from torchtitan.cli.data_view import print_samples
 from torchtitan.cli.main import main
@@ -272,10 +272,6 @@ def test_padding_is_counted(with_positions):
         [],
         list(range(300, 306)),
     ]
-
-
-def test_visible():
-    assert visible("a\tb\n\x00\x7f\x9b\u2066é😀") == "a\tb\n␀\\u007f\\u009b\\u2066é😀"
 
 
 # --- counts ----------------------------------------------------------------------------------------------------------

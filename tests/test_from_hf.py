@@ -295,7 +295,7 @@ class TestParamsJson:
             ({"dim": True}, "dim is True"),
             ({"norm_eps": "1e-5"}, "norm_eps is '1e-5'"),
             ({"rope_theta": None}, "rope_theta is None, and must be a number"),
-            ({"multiple_of": 0}, "multiple_of is 0, and must be a whole number above 0"),
+            ({"multiple_of": 0}, "multiple_of is 0, and must be a whole number from 1 to"),
             ({"multiple_of": None}, "multiple_of is None"),
             ({"ffn_dim_multiplier": float("nan")}, "ffn_dim_multiplier is nan"),
             ({"use_scaled_rope": "no"}, "use_scaled_rope is 'no'"),

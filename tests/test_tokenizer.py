@@ -342,9 +342,9 @@ def test_tokenizer_json_wins(tmp_path: Path, assets: Path) -> None:
     ("files", "message"),
     [
         ({}, "no tokenizer in '.*': it has neither tokenizer.json .* nor tokenizer.model"),
-        ({"tokenizer.json": b"not json"}, "tokenizer.json' is not a tokenizer that `tokenizers` can read"),
-        ({"tokenizer.json": b""}, "tokenizer.json' is not a tokenizer that `tokenizers` can read"),
-        ({"tokenizer.json": b"\xff\xfe{}"}, "tokenizer.json' is not a tokenizer that `tokenizers` can read"),
+        ({"tokenizer.json": b"not json"}, "tokenizer.json' is not a tokenizer that `tokenizers` can use"),
+        ({"tokenizer.json": b""}, "tokenizer.json' is not a tokenizer that `tokenizers` can use"),
+        ({"tokenizer.json": b"\xff\xfe{}"}, "tokenizer.json' is not a tokenizer that `tokenizers` can use"),
         ({"tokenizer.json": b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'}, "empty vocabulary"),
         ({"tokenizer.model": b""}, "tokenizer.model' is incomplete: its 0 ranks"),
         ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "tokenizer.model' is incomplete: its 2 ranks"),

@@ -14,6 +14,7 @@ from torchtitan.cli.model_options import (
     sampling_of,
 )
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.terminal import for_output, print_error
 
 if TYPE_CHECKING:
     from torchtitan.components.chat_template import ChatTemplate
@@ -59,7 +60,7 @@ def _chat(options: argparse.Namespace) -> None:
             try:
                 conversation.answer(line)
             except UserError as error:
-                print(f"torchtitan chat: {error}", file=sys.stderr)
+                print_error("chat", error)
 
 
 class Conversation:
@@ -104,7 +105,7 @@ class Conversation:
         stream = TextStream(self._opened.tokenizer, prompt, self._stop)
 
         def on_token(row: int, token: int) -> bool:
-            print(stream.push(token), end="", flush=True)
+            print(for_output(stream.push(token)), end="", flush=True)
             return stream.stopped
 
         generate(
@@ -115,7 +116,7 @@ class Conversation:
             stop_ids=self._stop_ids,
             on_token=on_token,
         )
-        print(stream.finish(), flush=True)
+        print(for_output(stream.finish()), flush=True)
         self.messages = [*messages, {"role": "assistant", "content": stream.text}]
 
     def _room(self, prompt: list[int]) -> int:

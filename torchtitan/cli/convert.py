@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import functools
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from torchtitan.cli.model_options import add_base_option, add_module_option, giv
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.terminal import print_error
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -259,5 +259,5 @@ def _report(options: argparse.Namespace, spec: "ModelSpec", n_tensors: int, seco
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"torchtitan convert: {message}", file=sys.stderr)
+    print_error("convert", message)
     return code

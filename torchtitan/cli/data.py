@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.terminal import print_error, visible
 
 if TYPE_CHECKING:
     from torchtitan.components.data.dataloader import BaseDataLoader
@@ -41,7 +41,7 @@ def data(args: Sequence[str]) -> int:
         return 0
     commands: dict[str, Callable[[Sequence[str]], int]] = {"inspect": inspect, "show": show}
     if words[0] not in commands:
-        print(f"torchtitan data: unknown command '{words[0]}' (there are: {', '.join(commands)})", file=sys.stderr)
+        print_error("data", f"unknown command '{words[0]}' (there are: {', '.join(commands)})")
         return 2
     return commands[words[0]](words[1:])
 
@@ -241,7 +241,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _show(options: argparse.Namespace, job: "Job") -> None:
-    from torchtitan.cli.data_samples import samples_of, visible
+    from torchtitan.cli.data_samples import samples_of
     from torchtitan.cli.data_view import open_console, print_samples
 
     if options.step is None or options.step < 1:
@@ -259,7 +259,7 @@ def _show(options: argparse.Namespace, job: "Job") -> None:
             batch = _planned(run, loader, options.step)
         samples = samples_of(batch, loader, run.tokenizer) if batch is not None else []
     decided_by = f"{path} names it" if line else f"configuration and seed decide (there is no {path})"
-    print(f"step {options.step}, as {decided_by}:")
+    print(visible(f"step {options.step}, as {decided_by}:"))
     if samples:
         print_samples(open_console(), samples, in_windows=named is None)
     else:

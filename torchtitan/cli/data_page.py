@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import chain
 
-from torchtitan.cli.data_samples import Document, Row, Sample, Token, visible
+from torchtitan.cli.data_samples import Document, Row, Sample, Token
 from torchtitan.cli.data_tables import (
     Inspection,
     Table,
@@ -15,6 +15,7 @@ from torchtitan.cli.data_tables import (
     share_beyond,
 )
 from torchtitan.components.data.summary import SetSummary
+from torchtitan.tools.terminal import visible
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2em auto; max-width: 75em;

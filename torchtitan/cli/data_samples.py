@@ -1,6 +1,5 @@
 """Batches as people read them: rows taken apart into documents, and these into tokens with their text."""
 
-import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from torchtitan.components.data.packing import NO_DOCUMENT, Batch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.terminal import visible
 
 _UNDECODED = "\ufffd"
 _MOST_SHARED = 16
@@ -192,17 +192,3 @@ def _n_sharing(ids: Sequence[int], decoded: Callable[[Sequence[int]], str]) -> i
         return whole + 1
     # U+FFFD is what the text says, perhaps byte by byte, or the bytes are no text.
     return next((n for n, text in enumerate(texts) if text != first), len(texts))
-
-
-def visible(text: str) -> str:
-    """`text` with what would control a terminal, or the direction of the text, spelt out; lines and tabs stay."""
-    return "".join(map(_visible, text))
-
-
-def _visible(char: str) -> str:
-    if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cs") and char not in _BIDIRECTIONAL:
-        return char
-    return chr(0x2400 + ord(char)) if ord(char) < 0x20 else f"\\u{ord(char):04x}"
-
-
-_BIDIRECTIONAL = "\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from torchtitan.cli.data_samples import Document, Row, Sample, visible
+from torchtitan.cli.data_samples import Document, Row, Sample
 from torchtitan.cli.data_tables import (
     Inspection,
     Table,
@@ -21,6 +21,7 @@ from torchtitan.cli.data_tables import (
     share_beyond,
 )
 from torchtitan.components.data.summary import SetSummary
+from torchtitan.tools.terminal import visible
 
 _WIDTH_OF_A_FILE = 140
 _WIDTH_OF_BARS = 40

@@ -2,12 +2,12 @@
 
 import argparse
 import fnmatch
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.model_folder import DOWNLOADS
+from torchtitan.tools.terminal import print_error
 
 _DESCRIPTION = """Fetch the model REPO_ID, for example meta-llama/Llama-3.1-8B, from the Hugging Face hub: weights (as
 safetensors, or as pytorch_model.bin where there are none), configuration, tokenizer. The folder serves as
@@ -109,5 +109,5 @@ def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"torchtitan download: {message}", file=sys.stderr)
+    print_error("download", message)
     return code

@@ -17,6 +17,7 @@ from torchtitan.cli.model_options import (
     sampling_of,
 )
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.terminal import for_output
 
 if TYPE_CHECKING:
     from torchtitan.components.generation import Generation
@@ -100,7 +101,7 @@ class _Printer:
             self.first_token_time = time.perf_counter()
         piece = self.streams[row].push(token)
         if self.live:
-            print(self.unprinted + piece, end="", flush=True)
+            print(for_output(self.unprinted + piece), end="", flush=True)
             self.unprinted = ""
         return self.streams[row].stopped
 
@@ -108,13 +109,13 @@ class _Printer:
         for text, stream, generation in zip(self.texts, self.streams, generations, strict=True):
             rest = stream.finish()
             if self.live:
-                print(self.unprinted + rest)
+                print(for_output(self.unprinted + rest))
             elif self.as_json:
                 reason = "stop" if stream.stopped else generation.finish_reason
                 line = {"prompt": text, "text": stream.text, "finish_reason": reason, "tokens": generation.ids}
-                print(json.dumps(line, ensure_ascii=False, allow_nan=False))
+                print(for_output(json.dumps(line, ensure_ascii=False, allow_nan=False)))
             else:
-                print(text + stream.text)
+                print(for_output(text + stream.text))
         sys.stdout.flush()
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torchtitan.cli.model_options import add_module_option, given_package
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
+from torchtitan.tools.terminal import print_error, visible
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -49,7 +50,7 @@ def inspect_checkpoint(args: Sequence[str]) -> int:
     try:
         return _inspect(options)
     except UserError as error:
-        print(f"torchtitan inspect: {error}", file=sys.stderr)
+        print_error("inspect", error)
         return 2
 
 
@@ -201,11 +202,9 @@ def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, ve
 
 
 def _print_findings(path: Path, findings: _Findings, *, tensors: bool) -> None:
-    print(path)
-    for name, value in findings.facts.items():
-        print(f"  {name:<17}{value}")
-    for state, forms in findings.states.items():
-        print(f"  {state:<17}{_summary(forms)}")
+    print(visible(str(path)))
+    for name, value in (*findings.facts.items(), *((name, _summary(of)) for name, of in findings.states.items())):
+        print(visible(f"  {name:<17}{value}"))
     if tensors:
         _print_table(
             ("tensor", "shape", "type", "bytes"),
@@ -216,7 +215,7 @@ def _print_findings(path: Path, findings: _Findings, *, tensors: bool) -> None:
             ],
         )
     for fault in (*findings.faults, *findings.notes):
-        print(f"torchtitan inspect: {fault}", file=sys.stderr)
+        print_error("inspect", fault)
 
 
 def _summary(forms: "Mapping[str, TensorForm]") -> str:
@@ -254,7 +253,7 @@ def _print_list(checkpoints: "Sequence[CheckpointInfo]") -> int:
     _print_table(("checkpoint", "step", "kind", "state", "validation loss", "bytes"), rows)
     for info in checkpoints:
         if wrong := info.damage or info.fault:
-            print(f"torchtitan inspect: {info.path}: {wrong}", file=sys.stderr)
+            print_error("inspect", f"{info.path}: {wrong}")
     return 0 if all(info.complete and not info.damage for info in checkpoints) else 3
 
 
@@ -267,6 +266,6 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         column.overflow = "fold"
     table.columns[-1].justify = "right"
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(visible, row))
     # Where nobody looks, no line is broken.
     Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False).print(table)

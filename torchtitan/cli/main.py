@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torchtitan
 from torchtitan.tools.signals import default_signals
+from torchtitan.tools.terminal import visible
 
 
 class _Command(NamedTuple):
@@ -57,10 +58,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     from torchtitan.config.registry import suggest
 
-    print(
-        f"torchtitan: unknown command '{name}'{suggest(name, _COMMANDS)} (there are: {', '.join(_COMMANDS)})",
-        file=sys.stderr,
-    )
+    message = f"unknown command '{name}'{suggest(name, _COMMANDS)} (there are: {', '.join(_COMMANDS)})"
+    print(visible(f"torchtitan: {message}"), file=sys.stderr)
     return 2
 
 

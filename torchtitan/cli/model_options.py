@@ -1,13 +1,13 @@
 """What `generate`, `chat` and `eval` have in common: a checkpoint to open, with its tokenizer."""
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger
+from torchtitan.tools.terminal import print_error
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -162,8 +162,7 @@ def run_command(command: str, run: Callable[[], None]) -> int:
     try:
         run()
     except UserError as error:
-        sys.stdout.flush()
-        print(f"torchtitan {command}: {error}", file=sys.stderr)
+        print_error(command, error)
         return 2
     return 0
 

@@ -3,11 +3,11 @@
 import argparse
 import importlib.util
 import keyword
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.config.registry import built_in_modules
+from torchtitan.tools.terminal import print_error
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _EXPERIMENT = _PACKAGE / "experiments" / "template"
@@ -65,5 +65,5 @@ def _copy_experiment(path: Path) -> int:
 
 
 def _refuse(message: str) -> int:
-    print(f"torchtitan new: {message}", file=sys.stderr)
+    print_error("new", message)
     return 2

@@ -5,12 +5,13 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.tools import durable
+from torchtitan.tools import durable, json_file
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -143,24 +144,39 @@ class WandB(Sink):
 
 def set_aside(path: Path) -> None:
     """Rename `path`, which an earlier run wrote, to the next free of `name-1`, `name-2`, ..."""
-    number = 1
-    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-        number += 1
+    aside = _free_name(path)
     path.rename(aside)
     logger.info(f"{path} is from an earlier run: renamed to {aside.name}")
 
 
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    return aside
+
+
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines up to `step`, and of those only whole ones: a killed run may leave its last one torn."""
+    """Keep the lines up to `step`, and of those only whole ones: a killed run may leave its last one torn. Where others
+    are damaged, the original file stays next to it."""
+    n_damaged = 0
     with durable.in_place_of(path) as partial, open(path, "rb") as lines, open(partial, "wb") as kept:
         for line in lines:
-            line_step = _step_of(line)
+            line_step = step_of(line)
             if line_step is not None and line_step <= step:
                 kept.write(line.rstrip(b"\n") + b"\n")
+            n_damaged += line_step is None and line.endswith(b"\n")
+        if n_damaged:
+            aside = _free_name(path)
+            shutil.copyfile(path, aside)
+            logger.warning(f"{path} has {n_damaged} damaged lines, which are left out; the original is {aside.name}")
 
 
-def _step_of(line: bytes) -> int | None:
+def step_of(line: bytes) -> int | None:
+    """Return the step that a line of `JsonLines` is of; None of a line that is damaged."""
     try:
-        return int(json.loads(line)["step"])
-    except ValueError:
+        content = json_file.loads(line, "the line")
+    except UserError:
         return None
+    step = content.get("step") if isinstance(content, dict) else None
+    return step if type(step) is int else None

@@ -236,7 +236,8 @@ class MetricsProcessor(Configurable):
         step, end = finished.step, finished.end
         values = finished.values | self._measure(finished)
         self._write(step, values | finished.extra)
-        logger.info(self.console_line(step, values, finished.extra, self._eta_seconds(step, end)))
+        line = self.console_line(step, values, finished.extra, self._eta_seconds(step, end))
+        logger.info("%s", line, extra={"is_colored": True})
         self._interval = _Interval(step, end)
         self._first_line = self._first_line or (step, end)
 

@@ -2,10 +2,11 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
+from torchtitan.config.value_types import describe, fits
 from torchtitan.tools.errors import UserError
 
 
@@ -56,10 +57,11 @@ class Configurable:
             A field that is not there has its default: it is younger than the document.
 
             Raises:
-                torchtitan.tools.errors.UserError: for a key that is no field, and a field without default that is
-                    not there.
+                torchtitan.tools.errors.UserError: for a key that is no field, a value that cannot be used, and a field
+                    without default that is not there.
             """
             config: Self = from_plain(cls, document)
+            config.validate()
             return config
 
     def __init__(self, config: "Configurable.Config"):
@@ -109,11 +111,16 @@ def from_plain(cls: type, document: Mapping[str, Any], prefix: str = "") -> Any:
     required = [f for f in fields if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
     if missing := [prefix + field.name for field in required if field.name not in document]:
         raise UserError(f"configuration: missing keys {', '.join(missing)}")
-    values = {
-        name: from_plain(types[name], value, f"{prefix}{name}.") if dataclasses.is_dataclass(types[name]) else value
-        for name, value in document.items()
-    }
-    return cls(**values)
+    return cls(**{name: _field_value(types[name], value, f"{prefix}{name}") for name, value in document.items()})
+
+
+def _field_value(declared: Any, value: Any, key: str) -> Any:
+    if dataclasses.is_dataclass(declared):
+        assert isinstance(declared, type)
+        return from_plain(declared, value, f"{key}.")
+    if not fits(value, declared, quoted=False):
+        raise UserError(f"configuration: '{key}' is {value!r}, and must be {describe(declared)}")
+    return value
 
 
 def leaves(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -122,6 +129,34 @@ def leaves(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in document.items():
         found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return found
+
+
+def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
+    """Return the types of all values in a configuration by their keys on the command line.
+
+    As on the command line, a field with `tyro.conf.arg(name="")` adds nothing to the keys, and the items of a list of
+    configurations are named by their classes.
+    """
+    children: Iterable[tuple[str, Any, Any]]
+    if dataclasses.is_dataclass(value):
+        hints = get_type_hints(type(value), include_extras=True)
+        names = [field.name for field in dataclasses.fields(value)]
+        children = ((_shown(name, hints[name]), getattr(value, name), hints[name]) for name in names)
+    elif isinstance(value, Mapping):
+        children = ((name, item, get_args(declared)[1]) for name, item in value.items())
+    elif isinstance(value, list) and value and all(isinstance(item, Configurable.Config) for item in value):
+        children = ((config_key(item), item, type(item)) for item in value)
+    else:
+        return {key: declared}
+    types: dict[str, Any] = {}
+    for name, item, item_type in children:
+        types |= types_by_key(item, item_type, ".".join(part for part in (key, name) if part))
+    return types
+
+
+def _shown(name: str, declared: Any) -> str:
+    annotations = get_args(declared)[1:] if get_origin(declared) is Annotated else ()
+    return "" if any(getattr(annotation, "name", None) == "" for annotation in annotations) else name
 
 
 def _derive_config(cls: type[Configurable]) -> type:

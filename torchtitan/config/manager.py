@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +12,24 @@ import tyro
 import yaml
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from torchtitan.config.configurable import Configurable, config_key, leaves
+from torchtitan.config.configurable import Configurable, config_key, leaves, types_by_key
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
     import_failure,
+    is_installed,
     load_config_function,
     needs_assets,
     suggest,
 )
-from torchtitan.config.value_types import describe, fits, types_by_key
+from torchtitan.config.value_types import describe, fits
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
 """What is trained when nothing is named."""
+
+_MOST_BYTES, _MOST_NODES, _LONGEST_NUMBER = 2**20, 100_000, 100
+"""Of a configuration file; a resolved configuration has a hundredth of it."""
 
 _BOOLEANS = {"true": True, "false": False}
 
@@ -68,8 +73,10 @@ class ConfigManager:
         in_file = {name: document.pop(name, None) for name in DEFAULT_SELECTION}
         _check_values(in_file, dict.fromkeys(DEFAULT_SELECTION, str | None), selected.config_file)
         module, config_name = (
-            getattr(selected, name) or in_file[name] or default for name, default in DEFAULT_SELECTION.items()
+            str(getattr(selected, name) or in_file[name] or default) for name, default in DEFAULT_SELECTION.items()
         )
+        if not selected.module and in_file["module"] and not is_installed(module):
+            raise _code_in_file("module", module, selected.config_file)
         function = load_config_function(module, config_name)
         arguments: dict[str, str] = {}
         if needs_assets(function):
@@ -83,6 +90,7 @@ class ConfigManager:
         if document:
             _check_keys(document, list(known), selected.config_file)
             _check_values(document, types_by_key(default, type(default)), selected.config_file)
+            _check_code(document, overrides, selected.config_file)
         words = _to_switches(overrides, {key for key, value in known.items() if isinstance(value, bool)})
         default = _with_registered_name(default, function)
         return Job(module, config_name, self._parse(default, [*_to_flags(document), *words]))
@@ -156,32 +164,78 @@ def _with_registered_name(config: Any, function: Callable[..., object]) -> Any:
     return dataclasses.replace(config, registered_as=f"{package}.{function.__name__}")
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would keep the last one silently."""
+class _PlainLoader(yaml.SafeLoader):
+    """Refuses keys that are no words and a key that is given twice, of which YAML would keep the last one silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _wrong_node("a key is a list or a mapping", key)
         keys = [key.value for key, _ in node.value]
-        if twice := {key for key in keys if keys.count(key) > 1 and key != "<<"}:
-            raise yaml.constructor.ConstructorError(
-                problem=f"{', '.join(sorted(twice))} is given twice", problem_mark=node.start_mark
-            )
+        if twice := {key for key, count in Counter(keys).items() if count > 1 and key != "<<"}:
+            raise _wrong_node(f"{', '.join(sorted(twice))} is given twice", node)
         return super().construct_mapping(node, deep)
+
+
+def _wrong_node(problem: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.load(path.read_text(), _UniqueKeys)
+        n_bytes = path.stat().st_size
+        document = _load_yaml(path.read_text(encoding="utf-8")) if n_bytes <= _MOST_BYTES else None
     except OSError as error:
         raise UserError(f"--config_file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--config_file {path} is not a text file") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"--config_file {path} is not valid YAML: {error}") from error
+        raise UserError(f"--config_file {path} is not a text file in UTF-8") from error
+    except RecursionError as error:
+        raise UserError(f"--config_file {path} is nested too deeply") from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # also a date or a number that Python does not take
+        raise UserError(f"--config_file {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if n_bytes > _MOST_BYTES:
+        raise UserError(f"--config_file {path} has {n_bytes:,} bytes, and may have {_MOST_BYTES:,} at most")
     if document is None:
         raise UserError(f"--config_file {path} is empty")
     if not isinstance(document, dict):
         raise UserError(f"--config_file {path} must hold sections and keys, not {type(document).__name__}")
     return document
+
+
+def _load_yaml(text: str) -> Any:
+    loader = _PlainLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_expanded(node, {})
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_expanded(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return how many nodes a node has with its aliases (`*name`) written out; `known` holds the sizes by identity.
+
+    Raises:
+        yaml.YAMLError: for a node that is inside of itself, or far too large.
+    """
+    if known.setdefault(id(node), 0):
+        return known[id(node)]
+    children = node.value if isinstance(node, yaml.CollectionNode) else []
+    if isinstance(node, yaml.MappingNode):
+        children = [part for pair in children for part in pair]
+    elif node.tag.endswith(":int") and len(node.value) > _LONGEST_NUMBER:
+        raise _wrong_node(f"a number has more than {_LONGEST_NUMBER} digits", node)
+    size = 1
+    for child in children:
+        if known.get(id(child)) == 0:
+            raise _wrong_node("something is inside of itself", child)
+        size += _check_expanded(child, known)
+    if size > _MOST_NODES:
+        raise _wrong_node(f"with its aliases written out it has more than {_MOST_NODES} values", node)
+    known[id(node)] = size
+    return size
 
 
 def _check_keys(document: dict[str, Any], known: Sequence[str], path: str) -> None:
@@ -199,8 +253,24 @@ def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str)
             raise UserError(f"'{key}' in {path} is {value!r}, and must be {describe(types[key])}")
         # An item of a list becomes a word of its own on the command line, and would be taken for an option there.
         for item in value if isinstance(value, list) else []:
-            if str(item).startswith("--"):
-                raise UserError(f"'{key}' in {path} has the item {item!r}, and an item cannot begin with '--'")
+            if isinstance(item, str) and item.startswith("-") and not fits(item, float):
+                raise UserError(f"'{key}' in {path} has the item {item!r}, and an item cannot begin with '-'")
+
+
+def _check_code(document: dict[str, Any], overrides: Sequence[str], path: str) -> None:
+    """Make sure that functions which rows are read with (`file.py:function`) are given on the command line too."""
+    given = {word.partition("=")[0].replace("-", "_").lstrip("_") for word in overrides}
+    for key, value in leaves(document).items():
+        if key.endswith(".format") and ":" in str(value) and key not in given:
+            raise _code_in_file(key, value, path)
+
+
+def _code_in_file(key: str, named: str, path: str) -> UserError:
+    """Return the error of a file, which may come from anywhere, that names code which would then run."""
+    return UserError(
+        f"'{key}' in {path} is '{named}', code that is neither built in nor installed; if you trust it, name it on the "
+        f"command line too: --{key} {named}"
+    )
 
 
 def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:

@@ -136,6 +136,11 @@ def trusted_module(name: str) -> ModuleType | None:
     return sys.modules.get(name)
 
 
+def is_installed(module: str) -> bool:
+    """Return whether `--module module` names a built-in module, or one of an installed package."""
+    return module in built_in_modules() or module in installed_modules()
+
+
 def needs_assets(function: Callable[..., object]) -> bool:
     """Whether a configuration function computes its configuration from the folder `hf_assets_path`."""
     return ASSETS_PARAMETER in inspect.signature(function).parameters

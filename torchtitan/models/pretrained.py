@@ -73,7 +73,7 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
     Raises:
         UserError: where there is no checkpoint, or no family of models computes what it describes.
     """
-    from torchtitan.components.checkpoint.assets import read_model_json
+    from torchtitan.components.checkpoint.assets import DESCRIPTION, read_model_json
     from torchtitan.components.checkpoint.formats import MetaSource
 
     folder = Path(path)
@@ -88,7 +88,11 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
     document = read_model_json(folder)
     package = named_family(document["module"], folder, family)
     config_class = type(next(iter(package.FLAVORS.values())))
-    spec: ModelSpec = package.model_spec(config_class.from_dict(document["config"]), document["flavor"])
+    try:
+        model = config_class.from_dict(document["config"])
+    except UserError as error:
+        raise UserError(f"{folder / DESCRIPTION}: {error}") from error
+    spec: ModelSpec = package.model_spec(model, document["flavor"])
     return spec
 
 

@@ -190,8 +190,9 @@ def _described(description: Description, said_by: str) -> ModelConverter:
         )
     for part in name.split("."):
         owner = inspect.getattr_static(owner, part, None)  # runs no code of the module
-    if not (isinstance(owner, type) and issubclass(owner, ModelConverter)):
-        raise UserError(f"{said}, which is not a ModelConverter")
+    is_converter = isinstance(owner, type) and issubclass(owner, ModelConverter)
+    if not (is_converter and (owner.changes_weights or owner.simulates)):
+        raise UserError(f"{said}, which is not a ModelConverter that checkpoints name")
     converter: ModelConverter = owner.Config.from_dict(description.get("config", {})).build()
     return converter
 

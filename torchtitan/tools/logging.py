@@ -4,6 +4,8 @@ import logging
 import os
 import sys
 
+from torchtitan.tools.terminal import visible
+
 logger = logging.getLogger("torchtitan")
 
 _COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
@@ -20,6 +22,8 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
+        if not getattr(record, "is_colored", False):  # by us: any other color would come from a stranger's text
+            line = visible(line)
         colour = _COLOURS.get(record.levelno, "")
         return f"{colour}{line}{_RESET}" if self.coloured and colour else line
 

@@ -1,21 +1,14 @@
 """`ChatTemplate`: renders conversations, by the conventions of the library transformers."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
 if TYPE_CHECKING:
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.parser
-    import jinja2.runtime
-    import jinja2.sandbox
+    pass
 
 Message = Mapping[str, Any]
 """`role` ("system", "user", "assistant", …), `content`, and whatever else the template reads."""
@@ -25,12 +18,15 @@ Span = tuple[int, int]
 
 _PROBE = "Answer"
 
+_LONGEST_SOURCE = 2**20
+"""In characters; the longest published templates have a fiftieth of that."""
+
 
 class ChatTemplate:
     """A compiled template.
 
     Args:
-        source: the template, in Jinja's language. It may come from anywhere, so it runs in Jinja's sandbox.
+        source: the template, in Jinja's language. It may come from anywhere, so it runs in a sandbox.
         variables: what it can read beside the conversation, such as `bos_token`.
         name: what messages call it.
         required_tokens: texts in it that must be tokens of the vocabulary, though they do not look special.
@@ -62,15 +58,21 @@ class ChatTemplate:
     ):
         import jinja2
 
-        environment = _environment()
+        from torchtitan.components.chat_template import sandbox
+
+        if len(source) > _LONGEST_SOURCE:
+            raise UserError(f"{name} has {len(source):,} characters, and may have {_LONGEST_SOURCE:,} at most")
+        environment = sandbox.environment()
         try:
             tree = environment.parse(with_marks(source))
-            self.literals, self.marks_generation = _literals(tree), _marks_generation(tree)
-            self._template = environment.from_string(tree)
+            self.literals, self.marks_generation = sandbox.literals(tree), sandbox.marks_generation(tree)
+            self._template = environment.from_string(sandbox.bounded(tree, environment))
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{name} is not valid Jinja, line {error.lineno}: {error.message}") from error
         except RecursionError as error:
             raise UserError(f"{name} is nested too deeply to be read") from error
+        except Exception as error:  # Jinja makes Python of it, which Python can refuse in any way
+            raise UserError(f"{name} is not valid Jinja: {type(error).__name__}: {error}") from error
         self.source, self.name, self.of_model = source, name, of_model
         self.variables, self.required_tokens = dict(variables or {}), tuple(required_tokens)
 
@@ -133,29 +135,24 @@ class ChatTemplate:
         """The text; of each mark, where it begins, and what it marks."""
         import jinja2
 
-        blocks, progress = [], _Progress()
-        known = {**variables, _PROGRESS: progress, "messages": [_as_templates_read_it(turn) for turn in messages]}
+        from torchtitan.components.chat_template import sandbox
+
+        blocks, progress = [], sandbox.Progress()
+        turns = [_as_templates_read_it(turn) for turn in messages]
+        known = {**variables, sandbox.PROGRESS: progress, "messages": turns}
         try:
             for block in self._template.generate(known):
                 blocks.append(block)
                 progress.n_characters += len(block)
+        except sandbox.TooMuchError as error:
+            raise UserError(
+                f"{self.name} takes too long at this conversation, or too much memory: use one that you know to be good"
+            ) from error
         except jinja2.TemplateError as error:
             raise UserError(f"{self.name} refuses this conversation: {error}") from error
         except Exception as error:  # a template is a program: it can fail in any way
             raise UserError(f"{self.name} fails at this conversation: {type(error).__name__}: {error}") from error
         return "".join(blocks), progress.marks
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What a template has written so far."""
-
-    n_characters: int = 0
-    marks: list[tuple[int, str]] = field(default_factory=list)
-
-
-_PROGRESS = "its progress"
-"""The variable by which a mark finds its place. No template can name it, since the name has a blank."""
 
 
 def _as_templates_read_it(message: Message) -> dict[str, Any]:
@@ -164,73 +161,3 @@ def _as_templates_read_it(message: Message) -> dict[str, Any]:
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((known[name] for name in names if name in known), None)
     return known if reasoning is None else {"thinking": reasoning, **known, "reasoning_content": reasoning}
-
-
-def _environment() -> "jinja2.sandbox.ImmutableSandboxedEnvironment":
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.runtime
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}…{% endgeneration %}` marks what the assistant says; its text is that between."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: "jinja2.parser.Parser") -> "jinja2.nodes.Node":
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method(_MARK), [], [], body, lineno=line)
-
-        @jinja2.pass_context
-        def mark(self, context: "jinja2.runtime.Context", caller: "jinja2.runtime.Macro") -> str:
-            text: str = caller()
-            progress: _Progress = context[_PROGRESS]
-            progress.marks.append((progress.n_characters, text))
-            return text
-
-    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        """Remembers what is safe, which the class of an object decides: to find that out takes half of the time."""
-
-        def __init__(self, **options: Any):
-            super().__init__(**options)
-            self._safe: dict[tuple[type, str], bool] = {}
-
-        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-            key = type(obj), attr
-            if key not in self._safe:
-                self._safe[key] = super().is_safe_attribute(obj, attr, value)
-            return self._safe[key]
-
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _to_json
-    # One time for all that is rendered: the texts of a conversation and of its beginnings have to agree.
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": datetime.now().strftime}
-    return environment
-
-
-_MARK = "mark"
-
-
-def _marks_generation(tree: "jinja2.nodes.Template") -> bool:
-    import jinja2.nodes
-
-    return any(node.name == _MARK for node in tree.find_all(jinja2.nodes.ExtensionAttribute))
-
-
-def _literals(tree: "jinja2.nodes.Template") -> list[str]:
-    import jinja2.nodes
-
-    texts = [node.data for node in tree.find_all(jinja2.nodes.TemplateData)]
-    return texts + [node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)]
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter would escape characters that mean something in HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _refuse(message: str) -> NoReturn:
-    import jinja2
-
-    raise jinja2.TemplateError(message)

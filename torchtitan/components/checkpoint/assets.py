@@ -11,6 +11,7 @@ from torchtitan.components.checkpoint.store import folder_at
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.protocols.conversion import Description
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools import json_file
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
 from torchtitan.tools.logging import logger
@@ -161,8 +162,8 @@ def read_simulation(checkpoint: str | Path) -> list[Description]:
 def _read_descriptions(checkpoint: str | Path, key: str) -> list[Description]:
     folder, name = folder_at(checkpoint), DESCRIPTION
     try:
-        content = json.loads(folder.read(name)) if folder.has_file(name) else {}
-    except (OSError, ValueError, RecursionError) as error:
+        content = json_file.loads(folder.read(name), f"{checkpoint}/{name}") if folder.has_file(name) else {}
+    except OSError as error:
         raise UserError(f"{checkpoint}/{name} cannot be read: {error}") from error
     converters = content.get(key, []) if isinstance(content, dict) else None
     if not (isinstance(converters, list) and all(isinstance(converter, dict) for converter in converters)):

@@ -36,6 +36,6 @@ def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
 def _declared_ids(path: Path) -> set[int]:
     declared = read_object(path).get("eos_token_id")
     ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
-    if not all(isinstance(token_id, int) for token_id in ids):
+    if not all(type(token_id) is int for token_id in ids):
         raise UserError(f"'{path}' has eos_token_id {declared!r}, and must have an id or a list of ids")
     return set(ids)

@@ -23,6 +23,8 @@ from torchtitan.tools.logging import logger
 
 _HEAD = "output"
 
+_MOST_RANKS = 2**24
+
 EXPORTED = "adapter"
 """The folder inside an exported model's that has the adapter by itself."""
 
@@ -75,8 +77,8 @@ class LoRA(LayerConverter):
             """Raise `UserError` for values that give no adapter."""
             LayerConverter.Config.validate(self)
             option = f"--model_converters.{config_key(self)}"
-            if self.rank < 1:
-                raise UserError(f"{option}.rank is {self.rank}, and must be at least 1")
+            if not 1 <= self.rank <= _MOST_RANKS:
+                raise UserError(f"{option}.rank is {self.rank}, and must be at least 1 and at most {_MOST_RANKS}")
             if not 0 < self.alpha < math.inf:
                 raise UserError(f"{option}.alpha is {self.alpha}, and must be a number above 0")
             if not 0 <= self.dropout < 1:

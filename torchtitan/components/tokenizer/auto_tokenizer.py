@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtitan.components.tokenizer.backend import naming
 from torchtitan.components.tokenizer.interface import Tokenizer
 from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer
 from torchtitan.components.tokenizer.tiktoken_model import converted_tiktoken
@@ -53,9 +54,12 @@ def warn_of_other_ids(tokenizer: Tokenizer) -> None:
     folder = tokenizer.folder
     if type(tokenizer) is not PretrainedTokenizer or folder is None or not (folder / "tokenizer.json").is_file():
         return
-    name, theirs = _as_opened(folder)
+    with naming(folder / "tokenizer_config.json"):
+        name, theirs = _as_opened(folder)
     for text in _probes(theirs):
-        there, here = theirs.encode(text).ids, tokenizer.encode(text, allow_special=True)
+        with naming(folder / "tokenizer.json"):
+            there = theirs.encode(text).ids
+        here = tokenizer.encode(text, allow_special=True)
         if there != here:
             logger.warning(
                 f"transformers' AutoTokenizer opens '{folder}' as {name} and gives other token ids than this run "
@@ -89,13 +93,15 @@ def settle_for_auto_tokenizer(folder: Path) -> None:
     settled = _settled(folder, settings, ours, theirs)
     if settled != settings:
         text = json.dumps(settled, indent=2, ensure_ascii=False) + "\n"
-        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        # Half of a character, which JSON may spell, stays an escape.
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _read(path: Path) -> Any:
     import tokenizers
 
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    with naming(path):
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -107,7 +113,7 @@ def _as_opened(folder: Path) -> tuple[str, Any]:
 
     settings, config = read_object(folder / "tokenizer_config.json"), read_object(folder / "config.json")
     tokenizer = _read(folder / "tokenizer.json")
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     name = "Qwen2Tokenizer" if model_type == "qwen2" else _class_name(settings) or _class_name(config)
     # AutoTokenizer takes a byte-level tokenizer.json, such as Llama 3's, as it stands where LlamaTokenizer is declared.
     is_llama3 = name == "LlamaTokenizer" and "ByteLevel(" in repr(tokenizer.pre_tokenizer)
@@ -173,7 +179,11 @@ def _settled(folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, 
     settled = {key: value for key, value in {**named, **settings}.items() if key not in _CHANGES_IDS}
     settled |= {key: _text_of(value) for key, value in settled.items() if key.endswith(("_token", "_special_tokens"))}
     template = folder / "chat_template.jinja"
-    source = template.read_text(encoding="utf-8") if template.is_file() else str(settled.get("chat_template"))
+    source = (
+        template.read_text(encoding="utf-8", errors="replace")
+        if template.is_file()
+        else str(settled.get("chat_template"))
+    )
     for key, token_id in (("bos_token", ours.bos_id), ("eos_token", ours.eos_id)):
         if token_id is not None and key not in source:  # a template writes nothing for a token without a name
             settled.setdefault(key, theirs.id_to_token(token_id))

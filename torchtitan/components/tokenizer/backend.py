@@ -1,9 +1,13 @@
 """What `PretrainedTokenizer` asks of a file format, and what the formats share."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from torchtitan.components.tokenizer.interface import Offsets
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.model_folder import unreadable
 
 
 class Backend(Protocol):
@@ -34,6 +38,20 @@ class Backend(Protocol):
     ) -> list[tuple[list[int], Offsets]]: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Around calls of the library `tokenizers`: what it raises becomes a `UserError` that names the file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        # A panic of its Rust code is no Exception, and has a class that cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise unreadable(path, f"'{path}' is not a tokenizer that `tokenizers` can use: {error}") from error
 
 
 def without_surrogates(text: str) -> str:

@@ -62,6 +62,9 @@ class PretrainedTokenizer(Tokenizer):
         self.vocab_size = self._backend.vocab_size
         self.bos_id = _special_id(folder, "bos", self._backend)
         self.eos_id = _special_id(folder, "eos", self._backend)
+        for key in ("add_bos_token", "add_eos_token"):
+            if not isinstance(settings.get(key), bool | None):
+                raise UserError(f"'{folder / 'tokenizer_config.json'}' has {key} {settings[key]!r}, not true or false")
         self.adds_bos = _adds(self.bos_id, settings.get("add_bos_token"), prefix)
         self.adds_eos = _adds(self.eos_id, settings.get("add_eos_token"), suffix)
         parts = [type(self).__module__, type(self).__qualname__, type(self._backend).__name__]
@@ -119,9 +122,9 @@ def _special_id(folder: Path, kind: str, backend: Backend) -> int | None:
         if declared not in (None, []):
             # Several ids are several ways to stop generating; the first is the model's own end of text.
             token_id = declared[0] if isinstance(declared, list) else declared
-            if token_id not in range(backend.vocab_size):
-                raise UserError(f"'{path}' has {kind}_token_id {declared}, not an id of the tokenizer beside it")
-            return int(token_id)
+            if type(token_id) is not int or token_id not in range(backend.vocab_size):
+                raise UserError(f"'{path}' has {kind}_token_id {declared!r}, not an id of the tokenizer beside it")
+            return token_id
     ids = (backend.id_of(name) for name in _USUAL_NAMES[kind])
     return next((token_id for token_id in ids if token_id is not None), None)
 

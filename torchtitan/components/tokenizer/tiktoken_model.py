@@ -105,7 +105,9 @@ class Tiktoken:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self._encoding.decode([i for i in ids if not (skip_special_tokens and i >= self.n_ranks)])
+        # Models may have more rows than there are tokens: these have no text, as in a tokenizer.json.
+        end = self.n_ranks if skip_special_tokens else self.vocab_size
+        return self._encoding.decode([i for i in ids if i < end])
 
 
 def converted_tiktoken(path: Path) -> Any:

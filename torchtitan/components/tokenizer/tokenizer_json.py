@@ -5,10 +5,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer.backend import without_surrogates
+from torchtitan.components.tokenizer.backend import naming, without_surrogates
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.model_folder import unreadable
 
 
 class HuggingFace:
@@ -63,11 +62,8 @@ class HuggingFace:
     def _read(self) -> Any:
         import tokenizers
 
-        try:
+        with naming(self.path):
             return tokenizers.Tokenizer.from_buffer(self.content)
-        except Exception as error:  # the library raises nothing more specific
-            message = f"'{self.path}' is not a tokenizer that `tokenizers` can read: {error}"
-            raise unreadable(self.path, message) from error
 
     def _load(self, *, literal: bool) -> Any:
         tokenizer = self._read()
@@ -80,23 +76,31 @@ class HuggingFace:
         return tokenizer
 
     def added_ids(self) -> tuple[list[int], list[int]]:
-        encoding = self._literal.encode("a")
-        plain, full = encoding.ids, (self._post_processor.process(encoding) if self._post_processor else encoding).ids
-        start = next(i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain)
+        with naming(self.path):
+            encoding = self._literal.encode("a")
+            processed = self._post_processor.process(encoding) if self._post_processor else encoding
+        plain, full = encoding.ids, processed.ids
+        start = next((i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain), None)
+        if start is None:
+            raise UserError(f"'{self.path}' has a post_processor that leaves out the text itself")
         return full[:start], full[start + len(plain) :]
 
     def id_of(self, token: str) -> int | None:
-        token_id: int | None = self._literal.token_to_id(token)
+        token_id: int | None = self._literal.token_to_id(without_surrogates(token))
         return token_id
 
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
         tokenizer = self._parsing if allow_special else self._literal
-        encodings = tokenizer.encode_batch_fast([without_surrogates(text) for text in texts], add_special_tokens=False)
+        plain = [without_surrogates(text) for text in texts]
+        with naming(self.path):
+            encodings = tokenizer.encode_batch_fast(plain, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
         tokenizer = self._parsing if allow_special else self._literal
-        encodings = tokenizer.encode_batch([without_surrogates(text) for text in texts], add_special_tokens=False)
+        plain = [without_surrogates(text) for text in texts]
+        with naming(self.path):
+            encodings = tokenizer.encode_batch(plain, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def special_ids(self) -> frozenset[int]:
@@ -104,5 +108,6 @@ class HuggingFace:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        text: str = self._literal.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with naming(self.path):
+            text: str = self._literal.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text

@@ -18,6 +18,14 @@ from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel, count_elements
 from torchtitan.tools.errors import UserError
 
+_MOST = {
+    **dict.fromkeys(("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"), 2**24),
+    **{"n_layers": 10_000, "max_seq_len": 2**32},
+}
+"""The largest sizes, far above the sizes of any model: a larger one is a mistake, or meant to fill up the memory."""
+
+_MOST_PARAMETERS = 2**44
+
 Head = Callable[..., Tensor]
 """What is computed from the last hidden states (B, L, D) and the output weights (V, D): logits, or the loss itself.
 What it needs beside them is given to the model by name, and handed on to it."""
@@ -86,11 +94,10 @@ class Decoder(BaseModel):
 
         def validate(self) -> None:
             """Raise `UserError` for sizes that do not fit together."""
-            for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "max_seq_len"):
-                if getattr(self, name) < 1:
-                    raise UserError(f"--model.{name} is {getattr(self, name)}, and must be at least 1")
-            if self.vocab_size is not None and self.vocab_size < 1:
-                raise UserError(f"--model.vocab_size is {self.vocab_size}, and must be at least 1")
+            for name, most in _MOST.items():
+                size = getattr(self, name)
+                if not (size is None or 1 <= size <= most):
+                    raise UserError(f"--model.{name} is {size}, and must be from 1 to {most}")
             if not 0 < self.norm_eps < math.inf:
                 raise UserError(f"--model.norm_eps is {self.norm_eps}, and must be above 0")
             if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
@@ -101,6 +108,14 @@ class Decoder(BaseModel):
                 )
             if self.n_heads % self.n_kv_heads:
                 raise UserError(f"--model.n_kv_heads {self.n_kv_heads} must divide --model.n_heads {self.n_heads}")
+            matrices = self.resolved_head_dim * 2 * (self.n_heads + self.n_kv_heads) + 3 * self.ffn_dim
+            n_parameters = self.dim * (self.n_layers * matrices + 2 * (self.vocab_size or 0))
+            if n_parameters > _MOST_PARAMETERS:
+                raise UserError(
+                    f"--model.dim {self.dim}, n_layers {self.n_layers}, n_heads {self.n_heads}, ffn_dim {self.ffn_dim} "
+                    f"and vocab_size {self.vocab_size} make a model of {n_parameters:.1e} parameters, and "
+                    f"{_MOST_PARAMETERS:.1e} are the most"
+                )
             self.rope.validate()
 
     config: Config

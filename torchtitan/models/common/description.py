@@ -1,11 +1,16 @@
 """The file that describes a model in another format, config.json or params.json, read key by key."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.tools.errors import UserError
+
+_LARGEST = 2**32
+"""No size of a model is larger, nor any context; each has a bound of its own, see `Decoder.Config.validate`."""
+
+_FURTHEST = 1e18
+"""As far from 1 as a factor or a base may be."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +33,17 @@ class Description:
         return self.values.get(key) is not None
 
     def whole_number(self, key: str, default: int | None = None, hint: str = "") -> int:
-        """A whole number above 0; `hint` ends the message."""
+        """A whole number from 1 to `_LARGEST`; `hint` ends the message."""
         value = self.values.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.wrong(key, value, f"a whole number above 0{hint}")
+        if type(value) is not int or not 1 <= value <= _LARGEST:
+            raise self.wrong(key, value, f"a whole number from 1 to {_LARGEST}{hint}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0, and finite."""
+        """A number from `1 / _FURTHEST` to `_FURTHEST`."""
         value = self.values.get(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.wrong(key, value, "a number above 0")
+        if type(value) not in (int, float) or not 1 / _FURTHEST <= value <= _FURTHEST:
+            raise self.wrong(key, value, f"a number above 0, from {1 / _FURTHEST:g} to {_FURTHEST:g}")
         return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:

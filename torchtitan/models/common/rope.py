@@ -38,10 +38,14 @@ class RoPEConfig:
             raise UserError(
                 f"--model.rope: theta {self.theta} and scaling_factor {self.scaling_factor} must be above 0"
             )
-        if not self.high_freq_factor > self.low_freq_factor:
+        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             raise UserError(
                 f"--model.rope.high_freq_factor {self.high_freq_factor} must be above "
-                f"low_freq_factor {self.low_freq_factor}"
+                f"low_freq_factor {self.low_freq_factor}, and both finite and above 0"
+            )
+        if not 1 <= self.original_max_seq_len <= 2**32:
+            raise UserError(
+                f"--model.rope.original_max_seq_len is {self.original_max_seq_len}, and must be from 1 to {2**32}"
             )
 
 

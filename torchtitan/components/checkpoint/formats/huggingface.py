@@ -23,6 +23,7 @@ from torchtitan.components.checkpoint.formats.source import (
 from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -218,10 +219,9 @@ def _open(path: Path) -> Any:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        weight_map = read_object(path).get("weight_map")
+    except UserError as error:
         raise damaged(path, error) from error
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise damaged(path, "it has no weight_map from tensors to files")
     # By name, not by where links lead: in the hub's cache every file is a link to one outside of the folder.

@@ -5,7 +5,6 @@ follows from its module, as in Meta's reference code: linear layers along their 
 along the vocabulary (Llama 3) or the features (Llama 1 and 2); norms not at all.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from torchtitan.components.checkpoint.formats.source import (
 from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
 
 FILES = "consolidated.*.pth"
 PARAMETERS = "params.json"
@@ -118,10 +118,10 @@ class MetaSource(TensorSource):
         return _AXES[module]
 
     def _dim(self) -> int:
-        try:
-            return int(json.loads((self.path / PARAMETERS).read_bytes())["dim"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{self.path / PARAMETERS} must say the model's `dim` ({error!r})") from error
+        dim = read_object(self.path / PARAMETERS).get("dim")
+        if type(dim) is not int:
+            raise UserError(f"{self.path / PARAMETERS} must say the model's `dim`, a whole number; it says {dim!r}")
+        return dim
 
     def _joined_form(self, name: str) -> TensorForm:
         forms, axis = [piece.form for piece in self._pieces[name]], self._axes[name]

@@ -1,0 +1,310 @@
+"""Small files from anywhere that describe a model, its tokenizer or a run: a bad one ends in one line, soon."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.components.metric_sinks import JsonLines
+from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
+from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
+from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
+from torchtitan.config.manager import ConfigManager
+from torchtitan.models.llama3 import FLAVORS, FORMATS
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols.conversion import described_converters
+from torchtitan.tools import json_file
+from torchtitan.tools.errors import UserError
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "is nested more than 100 levels deep"),
+        (b'{"a":' * 100_000, "is nested more than 100 levels deep"),
+        (b'{"a":' * 101 + b"1" + b"}" * 101, "is nested more than 100 levels deep"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "is not valid JSON: Exceeds the limit"),
+        (b'{"a": "\xff"}', "is not valid JSON: 'utf-8' codec"),
+        (b"null", "must hold a JSON object, not NoneType"),
+        (b"", "is not valid JSON"),
+    ],
+)
+def test_json_that_cannot_be_used(tmp_path, content, message):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(UserError, match=f"x.json' {message}"):
+        json_file.read_object(tmp_path / "x.json")
+
+
+def test_json_has_a_largest_size(tmp_path):
+    with open(tmp_path / "x.json", "wb") as file:
+        file.truncate(2**40)  # takes no room on the disk
+    with pytest.raises(UserError, match=r"x\.json' has 1,099,511,627,776 bytes, and may have 268,435,456"):
+        json_file.read_object(tmp_path / "x.json")
+
+
+def test_json_nested_as_deep_as_may_be(tmp_path):
+    assert json_file.loads('{"a":' * 100 + "1" + "}" * 100, "x")
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+DEBUG = FLAVORS["debugmodel"]
+CONFIG_JSON = {**FORMATS["hf"].to_foreign(DEBUG), "vocab_size": 2048}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PARAMS_JSON = {"dim": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 2048}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "--model.n_layers is 1000000000, and must be from 1 to 10000"),
+        (
+            {"hidden_size": 10**18},
+            "config.json: hidden_size is 10{18}, and must be a whole number from 1 to",
+        ),
+        ({"vocab_size": 2**25}, "--model.vocab_size is 33554432, and must be from 1 to 16777216"),
+        ({"max_position_embeddings": 10**18}, "config.json: max_position_embeddings is 10{18}, and must be"),
+        ({"intermediate_size": 2**25}, "--model.ffn_dim is 33554432, and must be from 1 to 16777216"),
+        ({"head_dim": 2**26}, "--model.head_dim is 67108864, and must be from 1 to 16777216"),
+        (
+            {"hidden_size": 2**20, "num_hidden_layers": 9999, "intermediate_size": 2**24},
+            r"--model.dim 1048576, n_layers 9999, .* make a model of .* parameters, and 1.8e\+13 are the most",
+        ),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": 1e308}, r"rope_theta is 1e\+308, and must be a number above 0, from 1e-18 to 1e\+18"),
+        ({"rope_theta": int("9" * 4000)}, "rope_theta is 9999"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor is inf"),
+        ({"rope_scaling": {**LLAMA3_ROPE, "factor": 1e308}}, r"factor is 1e\+308"),
+        (
+            {"rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": 10**18}},
+            "original_max_position_embeddings is 10{18}",
+        ),
+    ],
+)
+def test_sizes_of_a_config_json(changes, message):
+    begun = time.perf_counter()
+    with pytest.raises(UserError, match=message):
+        FORMATS["hf"].from_foreign({**CONFIG_JSON, **changes})
+    assert time.perf_counter() - begun < 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ffn_dim_multiplier": 1e308}, "ffn_dim_multiplier is"),
+        ({"ffn_dim_multiplier": 1e17}, "--model.ffn_dim is 68.*, and must be from 1 to 16777216"),
+        ({"dim": int("9" * 4000)}, "dim is 9999"),
+        ({"n_layers": 10**9}, "--model.n_layers is 1000000000, and must be from 1 to 10000"),
+        ({"torchtitan": {"max_seq_len": 10**18}}, "max_seq_len is 10{18}"),
+    ],
+)
+def test_sizes_of_a_params_json(changes, message):
+    with pytest.raises(UserError, match=message):
+        FORMATS["meta"].from_foreign({**PARAMS_JSON, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_layers": 10**9}, "--model.n_layers is 1000000000, and must be from 1 to 10000"),
+        ({"n_heads": 0}, "--model.n_heads is 0, and must be from 1 to 16777216"),
+        ({"dim": "256"}, "'dim' is '256', and must be a whole number"),
+        ({"dim": 256.0}, "'dim' is 256.0, and must be a whole number"),
+        ({"dim": True}, "'dim' is True, and must be a whole number"),
+        ({"tie_embeddings": "no"}, "'tie_embeddings' is 'no', and must be true or false"),
+        ({"norm_eps": "x"}, "'norm_eps' is 'x', and must be a number"),
+        ({"rope": {"theta": None}}, "'rope.theta' is None, and must be a number"),
+        ({"rope": {"scaling": ["linear"]}}, "'rope.scaling' is .*, and must be one of llama3, linear"),
+        ({"rope": {"original_max_seq_len": 0}}, "--model.rope.original_max_seq_len is 0, and must be from 1"),
+    ],
+)
+def test_values_of_a_model_json(changes, message):
+    with pytest.raises(UserError, match=message):
+        Llama3Model.Config.from_dict({**DEBUG.to_dict(), **changes})
+    assert Llama3Model.Config.from_dict(DEBUG.to_dict()) == DEBUG
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def tokenizer_with(folder: Path, files: dict[str, Any] | None = None, **changes: Any) -> PretrainedTokenizer:
+    document = json.loads((EMBEDDED_TOKENIZER / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**document, **changes}))
+    for name, content in (files or {}).items():
+        (folder / name).write_text(json.dumps(content))
+    tokenizer: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=folder)
+    return tokenizer
+
+
+TEXT, SPECIAL = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<nope>", "type_id": 0}}
+TEMPLATE: dict[str, Any] = {"type": "TemplateProcessing", "single": [TEXT], "pair": [], "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"post_processor": {**TEMPLATE, "single": []}}, "has a post_processor that leaves out the text itself"),
+        ({"post_processor": {**TEMPLATE, "single": [SPECIAL, TEXT]}}, "is not a tokenizer .* can use"),  # a panic
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "is not .* can use"),  # a panic
+        ({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}}, "is not .* can use"),  # one
+        (
+            {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"}},
+            r"is not .* can use: .*Missing \[UNK\]",
+        ),
+    ],
+)
+def test_a_tokenizer_that_the_library_cannot_use(tmp_path, changes, message):
+    with pytest.raises(UserError, match=f"tokenizer.json' {message}"):
+        tokenizer_with(tmp_path, **changes).encode("Häm")
+
+
+def test_a_panic_at_a_text_names_the_file(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, normalizer={"type": "Prepend", "prepend": ""})
+    with pytest.raises(UserError, match="tokenizer.json' is not a tokenizer that `tokenizers` can use"):
+        tokenizer.encode("Hello wörld 🦙")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer_config.json", {"add_bos_token": "yes"}, "has add_bos_token 'yes', not true or false"),
+        ("generation_config.json", {"bos_token_id": True}, "has bos_token_id True, not an id"),
+        ("generation_config.json", {"bos_token_id": [1e30]}, r"has bos_token_id \[1e\+30\], not an id"),
+        ("config.json", {"bos_token_id": [{}]}, r"has bos_token_id \[\{\}\], not an id"),
+    ],
+)
+def test_what_lies_beside_a_tokenizer(tmp_path, file, content, message):
+    with pytest.raises(UserError, match=f"{file}' {message}"):
+        tokenizer_with(tmp_path, {file: content})
+
+
+@pytest.mark.parametrize("added", [3, {"a": 1}, {"1": {"content": 5}}, {"1": {"content": "x", "special": "yes"}}])
+def test_added_tokens_of_another_shape(tmp_path, added):
+    tokenizer = tokenizer_with(tmp_path, {"tokenizer_config.json": {"added_tokens_decoder": added}})
+    with pytest.raises(UserError, match="tokenizer_config.json' is not a tokenizer that `tokenizers` can use"):
+        warn_of_other_ids(tokenizer)
+
+
+def test_ids_beyond_a_tiktoken_vocabulary_have_no_text(assets):
+    tokenizer = Tiktoken(assets / "llama3-tokenizer" / "tokenizer.model")
+    ids = [*tokenizer.tokenize(["Hi"], allow_special=False)[0], tokenizer.vocab_size, 10**9]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "Hi"
+
+
+# --- YAML ------------------------------------------------------------------------------------------------------------
+
+
+def laughs(first: str, line: str) -> str:
+    return f"a0: &a0 {first}\n" + "".join(line.format(n=n, of=", ".join([f"*a{n - 1}"] * 10)) for n in range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a [*a]", "is not valid YAML: something is inside of itself"),
+        ("&a {*a : 1}", "is not valid YAML: something is inside of itself"),
+        ("a: &a {b: &b {<<: *a}}", "is not valid YAML: something is inside of itself"),
+        (laughs("[x, x]", "a{n}: &a{n} [{of}]\n"), "written out it has more than 100000 values"),
+        (laughs("{k: x}", "a{n}: &a{n} {{<<: [{of}]}}\n"), "written out it has more than 100000 values"),
+        ("training: {steps: " + "1" * 5000 + "}", "a number has more than 100 digits"),
+        ("training: {steps: 0x" + "f" * 5000 + "}", "a number has more than 100 digits"),
+        ("[" * 600, "is nested too deeply"),
+        ("dump_folder: 2026-99-99", "is not valid YAML: month must be in 1..12"),
+        ("training: {steps: 1}\0", "is not valid YAML: unacceptable character"),
+        ("[a, b]: 1", "is not valid YAML: a key is a list or a mapping"),
+        ("dump_folder: !!binary 'aGk='", "'dump_folder' in .* is b'hi', and must be a string"),
+        ("dump_folder: !!set {a}", "'dump_folder' in .* is {'a'}, and must be a string"),
+        ("a: !!python/object/apply:os.getcwd []", "is not valid YAML: could not determine a constructor"),
+        ("checkpoint: {exclude_from_loading: ['-h']}", "has the item '-h', and an item cannot begin with '-'"),
+        ("# " + "x" * 2**20, "has 1,048,578 bytes, and may have 1,048,576 at most"),
+    ],
+)
+def test_configuration_files_that_cannot_be_read(tmp_path, text, message):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UserError, match=f"run.yaml .*{message}|^{message}") as raised:
+        ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")])
+    assert "\n" not in str(raised.value)
+
+
+def test_an_alias_is_its_value_and_a_value_is_never_an_option(tmp_path):
+    (tmp_path / "run.yaml").write_text("training: {steps: &n 7, seq_len: *n}\ndump_folder: --training.steps=3\n")
+    config = ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")]).config
+    assert (config.training.steps, config.training.seq_len, config.dump_folder) == (7, 7, "--training.steps=3")
+
+
+# --- code ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_file_brings_no_code_along(tmp_path):
+    module = tmp_path / "stranger"
+    module.mkdir()
+    for name in ("__init__.py", "config_registry.py"):
+        (module / name).write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    (tmp_path / "run.yaml").write_text(f"module: {module}\nconfig: x\n")
+    with pytest.raises(UserError, match=f"'module' in .* is '{module}', code that is neither .*: --module {module}"):
+        ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")])
+    assert not (tmp_path / "executed").exists()
+    rows = f"dataloader: {{format: '{module}/config_registry.py:f'}}\n"
+    (tmp_path / "run.yaml").write_text(f"module: llama3\nconfig: debugmodel_sft\n{rows}")
+    with pytest.raises(UserError, match=r"'dataloader.format' in .*: --dataloader.format .*config_registry.py:f"):
+        ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")])
+    given = f"--dataloader.format={module}/other.py:f"
+    config = ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml"), given]).config
+    assert config.dataloader.format == f"{module}/other.py:f"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torchtitan.protocols.model_converter:ModelConverter",
+        "torchtitan.protocols.layer_converter:LayerConverter",
+        "torchtitan.components.peft:LoRA.Config",
+        "torchtitan.components.peft:LoRA.Config.build",
+        "os:system",
+    ],
+)
+def test_a_checkpoint_names_no_part_but_its_converters(name):
+    with pytest.raises(UserError, match="which is not a ModelConverter"):
+        described_converters([{"class": name, "config": {}}], "step-1")
+
+
+def test_the_current_folder_hides_no_library(tmp_path):
+    for name in ("tyro.py", "yaml.py", "llama3.py"):
+        (tmp_path / name).write_text("raise SystemExit(99)\n")
+    command = [sys.executable, "-m", "torchtitan", "ls"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and "llama3_debugmodel" in result.stdout
+
+
+# --- what a run goes on from -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", [b"null\n", b"[]\n", b"garbage\n", b'{"step": null}\n', b"[" * 100_000 + b"\n"])
+def test_damaged_lines_are_left_out_and_kept_beside(tmp_path, damage, caplog, monkeypatch):
+    monkeypatch.setattr("torchtitan.components.metric_sinks.logger.propagate", True)
+    path = tmp_path / "metrics.jsonl"
+    whole = [b'{"step": 1}\n', b'{"step": 2}\n', b'{"step": 3}\n']
+    path.write_bytes(whole[0] + damage + whole[1] + whole[2])
+    before = path.read_bytes()
+    JsonLines(path, 2).close()
+    assert path.read_bytes() == whole[0] + whole[1]
+    assert (tmp_path / "metrics-1.jsonl").read_bytes() == before
+    assert "has 1 damaged lines, which are left out; the original is metrics-1.jsonl" in caplog.text
+
+
+def test_a_torn_last_line_is_no_damage(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
+    JsonLines(path, 1).close()
+    assert os.listdir(tmp_path) == ["metrics.jsonl"] and path.read_bytes() == b'{"step": 1}\n'

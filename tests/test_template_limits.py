@@ -1,0 +1,121 @@
+"""A chat template from anywhere ends soon, and takes little memory (`components/chat_template/sandbox.py`)."""
+
+import time
+
+import pytest
+
+from torchtitan.components.chat_template import sandbox
+from torchtitan.components.chat_template.template import ChatTemplate
+from torchtitan.tools.errors import UserError
+
+QUESTION = [{"role": "user", "content": "Who?"}]
+
+
+def rendered(source: str) -> str:
+    return ChatTemplate(source).render(QUESTION, add_generation_prompt=False)
+
+
+def growing(start: str, value: str) -> str:
+    """A template whose variable x takes a value made of itself, 99 times."""
+    loop = f"{{% for i in range(99) %}}{{% set n.x = {value} %}}{{% endfor %}}"
+    return f"{{% set n = namespace(x={start}) %}}{loop}{{{{ n.x }}}}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
+        growing("'12345678'", "n.x ~ n.x"),
+        growing("'12345678'", "n.x + n.x"),
+        growing("'12345678'", "n.x|replace('1', n.x)"),
+        growing("'12345678'", "n.x.replace('1', n.x)"),
+        growing("'12345678'", "n.x.join(n.x)"),
+        growing("'12345678'", "n.x.translate({49: n.x})"),
+        growing("'12\\n34'", "n.x|indent(n.x, true)"),
+        growing("['1']", "n.x + n.x"),
+        growing("99", "n.x * n.x"),
+        "{{ 'a' * 10**12 }}",
+        "{{ 10**12 * [1] }}",
+        "{{ 10**(10**8) }}",
+        "{{ 'a'.center(10**12) }}",
+        "{{ 'a'|attr('zfill')(width=10**12) }}",
+        "{{ '\\t'.expandtabs(10**12) }}",
+        "{{ (1).to_bytes(10**12, 'big') }}",
+        "{{ '%1000000000000d' % 1 }}",
+        "{{ '%*d' % (10**12, 1) }}",
+        "{{ '%.1000000000000f'|format(1) }}",
+        "{{ '{:>9999999999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 10**12) }}",
+        "{{ 'a'|indent(10**12, true) }}",
+        "{{ [1]|tojson(indent=10**12) }}",
+        "{{ 1.5|round(10**9, 'ceil') }}",
+    ],
+)
+def test_what_would_not_end_is_refused(source, monkeypatch):
+    monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)  # for a test's patience
+    begun = time.perf_counter()
+    with pytest.raises(UserError, match=r"^the chat template takes too long at this conversation, or too much memory"):
+        rendered(source)
+    assert time.perf_counter() - begun < 5
+
+
+@pytest.mark.parametrize("value", ["[n.x, n.x]", "{'a': n.x, 'b': n.x}", "(n.x, n.x)"])
+def test_values_that_only_look_small_are_counted_in_full(value, monkeypatch):
+    monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)
+    with pytest.raises(UserError, match="takes too long"):
+        rendered(growing("[1]", value))
+
+
+def test_the_clock_ends_what_costs_more_than_it_seems(monkeypatch):
+    monkeypatch.setattr(sandbox, "_SECONDS", 0.2)
+    with pytest.raises(UserError, match="takes too long"):
+        rendered("{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}")
+
+
+def test_a_rendering_has_an_allowance_of_its_own():
+    template = ChatTemplate(growing("'12345678'", "(n.x ~ n.x)[:2000000]"))
+    for _ in range(6):  # 0.4 of it each
+        assert len(template.render(QUESTION, add_generation_prompt=False)) == 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails at this conversation: RecursionError"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply to be read"),
+        ("{% for a in b %}" * 40 + "{% endfor %}" * 40, "is not valid Jinja: SyntaxError"),
+        ("{{ " + "1" * 6000 + " }}", "is not valid Jinja: ValueError"),
+        ("x" * (2**20 + 1), "has 1,048,577 characters, and may have 1,048,576 at most"),
+        ("{{ 'a'|center(10) }}", "is not valid Jinja, line 1: No filter named 'center'"),
+    ],
+)
+def test_a_source_that_python_does_not_take_is_refused(source, message):
+    with pytest.raises(UserError, match=f"^the chat template {message}"):
+        rendered(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 'a' + 'b' + 1|string }}", "ab1"),
+        ("{{ [1] + [2] }}{{ (1, 2) + (3,) }}{{ 1 + 2 + 3.5 }}", "[1, 2](1, 2, 3)6.5"),
+        ("{{ 'a' ~ 1 ~ none }}", "a1None"),
+        ("{{ 2 * 3 }}{{ 'a' * 3 }}{{ 2 * [1] }}{{ 2 ** 3 }}{{ 7 % 4 }}{{ 1.5 * 2 }}", "6aaa[1, 1]833.0"),
+        ("{{ '%s-%05.1f' % ('a', 2) }}{{ '%(a)s'|format(a=1) }}{{ '{:>4}{a}'.format(1, a=2) }}", "a-002.01   12"),
+        ("{{ [1, 2]|join(', ') }}{{ [{'a': 1}]|join(d='-', attribute='a') }}{{ '-'.join(['a', 'b']) }}", "1, 21a-b"),
+        ("{{ 'aab'|replace('a', 'c') }}{{ 'aab'.replace('a', 'c', 1) }}{{ 'a\nb'|indent(2) }}", "ccbcaba\n  b"),
+        ("{{ {'a': [1, 'é']}|tojson }}{{ [1]|tojson(indent=1) }}", '{"a": [1, "é"]}[\n 1\n]'),
+        ("{{ 1.26|round(1) }}{{ 1.5|round }}{{ messages[0].role ~ messages[0]['content'] }}", "1.32.0userWho?"),
+        ("{{ messages[0].items()|list|length }}{{ messages[0].missing is defined }}", "2False"),
+        ("{% set a, b = 1, 2 %}{% for k, v in {'x': a}.items() %}{{ k }}{{ v + b }}{% endfor %}", "x3"),
+        (
+            "{% for a in (0, 1, 2) %}{% if not a %}{% continue %}{% elif a > 1 %}{% break %}{% endif %}a{% endfor %}",
+            "a",
+        ),
+    ],
+)
+def test_what_templates_use_is_as_it_was(source, text):
+    assert rendered(source) == text
