@@ -348,8 +348,7 @@ def own_debugmodel() -> MyTrainer.Config:
     assert "my day is splendid" in capsys.readouterr().out
     saved = yaml.safe_load((run / "config.yaml").read_text())
     assert saved["custom_config"] == {"how_is_your_day": "splendid"}
-    assert main(["train", "--config_file", str(run / "config.yaml")]) == 2  # a file brings no code along by itself
-    train("from_file", *own[:2], "--config_file", str(run / "config.yaml"))
+    train("from_file", "--config_file", str(run / "config.yaml"))
     assert "my day is splendid" in capsys.readouterr().out
     assert losses(Path("from_file")) == losses(run)
     assert main(["train", *own, "--config_file", "missing.yaml"]) == 2

@@ -16,7 +16,7 @@ from torchtitan.config.configurable import Configurable, config_key, leaves, typ
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
     import_failure,
-    is_installed,
+    is_trusted,
     load_config_function,
     needs_assets,
     suggest,
@@ -75,7 +75,7 @@ class ConfigManager:
         module, config_name = (
             str(getattr(selected, name) or in_file[name] or default) for name, default in DEFAULT_SELECTION.items()
         )
-        if not selected.module and in_file["module"] and not is_installed(module):
+        if not selected.module and in_file["module"] and not is_trusted(module):
             raise _code_in_file("module", module, selected.config_file)
         function = load_config_function(module, config_name)
         arguments: dict[str, str] = {}

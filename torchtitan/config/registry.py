@@ -131,14 +131,23 @@ def trusted_module(name: str) -> ModuleType | None:
         UserError: if the module may be imported and importing it fails.
     """
     trusted = (*_OWN_CODE, *installed_modules().values())
-    if any(f"{name}.".startswith(f"{package}.") for package in trusted):
+    if _is_of(name, trusted):
         return _import(name, name)
     return sys.modules.get(name)
 
 
-def is_installed(module: str) -> bool:
-    """Return whether `--module module` names a built-in module, or one of an installed package."""
-    return module in built_in_modules() or module in installed_modules()
+def _is_of(name: str, packages: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)
+
+
+def is_trusted(module: str) -> bool:
+    """Return whether a file may select the module that `--module module` would: a built-in one, one of an installed
+    package, or one that this process has imported before."""
+    if module in (*built_in_modules(), *installed_modules()) or _is_of(module, _OWN_CODE):
+        return True
+    folder = Path(module).resolve()
+    registry = sys.modules.get(f"{folder.name if folder.is_dir() else module}.config_registry")
+    return registry is not None and (not folder.is_dir() or Path(inspect.getfile(registry)).resolve().parent == folder)
 
 
 def needs_assets(function: Callable[..., object]) -> bool:
