@@ -63,7 +63,9 @@ def test_a_signal_that_is_ignored_stays_ignored(target: Path) -> None:
 def test_the_next_one_removes_what_a_killed_process_left_and_nothing_else(target: Path) -> None:
     killed, alive = Holder(target), Holder(target)
     assert killed.end(signal.SIGKILL) == -signal.SIGKILL
-    others = [target.parent / name for name in (f"{target.name}.mine.partial", f"{target.name}.partial", "out.a.partial")]
+    others = [
+        target.parent / name for name in (f"{target.name}.mine.partial", f"{target.name}.partial", "out.a.partial")
+    ]
     for other in others:
         other.mkdir()
     (others[2] / "workplace.lock").touch()  # of another target
