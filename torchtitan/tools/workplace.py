@@ -1,4 +1,4 @@
-"""A folder to write something in before it gets its final name, which leaves nothing behind however the process ends."""
+"""A folder in which something is written before it gets its final name, of which nothing stays behind."""
 
 import contextlib
 import fcntl
