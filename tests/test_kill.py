@@ -16,6 +16,7 @@ from tests.kill_test import __main__ as command
 from tests.kill_test import campaign
 from tests.kill_test.attempts import Attempt, AttemptFailed, Event, Moment, draw_moment, furthest_save
 from tests.kill_test.campaign import Campaign, Checkpoints, Outcome
+from tests.kill_test.disks import Disk
 from tests.kill_test.modes import INTERVAL, MODES, ROUNDING, RUN
 from tests.kill_test.records import (
     Difference,
@@ -48,6 +49,8 @@ MODE = {mode.name: mode for mode in MODES}
 )
 def test_kills_leave_no_trace(tmp_path: Path, name: str) -> None:
     """The first and the third of them are aimed inside a save, the second after one."""
+    if MODE[name].needs_disk and (obstacle := Disk.obstacle()):
+        pytest.skip(obstacle)
     text = command.write_text(tmp_path / "text.txt", seed=0)
     outcome = Campaign(tmp_path, text, kills=3, seed=0).run(MODE[name])
     assert outcome.passed, outcome
@@ -233,6 +236,7 @@ class FakeAttempt:
         self.folder = Path(options["dump_folder"])
         self.checkpoints = self.folder / "checkpoint"
         self.steps = options["training.steps"]
+        self.saved_step = 0
         self.resumed_step = Checkpoints.read(self.folder).newest
 
     def __enter__(self) -> Self:
@@ -258,7 +262,8 @@ class FakeAttempt:
         for step in range(INTERVAL, last + 1, INTERVAL):
             (self.checkpoints / f"step-{step}").mkdir(parents=True, exist_ok=True)
             (self.checkpoints / f"step-{step}/complete.json").touch()
-        (self.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in make_lines(last)))
+        for name in ("metrics.jsonl", "ledger.jsonl"):
+            (self.folder / name).write_text("".join(json.dumps(line) + "\n" for line in make_lines(last)))
 
 
 def loses_checkpoint(attempt: FakeAttempt) -> None:
@@ -280,6 +285,15 @@ def loses_last_line(attempt: FakeAttempt) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
+def loses_documents(attempt: FakeAttempt) -> None:
+    path = attempt.folder / "ledger.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+
+
+def calls_a_lost_checkpoint_saved(attempt: FakeAttempt) -> None:
+    attempt.saved_step = attempt.resumed_step + 2 * INTERVAL
+
+
 def loses_last_checkpoint(attempt: FakeAttempt) -> None:
     (attempt.checkpoints / f"step-{attempt.steps}/complete.json").unlink(missing_ok=True)
 
@@ -293,6 +307,8 @@ class TestFaults:
             (begins_anew, "went on after step 0, and 3 was saved"),
             (leaves_partial, "left behind: checkpoint/step-1.partial"),
             (loses_last_line, "23 of 24 steps are logged at the end"),
+            (loses_documents, "the ledger does not have the steps 1 to 24"),
+            (calls_a_lost_checkpoint_saved, "the checkpoint of step 6 is gone, and there is none of a later one"),
             (loses_last_checkpoint, "there is no complete checkpoint of step 24"),
         ],
     )

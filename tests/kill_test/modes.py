@@ -7,8 +7,10 @@ from typing import Any, Literal
 Options = Mapping[str, Any]
 """Options of the command line, without the dashes."""
 
-Victim = Literal["all", "rank"]
-"""What SIGKILL is sent to: all processes of the run, or one that trains, whose end the others have to notice."""
+Victim = Literal["all", "rank", "power", "space", "folder"]
+"""What is taken from the run. SIGKILL is sent to all its processes, or to one that trains, whose end the others have to
+notice. The power of its disk is cut, and all that was not on it is lost. Its disk is full for a while. Its folder is
+wanted by a second run, which has to be refused. After the last two, all processes are killed."""
 
 INTERVAL = 3
 """Steps from one save to the next."""
@@ -52,6 +54,16 @@ class Mode:
     victim: Victim = "all"
 
     @property
+    def needs_disk(self) -> bool:
+        """Whether the run's folder is on a disk of its own."""
+        return self.victim in ("power", "space")
+
+    @property
+    def may_lack_lines(self) -> bool:
+        """Whether numbers may be missing in metrics.jsonl: a full disk takes them, and ends no run for that."""
+        return self.victim == "space"
+
+    @property
     def tolerance(self) -> float:
         """The largest relative difference allowed; 0: bit-identical."""
         return 0.0 if len(self.processes) == 1 else ROUNDING
@@ -60,9 +72,10 @@ class Mode:
     def options(self) -> Options:
         """What the attempts and the run that is left alone have in common.
 
-        Random numbers belong to a process, so a run that changes their number cannot depend on them.
+        Random numbers belong to a process, so a run that changes their number cannot depend on them. A ledger has no
+        gaps, or ends the run: on a full disk, it is to be seen how the run goes on without one.
         """
-        return {**RUN, "noise": 0.1 if self.tolerance == 0 else 0.0}
+        return {**RUN, "noise": 0.1 if self.tolerance == 0 else 0.0, "debug.ledger": not self.may_lack_lines}
 
 
 MODES = (
@@ -76,4 +89,11 @@ MODES = (
         for processes, async_mode in ((1, "async_with_pinned_mem"), (2, "async"), (2, "async_with_pinned_mem"))
     ),
     Mode("1, 2 or 4 processes, async", (1, 2, 4), "async"),
+    *(
+        Mode(f"{_count(processes)}, {async_mode}, power cut", (processes,), async_mode, victim="power")
+        for processes, async_mode in ((1, "disabled"), (1, "async_with_pinned_mem"), (2, "async"))
+    ),
+    Mode("1 process, disabled, full disk", (1,), "disabled", victim="space"),
+    Mode("2 processes, async, full disk", (2,), "async", victim="space"),
+    Mode("1 process, async, second run", (1,), "async", victim="folder"),
 )
