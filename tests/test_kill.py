@@ -30,6 +30,7 @@ from tests.kill_test.records import (
 )
 from tests.kill_test.trainer import NoisyTrainer
 from tests.training import train
+from torchtitan.tools import durable
 from torchtitan.trainer import Trainer
 
 MODE = {mode.name: mode for mode in MODES}
@@ -49,13 +50,58 @@ MODE = {mode.name: mode for mode in MODES}
 )
 def test_kills_leave_no_trace(tmp_path: Path, name: str) -> None:
     """The first and the third of them are aimed inside a save, the second after one."""
-    if MODE[name].needs_disk and (obstacle := Disk.obstacle()):
-        pytest.skip(obstacle)
     text = command.write_text(tmp_path / "text.txt", seed=0)
     outcome = Campaign(tmp_path, text, kills=3, seed=0).run(MODE[name])
     assert outcome.passed, outcome
     assert outcome.kills == 3 and outcome.kills_in_save > 0, outcome
     assert outcome.resumed_steps[0] == 0 and outcome.resumed_steps[-1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kills"),
+    [
+        ("1 process, async_with_pinned_mem, power cut", 2),
+        ("1 process, disabled, full disk", 2),
+        ("1 process, async, second run", 1),
+        ("conversion, signals and power cuts", 3),
+        ("export of a run, signals and power cuts", 2),
+        ("token cache, signals and power cuts", 3),
+    ],
+)
+def test_nothing_else_leaves_a_trace(tmp_path: Path, name: str, kills: int) -> None:
+    """Power cuts, full disks, second runs; and what is not a checkpoint."""
+    if MODE[name].needs_disk and (obstacle := Disk.obstacle()):
+        pytest.skip(obstacle)
+    outcome = Campaign(tmp_path, command.write_text(tmp_path / "text.txt", seed=0), kills=kills, seed=0).run(MODE[name])
+    assert outcome.passed and outcome.kills == kills, outcome
+
+
+def test_a_disk_that_loses_what_is_not_synced(tmp_path: Path) -> None:
+    """That the power cuts are ones: of two files, only the one that was synced is there after one."""
+    if obstacle := Disk.obstacle():
+        pytest.skip(obstacle)
+    with Disk(tmp_path / "disk") as disk:
+        durable.write(disk.path / "synced", "a")
+        (disk.path / "other").write_text("b")
+        disk.cut_power()
+        with pytest.raises(OSError):
+            (disk.path / "late").write_text("c")
+        disk.restart()
+        assert [path.name for path in disk.path.iterdir() if path.is_file()] == ["synced"]
+        with disk.full(spared=0), pytest.raises(OSError, match="No space left"):
+            (disk.path / "large").write_bytes(bytes(1 << 20))
+        (disk.path / "large").write_bytes(bytes(1 << 20))
+    assert list((tmp_path / "disk").iterdir()) == [tmp_path / "disk/mounted"] and not any(disk.path.iterdir())
+
+
+def test_modes_that_need_a_disk_are_skipped_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(Disk, "obstacle", staticmethod(lambda: "mounting a disk image needs root"))
+    monkeypatch.setattr(Campaign, "run", lambda *_: pytest.fail("it was run"))
+    assert command.main(["--only", "power cut|full disk"]) == 0
+    assert capsys.readouterr().err.count(": skipped, for mounting a disk image needs root\n") == 8
 
 
 @pytest.mark.slow
@@ -198,6 +244,13 @@ class TestComparison:
         assert compare_states({**expected, **change}, expected) == Difference(value, place)
         missing = {name: entry for name, entry in expected.items() if name != "a"}
         assert compare_states(missing, expected) == Difference(math.inf, "a")
+
+    def test_lines_that_a_full_disk_took(self) -> None:
+        lines = make_lines(5)
+        assert compare_lines(lines[:2] + lines[3:], lines, with_gaps=True) == Difference()
+        assert compare_lines([lines[0], lines[2] | {"lr": 7.0}], lines, with_gaps=True).place == "lr of line 2"
+        assert compare_lines([lines[1], lines[0]], lines, with_gaps=True).value == math.inf
+        assert compare_lines([lines[0], lines[0]], lines, with_gaps=True).value == math.inf
 
     def test_a_torn_line_is_left_out(self, tmp_path: Path) -> None:
         assert read_lines(tmp_path) == []

@@ -22,6 +22,7 @@ from tests.kill_test.records import (
     read_state,
     without_ranks,
 )
+from tests.kill_test.works import WORKS, end_repeatedly, make_materials
 
 _KILLED_FOLDER, _REFERENCE_FOLDER = "killed", "left-alone"
 
@@ -79,6 +80,7 @@ class Campaign:
 
     def __init__(self, workplace: Path, dataset: Path, kills: int, seed: int, options: Options | None = None):
         self.workplace = workplace
+        self.dataset = dataset
         self.kills = kills
         self.seed = seed
         # No attempt gets further than two saves, give or take a step, so the run is not over before the last kill.
@@ -92,13 +94,23 @@ class Campaign:
         Raises:
             AttemptFailed: if an attempt ends in another way than by its last step or a kill.
         """
-        reference = self.reference(mode)
         place = self.workplace / _KILLED_FOLDER / re.sub(r"\W+", "-", mode.name)
+        if mode.work:
+            with Disk(place) as disk:
+                return self._end_work(mode, disk)
+        reference = self.reference(mode)
         with Disk(place) if mode.needs_disk else contextlib.nullcontext() as disk:
             outcome = self._run(mode, disk.path / "run" if disk else place, disk, reference)
         if outcome.passed:
             shutil.rmtree(place)
         return outcome
+
+    def _end_work(self, mode: Mode, disk: Disk) -> Outcome:
+        (work,) = (work for work in WORKS if work.name == mode.work)
+        materials = make_materials(self.dataset, self.workplace / "materials")
+        generator = random.Random(f"{self.seed} {mode.name}")
+        n_halfway, faults = end_repeatedly(work, materials, disk, self.kills, generator)
+        return Outcome(mode, kills=self.kills, kills_in_save=n_halfway, faults=faults)
 
     def _run(self, mode: Mode, folder: Path, disk: Disk | None, reference: Reference) -> Outcome:
         generator = random.Random(f"{self.seed} {mode.name}")

@@ -53,6 +53,9 @@ class Mode:
 
     victim: Victim = "all"
 
+    work: str = ""
+    """What is ended, by signals and power cuts, instead of a run: the name of one of `works.WORKS`."""
+
     @property
     def needs_disk(self) -> bool:
         """Whether the run's folder is on a disk of its own."""
@@ -96,4 +99,8 @@ MODES = (
     Mode("1 process, disabled, full disk", (1,), "disabled", victim="space"),
     Mode("2 processes, async, full disk", (2,), "async", victim="space"),
     Mode("1 process, async, second run", (1,), "async", victim="folder"),
+    *(
+        Mode(f"{work}, signals and power cuts", (1,), "disabled", victim="power", work=work)
+        for work in ("conversion", "export of a run", "token cache")
+    ),
 )

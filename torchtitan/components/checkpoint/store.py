@@ -202,14 +202,15 @@ class LocalFolder(Folder):
             if former:
                 former.rename(final.path)
             raise
-        # From here on it is complete, whatever happens.
-        try:
-            for changed in (final, final.parent):
-                durable.sync_folder(changed.path)
-            if former:
+        # From here on it is complete. Where the disk does not take the names, a power failure may take it all the same:
+        # the save counts as failed, so that no older checkpoint is removed for it.
+        for changed in (final, final.parent):
+            durable.sync_folder(changed.path)
+        if former:
+            try:
                 shutil.rmtree(former)
-        except OSError as error:
-            logger.warning("%s is saved, but: %s", final, error)
+            except OSError as error:
+                logger.warning("%s is saved, but: %s", final, error)
         return final
 
     def _set_aside(self) -> Path:
