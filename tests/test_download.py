@@ -1,4 +1,4 @@
-"""`torchtitan download`: which files are asked for, what is kept of them, and what is said when the hub does not give
+"""`torchtitan download`: which files are asked for, which are kept, and the messages when the hub does not give
 them."""
 
 import hashlib
@@ -140,7 +140,7 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), FakeHubHandler)
         self.files = {name: name.encode() * 9 for name in ("config.json", "tokenizer.json", "model.safetensors")}
         self.sent: dict[str, bytes] = {}
-        """What the server sends instead of what the hub's list tells."""
+        """Contents that the server sends in place of the listed ones."""
         self.torn: set[str] = set()
         """Files that arrive without their second half."""
         self.fetched: Counter[str] = Counter()

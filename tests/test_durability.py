@@ -654,7 +654,7 @@ def test_folders_that_cannot_be_synced(
     run = with_assets(tmp_path)
     run.manager.save(1, last=True)
     assert not [record for record in log.records if record.levelno >= logging.WARNING]
-    number = errno.EIO  # a power failure may take what is not synced: it is not called saved, and nothing goes for it
+    number = errno.EIO  # a power failure may take it: it is not called saved, and no older one is removed
     run = Run(tmp_path, keep_latest_k=1)
     run.manager.save(2)
     assert "step-2 could not be saved: OSError: [Errno 5]" in log.text

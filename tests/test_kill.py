@@ -70,7 +70,7 @@ def test_kills_leave_no_trace(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_nothing_else_leaves_a_trace(tmp_path: Path, name: str, kills: int) -> None:
-    """Power cuts, full disks, second runs; and what is not a checkpoint."""
+    """Power cuts, full disks, second runs; and products other than checkpoints."""
     if MODE[name].needs_disk and (obstacle := Disk.obstacle()):
         pytest.skip(obstacle)
     outcome = Campaign(tmp_path, command.write_text(tmp_path / "text.txt", seed=0), kills=kills, seed=0).run(MODE[name])
@@ -78,7 +78,7 @@ def test_nothing_else_leaves_a_trace(tmp_path: Path, name: str, kills: int) -> N
 
 
 def test_a_disk_that_loses_what_is_not_synced(tmp_path: Path) -> None:
-    """That the power cuts are ones: of two files, only the one that was synced is there after one."""
+    """Of two files, only the synced one is there after a power cut."""
     if obstacle := Disk.obstacle():
         pytest.skip(obstacle)
     with Disk(tmp_path / "disk") as disk:

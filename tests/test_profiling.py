@@ -97,7 +97,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path, config: Profiler.Config,
 
 @pytest.mark.parametrize("size", [0, 5000])
 def test_a_trace_that_is_not_written_whole(tmp_path: Path, log: pytest.LogCaptureFixture, size: int) -> None:
-    """Torch itself does not tell. The next trace is written again."""
+    """Torch itself raises nothing. The next trace is written again."""
     profiler = Profiler.Config(enable_profiling=True, profile_freq=2).build(dump_folder=str(tmp_path), device=CPU)
     with file_size_limit(size):
         train(profiler, first=1, last=3)
@@ -105,7 +105,7 @@ def test_a_trace_that_is_not_written_whole(tmp_path: Path, log: pytest.LogCaptur
     path = tmp_path / "profile_traces/step-2/rank0.json"
     assert record.levelname == "WARNING" and record.getMessage() == (
         f"the trace {path} cannot be written: torch's profiler has not written all of it (is the disk full?); "
-        "training goes on"
+        "training continues"
     )
     assert files_of(tmp_path) == []
     train(profiler, first=4, last=5)
@@ -114,13 +114,13 @@ def test_a_trace_that_is_not_written_whole(tmp_path: Path, log: pytest.LogCaptur
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    """Training goes on, and each trace that is missing is told of once."""
+    """Training continues, with one warning for each missing trace."""
     (tmp_path / "profile_traces").touch()
     config = Profiler.Config(enable_profiling=True, profile_freq=2)
     train(config.build(dump_folder=str(tmp_path), device=CPU), first=1, last=5)
     traces = [f"{tmp_path}/profile_traces/step-{step}/rank0.json" for step in (2, 4)]
     assert [record.getMessage() for record in log.records] == [
-        f"the trace {trace} cannot be written: Not a directory; training goes on" for trace in traces
+        f"the trace {trace} cannot be written: Not a directory; training continues" for trace in traces
     ]
 
 
@@ -150,7 +150,9 @@ class TestMemorySnapshot:
         assert files_of(tmp_path) == []
         (record,) = log.records
         path = tmp_path / "memory_snapshot/step-2/rank0.pickle"
-        assert record.getMessage() == f"the memory snapshot {path} cannot be written: File too large; training goes on"
+        assert (
+            record.getMessage() == f"the memory snapshot {path} cannot be written: File too large; training continues"
+        )
 
     def test_one_when_memory_runs_out(self, tmp_path: Path, history: list[bool]) -> None:
         profiler = self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda"))

@@ -153,7 +153,7 @@ class Attempt:
         return (code := self._wait()) == -signal.SIGKILL or (victim == "space" and self._complains(code))
 
     def _fill(self, disk: Disk, generator: random.Random) -> None:
-        """Let the disk be full for a moment, and wait another moment if the attempt goes on."""
+        """Let the disk be full for a moment, and wait another moment if the attempt continues."""
         spared = generator.choice((0, 0, generator.randint(0, _LARGE_SAVE_BYTES)))
         with disk.full(spared), contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(generator.uniform(0, 1.5))
@@ -161,7 +161,7 @@ class Attempt:
             self._process.wait(generator.uniform(0, 0.5))
 
     def _complains(self, code: int) -> bool:
-        """Whether it ended by itself with a line that says why; raises where it crashed."""
+        """Return whether the attempt ended by itself with a line that says why; raise if it crashed."""
         if code not in (0, 2, 3) or "Traceback" in self.printed:
             raise AttemptFailed(f"exit code {code} on a full disk:\n{self.printed}")
         return code != 0

@@ -142,7 +142,7 @@ class Campaign:
         """Whether it was killed before the end of the run."""
         mode, before = outcome.mode, Checkpoints.read(folder)
         options = {**mode.options, **self._options, "dump_folder": folder, "checkpoint.async_mode": mode.async_mode}
-        # The caches lie beside the run, and lose what it loses.
+        # The caches are on the run's disk too.
         workplace = folder.parent if disk else self.workplace
         with Attempt(workplace, options, generator.choice(mode.processes)) as attempt:
             killed = False

@@ -15,7 +15,7 @@ from typing import Self
 _MIB = 1 << 20
 _SIZE = 512 * _MIB
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, _IOR('X', 125, __u32)
-_WITHOUT_LOG = struct.pack("I", 2)  # EXT4_GOING_FLAGS_NOLOGFLUSH: what has not been synced is lost
+_WITHOUT_LOG = struct.pack("I", 2)  # EXT4_GOING_FLAGS_NOLOGFLUSH: all that has not been synced is lost
 _UMOUNT_TRIES = 100
 
 
@@ -54,7 +54,7 @@ class Disk:
         self._image.unlink()
 
     def cut_power(self) -> None:
-        """From now on nothing is written, and what is not on the disk yet is lost; `restart` brings back the rest."""
+        """Write nothing from now on, and lose all that has not been synced; `restart` brings back the rest."""
         root = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.ioctl(root, _SHUTDOWN, _WITHOUT_LOG)

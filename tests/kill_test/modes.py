@@ -8,9 +8,9 @@ Options = Mapping[str, Any]
 """Options of the command line, without the dashes."""
 
 Victim = Literal["all", "rank", "power", "space", "folder"]
-"""What is taken from the run. SIGKILL is sent to all its processes, or to one that trains, whose end the others have to
-notice. The power of its disk is cut, and all that was not on it is lost. Its disk is full for a while. Its folder is
-wanted by a second run, which has to be refused. After the last two, all processes are killed."""
+"""The target: all processes of the run get SIGKILL, or one that trains, whose end the others have to notice. Or the
+power of its disk is cut, and all that was not synced is lost; its disk is full for a while; a second run wants its
+folder, and has to be refused. After these, all processes are killed."""
 
 INTERVAL = 3
 """Steps from one save to the next."""
@@ -54,16 +54,16 @@ class Mode:
     victim: Victim = "all"
 
     work: str = ""
-    """What is ended, by signals and power cuts, instead of a run: the name of one of `works.WORKS`."""
+    """The name of one of `works.WORKS`, which is ended by signals and power cuts instead of a run."""
 
     @property
     def needs_disk(self) -> bool:
-        """Whether the run's folder is on a disk of its own."""
+        """True if the run's folder is on a disk of its own."""
         return self.victim in ("power", "space")
 
     @property
     def may_lack_lines(self) -> bool:
-        """Whether numbers may be missing in metrics.jsonl: a full disk takes them, and ends no run for that."""
+        """True if numbers may be missing in metrics.jsonl: on a full disk they are lost, and that ends no run."""
         return self.victim == "space"
 
     @property
@@ -76,7 +76,7 @@ class Mode:
         """What the attempts and the run that is left alone have in common.
 
         Random numbers belong to a process, so a run that changes their number cannot depend on them. A ledger has no
-        gaps, or ends the run: on a full disk, it is to be seen how the run goes on without one.
+        gaps, or ends the run: without one, a run continues on a full disk.
         """
         return {**RUN, "noise": 0.1 if self.tolerance == 0 else 0.0, "debug.ledger": not self.may_lack_lines}
 

@@ -34,7 +34,7 @@ def read_ledger(folder: Path) -> list[int]:
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; what follows the last line end is torn."""
+    """The lines of a file, without a torn one at its end."""
     whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
     return list(map(json.loads, whole))
 
@@ -71,7 +71,7 @@ class Difference:
 
 
 def compare_lines(lines: Sequence[Line], expected: Sequence[Line], *, with_gaps: bool = False) -> Difference:
-    """Of a run that got as far as `lines`, from the first lines of a whole one, or from those of the same steps."""
+    """Of a run that got as far as `lines`, from the first lines of a whole one, or from the lines of the same steps."""
     if with_gaps:
         steps = {line["step"] for line in lines}
         expected = [line for line in expected if line["step"] in steps]

@@ -1,5 +1,5 @@
-"""What a command writes besides checkpoints that a run resumes from: conversions, exports and caches. Each command is
-ended again and again, and what has its final name must be what an undisturbed command writes."""
+"""Commands that write conversions, exports and caches. Each is ended again and again, and a folder that has its final
+name must hold the same as after an undisturbed command."""
 
 import hashlib
 import os
@@ -44,17 +44,17 @@ class Work:
     """Its words, by the folder to work in."""
 
     product: str
-    """The pattern of what is complete, in the folder."""
+    """The pattern of a complete product's name, in the folder."""
 
 
 @dataclass(frozen=True)
 class Materials:
-    """What the commands begin with."""
+    """The commands' input."""
 
     dataset: Path
 
     checkpoint: Path
-    """That of a short run."""
+    """The checkpoint of a short run."""
 
 
 def make_materials(dataset: Path, folder: Path) -> Materials:
@@ -99,7 +99,7 @@ def end_repeatedly(
     """End the command `ends` times, by a signal or by cutting the power of `disk`; then let it work undisturbed.
 
     Returns:
-        How often it left something other than a product, and what is not as it should be.
+        How often it left something other than a product, and the faults that were found.
 
     Raises:
         AttemptFailed: if the command ends in another way.
@@ -131,7 +131,7 @@ def end_repeatedly(
 
 @dataclass(frozen=True)
 class _Ending:
-    """How long after the first file, and by which signal; None: the power of the disk is cut."""
+    """An end some time after the first file, by a signal; None: the power of the disk is cut."""
 
     delay: float
     signal: int | None
@@ -195,7 +195,7 @@ def _entries(folder: str) -> list["os.DirEntry[str]"]:
 
 
 def _products(work: Work, folder: Path) -> dict[str, Content]:
-    """The content of what has its final name: of a checkpoint, where its last file is there."""
+    """The content of each folder that has its final name; of a checkpoint, if its last file is there."""
     found = [path for path in folder.glob(work.product) if path.suffix != ".partial"]
     return {path.name: _content(path) for path in found if path.name != "step-1" or (path / "complete.json").exists()}
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Fetch the model REPO_ID, for example meta-llama/Llama-3.1-8B, from the Hugging Face hub: weights (as
 safetensors, or as pytorch_model.bin where there are none), configuration, tokenizer. The folder serves as
---hf_assets_path. All files appear in it once their digests are those that the hub has of them (SHA-256, of small files
-git's SHA-1). What is there already is not fetched again. For repositories that are private or ask to accept a license,
-set the environment variable HF_TOKEN."""
+--hf_assets_path. The files appear in it once all have the digests that the hub lists (SHA-256, of small files
+git's SHA-1). Files that are there already are not fetched again. For repositories that are private or ask to accept a
+license, set the environment variable HF_TOKEN."""
 
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "*.jinja"),
@@ -34,7 +34,7 @@ _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 _ORIGINAL = "original/*"
 
 _ARRIVING = ".download"
-"""In the folder: what has been fetched and not been compared yet."""
+"""Name of the folder in it for files that have not been compared yet."""
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]|/(/|$)|^(/|[A-Za-z]:|$)|(^|/)\.{1,2}(/|$)")
@@ -123,7 +123,7 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
 def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[RepoSibling]", folder: Path) -> None:
     """Put files of a repository into `folder`, all of them once all are what the hub says, and none before that.
 
-    What has arrived when this is interrupted stays in `_ARRIVING` for the next call.
+    If this is interrupted, the files that have arrived stay in `_ARRIVING` for the next call.
     """
     from filelock import FileLock, Timeout
 
@@ -134,7 +134,7 @@ def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[Re
     durable.make_folder(arriving)
     try:
         with FileLock(arriving / "lock", timeout=0):
-            for torn in arriving.rglob("*.incomplete"):  # the library begins each of them anew, under another name
+            for torn in arriving.rglob("*.incomplete"):  # the library never continues one
                 torn.unlink()
             patterns = [glob.escape(name) for name in missing]
             api.snapshot_download(repo_id, revision=revision, local_dir=arriving, allow_patterns=patterns)

@@ -29,7 +29,7 @@ class Profiler(Configurable):
     Traces go to `{dump_folder}/{save_traces_folder}/step-N/rank{r}.json` (Chrome trace format, for
     https://ui.perfetto.dev), memory snapshots to `{dump_folder}/{save_memory_snapshot_folder}/step-N/rank{r}.pickle`
     (for https://pytorch.org/memory_viz); N is the last step recorded. Every rank writes its own. A file that cannot be
-    written whole is warned of, and training goes on.
+    written whole is warned of, and training continues.
 
     Args of `Config.build`:
         dump_folder: the run's folder.
@@ -159,22 +159,22 @@ class Profiler(Configurable):
         self._write("memory snapshot", folder, name, "pickle", lambda path: dump(str(path)))
 
     def _write(self, kind: str, folder: str, name: str, suffix: str, write: Callable[[Path], None]) -> None:
-        """Let `write` make a file; say where it is then, or why there is none."""
+        """Let `write` make a file; log where it is, or why there is none."""
         path = self.dump_folder / folder / name / f"rank{self.rank}.{suffix}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with durable.in_place_of(path) as unfinished:
                 write(unfinished)
         except OSError as error:
-            logger.warning(f"the {kind} {path} cannot be written: {error.strerror or error}; training goes on")
+            logger.warning(f"the {kind} {path} cannot be written: {error.strerror or error}; training continues")
         else:
             logger.info(f"wrote the {kind} {path}")
 
 
 def _export(trace: torch.profiler.profile, path: Path) -> None:
-    """Write a trace; raises `OSError` where it is not whole, which torch (2.13) does not tell."""
+    """Write a trace; raises `OSError` where it is not whole, of which torch (2.13) raises nothing."""
     written = path.with_name(f"{path.name}.tmp")  # by torch itself, before it gives it its name
-    path.touch()  # where that is an error, it is raised with its reason
+    path.touch()  # if this fails, the error has the reason
     path.unlink()
     trace.export_chrome_trace(str(path))
     if written.exists() or not path.exists():

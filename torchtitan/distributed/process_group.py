@@ -52,8 +52,8 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether an address says by itself that all ranks are on this host. A host's own name does not: it may stand for a
-    loopback address on that host, and for another one elsewhere."""
+    """Return whether an address shows by itself that all ranks are on this host. A host's own name does not: it may
+    resolve to a loopback address on that host, and to another one elsewhere."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -61,7 +61,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _keep_gloo_on_loopback() -> None:
-    """Let gloo listen on the loopback interface, unless the user has named one: it takes that of the host's name."""
+    """Let gloo listen on the loopback interface, not on the one of the host's name, unless the user has named one."""
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -38,7 +38,7 @@ def workplace(target: Path) -> Iterator[Path]:
     previous = {number: signal.signal(number, end) for number in caught}
     try:
         with open(folder / "new.lock", "wb") as lock:
-            with contextlib.suppress(OSError):  # of a file system without locks, where nothing is ever removed
+            with contextlib.suppress(OSError):  # on a file system without locks, nothing is ever removed
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             Path(lock.name).rename(folder / _LOCK)  # after it is locked: under this name, others try to lock it
             yield folder

@@ -202,8 +202,8 @@ class LocalFolder(Folder):
             if former:
                 former.rename(final.path)
             raise
-        # From here on it is complete. Where the disk does not take the names, a power failure may take it all the same:
-        # the save counts as failed, so that no older checkpoint is removed for it.
+        # From here on it is complete. If the names cannot be synced, a power failure may still take it: the save then
+        # counts as failed, and no older checkpoint is removed.
         for changed in (final, final.parent):
             durable.sync_folder(changed.path)
         if former:
