@@ -169,7 +169,12 @@ class Attempt:
     def _share_folder(self) -> None:
         """Start the same run once more while this one stands still: it is refused, and changes nothing. Then wait for
         a step of this one."""
+        while self.is_running and self.resumed_step is None:  # before that, it may not have taken the lock yet
+            time.sleep(_POLL_SECONDS)
+        if not self.is_running:
+            return
         os.killpg(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # all threads stand still then
         try:
             before = _content(self._folder)
             with Attempt(self._workplace, self._options, self._processes) as second:
