@@ -1,7 +1,10 @@
 """What all tests share."""
 
+import contextlib
 import logging
 import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,17 @@ def assets() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test assets in {folder} (set TORCHTITAN_TEST_ASSETS)")
     return folder
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Writing beyond `size` bytes in a file fails with OSError, as on a full disk (Python ignores SIGXFSZ)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """Checkpoints: exact round trips, resharding, and what a save leaves that was killed, failed or overtaken."""
 
-import contextlib
 import copy
 import json
 import logging
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from tests.conftest import file_size_limit
 from torchtitan.components.checkpoint import (
     CheckpointManager,
     CheckpointSaveError,
@@ -426,17 +426,6 @@ def test_a_bad_marker_is_skipped_and_an_error_where_it_is_named(
 
 
 # Saves that fail
-
-
-@contextlib.contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Writing beyond `size` bytes in a file fails with OSError, as on a full disk (Python ignores SIGXFSZ)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])

@@ -1,10 +1,21 @@
-"""`torchtitan download`: which files are asked for, and what is said when the hub does not give them."""
+"""`torchtitan download`: which files are asked for, which are kept, and the messages when the hub does not give
+them."""
 
+import hashlib
+import json
+import os
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
 import pytest
+from filelock import FileLock
 from huggingface_hub import errors
+from huggingface_hub.hf_api import RepoSibling
 
 from torchtitan.cli.main import main
 
@@ -16,18 +27,29 @@ FILES = [
 SMALL = [name for name in FILES if name.startswith(("config", "generation", "tokenizer", "chat"))]
 
 
+def git_digest(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 @pytest.fixture
-def hub(monkeypatch):
-    """A hub with one repository; remembers what was asked of it."""
+def hub(monkeypatch, tmp_path):
+    """A hub with one repository, whose files hold their names; remembers what was asked of it."""
+    monkeypatch.chdir(tmp_path)
     asked = SimpleNamespace(error=None, download=None, files=FILES)
 
-    def model_info(self, repo_id, revision=None):
+    def model_info(self, repo_id, revision=None, files_metadata=False):
+        assert files_metadata
         if asked.error:
             raise asked.error
-        return SimpleNamespace(sha="abc", siblings=[SimpleNamespace(rfilename=name) for name in asked.files])
+        return SimpleNamespace(
+            sha="abc", siblings=[RepoSibling(name, blob_id=git_digest(name.encode())) for name in asked.files]
+        )
 
-    def snapshot_download(self, repo_id, **options):
+    def snapshot_download(self, repo_id, *, local_dir, **options):
         asked.download = (repo_id, options)
+        for name in options["allow_patterns"]:
+            (local_dir / name).parent.mkdir(exist_ok=True)
+            (local_dir / name).write_text(name)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     monkeypatch.setattr(huggingface_hub.HfApi, "snapshot_download", snapshot_download)
@@ -52,7 +74,9 @@ def test_the_files_that_are_needed(hub, capsys, flag, files):
     repo_id, options = hub.download
     assert repo_id == "someone/Model-8B"
     assert set(options["allow_patterns"]) == files
-    assert (str(options["local_dir"]), options["revision"]) == ("assets/hf/Model-8B", "abc")
+    assert options["revision"] == "abc"
+    folder = Path("assets/hf/Model-8B")
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == files
     assert capsys.readouterr().out == "downloaded someone/Model-8B to assets/hf/Model-8B\n"
 
 
@@ -61,7 +85,8 @@ def test_pickled_weights_where_there_are_no_others(hub):
     for files in (["pytorch_model.bin"], shards):
         hub.files = [*SMALL, *files, "training_args.bin", "README.md"]
         for flag, expected in (([], {*SMALL, *files}), (["--tokenizer_only"], {*SMALL})):
-            assert main(["download", "someone/Model-8B", *flag]) == 0
+            folder = f"{len(files)}{flag}"
+            assert main(["download", "someone/Model-8B", "--dest", folder, *flag]) == 0
             assert set(hub.download[1]["allow_patterns"]) == expected
 
 
@@ -104,3 +129,174 @@ def test_a_folder_that_cannot_be_written(hub, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(huggingface_hub.HfApi, "snapshot_download", fails)
     assert main(["download", "a/b", "--dest", str(tmp_path)]) == 3
     assert f"{tmp_path} cannot be written: Permission denied" in capsys.readouterr().err
+
+
+class FakeHub(ThreadingHTTPServer):
+    """Serves a repository as the Hugging Face hub does: `model.safetensors` from LFS, all else from git."""
+
+    sha = "0123456789abcdef0123456789abcdef01234567"
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), FakeHubHandler)
+        self.files = {name: name.encode() * 9 for name in ("config.json", "tokenizer.json", "model.safetensors")}
+        self.sent: dict[str, bytes] = {}
+        """Contents that the server sends in place of the listed ones."""
+        self.torn: set[str] = set()
+        """Files that arrive without their second half."""
+        self.fetched: Counter[str] = Counter()
+
+    @property
+    def listed(self) -> list[dict]:
+        return [self.entry(name, content) for name, content in self.files.items()]
+
+    def entry(self, name: str, content: bytes) -> dict:
+        entry = {"type": "file", "rfilename": name, "path": name, "size": len(content)}
+        entry |= {"blobId": git_digest(content), "oid": git_digest(content)}
+        if name.endswith("safetensors"):
+            digest = hashlib.sha256(content).hexdigest()
+            entry["lfs"] = {"size": len(content), "sha256": digest, "oid": digest, "pointerSize": 130}
+        return entry
+
+
+class FakeHubHandler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        if "/resolve/" not in path:
+            answer = self.server.listed if "/tree/" in path else {"id": "a/b", "sha": FakeHub.sha}
+            if "/tree/" not in path:
+                answer["siblings"] = self.server.listed
+            self.answer(json.dumps(answer).encode(), {"Content-Type": "application/json"})
+            return
+        name = path.partition(f"/resolve/{FakeHub.sha}/")[2]
+        content = self.server.sent.get(name, self.server.files[name])
+        headers = {"X-Repo-Commit": FakeHub.sha, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+        self.server.fetched[name] += self.command == "GET"
+        self.answer(content, headers, torn=name in self.server.torn)
+
+    do_HEAD = do_GET
+
+    def answer(self, content: bytes, headers: dict[str, str], *, torn: bool = False) -> None:
+        self.send_response(200)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content[: len(content) // 2] if torn else content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def fake_hub(monkeypatch, tmp_path):
+    api = huggingface_hub.HfApi
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)  # before it tries again
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with FakeHub() as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api(endpoint=endpoint))
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def visible(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if name != ".download"]
+
+
+def test_a_download_is_what_the_hub_has_and_is_not_fetched_twice(fake_hub, tmp_path):
+    words = ["download", "a/b", "--dest", str(tmp_path / "model")]
+    assert main(words) == 0 and main(words) == 0
+    assert content_of(tmp_path / "model") == fake_hub.files
+    assert set(fake_hub.fetched.values()) == {1}
+    (tmp_path / "model/config.json").write_text("damaged later")
+    assert main(words) == 0
+    assert content_of(tmp_path / "model") == fake_hub.files
+    assert fake_hub.fetched == {"config.json": 2, "tokenizer.json": 1, "model.safetensors": 1}
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [(lambda content: content[:-1] + b"?", "is damaged: its digest is"), (lambda _: POINTER, "a Git LFS pointer")],
+    ids=["damaged", "pointer"],
+)
+def test_a_file_that_is_not_the_hub_s_is_not_kept(fake_hub, tmp_path, capsys, name, wrong, message):
+    """The server's headers fit what it sends, so that only the list tells. Nothing is in place then, and the next call
+    fetches that file alone."""
+    fake_hub.sent[name] = wrong(fake_hub.files[name])
+    words = ["download", "a/b", "--dest", str(tmp_path / "model")]
+    assert main(words) == 2
+    output = capsys.readouterr().err.splitlines()[-1]
+    assert output.startswith(f"torchtitan download: {name} of a/b ") and message in output
+    assert visible(tmp_path / "model") == []
+    assert fake_hub.sent[name] not in content_of(tmp_path / "model").values()
+    del fake_hub.sent[name]
+    assert main(words) == 0
+    assert content_of(tmp_path / "model") == fake_hub.files
+    assert {fetched for fetched, times in fake_hub.fetched.items() if times == 2} == {name}
+
+
+def test_an_interrupted_download_goes_on(fake_hub, tmp_path, capsys):
+    fake_hub.torn.add("model.safetensors")
+    words = ["download", "a/b", "--dest", str(tmp_path / "model")]
+    assert main(words) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("torchtitan download: ")
+    assert visible(tmp_path / "model") == []
+    (tmp_path / "model/.download/.cache/huggingface/download/killed.incomplete").write_bytes(b"half a model")
+    fake_hub.torn.clear()
+    assert main(words) == 0
+    assert content_of(tmp_path / "model") == fake_hub.files
+    assert fake_hub.fetched["config.json"] == 1
+
+
+def test_two_downloads_into_one_folder(fake_hub, tmp_path, capsys):
+    (tmp_path / ".download").mkdir()
+    with FileLock(tmp_path / ".download/lock"):
+        assert main(["download", "a/b", "--dest", str(tmp_path)]) == 2
+    assert "another `torchtitan download` writes to" in capsys.readouterr().err
+
+
+def test_a_hub_without_digests(hub, monkeypatch, capsys):
+    info = SimpleNamespace(sha="abc", siblings=[RepoSibling("config.json")])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
+    assert main(["download", "a/b"]) == 2
+    assert "config.json of a/b has no digest on the hub" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../evil.safetensors", "original/../../evil", "..", "/etc/passwd", "a\\..\\evil", "C:evil"),
+        *("a\0b", "a\x1b[2J", "a//b", "./a", "a/", ""),
+    ],
+)
+def test_names_that_lead_out_of_the_folder_are_refused(hub, capsys, name):
+    hub.files = [*FILES, name]
+    assert main(["download", "a/b", "--original"]) == 2
+    assert f"a/b has a file called {name!r}, which may lead out of the folder" in capsys.readouterr().err
+    assert hub.download is None and os.listdir() == []
+
+
+@pytest.mark.parametrize("repo_id", ["..", "a/..", "../a", "a/b/../c", "/etc/passwd", "a/b\0"])
+def test_repository_names_that_lead_out_of_the_folder_are_refused(hub, capsys, repo_id):
+    assert main(["download", repo_id]) == 2
+    assert f"{repo_id!r} is not the name of a repository (OWNER/NAME)" in capsys.readouterr().err
+    assert hub.download is None and os.listdir() == []
+
+
+def test_names_with_marks_of_patterns_are_names(fake_hub, tmp_path):
+    fake_hub.files = {"model[1].safetensors": b"weights", "model1.safetensors": b"others"}
+    assert main(["download", "a/b", "--dest", str(tmp_path / "model")]) == 0
+    assert content_of(tmp_path / "model") == fake_hub.files

@@ -654,10 +654,13 @@ def test_folders_that_cannot_be_synced(
     run = with_assets(tmp_path)
     run.manager.save(1, last=True)
     assert not [record for record in log.records if record.levelno >= logging.WARNING]
-    number = errno.EIO
-    run = Run(tmp_path)
-    run.manager.save(2, last=True)
-    assert "step-2 is saved, but: [Errno 5]" in log.text
+    number = errno.EIO  # a power failure may take it: it is not called saved, and no older one is removed
+    run = Run(tmp_path, keep_latest_k=1)
+    run.manager.save(2)
+    assert "step-2 could not be saved: OSError: [Errno 5]" in log.text
+    assert f"saved {tmp_path}/checkpoint/step-2" not in log.text
+    with pytest.raises(CheckpointSaveError, match="Input/output error"):
+        run.manager.save(2, last=True)
     assert steps(tmp_path) == [1, 2]
 
 

@@ -8,6 +8,7 @@ import statistics
 import pytest
 import torch
 
+from tests.conftest import file_size_limit
 from torchtitan.cli.evaluate import _report, evaluate
 from torchtitan.components.evaluation import (
     Question,
@@ -314,6 +315,15 @@ def test_a_table_that_fails_leaves_the_numbers(stories, capsys, monkeypatch, tmp
     with pytest.raises(RuntimeError):
         run(capsys, "--checkpoint", stories, *args)
     assert json.loads((tmp_path / "results.json").read_text())["results"]
+
+
+def test_a_full_disk_leaves_the_numbers(capsys, tmp_path):
+    """They may have taken hours; and what the file held before stays."""
+    (tmp_path / "results.json").write_text("before")
+    with file_size_limit(10), pytest.raises(UserError, match="File too large.*printed instead"):
+        _report({"results": {"task": {"loss": 1.5}}}, tmp_path / "results.json")
+    assert json.loads(capsys.readouterr().out) == {"results": {"task": {"loss": 1.5}}}
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("results.json", "before")]
 
 
 def test_json_has_no_numbers_that_are_infinite(capsys):

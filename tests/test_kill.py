@@ -16,6 +16,7 @@ from tests.kill_test import __main__ as command
 from tests.kill_test import campaign
 from tests.kill_test.attempts import Attempt, AttemptFailed, Event, Moment, draw_moment, furthest_save
 from tests.kill_test.campaign import Campaign, Checkpoints, Outcome
+from tests.kill_test.disks import Disk
 from tests.kill_test.modes import INTERVAL, MODES, ROUNDING, RUN
 from tests.kill_test.records import (
     Difference,
@@ -29,6 +30,7 @@ from tests.kill_test.records import (
 )
 from tests.kill_test.trainer import NoisyTrainer
 from tests.training import train
+from torchtitan.tools import durable
 from torchtitan.trainer import Trainer
 
 MODE = {mode.name: mode for mode in MODES}
@@ -53,6 +55,53 @@ def test_kills_leave_no_trace(tmp_path: Path, name: str) -> None:
     assert outcome.passed, outcome
     assert outcome.kills == 3 and outcome.kills_in_save > 0, outcome
     assert outcome.resumed_steps[0] == 0 and outcome.resumed_steps[-1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kills"),
+    [
+        ("1 process, async_with_pinned_mem, power cut", 2),
+        ("1 process, disabled, full disk", 2),
+        ("1 process, async, second run", 1),
+        ("conversion, signals and power cuts", 2),
+        ("export of a run, signals and power cuts", 1),
+        ("token cache, signals and power cuts", 2),
+    ],
+)
+def test_nothing_else_leaves_a_trace(tmp_path: Path, name: str, kills: int) -> None:
+    """Power cuts, full disks, second runs; and products other than checkpoints."""
+    if MODE[name].needs_disk and (obstacle := Disk.obstacle()):
+        pytest.skip(obstacle)
+    outcome = Campaign(tmp_path, command.write_text(tmp_path / "text.txt", seed=0), kills=kills, seed=0).run(MODE[name])
+    assert outcome.passed and outcome.kills == kills, outcome
+
+
+def test_a_disk_that_loses_what_is_not_synced(tmp_path: Path) -> None:
+    """Of two files, only the synced one is there after a power cut."""
+    if obstacle := Disk.obstacle():
+        pytest.skip(obstacle)
+    with Disk(tmp_path / "disk") as disk:
+        durable.write(disk.path / "synced", "a")
+        (disk.path / "other").write_text("b")
+        disk.cut_power()
+        with pytest.raises(OSError):
+            (disk.path / "late").write_text("c")
+        disk.restart()
+        assert [path.name for path in disk.path.iterdir() if path.is_file()] == ["synced"]
+        with disk.full(spared=0), pytest.raises(OSError, match="No space left"):
+            (disk.path / "large").write_bytes(bytes(1 << 20))
+        (disk.path / "large").write_bytes(bytes(1 << 20))
+    assert list((tmp_path / "disk").iterdir()) == [tmp_path / "disk/mounted"] and not any(disk.path.iterdir())
+
+
+def test_modes_that_need_a_disk_are_skipped_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(Disk, "obstacle", staticmethod(lambda: "mounting a disk image needs root"))
+    monkeypatch.setattr(Campaign, "run", lambda *_: pytest.fail("it was run"))
+    assert command.main(["--only", "power cut|full disk"]) == 0
+    assert capsys.readouterr().err.count(": skipped, for mounting a disk image needs root\n") == 8
 
 
 @pytest.mark.slow
@@ -196,6 +245,13 @@ class TestComparison:
         missing = {name: entry for name, entry in expected.items() if name != "a"}
         assert compare_states(missing, expected) == Difference(math.inf, "a")
 
+    def test_lines_that_a_full_disk_took(self) -> None:
+        lines = make_lines(5)
+        assert compare_lines(lines[:2] + lines[3:], lines, with_gaps=True) == Difference()
+        assert compare_lines([lines[0], lines[2] | {"lr": 7.0}], lines, with_gaps=True).place == "lr of line 2"
+        assert compare_lines([lines[1], lines[0]], lines, with_gaps=True).value == math.inf
+        assert compare_lines([lines[0], lines[0]], lines, with_gaps=True).value == math.inf
+
     def test_a_torn_line_is_left_out(self, tmp_path: Path) -> None:
         assert read_lines(tmp_path) == []
         text = "".join(json.dumps({**line, "step_time": 1.0}) + "\n" for line in make_lines(3))
@@ -233,6 +289,7 @@ class FakeAttempt:
         self.folder = Path(options["dump_folder"])
         self.checkpoints = self.folder / "checkpoint"
         self.steps = options["training.steps"]
+        self.saved_step = 0
         self.resumed_step = Checkpoints.read(self.folder).newest
 
     def __enter__(self) -> Self:
@@ -258,7 +315,8 @@ class FakeAttempt:
         for step in range(INTERVAL, last + 1, INTERVAL):
             (self.checkpoints / f"step-{step}").mkdir(parents=True, exist_ok=True)
             (self.checkpoints / f"step-{step}/complete.json").touch()
-        (self.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in make_lines(last)))
+        for name in ("metrics.jsonl", "ledger.jsonl"):
+            (self.folder / name).write_text("".join(json.dumps(line) + "\n" for line in make_lines(last)))
 
 
 def loses_checkpoint(attempt: FakeAttempt) -> None:
@@ -280,6 +338,15 @@ def loses_last_line(attempt: FakeAttempt) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
+def loses_documents(attempt: FakeAttempt) -> None:
+    path = attempt.folder / "ledger.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+
+
+def calls_a_lost_checkpoint_saved(attempt: FakeAttempt) -> None:
+    attempt.saved_step = attempt.resumed_step + 2 * INTERVAL
+
+
 def loses_last_checkpoint(attempt: FakeAttempt) -> None:
     (attempt.checkpoints / f"step-{attempt.steps}/complete.json").unlink(missing_ok=True)
 
@@ -293,6 +360,8 @@ class TestFaults:
             (begins_anew, "went on after step 0, and 3 was saved"),
             (leaves_partial, "left behind: checkpoint/step-1.partial"),
             (loses_last_line, "23 of 24 steps are logged at the end"),
+            (loses_documents, "the ledger does not have the steps 1 to 24"),
+            (calls_a_lost_checkpoint_saved, "the checkpoint of step 6 is gone, and there is none of a later one"),
             (loses_last_checkpoint, "there is no complete checkpoint of step 24"),
         ],
     )

@@ -59,6 +59,15 @@ class Command:
     def signal(self, number: int, *, group: bool = False) -> None:
         (os.killpg if group else os.kill)(self.process.pid, number)
 
+    def listening(self) -> set[str]:
+        """The addresses that its processes listen at, in the hexadecimal form of /proc/net."""
+        states = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+        address_of = {words[9]: words[1].partition(":")[0] for words in states if words[3] == "0A"}
+        listed = subprocess.run(["ps", "-A", "-o", "pgid=,pid="], capture_output=True, text=True, check=True).stdout
+        processes = [pid for group, pid in map(str.split, listed.splitlines()) if group == str(self.process.pid)]
+        opened = [os.readlink(file) for pid in processes for file in Path("/proc", pid, "fd").iterdir()]
+        return {address_of[inode] for link in opened if (inode := link[len("socket:[") : -1]) in address_of}
+
     def wait(self) -> int:
         """The exit code, when every process that writes to standard error has ended."""
         code = self.process.wait(_TIMEOUT)
@@ -218,6 +227,8 @@ class TestStopping:
         folder = f"two-{group}"
         command = start(2, "--checkpoint.enable", "--dump_folder", folder, **_FOREVER)
         command.wait_for_text(r"step +10/")
+        if sys.platform == "linux":  # 127.0.0.1; neither the store nor gloo can be reached from another host
+            assert command.listening() == {"0100007F"}
         command.signal(number, group=group)
         assert command.wait() == 0
         assert command.printed.count("received: the run stops after this step") == 1

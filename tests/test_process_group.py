@@ -113,9 +113,44 @@ def test_cuda_is_told_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "_made_here", False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: calls.append((backend, settings)))
-    for name, value in {"WORLD_SIZE": "8", "LOCAL_RANK": "3"}.items():
+    for name, value in {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
     device = process_group.init_process_group("cuda", CommConfig())
     ((backend, settings),) = calls
     assert backend == "cpu:gloo,cuda:nccl"
     assert settings["device_id"] == device == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    ("address", "on_loopback"),
+    [("localhost", True), ("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("node-1", False), ("", False)],
+)
+def test_addresses_that_keep_a_run_on_its_host(
+    monkeypatch: pytest.MonkeyPatch, address: str, on_loopback: bool
+) -> None:
+    """Several hosts meet as PyTorch lets them, at the address that they were given."""
+    stores = []
+    monkeypatch.setattr(process_group, "_made_here", False)
+    monkeypatch.setattr(process_group, "_loopback_store", lambda *_: "ours")
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, *, store, **_: stores.append(store))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": address}.items():
+        monkeypatch.setenv(name, value)
+    process_group.init_process_group("cpu", CommConfig())
+    assert stores == ["ours" if on_loopback else None]
+    assert os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo") == on_loopback
+
+
+def test_a_store_at_a_loopback_address_listens_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    store = process_group._loopback_store(0, 1, timedelta(seconds=60))
+    store.set("key", "value")
+    socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))

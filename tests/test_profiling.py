@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import file_size_limit
 from torchtitan.components.profiling import Profiler
 from torchtitan.tools.errors import UserError
 
@@ -94,6 +95,35 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path, config: Profiler.Config,
         config.build(dump_folder=str(tmp_path), device=CPU)
 
 
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_trace_that_is_not_written_whole(tmp_path: Path, log: pytest.LogCaptureFixture, size: int) -> None:
+    """Torch itself raises nothing. The next trace is written again."""
+    profiler = Profiler.Config(enable_profiling=True, profile_freq=2).build(dump_folder=str(tmp_path), device=CPU)
+    with file_size_limit(size):
+        train(profiler, first=1, last=3)
+    (record,) = log.records
+    path = tmp_path / "profile_traces/step-2/rank0.json"
+    assert record.levelname == "WARNING" and record.getMessage() == (
+        f"the trace {path} cannot be written: torch's profiler has not written all of it (is the disk full?); "
+        "training continues"
+    )
+    assert files_of(tmp_path) == []
+    train(profiler, first=4, last=5)
+    assert files_of(tmp_path) == ["profile_traces/step-5/rank0.json"]
+    assert f"wrote the trace {tmp_path}/profile_traces/step-5/rank0.json" in log.text
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """Training continues, with one warning for each missing trace."""
+    (tmp_path / "profile_traces").touch()
+    config = Profiler.Config(enable_profiling=True, profile_freq=2)
+    train(config.build(dump_folder=str(tmp_path), device=CPU), first=1, last=5)
+    traces = [f"{tmp_path}/profile_traces/step-{step}/rank0.json" for step in (2, 4)]
+    assert [record.getMessage() for record in log.records] == [
+        f"the trace {trace} cannot be written: Not a directory; training continues" for trace in traces
+    ]
+
+
 class TestMemorySnapshot:
     """With the allocator's history replaced, so that the order of calls is tested without a GPU."""
 
@@ -113,6 +143,16 @@ class TestMemorySnapshot:
         train(self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda"), rank=1), first=1, last=5)
         assert files_of(tmp_path) == ["memory_snapshot/step-2/rank1.pickle", "memory_snapshot/step-4/rank1.pickle"]
         assert history == [True, False]
+
+    def test_one_that_cannot_be_written(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+        with file_size_limit(3):
+            train(self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda")), first=1, last=2)
+        assert files_of(tmp_path) == []
+        (record,) = log.records
+        path = tmp_path / "memory_snapshot/step-2/rank0.pickle"
+        assert (
+            record.getMessage() == f"the memory snapshot {path} cannot be written: File too large; training continues"
+        )
 
     def test_one_when_memory_runs_out(self, tmp_path: Path, history: list[bool]) -> None:
         profiler = self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda"))

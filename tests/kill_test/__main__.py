@@ -21,6 +21,7 @@ from rich.table import Table
 
 from tests.conftest import PROJECT
 from tests.kill_test.campaign import Campaign, Outcome
+from tests.kill_test.disks import Disk
 from tests.kill_test.modes import MODES, ROUNDING, Mode
 from tests.kill_test.records import Difference
 
@@ -77,6 +78,9 @@ def run(modes: Sequence[Mode], arguments: argparse.Namespace) -> tuple[list[Outc
     campaign = Campaign(workplace, dataset, arguments.kills, arguments.seed)
     outcomes, failed = [], False
     for mode in modes:
+        if mode.needs_disk and (obstacle := Disk.obstacle()):
+            tell(f"{mode.name}: skipped, for {obstacle}")
+            continue
         try:
             outcomes.append(outcome := campaign.run(mode))
         except Exception:  # the other modes are to be seen nevertheless

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Literal, Self
 
 from tests.conftest import PROJECT
+from tests.kill_test.disks import Disk
 from tests.kill_test.modes import INTERVAL, Options, Victim
 from tests.training import flags
 
 _TIMEOUT_SECONDS = 600
 """After this long, an attempt that neither ends nor comes to a moment hangs."""
 _POLL_SECONDS = 0.0005
+_LARGE_SAVE_BYTES = 64 << 20
+"""More than a checkpoint has."""
 
 Event = Literal["start", "step", "save", "written", "renamed", "complete"]
 """The processes are started; a step is done; `step-N.partial` is there; its tensors are in it; it is now `step-N`; it
@@ -75,9 +78,13 @@ class Attempt:
         """What the processes have written to standard error."""
         self.resumed_step: int | None = None
         """0 where it began anew, None as long as it has not said."""
+        self.saved_step = 0
+        """The last step whose checkpoint it has called saved."""
         self.done_step = 0
         """The last step that it has reported."""
-        self._checkpoints = workplace / options["dump_folder"] / "checkpoint"
+        self._workplace, self._options = workplace, options
+        self._folder = workplace / options["dump_folder"]
+        self._checkpoints = self._folder / "checkpoint"
         environment = {
             **os.environ,
             "NGPU": str(processes),
@@ -116,24 +123,69 @@ class Attempt:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(moment.delay)
 
-    def kill_at(self, moment: Moment, victim: Victim, generator: random.Random) -> bool:
-        """SIGKILL at that moment; whether the attempt ended by it, and not before. Then none of its processes is left.
+    def kill_at(self, moment: Moment, victim: Victim, generator: random.Random, disk: Disk | None = None) -> bool:
+        """Take from the attempt at that moment what `victim` says; whether it ended by it, and not before. Then none of
+        its processes is left.
 
         Raises:
-            AttemptFailed: if the moment does not come, or some of its processes do not end.
+            AttemptFailed: if the moment does not come, some of its processes do not end, or it ends in another way than
+                it should.
         """
         ranks = self._ranks() if victim == "rank" else []
         self.wait_for(moment)
         if not self.is_running:
             return False
-        # What has not been waited for still has its number.
-        if victim == "all":
+        if victim == "rank":
+            rank = generator.choice(ranks)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+            return self._wait() == -signal.SIGKILL or f"process {rank}, was ended by SIGKILL" in self.printed
+        if victim == "power":
+            assert disk
+            disk.cut_power()
+        elif victim == "space":
+            assert disk
+            self._fill(disk, generator)
+        elif victim == "folder":
+            self._share_folder()
+        if self._process.returncode is None:  # and so it still has its number
             os.killpg(self._process.pid, signal.SIGKILL)
-            return self._wait() == -signal.SIGKILL
-        rank = generator.choice(ranks)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank, signal.SIGKILL)
-        return self._wait() == -signal.SIGKILL or f"process {rank}, was ended by SIGKILL" in self.printed
+        return (code := self._wait()) == -signal.SIGKILL or (victim == "space" and self._complains(code))
+
+    def _fill(self, disk: Disk, generator: random.Random) -> None:
+        """Let the disk be full for a moment, and wait another moment if the attempt continues."""
+        spared = generator.choice((0, 0, generator.randint(0, _LARGE_SAVE_BYTES)))
+        with disk.full(spared), contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(generator.uniform(0, 1.5))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(generator.uniform(0, 0.5))
+
+    def _complains(self, code: int) -> bool:
+        """Return whether the attempt ended by itself with a line that says why; raise if it crashed."""
+        if code not in (0, 2, 3) or "Traceback" in self.printed:
+            raise AttemptFailed(f"exit code {code} on a full disk:\n{self.printed}")
+        return code != 0
+
+    def _share_folder(self) -> None:
+        """Start the same run once more while this one stands still: it is refused, and changes nothing. Then wait for
+        a step of this one."""
+        while self.is_running and self.resumed_step is None:  # before that, it may not have taken the lock yet
+            time.sleep(_POLL_SECONDS)
+        if not self.is_running:
+            return
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # all threads stand still then
+        try:
+            before = _content(self._folder)
+            with Attempt(self._workplace, self._options, self._processes) as second:
+                code = second._wait()
+            if code != 2 or "is in use by another run" not in second.printed:
+                raise AttemptFailed(f"exit code {code} of a second run in the folder:\n{second.printed}")
+            if _content(self._folder) != before:
+                raise AttemptFailed(f"a second run has changed files in {self._folder}")
+        finally:
+            os.killpg(self._process.pid, signal.SIGCONT)
+        self.wait_for(Moment("step", self.done_step + 1, delay=0))
 
     def check_success(self) -> None:
         """Wait for its end.
@@ -182,6 +234,8 @@ class Attempt:
                     self.done_step = int(match[1])
                 elif match := re.search(r" steps (\d+) to \d+ on |the run is complete: (\d+) of ", line):
                     self.resumed_step = int(match[1]) - 1 if match[1] else int(match[2])
+                elif match := re.search(r"INFO saved \S*step-(\d+)", line):
+                    self.saved_step = int(match[1])
 
     def _has_come(self, moment: Moment) -> bool:
         if moment.event == "start":
@@ -190,6 +244,11 @@ class Attempt:
             return self.done_step >= moment.step
         # Not before: what an earlier attempt left is still there.
         return self.resumed_step is not None and furthest_save(self._checkpoints, moment.event) >= moment.step
+
+
+def _content(folder: Path) -> dict[Path, tuple[int, int]]:
+    found = {path: path.stat() for path in folder.rglob("*")}
+    return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in found.items()}
 
 
 def furthest_save(checkpoints: Path, event: Event) -> int:

@@ -1,5 +1,6 @@
 """Kills a run again and again, resumes it, and compares it with one that was left alone."""
 
+import contextlib
 import random
 import re
 import shutil
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.kill_test.attempts import Attempt, Moment, draw_moment
+from tests.kill_test.disks import Disk
 from tests.kill_test.modes import INTERVAL, Mode, Options
 from tests.kill_test.records import (
     Difference,
@@ -15,10 +17,12 @@ from tests.kill_test.records import (
     State,
     compare_lines,
     compare_states,
+    read_ledger,
     read_lines,
     read_state,
     without_ranks,
 )
+from tests.kill_test.works import WORKS, end_repeatedly, make_materials
 
 _KILLED_FOLDER, _REFERENCE_FOLDER = "killed", "left-alone"
 
@@ -76,6 +80,7 @@ class Campaign:
 
     def __init__(self, workplace: Path, dataset: Path, kills: int, seed: int, options: Options | None = None):
         self.workplace = workplace
+        self.dataset = dataset
         self.kills = kills
         self.seed = seed
         # No attempt gets further than two saves, give or take a step, so the run is not over before the last kill.
@@ -89,15 +94,30 @@ class Campaign:
         Raises:
             AttemptFailed: if an attempt ends in another way than by its last step or a kill.
         """
+        place = self.workplace / _KILLED_FOLDER / re.sub(r"\W+", "-", mode.name)
+        if mode.work:
+            with Disk(place) as disk:
+                return self._end_work(mode, disk)
         reference = self.reference(mode)
+        with Disk(place) if mode.needs_disk else contextlib.nullcontext() as disk:
+            outcome = self._run(mode, disk.path / "run" if disk else place, disk, reference)
+        if outcome.passed:
+            shutil.rmtree(place)
+        return outcome
+
+    def _end_work(self, mode: Mode, disk: Disk) -> Outcome:
+        (work,) = (work for work in WORKS if work.name == mode.work)
+        materials = make_materials(self.dataset, self.workplace / "materials")
         generator = random.Random(f"{self.seed} {mode.name}")
-        folder = self.workplace / _KILLED_FOLDER / re.sub(r"\W+", "-", mode.name)
+        n_halfway, faults = end_repeatedly(work, materials, disk, self.kills, generator)
+        return Outcome(mode, kills=self.kills, kills_in_save=n_halfway, faults=faults)
+
+    def _run(self, mode: Mode, folder: Path, disk: Disk | None, reference: Reference) -> Outcome:
+        generator = random.Random(f"{self.seed} {mode.name}")
         outcome = Outcome(mode)
-        while self._make_attempt(outcome, generator, folder, reference):
+        while self._make_attempt(outcome, generator, folder, disk, reference):
             pass
         self._check_end(outcome, folder, reference)
-        if outcome.passed:
-            shutil.rmtree(folder)
         return outcome
 
     def reference(self, mode: Mode) -> Reference:
@@ -116,32 +136,42 @@ class Campaign:
             self._references[mode.processes] = Reference(lines, state, start_seconds)
         return self._references[mode.processes]
 
-    def _make_attempt(self, outcome: Outcome, generator: random.Random, folder: Path, reference: Reference) -> bool:
+    def _make_attempt(
+        self, outcome: Outcome, generator: random.Random, folder: Path, disk: Disk | None, reference: Reference
+    ) -> bool:
         """Whether it was killed before the end of the run."""
         mode, before = outcome.mode, Checkpoints.read(folder)
         options = {**mode.options, **self._options, "dump_folder": folder, "checkpoint.async_mode": mode.async_mode}
-        with Attempt(self.workplace, options, generator.choice(mode.processes)) as attempt:
+        # The caches are on the run's disk too.
+        workplace = folder.parent if disk else self.workplace
+        with Attempt(workplace, options, generator.choice(mode.processes)) as attempt:
             killed = False
             if outcome.kills < self.kills:
                 moment = draw_moment(generator, outcome.kills, before.newest, reference.start_seconds)
-                killed = attempt.kill_at(moment, mode.victim, generator)
+                killed = attempt.kill_at(moment, mode.victim, generator, disk)
             if not killed:
                 attempt.check_success()
+        if disk and mode.victim == "power":
+            disk.restart()
         after = Checkpoints.read(folder)
         outcome.kills += killed
         outcome.kills_in_save += killed and bool(after.unfinished - before.unfinished)
-        outcome.lines = max(outcome.lines, compare_lines(read_lines(folder), reference.lines))
+        different = compare_lines(read_lines(folder), reference.lines, with_gaps=mode.may_lack_lines)
+        outcome.lines = max(outcome.lines, different)
         if attempt.resumed_step is not None:
             outcome.resumed_steps.append(attempt.resumed_step)
             if attempt.resumed_step != before.newest:
                 outcome.faults.append(f"went on after step {attempt.resumed_step}, and {before.newest} was saved")
-        if after.newest < before.newest:
-            outcome.faults.append(f"the checkpoint of step {before.newest} is gone, and there is none of a later one")
+        if after.newest < (saved := max(before.newest, attempt.saved_step)):
+            outcome.faults.append(f"the checkpoint of step {saved} is gone, and there is none of a later one")
         return killed
 
     def _check_end(self, outcome: Outcome, folder: Path, reference: Reference) -> None:
-        if (n_lines := len(read_lines(folder))) != self.steps:
+        may_lack = outcome.mode.may_lack_lines
+        if (n_lines := len(read_lines(folder))) != self.steps and not may_lack:
             outcome.faults.append(f"{n_lines} of {self.steps} steps are logged at the end")
+        if read_ledger(folder) != list(range(1, self.steps + 1)) and not may_lack:
+            outcome.faults.append(f"the ledger does not have the steps 1 to {self.steps}")
         if left := sorted(str(path.relative_to(folder)) for path in folder.rglob("*.partial")):
             outcome.faults.append(f"left behind: {', '.join(left)}")
         unmarked = [path.name for path in folder.glob("checkpoint/step-*") if not (path / "complete.json").exists()]

@@ -7,8 +7,10 @@ from typing import Any, Literal
 Options = Mapping[str, Any]
 """Options of the command line, without the dashes."""
 
-Victim = Literal["all", "rank"]
-"""What SIGKILL is sent to: all processes of the run, or one that trains, whose end the others have to notice."""
+Victim = Literal["all", "rank", "power", "space", "folder"]
+"""The target: all processes of the run get SIGKILL, or one that trains, whose end the others have to notice. Or the
+power of its disk is cut, and all that was not synced is lost; its disk is full for a while; a second run wants its
+folder, and has to be refused. After these, all processes are killed."""
 
 INTERVAL = 3
 """Steps from one save to the next."""
@@ -51,6 +53,19 @@ class Mode:
 
     victim: Victim = "all"
 
+    work: str = ""
+    """The name of one of `works.WORKS`, which is ended by signals and power cuts instead of a run."""
+
+    @property
+    def needs_disk(self) -> bool:
+        """True if the run's folder is on a disk of its own."""
+        return self.victim in ("power", "space")
+
+    @property
+    def may_lack_lines(self) -> bool:
+        """True if numbers may be missing in metrics.jsonl: on a full disk they are lost, and that ends no run."""
+        return self.victim == "space"
+
     @property
     def tolerance(self) -> float:
         """The largest relative difference allowed; 0: bit-identical."""
@@ -60,9 +75,10 @@ class Mode:
     def options(self) -> Options:
         """What the attempts and the run that is left alone have in common.
 
-        Random numbers belong to a process, so a run that changes their number cannot depend on them.
+        Random numbers belong to a process, so a run that changes their number cannot depend on them. A ledger has no
+        gaps, or ends the run: without one, a run continues on a full disk.
         """
-        return {**RUN, "noise": 0.1 if self.tolerance == 0 else 0.0}
+        return {**RUN, "noise": 0.1 if self.tolerance == 0 else 0.0, "debug.ledger": not self.may_lack_lines}
 
 
 MODES = (
@@ -76,4 +92,15 @@ MODES = (
         for processes, async_mode in ((1, "async_with_pinned_mem"), (2, "async"), (2, "async_with_pinned_mem"))
     ),
     Mode("1, 2 or 4 processes, async", (1, 2, 4), "async"),
+    *(
+        Mode(f"{_count(processes)}, {async_mode}, power cut", (processes,), async_mode, victim="power")
+        for processes, async_mode in ((1, "disabled"), (1, "async_with_pinned_mem"), (2, "async"))
+    ),
+    Mode("1 process, disabled, full disk", (1,), "disabled", victim="space"),
+    Mode("2 processes, async, full disk", (2,), "async", victim="space"),
+    Mode("1 process, async, second run", (1,), "async", victim="folder"),
+    *(
+        Mode(f"{work}, signals and power cuts", (1,), "disabled", victim="power", work=work)
+        for work in ("conversion", "export of a run", "token cache")
+    ),
 )

@@ -24,10 +24,19 @@ other values in strings of JSON, under names that are digests of them."""
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """The training lines of a run; what follows the last line end is torn."""
-    path = folder / "metrics.jsonl"
+    """The training lines of a run."""
+    return [{key: line[key] for key in (*_EXACT, *_COMPUTED)} for line in _read_json(folder / "metrics.jsonl")]
+
+
+def read_ledger(folder: Path) -> list[int]:
+    """The steps in the ledger of a run."""
+    return [line["step"] for line in _read_json(folder / "ledger.jsonl")]
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, without a torn one at its end."""
     whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-    return [{key: line[key] for key in (*_EXACT, *_COMPUTED)} for line in map(json.loads, whole)]
+    return list(map(json.loads, whole))
 
 
 def read_state(checkpoint: Path) -> State:
@@ -61,8 +70,11 @@ class Difference:
     """Where it is; empty where there is none."""
 
 
-def compare_lines(lines: Sequence[Line], expected: Sequence[Line]) -> Difference:
-    """Of a run that got as far as `lines`, from the first lines of a whole one."""
+def compare_lines(lines: Sequence[Line], expected: Sequence[Line], *, with_gaps: bool = False) -> Difference:
+    """Of a run that got as far as `lines`, from the first lines of a whole one, or from the lines of the same steps."""
+    if with_gaps:
+        steps = {line["step"] for line in lines}
+        expected = [line for line in expected if line["step"] in steps]
     if len(lines) > len(expected):
         return Difference(math.inf, f"{len(lines)} lines")
     pairs = zip(lines, expected, strict=False)

@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.terminal import print_error
+from torchtitan.tools.workplace import workplace
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -97,15 +96,11 @@ def _convert(options: argparse.Namespace) -> None:
     _check(options, family)
     spec, n_tensors, write = (_adapter if options.to == "peft" else _model)(options, family)
     durable.make_folder(options.output.parent)
-    # Beside OUTPUT, so that renaming puts it in place, and under a name that nothing else has.
-    workplace = Path(tempfile.mkdtemp(prefix=f"{options.output.name}.", suffix=".partial", dir=options.output.parent))
-    try:
-        partial = workplace / "checkpoint.partial"
+    with workplace(options.output) as folder:
+        partial = folder / "checkpoint.partial"
         partial.mkdir()  # its permissions are the usual ones, and those of the other are not
         write(partial)
         _put_in_place(partial, options)
-    finally:
-        shutil.rmtree(workplace, ignore_errors=True)
     _report(options, spec, n_tensors, time.perf_counter() - begun)
 
 

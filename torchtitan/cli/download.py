@@ -2,16 +2,26 @@
 
 import argparse
 import fnmatch
+import glob
+import hashlib
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.model_folder import DOWNLOADS
 from torchtitan.tools.terminal import print_error
 
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import HfApi, RepoSibling
+
 _DESCRIPTION = """Fetch the model REPO_ID, for example meta-llama/Llama-3.1-8B, from the Hugging Face hub: weights (as
 safetensors, or as pytorch_model.bin where there are none), configuration, tokenizer. The folder serves as
---hf_assets_path. What is there already is not fetched again. For repositories that are private or ask to accept a
+--hf_assets_path. The files appear in it once all have the digests that the hub lists (SHA-256, of small files
+git's SHA-1). Files that are there already are not fetched again. For repositories that are private or ask to accept a
 license, set the environment variable HF_TOKEN."""
 
 _TOKENIZER = (
@@ -22,6 +32,13 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 """What is fetched of a repository without any of `_WEIGHTS`."""
 _ORIGINAL = "original/*"
+
+_ARRIVING = ".download"
+"""Name of the folder in it for files that have not been compared yet."""
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]|/(/|$)|^(/|[A-Za-z]:|$)|(^|/)\.{1,2}(/|$)")
+"""In names that would lead out of the folder, on this or another system, or that a terminal would obey."""
 
 
 def download(args: Sequence[str]) -> int:
@@ -63,16 +80,21 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from huggingface_hub.utils import validate_repo_id
 
     repo_id = options.repo_id
     api = HfApi()
     try:
+        validate_repo_id(repo_id)
         # Asked first: without an answer, the library takes a folder that has any file in it for the repository's.
-        info = api.model_info(repo_id, revision=options.revision)
-        names = _wanted([sibling.rfilename for sibling in info.siblings or []], options)
+        info = api.model_info(repo_id, revision=options.revision, files_metadata=True)
+        files = {file.rfilename: file for file in info.siblings or []}
+        if unsafe := [name for name in files if _UNSAFE.search(name)]:
+            raise UserError(f"{repo_id} has a file called {unsafe[0]!r}, which may lead out of the folder: not fetched")
+        names = _wanted(list(files), options)
         if not names:
             raise UserError(f"{repo_id} has none of the files that were asked for")
-        api.snapshot_download(repo_id, revision=info.sha, local_dir=folder, allow_patterns=names)
+        _fetch(api, repo_id, info.sha, [files[name] for name in names], folder)
     except GatedRepoError as error:
         page = f"{api.endpoint}/{repo_id}"
         raise UserError(
@@ -85,12 +107,84 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
             f"there is no model '{repo_id}' on the hub, or it is private; check the name, or set HF_TOKEN"
         ) from error
     except HFValidationError as error:
-        raise UserError(f"'{repo_id}' is not the name of a repository (OWNER/NAME)") from error
+        raise UserError(f"{repo_id!r} is not the name of a repository (OWNER/NAME)") from error
     except (HTTPError, LocalEntryNotFoundError, ConnectionError) as error:
         cause = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(
             f"{api.endpoint} cannot be reached ({cause}); check the network, then run this again"
         ) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        cause = str(error).split("\n")[0]  # of the library's own: a file has not the size that was announced
+        raise UserError(f"{repo_id} did not arrive whole ({cause}); run this again") from error
+
+
+def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[RepoSibling]", folder: Path) -> None:
+    """Put files of a repository into `folder`, all of them once all are what the hub says, and none before that.
+
+    If this is interrupted, the files that have arrived stay in `_ARRIVING` for the next call.
+    """
+    from filelock import FileLock, Timeout
+
+    missing = {file.rfilename: file for file in files if not _is_there(folder / file.rfilename, file)}
+    if not missing:
+        return
+    arriving = folder / _ARRIVING
+    durable.make_folder(arriving)
+    try:
+        with FileLock(arriving / "lock", timeout=0):
+            for torn in arriving.rglob("*.incomplete"):  # the library never continues one
+                torn.unlink()
+            patterns = [glob.escape(name) for name in missing]
+            api.snapshot_download(repo_id, revision=revision, local_dir=arriving, allow_patterns=patterns)
+            for name, file in missing.items():
+                _check(arriving / name, file, f"{name} of {repo_id}")
+            for name in missing:
+                durable.make_folder((folder / name).parent)
+                durable.replace(arriving / name, folder / name)
+            shutil.rmtree(arriving)
+    except Timeout as error:
+        raise UserError(f"another `torchtitan download` writes to {folder}: wait until that ends") from error
+
+
+def _is_there(path: Path, file: "RepoSibling") -> bool:
+    return path.is_file() and _digest(path, file) == _expected(file)
+
+
+def _check(path: Path, file: "RepoSibling", name: str) -> None:
+    """Compare a file that has arrived with what the hub says of it; raise `UserError` and remove it where they differ.
+
+    The library has compared no more than sizes, of what the server that sends the file says itself.
+    """
+    if not path.is_file():  # the library only warns where the hub stops to answer
+        raise UserError(f"{name} did not arrive; check the network, then run this again")
+    with path.open("rb") as opened:
+        is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+    if is_pointer:
+        fault = "arrived as a Git LFS pointer, a few lines in place of the file itself"
+    elif (expected := _expected(file)) is None:
+        fault = "has no digest on the hub to compare it with"
+    elif (found := _digest(path, file)) != expected:
+        fault = f"is damaged: its digest is {found}, and the hub's is {expected}"
+    else:
+        return
+    path.unlink()
+    raise UserError(f"{name} {fault}; nothing of it is kept. Run this again, or look at the file on the hub")
+
+
+def _expected(file: "RepoSibling") -> str | None:
+    """The digest that the hub has of a file: SHA-256 where it is in LFS, else that which git has of its content."""
+    return file.lfs.sha256 if file.lfs else file.blob_id
+
+
+def _digest(path: Path, file: "RepoSibling") -> str:
+    """The digest of a file here, of the kind that `_expected` gives."""
+    with path.open("rb") as opened:
+        if file.lfs:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+        git = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+        return hashlib.file_digest(opened, lambda: git).hexdigest()
 
 
 def _wanted(names: Sequence[str], options: argparse.Namespace) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.cli.model_options import OpenedModel, add_model_options, open_model, run_command
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
 if TYPE_CHECKING:
@@ -130,7 +131,13 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
     if output is None:
         print(text, flush=True)
     else:
-        output.write_text(text + "\n")
+        try:
+            durable.write(output, text + "\n")
+        except OSError as error:
+            print(text, flush=True)
+            raise UserError(
+                f"--output {output} cannot be written ({error.strerror or error}): its content is printed instead"
+            ) from error
     table = Table()
     for column in ("task", "metric", "value"):
         # Long names go on in the next line: none is cut, however narrow the terminal is.

@@ -39,7 +39,7 @@ class Hosts:
         """
         count = environment_number("NNODES", default=1, minimum=1)
         if count == 1:
-            return cls(count=1, rank=0, address="localhost", port=_free_port())
+            return cls(count=1, rank=0, address="127.0.0.1", port=_free_port())
         for name in ("NODE_RANK", "MASTER_ADDR"):
             if name not in os.environ:
                 raise UserError(f"NNODES is {count}, which needs the environment variable {name} too")

@@ -1,6 +1,8 @@
 """`Profiler`: traces of single steps and snapshots of the GPU's memory, by configuration."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -8,6 +10,7 @@ import torch
 
 from torchtitan.config.configurable import Configurable
 from torchtitan.config.job_config import require_at_least
+from torchtitan.tools import durable
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -25,7 +28,8 @@ class Profiler(Configurable):
 
     Traces go to `{dump_folder}/{save_traces_folder}/step-N/rank{r}.json` (Chrome trace format, for
     https://ui.perfetto.dev), memory snapshots to `{dump_folder}/{save_memory_snapshot_folder}/step-N/rank{r}.pickle`
-    (for https://pytorch.org/memory_viz); N is the last step recorded. Every rank writes its own.
+    (for https://pytorch.org/memory_viz); N is the last step recorded. Every rank writes its own. A file that cannot be
+    written whole is warned of, and training continues.
 
     Args of `Config.build`:
         dump_folder: the run's folder.
@@ -147,17 +151,32 @@ class Profiler(Configurable):
         return trace
 
     def _save_trace(self, trace: torch.profiler.profile) -> None:
-        path = self._path(self.config.save_traces_folder, f"step-{self._step}", "json")
-        trace.export_chrome_trace(str(path))
+        self._write("trace", self.config.save_traces_folder, f"step-{self._step}", "json", partial(_export, trace))
         trace.stop()
-        logger.info(f"wrote the trace of step {self._step} to {path}")
 
     def _save_snapshot(self, name: str) -> None:
-        path = self._path(self.config.save_memory_snapshot_folder, name, "pickle")
-        torch.cuda.memory._dump_snapshot(str(path))
-        logger.info(f"wrote a memory snapshot to {path}")
+        folder, dump = self.config.save_memory_snapshot_folder, torch.cuda.memory._dump_snapshot
+        self._write("memory snapshot", folder, name, "pickle", lambda path: dump(str(path)))
 
-    def _path(self, folder: str, name: str, suffix: str) -> Path:
+    def _write(self, kind: str, folder: str, name: str, suffix: str, write: Callable[[Path], None]) -> None:
+        """Let `write` make a file; log where it is, or why there is none."""
         path = self.dump_folder / folder / name / f"rank{self.rank}.{suffix}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with durable.in_place_of(path) as unfinished:
+                write(unfinished)
+        except OSError as error:
+            logger.warning(f"the {kind} {path} cannot be written: {error.strerror or error}; training continues")
+        else:
+            logger.info(f"wrote the {kind} {path}")
+
+
+def _export(trace: torch.profiler.profile, path: Path) -> None:
+    """Write a trace; raises `OSError` where it is not whole, of which torch (2.13) raises nothing."""
+    written = path.with_name(f"{path.name}.tmp")  # by torch itself, before it gives it its name
+    path.touch()  # if this fails, the error has the reason
+    path.unlink()
+    trace.export_chrome_trace(str(path))
+    if written.exists() or not path.exists():
+        written.unlink(missing_ok=True)
+        raise OSError("torch's profiler has not written all of it (is the disk full?)")

@@ -1,6 +1,8 @@
 """Start and end of the process group, and the few collectives that the loop needs."""
 
+import ipaddress
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -35,16 +37,48 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
         # With the device, NCCL connects here, where a failure belongs, and need not guess the device of a barrier.
         device_id = device if device_type == "cuda" else None
         timeout = timedelta(seconds=comm.init_timeout_seconds)
+        rank, size = int(os.environ["RANK"]), world_size()
+        on_loopback = _is_loopback(os.environ.get("MASTER_ADDR", ""))
+        if on_loopback or os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+            _keep_gloo_on_loopback()
+        store = None  # of PyTorch's own making
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            rank, size = int(os.environ["RANK"]), world_size()
             store = attempt_store(rank, size, timeout)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
-            )
-        else:
-            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        elif on_loopback:
+            store = _loopback_store(rank, size, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
         _made_here = True
     return device
+
+
+def _is_loopback(address: str) -> bool:
+    """Return whether an address shows by itself that all ranks are on this host. A host's own name does not: it may
+    resolve to a loopback address on that host, and to another one elsewhere."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _keep_gloo_on_loopback() -> None:
+    """Let gloo listen on the loopback interface, not on the one of the host's name, unless the user has named one."""
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _loopback_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
+    """The store at a loopback address. Rank 0 gives it a socket that is bound to this address: PyTorch (2.13) would
+    listen on all interfaces, and whoever reaches the store can write to it."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = None
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family).detach()
+    # Multi-tenant as PyTorch's own, whose server lives as long as a store in this process uses it.
+    return dist.TCPStore(
+        address, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
+    )
 
 
 def set_timeouts(seconds: float) -> None:

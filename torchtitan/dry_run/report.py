@@ -12,6 +12,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtitan.dry_run.fake_trainer import fake_trainer, without_data
 from torchtitan.dry_run.rank_report import RankReport, report_of
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.memory_tracker import MEMORY_KINDS, MemoryKind
@@ -66,7 +67,7 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
             logger.info("rank %d: %s %s at most", rank, *peak, name)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
-    path.write_text(json.dumps(_document(config, world_size, reports), indent=2) + "\n")
+    durable.write(path, json.dumps(_document(config, world_size, reports), indent=2) + "\n")
     logger.info("the same numbers in bytes: %s", path)
     return reports
 

@@ -24,12 +24,17 @@ def in_place_of(path: Path) -> Iterator[Path]:
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         yield unfinished
-        sync(unfinished)
-        unfinished.replace(path)
+        replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+
+
+def replace(file: Path, target: Path) -> None:
+    """Give a fully written file its final name, in place of the file that has it."""
+    sync(file)
+    file.replace(target)
+    sync_folder(target.parent)
 
 
 def rename(folder: Path, target: Path) -> None:

@@ -205,14 +205,15 @@ class LocalFolder(Folder):
             if former:
                 former.rename(final.path)
             raise
-        # From here on it is complete, whatever happens.
-        try:
-            for changed in (final, final.parent):
-                durable.sync_folder(changed.path)
-            if former:
+        # From here on it is complete. If the names cannot be synced, a power failure may still take it: the save then
+        # counts as failed, and no older checkpoint is removed.
+        for changed in (final, final.parent):
+            durable.sync_folder(changed.path)
+        if former:
+            try:
                 shutil.rmtree(former)
-        except OSError as error:
-            logger.warning("%s is saved, but: %s", final, error)
+            except OSError as error:
+                logger.warning("%s is saved, but: %s", final, error)
         return final
 
     def _set_aside(self) -> Path:
