@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from torchtitan.components.checkpoint.assets import files_in
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
@@ -308,3 +309,15 @@ def test_a_torn_last_line_is_no_damage(tmp_path):
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
     JsonLines(path, 1).close()
     assert os.listdir(tmp_path) == ["metrics.jsonl"] and path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_a_configuration_file_must_be_a_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "run.yaml")
+    with pytest.raises(UserError, match="^--config_file .*run.yaml is not a regular file; save its content in one$"):
+        ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")])
+
+
+def test_a_damaged_file_is_not_copied_into_a_conversion(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_bytes(bytes(100))
+    with pytest.raises(UserError, match="tokenizer_config.json' is not valid JSON"):
+        files_in(tmp_path)

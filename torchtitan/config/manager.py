@@ -182,6 +182,8 @@ def _wrong_node(problem: str, node: yaml.Node) -> yaml.YAMLError:
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # reading a pipe or a device may take forever
+        raise UserError(f"--config_file {path} is not a regular file; save its content in one")
     try:
         n_bytes = path.stat().st_size
         document = _load_yaml(path.read_text(encoding="utf-8")) if n_bytes <= _MOST_BYTES else None

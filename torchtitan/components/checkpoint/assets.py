@@ -175,9 +175,13 @@ def files_in(folder: Path | None) -> dict[str, AssetFile]:
     """Return the files of `FILES` that `folder` has, by name; none if there is no folder.
 
     Raises:
-        UserError: if one is a link out of the folder.
+        UserError: if one is a link out of the folder, or a damaged JSON file, which is not to be passed on.
     """
-    return {} if folder is None else {name: file_to_copy(folder, name) for name in FILES if (folder / name).is_file()}
+    found = [] if folder is None else [file_to_copy(folder, name) for name in FILES if (folder / name).is_file()]
+    for file in found:
+        if file.suffix == ".json":
+            read_object(file)
+    return {file.name: file for file in found}
 
 
 def write_files(folder: Path, files: Mapping[str, AssetFile]) -> None:

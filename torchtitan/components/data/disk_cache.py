@@ -150,6 +150,9 @@ def _record_blocks(folder: Path) -> None:
 
 def _check_blocks(folder: Path, whole: bool) -> None:
     """Raise `ValueError`, or another error of `readable`, unless the files are as `_record_blocks` saw them."""
+    for path in folder.iterdir():
+        if not path.is_file():  # reading a pipe or a device may take forever
+            raise ValueError(f"{path.name} is not a file")
     recorded = json.loads((folder / _BLOCKS_FILE).read_text())
     if unknown := {path.name for path in folder.iterdir() if path.name[0] != "."} - {_BLOCKS_FILE, *recorded}:
         raise ValueError(f"{_BLOCKS_FILE} says nothing of {min(unknown)}")
