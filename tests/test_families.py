@@ -22,26 +22,20 @@ INIT = """
 import dataclasses
 
 from torchtitan.models import llama3
-from torchtitan.models.llama3 import hugging_face
+from torchtitan.models.families import Family
 
+LLAMA = llama3.FORMATS["hf"]
 FLAVORS = {"debugmodel": llama3.FLAVORS["debugmodel"]}
 FORMATS = {
     "hf": dataclasses.replace(
-        hugging_face.FORMAT,
-        to_foreign=lambda config: {**hugging_face.to_config_json(config), "model_type": "homemade"},
-        from_foreign=lambda document: hugging_face.from_config_json({**document, "model_type": "llama"}),
+        LLAMA,
+        to_foreign=lambda config: {**LLAMA.to_foreign(config), "model_type": "homemade"},
+        from_foreign=lambda document: LLAMA.from_foreign({**document, "model_type": "llama"}),
         model_types=("homemade",),
     )
 }
-
-
-def model_spec(model, flavor):
-    spec = llama3.model_spec(model, flavor)
-    return dataclasses.replace(spec, name="homemade", module=__name__, formats=FORMATS)
-
-
-def model_registry(flavor):
-    return model_spec(dataclasses.replace(FLAVORS[flavor]), flavor)
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
+model_spec, model_registry = FAMILY.spec, FAMILY.registry
 """
 
 REGISTRY = """
@@ -139,7 +133,7 @@ COMMANDS = ("generate", "chat", "eval", "convert", "inspect")
 ADVICE = {
     "native": "package 'homemade', which is neither built in nor installed; if you trust that package, name it with "
     "--module PATH (its folder, or 'homemade' where Python finds it)",
-    "hf": "model_type is 'homemade' in its config.json, which is of no family here (there are: llama, mistral); "
+    "hf": "model_type is 'homemade' in its config.json, which is of no family here (there are: llama, mistral, qwen3); "
     "--module PATH names a family of your own",
     "converted": "converter homemade.converters:Mine, which is not built in; if you trust it, name the module whose "
     "config_registry.py imports it: --module PATH",
@@ -224,7 +218,7 @@ class TestInstalled:
 
     def test_an_unknown_module_is_answered_with_it(self, capsys):
         assert run("train", "--module", "our") == 2
-        assert "did you mean 'ours'? (there are: gradient_aggregation" in capsys.readouterr().err
+        assert "did you mean 'ours'? (there are: auto, gradient_aggregation" in capsys.readouterr().err
 
 
 def test_a_built_in_family_that_is_gone(in_workplace, tmp_path):
