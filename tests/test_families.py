@@ -15,6 +15,7 @@ import torch
 from tests.conftest import PROJECT
 from tests.training import TINY, flags
 from torchtitan.cli.main import main
+from torchtitan.config.manager import ConfigManager
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 
@@ -176,6 +177,30 @@ def test_the_exports_are_the_same_model(in_workplace):
     assert torch.equal(native.model(tokens), exported.model(tokens))
 
 
+@pytest.mark.parametrize("config", ["pretrain", "sft", "lora", "qlora"])
+def test_module_gives_the_family_of_a_folder_to_train(in_workplace, config):
+    """The configurations of `auto`, found in the family: it goes before the others."""
+    words = ["--module", "./homemade", "--config", config, "--hf_assets_path", "hf"]
+    resolved = ConfigManager().parse_args(words).config
+    assert (resolved.model_spec.module, resolved.registered_as) == ("homemade", f"auto.{config}")
+    assert resolved.checkpoint.initial_load_path == "hf"
+
+
+def test_auto_does_not_import_a_family_that_is_not_named(in_workplace):
+    with pytest.raises(UserError, match="model_type is 'homemade'.*--module PATH names a family of your own"):
+        ConfigManager().parse_args(["--module", "auto", "--config", "sft", "--hf_assets_path", "hf"])
+    assert "homemade" not in sys.modules
+
+
+def test_a_configuration_of_ones_own_goes_before_that_of_auto(in_workplace, tmp_path):
+    shutil.copytree("homemade", tmp_path / "homemade")
+    file = tmp_path / "homemade/config_registry.py"
+    own = "\n\ndef homemade_sft():\n    return llama3_debugmodel()\n"
+    file.write_text(file.read_text() + own)
+    job = ConfigManager().parse_args(["--module", str(tmp_path / "homemade"), "--config", "sft"])
+    assert job.config.registered_as == "homemade.homemade_sft"
+
+
 def test_another_module_is_named(in_workplace, capsys):
     assert run("generate", "--checkpoint", "native", "--module", "llama3") == 2
     assert "; --module now names 'torchtitan.models.llama3'" in capsys.readouterr().err
@@ -206,6 +231,10 @@ class TestInstalled:
         assert run(*words_of(command, checkpoint, tmp_path)) == 0
         assert "--module" not in capsys.readouterr().err
         assert Path(sys.modules["homemade"].__file__).is_relative_to(self.site)
+
+    def test_auto_finds_it(self):
+        words = ["--module", "auto", "--config", "sft", "--hf_assets_path", "hf"]
+        assert ConfigManager().parse_args(words).config.model_spec.module == "homemade"
 
     def test_it_is_trained_and_listed_by_its_name(self, tmp_path, capsys):
         words = flags({**TINY, "training.steps": 1, "dump_folder": tmp_path})
