@@ -22,8 +22,9 @@ from torchtitan.tools.errors import UserError
 REGISTRY_FILE = "config_registry.py"
 ASSETS_PARAMETER = "hf_assets_path"
 """The parameter that a configuration function may have: it then computes the configuration from that folder."""
-FAMILY_PARAMETER = "family"
-"""A second one that it may have, beside the folder: the package of a family of models, or None."""
+
+_PARAMETERS: tuple[list[str], ...] = ([], [ASSETS_PARAMETER], [ASSETS_PARAMETER, "family"])
+"""All that a configuration function may have: `family` is the package of the family that the folder's model is of."""
 
 ENTRY_POINTS = "torchtitan.models"
 """The group of entry points by which an installed package adds modules: name = import path of the package."""
@@ -72,8 +73,8 @@ def modules_on_disk() -> dict[str, Path]:
 def list_module(name: str, folder: Path) -> ModuleListing:
     """Configurations and flavours of the module in `folder`, read from its source without importing it.
 
-    Configurations are the public functions of `config_registry.py` without parameters, or with those named above;
-    flavors are the keys of the dictionary `FLAVORS` in `__init__.py`, where there is one.
+    Configurations are the public functions of `config_registry.py` without parameters, or with `hf_assets_path`;
+    flavors are the keys of the dictionary `FLAVORS` in `__init__.py`, if it has one.
     """
     registry = ast.parse((folder / REGISTRY_FILE).read_text())
     functions = {node.name: node.args for node in registry.body if isinstance(node, ast.FunctionDef)}
@@ -165,11 +166,7 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 
 
 def _is_config(name: str, parameters: list[str]) -> bool:
-    return not name.startswith("_") and parameters in (
-        [],
-        [ASSETS_PARAMETER],
-        [ASSETS_PARAMETER, FAMILY_PARAMETER],
-    )
+    return not name.startswith("_") and parameters in _PARAMETERS
 
 
 def _import_registry(module: str) -> ModuleType:

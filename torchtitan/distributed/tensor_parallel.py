@@ -29,7 +29,7 @@ _LAYER_KINDS: Mapping[TensorSharding, type[nn.Module]] = {
     "vocabulary": nn.Embedding,
     **dict.fromkeys(_SHARED_FEATURES, nn.Linear),
 }
-"""What the weights of a module are split as, by how tensor parallelism treats it; others may be any module."""
+"""The class of a module, by how tensor parallelism treats it; others may be any module."""
 
 
 class _WholeSequence(PrepareModuleInput):

@@ -42,10 +42,15 @@ class Family:
     sharding: ShardingPlan = DENSE_SHARDING
     """Which modules tensor and context parallelism split, and how."""
 
+    @property
+    def name(self) -> str:
+        """The last part of the import path."""
+        return self.module.rpartition(".")[2]
+
     def spec(self, model: Decoder.Config, flavor: str) -> ModelSpec:
         """Return the specification of a model of any sizes, which are called `flavor`."""
         return ModelSpec(
-            name=self.module.rpartition(".")[2],
+            name=self.name,
             flavor=flavor,
             module=self.module,
             model=model,
@@ -56,14 +61,13 @@ class Family:
         )
 
     def registry(self, flavor: str) -> ModelSpec:
-        """Return the specification of a flavor, made anew, so that changing it changes nothing else.
+        """Return the specification of a flavor, a new one per call, so that changing it changes nothing else.
 
         Raises:
             UserError: if there is no such flavor.
         """
         if flavor not in self.flavors:
-            name = self.module.rpartition(".")[2]
-            raise UserError(f"{name} has no flavor '{flavor}' (there are: {', '.join(self.flavors)})")
+            raise UserError(f"{self.name} has no flavor '{flavor}' (there are: {', '.join(self.flavors)})")
         return self.spec(copy.deepcopy(self.flavors[flavor]), flavor)
 
 

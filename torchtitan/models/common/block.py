@@ -42,7 +42,7 @@ DENSE_SHARDING = ShardingPlan(
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDesign:
-    """How the blocks of a family differ from Llama's; the sizes are in `Decoder.Config`."""
+    """Differences of a family's blocks from Llama's; the sizes are in `Decoder.Config`."""
 
     qk_norm: bool = False
     """Normalize each head of queries and keys by its root mean square before RoPE, with weights that all heads of a

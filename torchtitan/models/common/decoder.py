@@ -107,7 +107,7 @@ class Decoder(BaseModel):
     config: Config
 
     design: ClassVar[BlockDesign] = BlockDesign()
-    """How the blocks differ from Llama's."""
+    """Differences of the blocks from Llama's."""
 
     def __init__(self, config: Config):
         super().__init__(config)

@@ -23,7 +23,7 @@ _FILE = "config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
-    """How transformers reads and computes models of one `model_type`, as far as types differ."""
+    """A `model_type`, as transformers reads and computes it, as far as types differ."""
 
     architecture: str
     """Its class for them: `LlamaForCausalLM`."""
@@ -41,10 +41,10 @@ class ModelType:
     """Keys without effect on what the family computes."""
 
     has_window: bool = False
-    """Whether `sliding_window` says how far every layer attends."""
+    """True if `sliding_window` says how far every layer attends."""
 
     heads_divide_width: bool = False
-    """Whether transformers refuses a `hidden_size` that the heads do not divide."""
+    """True if transformers refuses a `hidden_size` that the heads do not divide."""
 
 
 DENSE_ROWS = (
@@ -172,7 +172,7 @@ def _from_config_json(
 
 
 def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config) -> dict[str, Any]:
-    """Return what follows from the model for its config.json; types of weights and token ids are for the caller to add.
+    """Return the keys of config.json that follow from the model; the caller adds types of weights and token ids.
 
     RoPE is spelled as in transformers 4, which 5 reads too.
     """
@@ -268,7 +268,7 @@ def _rope(description: Description) -> RoPEConfig:
 
 
 def _rope_of(description: Description, parameters: Description) -> RoPEConfig:
-    """What one of the two spellings says; the base may stand beside it."""
+    """Return the meaning of one of the two spellings; the base may be next to it."""
     kind = parameters.values.get("rope_type", parameters.values.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise UserError(

@@ -125,8 +125,5 @@ def _small_adapters(adapters: LoRA.Config) -> Trainer.Config:
 
 
 def _published(flavor: str, assets: str, *, lr: float, local_batch_size: int) -> Trainer.Config:
-    """Pre-training with the tokenizer in ./assets/hf/<model>.
-
-    The learning rates of 8B and above are those of the Llama 3 report (arXiv:2407.21783, table 3).
-    """
+    """Pre-training. The learning rates of 8B and above are from the Llama 3 report (arXiv:2407.21783, table 3)."""
     return large_run(model_registry(flavor), f"./assets/hf/{assets}", lr=lr, local_batch_size=local_batch_size)
