@@ -71,7 +71,7 @@ def test_added_tokens_whose_rows_are_frozen_are_a_warning(tmp_path, caplog):
 
 
 class TestFromHuggingFace:
-    """`CONFIG=from_hf_lora --hf_assets_path DIR --dataloader.dataset my.jsonl`."""
+    """`MODULE=auto CONFIG=lora --hf_assets_path DIR --dataloader.dataset my.jsonl`."""
 
     def test_adapter_and_merged_model_come_out(self, tmp_path, pretrained, chat_file):
         """The merged model by transformers, and the adapter by peft on the model that it was trained for."""
@@ -79,8 +79,9 @@ class TestFromHuggingFace:
         from transformers import AutoModelForCausalLM
 
         trainer = run_named(
-            "from_hf_lora",
+            "lora",
             tmp_path / "run",
+            module="auto",
             hf_assets_path=pretrained,
             dataloader__dataset=[chat_file],
             optimizer__lr=1e-2,
@@ -109,6 +110,7 @@ class TestFromHuggingFace:
     def test_it_goes_on_from_a_checkpoint_without_the_weights_of_the_model(self, tmp_path, pretrained, chat_file):
         """As if it had never stopped, bit for bit."""
         options = {
+            "module": "auto",
             "hf_assets_path": pretrained,
             "dataloader__dataset": [chat_file],
             "checkpoint__interval": 1,
@@ -119,13 +121,13 @@ class TestFromHuggingFace:
             "model_converters__lora__dropout": 0.1,
             "model_converters__lora__rank": 4,
         }
-        run_named("from_hf_lora", tmp_path / "run", **options)
+        run_named("lora", tmp_path / "run", **options)
         losses = read_metrics(tmp_path / "run", "loss")
         checkpoints = tmp_path / "run" / "checkpoint"
         weights = sum(file.stat().st_size for file in pretrained.glob("*.safetensors"))
         assert sum(file.stat().st_size for file in (checkpoints / "step-2").glob("*.distcp")) < weights / 2
         for step in (3, 4):
             shutil.rmtree(checkpoints / f"step-{step}")
-        run_named("from_hf_lora", tmp_path / "run", **options)
+        run_named("lora", tmp_path / "run", **options)
         assert (checkpoints / "step-4" / "adapter" / "adapter_model.safetensors").is_file()
         assert len(losses) == 4 and read_metrics(tmp_path / "run", "loss") == losses

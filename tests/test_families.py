@@ -15,6 +15,7 @@ import torch
 from tests.conftest import PROJECT
 from tests.training import TINY, flags
 from torchtitan.cli.main import main
+from torchtitan.config.manager import ConfigManager
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 
@@ -22,26 +23,20 @@ INIT = """
 import dataclasses
 
 from torchtitan.models import llama3
-from torchtitan.models.llama3 import hugging_face
+from torchtitan.models.families import Family
 
+LLAMA = llama3.FORMATS["hf"]
 FLAVORS = {"debugmodel": llama3.FLAVORS["debugmodel"]}
 FORMATS = {
     "hf": dataclasses.replace(
-        hugging_face.FORMAT,
-        to_foreign=lambda config: {**hugging_face.to_config_json(config), "model_type": "homemade"},
-        from_foreign=lambda document: hugging_face.from_config_json({**document, "model_type": "llama"}),
+        LLAMA,
+        to_foreign=lambda config: {**LLAMA.to_foreign(config), "model_type": "homemade"},
+        from_foreign=lambda document: LLAMA.from_foreign({**document, "model_type": "llama"}),
         model_types=("homemade",),
     )
 }
-
-
-def model_spec(model, flavor):
-    spec = llama3.model_spec(model, flavor)
-    return dataclasses.replace(spec, name="homemade", module=__name__, formats=FORMATS)
-
-
-def model_registry(flavor):
-    return model_spec(dataclasses.replace(FLAVORS[flavor]), flavor)
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
+model_spec, model_registry = FAMILY.spec, FAMILY.registry
 """
 
 REGISTRY = """
@@ -139,7 +134,7 @@ COMMANDS = ("generate", "chat", "eval", "convert", "inspect")
 ADVICE = {
     "native": "package 'homemade', which is neither built in nor installed; if you trust that package, name it with "
     "--module PATH (its folder, or 'homemade' where Python finds it)",
-    "hf": "model_type is 'homemade' in its config.json, which is of no family here (there are: llama, mistral); "
+    "hf": "model_type is 'homemade' in its config.json, which is of no family here (there are: llama, mistral, qwen3); "
     "--module PATH names a family of your own",
     "converted": "converter homemade.converters:Mine, which is not built in; if you trust it, name the module whose "
     "config_registry.py imports it: --module PATH",
@@ -182,6 +177,30 @@ def test_the_exports_are_the_same_model(in_workplace):
     assert torch.equal(native.model(tokens), exported.model(tokens))
 
 
+@pytest.mark.parametrize("config", ["pretrain", "sft", "lora", "qlora"])
+def test_module_gives_the_family_of_a_folder_to_train(in_workplace, config):
+    """The configurations of `auto`, found in the family: it goes before the others."""
+    words = ["--module", "./homemade", "--config", config, "--hf_assets_path", "hf"]
+    resolved = ConfigManager().parse_args(words).config
+    assert (resolved.model_spec.module, resolved.registered_as) == ("homemade", f"auto.{config}")
+    assert resolved.checkpoint.initial_load_path == "hf"
+
+
+def test_auto_does_not_import_a_family_that_is_not_named(in_workplace):
+    with pytest.raises(UserError, match="model_type is 'homemade'.*--module PATH names a family of your own"):
+        ConfigManager().parse_args(["--module", "auto", "--config", "sft", "--hf_assets_path", "hf"])
+    assert "homemade" not in sys.modules
+
+
+def test_a_configuration_of_ones_own_goes_before_that_of_auto(in_workplace, tmp_path):
+    shutil.copytree("homemade", tmp_path / "homemade")
+    file = tmp_path / "homemade/config_registry.py"
+    own = "\n\ndef homemade_sft():\n    return llama3_debugmodel()\n"
+    file.write_text(file.read_text() + own)
+    job = ConfigManager().parse_args(["--module", str(tmp_path / "homemade"), "--config", "sft"])
+    assert job.config.registered_as == "homemade.homemade_sft"
+
+
 def test_another_module_is_named(in_workplace, capsys):
     assert run("generate", "--checkpoint", "native", "--module", "llama3") == 2
     assert "; --module now names 'torchtitan.models.llama3'" in capsys.readouterr().err
@@ -213,6 +232,10 @@ class TestInstalled:
         assert "--module" not in capsys.readouterr().err
         assert Path(sys.modules["homemade"].__file__).is_relative_to(self.site)
 
+    def test_auto_finds_it(self):
+        words = ["--module", "auto", "--config", "sft", "--hf_assets_path", "hf"]
+        assert ConfigManager().parse_args(words).config.model_spec.module == "homemade"
+
     def test_it_is_trained_and_listed_by_its_name(self, tmp_path, capsys):
         words = flags({**TINY, "training.steps": 1, "dump_folder": tmp_path})
         assert run("train", "--module", "ours", "--config", "homemade_debugmodel", *words) == 0
@@ -224,7 +247,7 @@ class TestInstalled:
 
     def test_an_unknown_module_is_answered_with_it(self, capsys):
         assert run("train", "--module", "our") == 2
-        assert "did you mean 'ours'? (there are: gradient_aggregation" in capsys.readouterr().err
+        assert "did you mean 'ours'? (there are: auto, gradient_aggregation" in capsys.readouterr().err
 
 
 def test_a_built_in_family_that_is_gone(in_workplace, tmp_path):

@@ -371,7 +371,8 @@ def test_a_trained_model_is_fine_tuned_with_few_parameters(tmp_path, assets):
     losses = []
     for name, lr in (("before", 0.0), ("after", 1e-2)):
         options = {
-            "config": "from_hf",
+            "module": "auto",
+            "config": "pretrain",
             "hf_assets_path": assets / "stories260K/hf-converted",
             "dump_folder": tmp_path / name,
             "dataloader.dataset": "stories",
@@ -387,7 +388,7 @@ def test_a_trained_model_is_fine_tuned_with_few_parameters(tmp_path, assets):
             "metrics.enable_tensorboard": False,
             "checkpoint.enable": False,
         }
-        config = ConfigManager().parse_args(["--module=llama3", *flags(options)]).config
+        config = ConfigManager().parse_args(flags(options)).config
         config.model_converters = [LoRA.Config(rank=2, alpha=8.0)]
         config.check(world_size=1)
         trainer = run(config)

@@ -58,7 +58,16 @@ class TestPickled:
         stories = assets / "stories260K/hf-converted"
         save_pickled(transformers.AutoModelForCausalLM.from_pretrained(stories), tmp_path / "bin")
         shutil.copy(stories / "tokenizer.json", tmp_path / "bin")
-        words = ["--config", "from_hf", "--hf_assets_path", tmp_path / "bin", "--dump_folder", tmp_path]
+        words = [
+            "--module",
+            "auto",
+            "--config",
+            "pretrain",
+            "--hf_assets_path",
+            tmp_path / "bin",
+            "--dump_folder",
+            tmp_path,
+        ]
         words += ["--dataloader.dataset", "stories", "--metrics.no_enable_tensorboard"]
         config = ConfigManager().parse_args([str(word) for word in words]).config
         config.check(world_size=1)
@@ -149,7 +158,16 @@ class TestPickled:
 
 def messages(folder: Path | str, out: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What train, generate, convert and inspect say of a folder that cannot be used, without the commands' names."""
-    train = ["--config", "from_hf", "--hf_assets_path", str(folder), "--dump_folder", str(out / "run")]
+    train = [
+        "--module",
+        "auto",
+        "--config",
+        "pretrain",
+        "--hf_assets_path",
+        str(folder),
+        "--dump_folder",
+        str(out / "run"),
+    ]
     found = []
     for words in (
         ["train", *train],
@@ -186,14 +204,14 @@ class TestOneMessage:
         model_type = json.loads((tmp_path / "model/config.json").read_text())["model_type"]
         first, *others = messages("model", tmp_path, capsys)
         assert others == [first] * 3
-        if model_type in ("llama", "mistral"):
+        if model_type in ("llama", "mistral", "qwen3"):
             assert first.startswith(
                 "model holds no checkpoint: it has config.json, and no weights: no .metadata (DCP), "
             )
             return
         assert first == (
             f"model: model_type is '{model_type}' in its config.json, which is of no family here "
-            "(there are: llama, mistral); --module PATH names a family of your own"
+            "(there are: llama, mistral, qwen3); --module PATH names a family of your own"
         )
         save_file({"weight": torch.zeros(3)}, tmp_path / "model/model.safetensors")
         assert messages("model", tmp_path, capsys) == [first] * 4

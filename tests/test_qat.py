@@ -223,7 +223,7 @@ def train_stories(folder: Path, weights: Path, qat: QAT.Config | None, **options
         "validator.steps": 8,
         **{key.replace("__", "."): value for key, value in options.items()},
     }
-    stories = ["--module", "llama3", "--config", "from_hf", f"--hf_assets_path={weights}"]
+    stories = ["--module", "auto", "--config", "pretrain", f"--hf_assets_path={weights}"]
     config = ConfigManager().parse_args([*stories, *flags(settings)]).config
     config.model_converters = [qat] if qat else []
     run(config)

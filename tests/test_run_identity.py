@@ -23,6 +23,7 @@ from torchtitan.trainer import Trainer
 
 SAVING = {"checkpoint.enable": True, "checkpoint.interval": 100, "training.mixed_precision_param": "float32"}
 TEMPLATE = "{% for message in messages %}{{ '<|pad|>' + message['role'] + ': ' + message['content'] }}{% endfor %}"
+AUTO = ("--module", "auto", "--config")
 
 Torchtitan = Callable[..., tuple[int, str]]
 
@@ -66,21 +67,21 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_two_methods_in_the_default_folder(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
     """The second does not write over the model of the first; a folder of its own is the way on."""
     chats = {"dataloader.dataset": "chats.jsonl", **from_hf}
-    assert torchtitan("--config", "from_hf_sft", **chats)[0] == 0
+    assert torchtitan(*AUTO, "sft", **chats)[0] == 0
     before = contents(tmp_path / "outputs")
-    code, printed = torchtitan("--config", "from_hf_lora", **chats)
+    code, printed = torchtitan(*AUTO, "lora", **chats)
     assert code == 2 and "--dump_folder" in printed and len(printed.splitlines()) == 1, printed
     assert "outputs/checkpoint/step-2 belongs to another run" in printed
-    assert "configuration was llama3.llama3_from_hf_sft and is llama3.llama3_from_hf_lora" in printed
+    assert "configuration was auto.sft and is auto.lora" in printed
     assert contents(tmp_path / "outputs") == before
-    assert torchtitan("--config", "from_hf_lora", **chats, dump_folder="outputs/lora")[0] == 0
+    assert torchtitan(*AUTO, "lora", **chats, dump_folder="outputs/lora")[0] == 0
 
 
 def test_another_method_does_not_resume(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
-    """Also where the shapes fit: `from_hf` leaves full checkpoints, from which `from_hf_sft` would go on."""
-    assert torchtitan("--config", "from_hf", **from_hf, **{"dataloader.dataset": "text.txt"})[0] == 0
-    code, printed = torchtitan("--config", "from_hf_sft", **from_hf, **{"dataloader.dataset": "chats.jsonl"})
-    assert code == 2 and "llama3_from_hf and is" in printed and "dataloader.dataset was" in printed, printed
+    """Also where the shapes fit: `pretrain` leaves full checkpoints, from which `sft` would continue."""
+    assert torchtitan(*AUTO, "pretrain", **from_hf, **{"dataloader.dataset": "text.txt"})[0] == 0
+    code, printed = torchtitan(*AUTO, "sft", **from_hf, **{"dataloader.dataset": "chats.jsonl"})
+    assert code == 2 and "auto.pretrain and is auto.sft" in printed and "dataloader.dataset was" in printed, printed
 
 
 @pytest.mark.parametrize("last", ["last_save_in_hf", "last_save_model_only", ""])
@@ -119,16 +120,16 @@ def test_a_run_that_ended_in_another_form(torchtitan: Torchtitan, tmp_path: Path
 def test_other_training_is_not_complete(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
     """Other columns, turns, template or adapters after an end that nothing can resume from."""
     options = {"dataloader.dataset": "chats.jsonl", **from_hf}
-    assert torchtitan("--config", "from_hf_lora", **options)[0] == 0
+    assert torchtitan(*AUTO, "lora", **options)[0] == 0
     for change, message in (
         ({"dataloader.columns": ["prompt=response", "response=prompt"]}, "dataloader.columns was none and is prompt="),
         ({"dataloader.train_on": "all"}, "dataloader.train_on was assistant and is all"),
         ({"dataloader.chat_template": "alpaca"}, "dataloader.chat_template was none and is alpaca"),
         ({"model_converters.lora.rank": 2}, "model_converters.lora.rank was 16 and is 2"),
     ):
-        code, printed = torchtitan("--config", "from_hf_lora", **{**options, **change})
+        code, printed = torchtitan(*AUTO, "lora", **{**options, **change})
         assert code == 2 and message in printed, printed
-    assert torchtitan("--config", "from_hf_lora", **options)[0] == 0
+    assert torchtitan(*AUTO, "lora", **options)[0] == 0
 
 
 def test_an_end_whose_run_is_unknown_is_not_replaced(torchtitan: Torchtitan, tmp_path: Path) -> None:

@@ -84,12 +84,14 @@ SHORT = {"training__epochs": 3, "training__mixed_precision_param": "float32", "m
 
 
 class TestFromHuggingFace:
-    """`CONFIG=from_hf_sft --hf_assets_path DIR --dataloader.dataset my.jsonl`."""
+    """`MODULE=auto CONFIG=sft --hf_assets_path DIR --dataloader.dataset my.jsonl`."""
 
     def test_to_hugging_face(self, tmp_path, pretrained, chat_file):
         from transformers import AutoTokenizer, GenerationConfig
 
-        run_named("from_hf_sft", tmp_path / "run", hf_assets_path=pretrained, dataloader__dataset=[chat_file], **SHORT)
+        run_named(
+            "sft", tmp_path / "run", module="auto", hf_assets_path=pretrained, dataloader__dataset=[chat_file], **SHORT
+        )
         ((_, first), *_, (last_step, last)) = read_metrics(tmp_path / "run", "loss")
         assert last_step == 3  # the rows fit into one window
         # Packed into a window of 2048, against one after the other: other sums of float32.
@@ -106,8 +108,9 @@ class TestFromHuggingFace:
 
         added = ["<|im_start|>", "<|im_end|>"]
         trainer = run_named(
-            "from_hf_sft",
+            "sft",
             tmp_path / "run",
+            module="auto",
             hf_assets_path=pretrained,
             dataloader__dataset=[chat_file],
             dataloader__chat_template="chatml",
@@ -125,8 +128,9 @@ class TestFromHuggingFace:
     def test_tokens_that_the_vocabulary_lacks_are_named(self, tmp_path, pretrained, chat_file):
         with pytest.raises(UserError, match=r"<\|im_end\|>.*--tokenizer\.added_tokens"):
             run_named(
-                "from_hf_sft",
+                "sft",
                 tmp_path / "run",
+                module="auto",
                 hf_assets_path=pretrained,
                 dataloader__dataset=[chat_file],
                 dataloader__chat_template="chatml",
@@ -134,7 +138,7 @@ class TestFromHuggingFace:
 
     def test_data_is_the_users_to_name(self, tmp_path, pretrained):
         with pytest.raises(UserError, match=r"--dataloader\.dataset"):
-            run_named("from_hf_sft", tmp_path / "run", hf_assets_path=pretrained)
+            run_named("sft", tmp_path / "run", module="auto", hf_assets_path=pretrained)
 
     def test_the_8b_model_too(self):
         config = llama3_8b_sft()
@@ -148,8 +152,9 @@ class TestFromHuggingFace:
         """stories260K on the built-in conversations: the loss on those that it does not see falls."""
         folder = assets / "stories260K" / "hf-converted"
         run_named(
-            "from_hf_sft",
+            "sft",
             tmp_path,
+            module="auto",
             hf_assets_path=folder,
             dataloader__dataset=["chats"],
             dataloader__chat_template="chatml",

@@ -1,5 +1,7 @@
 """The loss on a vocabulary that is shared out, against torch's cross entropy on whole logits; and a whole model."""
 
+import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -17,10 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.equivalence.workers import Workers
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed import initialize_weights
-from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
+from torchtitan.distributed.tensor_parallel import apply_tensor_parallel, check_parts
+from torchtitan.models.common.block import DENSE_SHARDING
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.tools.errors import UserError
 
 BATCH, LENGTH, DIM = 2, 6, 16
 PROCESSES = 2
@@ -157,21 +162,21 @@ def test_logits_of_the_whole_vocabulary_never_exist(workers, tmp_path):
 # --- a whole model ----------------------------------------------------------------------------------------------------
 
 
-def make_model(**options: Any) -> Llama3Model:
+def make_model(kind: type[Decoder] = Llama3Model, **options: Any) -> Decoder:
     sizes = {"vocab_size": 41, "dim": DIM, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 24}
-    return Llama3Model.Config(rope=RoPEConfig(), **sizes, **options).build()
+    return kind.Config(rope=RoPEConfig(), **sizes, **options).build()
 
 
-def compare_models(folder: Path, tied: bool) -> None:
+def compare_models(folder: Path, kind: type[Decoder], tied: bool) -> None:
     mesh = make_mesh()
     tokens = torch.randint(0, 41, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    expected = make_model(tie_embeddings=tied)
+    expected = make_model(kind, tie_embeddings=tied)
     initialize_weights(expected, 0)
     loss = CrossEntropyLoss.Config(chunk_tokens=5).build()
     expected(tokens, head=loss, labels_BL=tokens).backward()
     for disable_loss_parallel in (False, True):
-        model = make_model(tie_embeddings=tied)
-        apply_tensor_parallel(model, mesh, SHARDING, disable_loss_parallel=disable_loss_parallel)
+        model = make_model(kind, tie_embeddings=tied)
+        apply_tensor_parallel(model, mesh, DENSE_SHARDING, disable_loss_parallel=disable_loss_parallel)
         initialize_weights(model, 0)
         model(tokens, head=loss, labels_BL=tokens).backward()
         named = dict(model.named_parameters())
@@ -184,7 +189,51 @@ def compare_models(folder: Path, tied: bool) -> None:
     (folder / str(dist.get_rank())).touch()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_gradients_of_a_model_are_those_of_a_single_process(workers, tmp_path, tied):
-    workers.run(compare_models, tmp_path, tied)
+@pytest.mark.parametrize(("kind", "tied"), [(Llama3Model, False), (Llama3Model, True), (Qwen3Model, False)])
+def test_gradients_of_a_model_are_those_of_a_single_process(workers, tmp_path, kind, tied):
+    workers.run(compare_models, tmp_path, kind, tied)
     assert len(list(tmp_path.iterdir())) == PROCESSES
+
+
+def forget_an_entry(folder: Path) -> None:
+    tensor = {name: style for name, style in DENSE_SHARDING.tensor.items() if not name.endswith("k_norm")}
+    plan = dataclasses.replace(DENSE_SHARDING, tensor=tensor)
+    missed = (
+        "does not say what tensor parallelism does with layers.0.attention.k_norm.weight, layers.1.attention.k_norm"
+    )
+    with pytest.raises(UserError, match=missed):
+        apply_tensor_parallel(make_model(Qwen3Model), make_mesh(), plan, disable_loss_parallel=False)
+    (folder / str(dist.get_rank())).touch()
+
+
+def test_a_parameter_that_no_entry_covers_is_named(workers, tmp_path):
+    workers.run(forget_an_entry, tmp_path)
+    assert len(list(tmp_path.iterdir())) == PROCESSES
+
+
+@pytest.mark.parametrize(
+    ("name", "style", "message"),
+    [
+        ("layers.*.attention.q_nrom", "heads", "names no module of the model"),
+        ("layers.*.mlp.*", "columns", "names no module of the model"),
+        ("outptu", "columns", "names no module of the model"),
+        ("layers.*.attention.q_norm", "head", "is none of vocabulary, sequence, heads, "),
+        ("layers.*.attention.q_norm", "rows", "is for Linear, and layers.0.attention.q_norm is RMSNorm"),
+        ("output", "vocabulary", "is for Embedding, and output is Linear"),
+    ],
+)
+def test_a_mistake_in_the_plan_names_the_entry(name, style, message):
+    model = make_model(Qwen3Model)
+    check_parts(model, DENSE_SHARDING, 2)
+    plan = dataclasses.replace(DENSE_SHARDING, tensor={**DENSE_SHARDING.tensor, name: style})
+    entry = f"the sharding plan's entry '{name}': '{style}' {message}"
+    with pytest.raises(UserError, match=re.escape(entry)):
+        check_parts(model, plan, 2)
+
+
+def test_an_entry_may_name_a_part_that_is_left_out():
+    """Norms that Llama's blocks have not, a tied head, and the parts of other pipeline stages."""
+    model = make_model(tie_embeddings=True)
+    check_parts(model, DENSE_SHARDING, 2)
+    model.tok_embeddings, model.layers = None, nn.ModuleDict()
+    check_parts(model, DENSE_SHARDING, 2)

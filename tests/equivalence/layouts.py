@@ -43,6 +43,8 @@ TIED: Options = {"model__tie_embeddings": True}
 UNEVEN_VOCABULARY: Options = {"model__vocab_size": 2051}
 NO_DOCUMENTS: Options = {"dataloader__document_mask": False}
 TWELVE_LAYERS: Options = {"model__n_layers": 12}
+QWEN3: Options = {"module": "qwen3"}
+"""With norms of each head of queries and keys, and heads that together are wider than the model."""
 
 DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
 HSDP: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
@@ -114,6 +116,12 @@ TWO_PROCESSES: dict[str, Options] = {
     "TP 2, AC every second layer": {**TP2, **SECOND_AC},
     "TP 2, compile": {**TP2, **COMPILED},
     "TP 2, step in backward": {**TP2, **EARLY_STEP, **local_batch(16)},
+    "TP 2, Qwen3": {**TP2, **QWEN3},
+    "TP 2, Qwen3, AdamW, AC full": {**TP2, **QWEN3, **ADAMW, **FULL_AC},
+    "TP 2, Qwen3, compile": {**TP2, **QWEN3, **COMPILED},
+    "FSDP 2, Qwen3": QWEN3,
+    "CP 2, Qwen3": {**CP2, **QWEN3},
+    "PP 2 1F1B, Qwen3": {**PP2, **QWEN3},
     "CP 2": CP2,
     "CP 2, AdamW": {**CP2, **ADAMW},
     "CP 2, contiguous": {**CP2, **CONTIGUOUS},
@@ -170,6 +178,10 @@ FOUR_PROCESSES: dict[str, Options] = {
     "FSDP 2 x CP 2, AdamW": {**CP2, **ADAMW},
     "DDP 2 x CP 2": {**DDP2, **CP2},
     "TP 2 x CP 2": {**TP2, **CP2},
+    "TP 4, Qwen3": {**TP4, **QWEN3},
+    "FSDP 2 x TP 2, Qwen3": {**TP2, **QWEN3},
+    "TP 2 x CP 2, Qwen3": {**TP2, **CP2, **QWEN3},
+    "PP 2 1F1B x TP 2, Qwen3": {**PP2, **TP2, **QWEN3},
     "TP 2 x CP 2, tied embeddings, AC full": {**TP2, **CP2, **TIED, **FULL_AC},
     **{f"PP 2 {name} x FSDP 2": {**PP2, **schedule(name)} for name in SCHEDULES},
     "PP 2 1F1B x FSDP 2, AdamW": {**PP2, **ADAMW},

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 
@@ -20,10 +21,16 @@ from torchtitan.tools.errors import UserError
 
 REGISTRY_FILE = "config_registry.py"
 ASSETS_PARAMETER = "hf_assets_path"
-"""The only parameter that a configuration function may have: it then computes the configuration from that folder."""
+"""The parameter that a configuration function may have: it then computes the configuration from that folder."""
+
+_PARAMETERS: tuple[list[str], ...] = ([], [ASSETS_PARAMETER], [ASSETS_PARAMETER, "family"])
+"""All that a configuration function may have: `family` is the package of the family that the folder's model is of."""
 
 ENTRY_POINTS = "torchtitan.models"
 """The group of entry points by which an installed package adds modules: name = import path of the package."""
+
+_AUTO = "torchtitan.models.auto.config_registry"
+"""Its configurations, for any family's models, are found in every family that has none of that name."""
 
 _BUILT_IN_FOLDERS = ("models", "experiments")
 _OWN_CODE = tuple(f"torchtitan.{folder}" for folder in ("components", *_BUILT_IN_FOLDERS))
@@ -66,8 +73,8 @@ def modules_on_disk() -> dict[str, Path]:
 def list_module(name: str, folder: Path) -> ModuleListing:
     """Configurations and flavours of the module in `folder`, read from its source without importing it.
 
-    Configurations are the public functions of `config_registry.py` without parameters, or with `hf_assets_path` alone;
-    flavours are the keys of the dictionary `FLAVORS` in `__init__.py`, where there is one.
+    Configurations are the public functions of `config_registry.py` without parameters, or with `hf_assets_path`;
+    flavors are the keys of the dictionary `FLAVORS` in `__init__.py`, if it has one.
     """
     registry = ast.parse((folder / REGISTRY_FILE).read_text())
     functions = {node.name: node.args for node in registry.body if isinstance(node, ast.FunctionDef)}
@@ -95,13 +102,14 @@ def load_config_function(module: str, config: str) -> Callable[..., object]:
         UserError: if there is no such module or configuration, or importing it fails.
     """
     registry = _import_registry(module)
-    functions = {
-        name: function
-        for name, function in inspect.getmembers(registry, inspect.isfunction)
-        if function.__module__ == registry.__name__ and _is_config(name, list(inspect.signature(function).parameters))
-    }
-    short = registry.__name__.split(".")[-2]
-    for name in (config, f"{short}_{config}"):
+    functions = _configurations(registry)
+    package = _package_of(registry)
+    short = package.__name__.rpartition(".")[2]
+    names = (config, f"{short}_{config}")
+    if functions.keys().isdisjoint(names) and "hf" in getattr(package, "FORMATS", {}):
+        for_any = _configurations(_import(_AUTO, module))
+        functions |= {name: wraps(function)(partial(function, family=package)) for name, function in for_any.items()}
+    for name in names:
         if name in functions:
             return functions[name]
     known = sorted(functions)
@@ -112,13 +120,21 @@ def load_config_function(module: str, config: str) -> Callable[..., object]:
     )
 
 
+def _configurations(registry: ModuleType) -> dict[str, Callable[..., object]]:
+    return {
+        name: function
+        for name, function in inspect.getmembers(registry, inspect.isfunction)
+        if function.__module__ == registry.__name__ and _is_config(name, list(inspect.signature(function).parameters))
+    }
+
+
 def import_package(module: str) -> ModuleType:
     """The package that `--module module` names, imported together with its `config_registry.py`.
 
     Raises:
         UserError: as `load_config_function`.
     """
-    return sys.modules[_import_registry(module).__name__.rpartition(".")[0]]
+    return _package_of(_import_registry(module))
 
 
 def trusted_module(name: str) -> ModuleType | None:
@@ -155,12 +171,16 @@ def needs_assets(function: Callable[..., object]) -> bool:
     return ASSETS_PARAMETER in inspect.signature(function).parameters
 
 
+def _package_of(registry: ModuleType) -> ModuleType:
+    return sys.modules[registry.__name__.rpartition(".")[0]]
+
+
 def _parameters(arguments: ast.arguments) -> list[str]:
     return [arg.arg for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
 
 def _is_config(name: str, parameters: list[str]) -> bool:
-    return not name.startswith("_") and parameters in ([], [ASSETS_PARAMETER])
+    return not name.startswith("_") and parameters in _PARAMETERS
 
 
 def _import_registry(module: str) -> ModuleType:

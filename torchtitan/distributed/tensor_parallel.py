@@ -1,8 +1,8 @@
 """Tensor, sequence and loss parallelism, as a family's `ShardingPlan` says."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, get_args
 
 import torch.nn.functional as F
 from torch import nn
@@ -24,6 +24,12 @@ from torchtitan.tools.errors import UserError
 
 _SHARED_FEATURES: Mapping[TensorSharding, Features] = {"columns": "out", "rows": "in"}
 """Of a linear layer, by how tensor parallelism treats it."""
+
+_LAYER_KINDS: Mapping[TensorSharding, type[nn.Module]] = {
+    "vocabulary": nn.Embedding,
+    **dict.fromkeys(_SHARED_FEATURES, nn.Linear),
+}
+"""The class of a module, by how tensor parallelism treats it; others may be any module."""
 
 
 class _WholeSequence(PrepareModuleInput):
@@ -66,8 +72,8 @@ class _Rows(RowwiseParallel):
 
 
 class _SameWeights(SequenceParallel):
-    """Works on the parts of a sequence with the same weights on every rank, frozen ones too, which torch's own style
-    would train."""
+    """Works on the parts of a sequence, or on some of the heads, with the same weights on every rank, frozen ones too,
+    which torch's own style would train."""
 
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         frozen = [own_name for own_name, parameter in module.named_parameters() if not parameter.requires_grad]
@@ -83,6 +89,8 @@ def _style(sharding: TensorSharding) -> ParallelStyle:
             return _Rows(input_layouts=Replicate(), output_layouts=Shard(1))
         case "sequence":
             return _SameWeights()
+        case "heads":
+            return _SameWeights(sequence_dim=2, use_local_output=True)
         case "whole sequence":
             return _WholeSequence()
         case "columns":
@@ -92,16 +100,42 @@ def _style(sharding: TensorSharding) -> ParallelStyle:
 
 
 def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
-    """Find what of the linear layers cannot be shared out to `degree` ranks, on a model that is converted and still
-    whole: inputs that a parameter holds in pieces, and parts that a layer cannot compute with (`with_part_multiple`).
+    """Find entries of the plan that do not fit the model, which is converted and still whole, and linear layers that
+    cannot be split over `degree` ranks: inputs that a parameter holds in pieces, and parts that a layer cannot compute
+    with (`with_part_multiple`).
 
     Raises:
-        UserError: for the first layer of which that is so, by name.
+        UserError: for the first such entry, or the first such layer, by name.
     """
-    for name, module in model.named_modules():
-        for pattern, sharding in plan.tensor.items():
-            if sharding in _SHARED_FEATURES and fnmatchcase(name, pattern):
+    for pattern, sharding in plan.tensor.items():
+        parts = list(_parts(model, pattern))
+        _check_entry(f"the sharding plan's entry '{pattern}': '{sharding}'", sharding, parts)
+        for name, module in parts:
+            if module is not None and sharding in _SHARED_FEATURES:
                 _check_parts_of(name, module, _SHARED_FEATURES[sharding], degree)
+
+
+def _check_entry(entry: str, sharding: TensorSharding, parts: list[tuple[str, nn.Module | None]]) -> None:
+    if sharding not in get_args(TensorSharding):
+        raise UserError(f"{entry} is none of {', '.join(get_args(TensorSharding))}")
+    if not parts:
+        raise UserError(f"{entry} names no module of the model")
+    kind = _LAYER_KINDS.get(sharding, nn.Module)
+    for name, module in parts:
+        if not isinstance(module, kind | None):
+            raise UserError(f"{entry} is for {kind.__name__}, and {name} is {type(module).__name__}")
+
+
+def _parts(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module | None]]:
+    """Yield the modules inside `module` that `pattern` names, each with its name; None for a module that is left out:
+    an attribute that is None, or the layers of a pipeline stage that has none."""
+    head, _, rest = pattern.partition(".")
+    found = [(name, child) for name, child in module.named_children() if fnmatchcase(name, head)]
+    if not found and (head == "*" or getattr(module, head, module) is None):
+        yield head, None
+    for name, child in found:
+        inner = _parts(child, rest) if rest else [("", child)]
+        yield from ((f"{name}.{part}".removesuffix("."), part_module) for part, part_module in inner)
 
 
 def _check_parts_of(name: str, layer: nn.Module, features: Features, degree: int) -> None:
@@ -133,18 +167,17 @@ def apply_tensor_parallel(
         disable_loss_parallel: hand whole hidden states and output weights to the model's head.
 
     Raises:
-        ValueError: if a parameter belongs to no module in `plan`, by name.
-        UserError: as `check_parts`.
+        UserError: as `check_parts`, and if a parameter belongs to no module in `plan`, by name.
     """
     check_parts(model, plan, mesh.size())
-    present = {name for name, _ in model.named_modules()}
     for pattern, sharding in plan.tensor.items():
-        if "*" in pattern or pattern in present:
-            parallelize_module(model, mesh, {pattern: _style(sharding)})
+        for _, module in list(_parts(model, pattern)):
+            if module is not None:
+                parallelize_module(module, mesh, _style(sharding))
     missed = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if missed:
         # Each rank would train its own copy of it, from its own part of the sequence.
-        raise ValueError(f"the sharding plan does not say what tensor parallelism does with {', '.join(missed)}")
+        raise UserError(f"the sharding plan does not say what tensor parallelism does with {', '.join(missed)}")
     if disable_loss_parallel:
         model.register_forward_pre_hook(_use_whole_tensors, with_kwargs=True)
 

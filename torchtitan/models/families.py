@@ -1,21 +1,74 @@
-"""Model families that a checkpoint may belong to: the one given by the caller, the built-in ones, and the ones of
-installed packages. A package named in a checkpoint is imported only if it is one of these.
+"""Model families: what a family's package has, and which family a checkpoint belongs to: the one given by the caller, a
+built-in one, or one of an installed package. A package named in a checkpoint is imported only if it is one of these.
 
 A family is a package with `FLAVORS`, `FORMATS` and `model_spec` (docs/extending.md).
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.registry import built_in_modules, installed_modules, trusted_module
+from torchtitan.distributed.parallelize import parallelize_decoder
+from torchtitan.models.common.block import DENSE_SHARDING
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols import ModelSpec, ShardingPlan
+from torchtitan.protocols.state_dict_adapter import ForeignFormat
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
 from torchtitan.tools.model_folder import no_folder
 
 DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
 """Format → name of the file next to the weights that describes the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of decoders, in its package: `model_spec, model_registry = FAMILY.spec, FAMILY.registry`."""
+
+    module: str
+    """Import path of the package: `__name__`."""
+
+    flavors: Mapping[str, Decoder.Config]
+    """Name of a size → the model."""
+
+    formats: Mapping[str, ForeignFormat]
+    """The weights in other formats: `hf` (Hugging Face), `meta`."""
+
+    sharding: ShardingPlan = DENSE_SHARDING
+    """Which modules tensor and context parallelism split, and how."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the import path."""
+        return self.module.rpartition(".")[2]
+
+    def spec(self, model: Decoder.Config, flavor: str) -> ModelSpec:
+        """Return the specification of a model of any sizes, which are called `flavor`."""
+        return ModelSpec(
+            name=self.name,
+            flavor=flavor,
+            module=self.module,
+            model=model,
+            loss=CrossEntropyLoss.Config(),
+            sharding=self.sharding,
+            parallelize=parallelize_decoder,
+            formats=self.formats,
+        )
+
+    def registry(self, flavor: str) -> ModelSpec:
+        """Return the specification of a flavor, a new one per call, so that changing it changes nothing else.
+
+        Raises:
+            UserError: if there is no such flavor.
+        """
+        if flavor not in self.flavors:
+            raise UserError(f"{self.name} has no flavor '{flavor}' (there are: {', '.join(self.flavors)})")
+        return self.spec(copy.deepcopy(self.flavors[flavor]), flavor)
 
 
 def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -> ModuleType:

@@ -58,7 +58,7 @@ def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> "Fo
         return format_of(path)
     except UserError:
         if not formats_in(Path(path)) and (Path(path) / DESCRIPTIONS["hf"]).is_file():
-            _huggingface_spec(Path(path), family)
+            huggingface_model(Path(path), family)
         raise
 
 
@@ -79,7 +79,7 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
     folder = Path(path)
     found = checkpoint_format(folder, family)
     if found == "hf":
-        return _huggingface_spec(folder, family)
+        return huggingface_model(folder, family)[0]
     if found == "meta":
         document = read_description(folder, DESCRIPTIONS["meta"])
         if document.get("vocab_size", -1) == -1:  # Llama 1 and 2: Meta's code asks the tokenizer
@@ -152,9 +152,18 @@ def load_model(
     return LoadedModel(model.eval(), spec, asset_folder(Path(path)))
 
 
-def _huggingface_spec(folder: Path, given: ModuleType | None) -> ModelSpec:
-    family, document = read_config_json(folder, given)
-    return _foreign_spec(family, "hf", document)
+def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[ModelSpec, dict[str, Any]]:
+    """Return the specification of the model that the config.json in `folder` describes, and the content of that file.
+
+    Args:
+        folder: may have no weights.
+        family: as of `spec_of`.
+
+    Raises:
+        UserError: if there is no such file, or no family computes the model.
+    """
+    family, document = read_config_json(folder, family)
+    return _foreign_spec(family, "hf", document), document
 
 
 def _foreign_spec(family: ModuleType, format: str, document: Mapping[str, Any]) -> ModelSpec:

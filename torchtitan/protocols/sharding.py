@@ -8,13 +8,15 @@ from torch import nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-TensorSharding = Literal["vocabulary", "sequence", "whole sequence", "columns", "rows"]
+TensorSharding = Literal["vocabulary", "sequence", "heads", "whole sequence", "columns", "rows"]
 """How tensor parallelism treats a module. Between layers each rank holds its part of the sequence (sequence
 parallelism).
 
 - `vocabulary`: an embedding, its rows (tokens of the vocabulary) shared out. Takes all tokens, gives its part of the
   sequence.
 - `sequence`: works on each token by itself, with the same weights on every rank; on its part of the sequence.
+- `heads`: works on each head by itself, with the same weights on every rank; on its heads, dimension 2 of (B, L, heads,
+  head_dim), of the whole sequence.
 - `whole sequence`: none of its own weights are split; its first input is gathered from the ranks' parts.
 - `columns`: a linear layer, its outputs shared out. Takes the whole sequence, gives its part of the features.
 - `rows`: a linear layer, its inputs shared out. Takes its part of the features, gives its part of the sequence.
@@ -63,7 +65,8 @@ class ShardingPlan:
     """What of a model is split over ranks. Names are those of modules; `*` stands for every layer's number."""
 
     tensor: Mapping[str, TensorSharding]
-    """Tensor parallelism: module → how it is treated. Every module with parameters of its own is named."""
+    """Tensor parallelism: module → how it is treated. Every module with parameters of its own is named. A module that a
+    model leaves out, so that its attribute is None, may be named too."""
 
     attention: str
     """Context parallelism: the modules `attend(queries, keys, values, mask)`, whose keys and values are gathered."""

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.common.norm import RMSNorm
 from torchtitan.models.common.rope import apply_rope
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 
@@ -116,11 +117,22 @@ class GroupedQueryAttention(nn.Module):
     """Causal self-attention with fewer key/value heads than query heads.
 
     Args:
+        qk_norm_eps: added to the mean square where each head of queries and keys is normalized; None: none is.
         init_std: standard deviation of the initial query, key and value projections.
         out_init_std: standard deviation of the initial output projection.
     """
 
-    def __init__(self, *, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, init_std: float, out_init_std: float):
+    def __init__(
+        self,
+        *,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        qk_norm_eps: float | None = None,
+        init_std: float,
+        out_init_std: float,
+    ):
         super().__init__()
         self.head_dim = head_dim
         self.attend = Attention()
@@ -128,6 +140,8 @@ class GroupedQueryAttention(nn.Module):
         self.wq = with_initializers(nn.Linear(dim, n_heads * head_dim, bias=False), weight=init)
         self.wk = with_initializers(nn.Linear(dim, n_kv_heads * head_dim, bias=False), weight=init)
         self.wv = with_initializers(nn.Linear(dim, n_kv_heads * head_dim, bias=False), weight=init)
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.wo = with_initializers(
             nn.Linear(n_heads * head_dim, dim, bias=False), weight=TruncatedNormal(out_init_std)
         )
@@ -138,5 +152,7 @@ class GroupedQueryAttention(nn.Module):
         q_BLHD, k_BLKD, v_BLKD = (
             projection(x_BLD).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BLHD, k_BLKD = self.q_norm(q_BLHD), self.k_norm(k_BLKD)
         out_BLHD = self.attend(apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope), v_BLKD, mask)
         return self.wo(out_BLHD.flatten(-2))

@@ -1,16 +1,16 @@
 """The decoder-only language model that families specialise: embedding, blocks, final norm, output head."""
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import AttentionMask, CausalMask
+from torchtitan.models.common.block import BlockDesign, TransformerBlock
 from torchtitan.models.common.norm import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
 from torchtitan.protocols.converted_module import effective_weight
@@ -32,7 +32,8 @@ What it needs beside them is given to the model by name, and handed on to it."""
 
 
 class Decoder(BaseModel):
-    """Token embedding → blocks → norm → head. A family says in `make_block` what a block is.
+    """Token embedding → blocks → norm → head. A family gives the `design` of its blocks, or makes its own in
+    `make_block`.
 
     With tied embeddings there is no separate output weight: `output` is None and the head uses the embedding's.
 
@@ -120,6 +121,9 @@ class Decoder(BaseModel):
 
     config: Config
 
+    design: ClassVar[BlockDesign] = BlockDesign()
+    """Differences of the blocks from Llama's."""
+
     def __init__(self, config: Config):
         super().__init__(config)
         if config.vocab_size is None:
@@ -139,9 +143,9 @@ class Decoder(BaseModel):
             self.output = init(nn.Linear(config.dim, config.vocab_size, bias=False), weight=self.output_init())
         self.mask = CausalMask()
 
-    @abstractmethod
     def make_block(self, index: int) -> nn.Module:
-        """The block of that layer: `block(hidden_BLD, rope, mask) -> hidden_BLD`."""
+        """Return the block of a layer: `block(hidden_BLD, rope, mask) -> hidden_BLD`."""
+        return TransformerBlock(self.config, index, self.design)
 
     def output_init(self) -> TruncatedNormal:
         """Initial distribution of separate output weights: logits of standard deviation 1/4 whatever the width, so
@@ -218,9 +222,3 @@ class Decoder(BaseModel):
                 has_gradient |= is_trained
             flops += attention * (3 if has_gradient else 1)
         return flops
-
-
-def depth_scaled_std(index: int, base: float = 0.02) -> float:
-    """Standard deviation of the initial projections that write to the residual stream in layer `index` (from 0):
-    `base / sqrt(2 (index + 1))`, so that the stream's variance grows slowly with depth (after GPT-2's 1 / sqrt(N))."""
-    return base / (2 * (index + 1)) ** 0.5

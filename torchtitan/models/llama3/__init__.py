@@ -1,14 +1,10 @@
 """Llama 3, 3.1 and 3.2 in their published sizes, and a small one that trains on a laptop."""
 
-import dataclasses
-
-from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.distributed.parallelize import parallelize_decoder
+from torchtitan.models.common.block import DENSE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.families import Family
 from torchtitan.models.llama3 import hugging_face, meta
 from torchtitan.models.llama3.model import Llama3Model
-from torchtitan.protocols import ModelSpec, ShardingPlan
-from torchtitan.tools.errors import UserError
 
 _LLAMA_VOCABULARY = 128_256
 _LLAMA_3_1_CONTEXT = 131_072
@@ -23,27 +19,6 @@ def _published(*, rope_factor: float = 8.0, **sizes: int | bool) -> Llama3Model.
         **sizes,  # type: ignore[arg-type]
     )
 
-
-SHARDING = ShardingPlan(
-    tensor={
-        "tok_embeddings": "vocabulary",
-        "layers.*.attention_norm": "sequence",
-        "layers.*.attention": "whole sequence",
-        "layers.*.attention.wq": "columns",
-        "layers.*.attention.wk": "columns",
-        "layers.*.attention.wv": "columns",
-        "layers.*.attention.wo": "rows",
-        "layers.*.ffn_norm": "sequence",
-        "layers.*.feed_forward": "whole sequence",
-        "layers.*.feed_forward.w1": "columns",
-        "layers.*.feed_forward.w3": "columns",
-        "layers.*.feed_forward.w2": "rows",
-        "norm": "sequence",
-        "output": "columns",
-    },
-    attention="layers.*.attention.attend",
-    mask="mask",
-)
 
 FLAVORS = {
     "debugmodel": Llama3Model.Config(
@@ -60,31 +35,7 @@ FLAVORS = {
     "405B": _published(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim=53248),
 }
 
-
+SHARDING = DENSE_SHARDING
 FORMATS = {"hf": hugging_face.FORMAT, "meta": meta.FORMAT}
-
-
-def model_spec(model: Llama3Model.Config, flavor: str) -> ModelSpec:
-    """The specification of a model of any sizes, which are called `flavor`."""
-    return ModelSpec(
-        name="llama3",
-        flavor=flavor,
-        module=__name__,
-        model=model,
-        loss=CrossEntropyLoss.Config(),
-        sharding=SHARDING,
-        parallelize=parallelize_decoder,
-        formats=FORMATS,
-    )
-
-
-def model_registry(flavor: str) -> ModelSpec:
-    """The specification of a flavour, made anew, so that changing it changes nothing else.
-
-    Raises:
-        UserError: if there is no such flavour.
-    """
-    if flavor not in FLAVORS:
-        raise UserError(f"llama3 has no flavor '{flavor}' (there are: {', '.join(FLAVORS)})")
-    model = FLAVORS[flavor]
-    return model_spec(dataclasses.replace(model, rope=dataclasses.replace(model.rope)), flavor)
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=SHARDING)
+model_spec, model_registry = FAMILY.spec, FAMILY.registry

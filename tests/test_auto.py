@@ -1,4 +1,4 @@
-"""`CONFIG=from_hf`: a model and a training configuration from a folder's config.json; config.json and params.json."""
+"""`MODULE=auto`: a model and a training configuration from a folder's config.json; config.json and params.json."""
 
 import json
 import logging
@@ -319,7 +319,7 @@ class TestParamsJson:
 
 
 def parse(*args: object):
-    return ConfigManager().parse_args(["--module", "llama3", "--config", "from_hf", *map(str, args)])
+    return ConfigManager().parse_args(["--module", "auto", "--config", "pretrain", *map(str, args)])
 
 
 @pytest.fixture
@@ -330,7 +330,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-class TestFromHf:
+class TestAuto:
     @pytest.mark.parametrize("flag", ["--hf_assets_path", "--hf-assets-path"])
     def test_the_folder_gives_model_tokenizer_and_weights(self, folder, flag):
         config = parse(flag, folder).config
@@ -355,14 +355,14 @@ class TestFromHf:
 
     @pytest.mark.parametrize("args", [(), ("--hf_assets_path=",)])
     def test_without_a_folder(self, args):
-        with pytest.raises(UserError, match="configuration 'from_hf' needs --hf_assets_path"):
+        with pytest.raises(UserError, match="configuration 'pretrain' needs --hf_assets_path"):
             parse(*args)
 
     def test_help_without_a_folder_says_how_to_get_it(self, capsys):
         with pytest.raises(SystemExit) as ended:
             parse("--help")
         assert ended.value.code == 0
-        assert "'from_hf' follow from a folder: give --hf_assets_path DIR --help" in capsys.readouterr().out
+        assert "'pretrain' follow from a folder: give --hf_assets_path DIR --help" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
         ("keys", "expected", "logged"),
@@ -395,7 +395,7 @@ class TestFromHf:
             parse("--hf_assets_path", folder)
 
     def test_it_is_listed(self):
-        assert "llama3_from_hf" in list_module("llama3", built_in_modules()["llama3"]).configs
+        assert list_module("auto", built_in_modules()["auto"]).configs == ["pretrain", "sft", "lora", "qlora"]
 
     def test_help_shows_the_folders_values(self, folder, capsys):
         with pytest.raises(SystemExit):
@@ -408,7 +408,7 @@ class TestOwnConfigurations:
 
     @pytest.fixture
     def module(self, tmp_path):
-        package = tmp_path / "own_from_hf"
+        package = tmp_path / "own_module"
         package.mkdir()
         (package / "config_registry.py").write_text(
             "from torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
@@ -420,7 +420,7 @@ class TestOwnConfigurations:
             "    return size\n"
         )
         yield package
-        for name in [name for name in sys.modules if name.startswith("own_from_hf")]:
+        for name in [name for name in sys.modules if name.startswith("own_module")]:
             del sys.modules[name]
 
     def test_it_is_called_with_the_folder(self, module):
@@ -428,13 +428,13 @@ class TestOwnConfigurations:
         assert ConfigManager().parse_args(args).config.dump_folder == "there/out"
 
     def test_another_parameter_makes_it_no_configuration(self, module):
-        assert list_module("own_from_hf", module).configs == ["tuned"]
+        assert list_module("own_module", module).configs == ["tuned"]
         with pytest.raises(UserError, match="unknown configuration 'helper'"):
             ConfigManager().parse_args(["--module", str(module), "--config", "helper"])
 
 
 def test_the_command_ends_with_the_message(tmp_path):
-    command = [sys.executable, "-m", "torchtitan.cli.main", "train", "--config", "from_hf"]
+    command = [sys.executable, "-m", "torchtitan.cli.main", "train", "--module", "auto", "--config", "pretrain"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
     assert result.returncode == 2
     assert "needs --hf_assets_path" in result.stderr

@@ -1,0 +1,308 @@
+"""Dense decoders in Hugging Face's format: the names of their weights, and config.json, by a table that each family
+passes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.description import Description
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.protocols.state_dict_adapter import ForeignFormat, Row, StateDictAdapter
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+Precision = Literal["float32", "bfloat16"]
+"""A value of `training.mixed_precision_param`."""
+
+_PRECISIONS: dict[str, Precision] = {"float32": "float32", "bfloat16": "bfloat16"}
+
+_FILE = "config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelType:
+    """A `model_type`, as transformers reads and computes it, as far as types differ."""
+
+    architecture: str
+    """Its class for them: `LlamaForCausalLM`."""
+
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Key that changes the computation → the only value that the family computes, which an absent key means too."""
+
+    fixed_per_layer: Mapping[str, Any] = field(default_factory=dict)
+    """Key of a list → the only value that its items may have."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Key → the value that an absent key means, if that is not what it means for Llama."""
+
+    ignored: tuple[str, ...] = ()
+    """Keys without effect on what the family computes."""
+
+    has_window: bool = False
+    """True if `sliding_window` says how far every layer attends."""
+
+    heads_divide_width: bool = False
+    """True if transformers refuses a `hidden_size` that the heads do not divide."""
+
+
+DENSE_ROWS = (
+    Row("tok_embeddings.weight", "model.embed_tokens.weight"),
+    Row("layers.*.attention_norm.weight", "model.layers.*.input_layernorm.weight"),
+    Row("layers.*.attention.wq.weight", "model.layers.*.self_attn.q_proj.weight"),
+    Row("layers.*.attention.wk.weight", "model.layers.*.self_attn.k_proj.weight"),
+    Row("layers.*.attention.wv.weight", "model.layers.*.self_attn.v_proj.weight"),
+    Row("layers.*.attention.wo.weight", "model.layers.*.self_attn.o_proj.weight"),
+    Row("layers.*.ffn_norm.weight", "model.layers.*.post_attention_layernorm.weight"),
+    Row("layers.*.feed_forward.w1.weight", "model.layers.*.mlp.gate_proj.weight"),
+    Row("layers.*.feed_forward.w3.weight", "model.layers.*.mlp.up_proj.weight"),
+    Row("layers.*.feed_forward.w2.weight", "model.layers.*.mlp.down_proj.weight"),
+    Row("norm.weight", "model.norm.weight"),
+)
+"""Names of weights as in Llama, without the output head."""
+
+_HEAD = Row("output.weight", "lm_head.weight")
+
+_SIZES = {
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_seq_len",
+}
+"""Key of config.json, which must be there → field of the configuration."""
+
+_FIXED: Mapping[str, Any] = {"is_causal": True, "hidden_act": "silu", "partial_rotary_factor": 1.0}
+"""As `ModelType.fixed`, for all types."""
+
+_NULLABLE = {"partial_rotary_factor"}
+"""Keys of which null is the same as the only value."""
+
+_SAME_ACTIVATION = {"swish": "silu"}
+
+_USED = {*_SIZES, *_FIXED, "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"}
+_USED |= {"sliding_window", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
+_USED |= {"attention_dropout", "dtype", "torch_dtype", "quantization_config"}
+
+_WITHOUT_EFFECT = {
+    *("architectures", "_name_or_path", "transformers_version", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache"),
+    *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
+}
+"""Keys that say nothing of what the model computes from its weights. `pretraining_tp` changes the order of sums
+alone."""
+
+_LLAMA3_FACTORS = {
+    "factor": "scaling_factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+}
+"""Key of RoPE scaling of type llama3 → field of `RoPEConfig`."""
+
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
+
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAMA3_FACTORS, _ORIGINAL_CONTEXT}
+
+
+def dense_format(
+    build: type[Decoder.Config], model_types: Mapping[str, ModelType], rows: tuple[Row, ...] = DENSE_ROWS
+) -> ForeignFormat:
+    """Return the format of a family of dense decoders.
+
+    Args:
+        build: the configuration of the family's model.
+        model_types: the values of `model_type` that are this family, in the order of preference for writing.
+        rows: names of weights, without the output head.
+    """
+    return ForeignFormat(
+        adapter=partial(_adapter, rows),
+        to_foreign=partial(_to_config_json, model_types),
+        from_foreign=partial(_from_config_json, build, model_types),
+        model_types=tuple(model_types),
+    )
+
+
+def _adapter(rows: tuple[Row, ...], config: Decoder.Config) -> StateDictAdapter:
+    """Return the table of a model's weights. RoPE rotates the same pairs in both, so every tensor is the same."""
+    tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    return StateDictAdapter(
+        rows if config.tie_embeddings else (*rows, _HEAD),
+        n_layers=config.n_layers,
+        ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],
+        tied=tied if config.tie_embeddings else {},
+    )
+
+
+def _from_config_json(
+    build: type[Decoder.Config], model_types: Mapping[str, ModelType], document: Mapping[str, Any]
+) -> Decoder.Config:
+    """Return the model that a config.json describes, in the spelling of transformers 4 or 5.
+
+    A key that is neither used nor known to be without effect is named in a warning.
+
+    Raises:
+        UserError: for a model of another type, a missing size, or a value that this model does not compute.
+    """
+    name = document.get("model_type")
+    if name not in list(model_types):
+        raise UserError(f"config.json: model_type is {name!r}, and this family is {' or '.join(model_types)}")
+    kind = model_types[name]
+    description = Description(_FILE, {**kind.defaults, **document})
+    description.check_not_quantized()
+    for key, only in {**_FIXED, **kind.fixed}.items():
+        _require(key, document.get(key, only), only)
+    for key, only in kind.fixed_per_layer.items():
+        if (given := document.get(key)) is not None:
+            for value in given if isinstance(given, list) else [given]:
+                _require(key, value, only)
+    sizes = {field: description.whole_number(key) for key, field in _SIZES.items()}
+    config = build(
+        **{**sizes, "max_seq_len": _context(description, kind)},
+        n_kv_heads=_kv_heads(description),
+        head_dim=_head_dim(description),
+        norm_eps=description.number("rms_norm_eps", default=1e-6),
+        tie_embeddings=description.flag("tie_word_embeddings", default=False),
+        rope=_rope(description),
+    )
+    config.validate()
+    _warn_of_what_is_ignored(description, {*kind.fixed, *kind.fixed_per_layer, *kind.ignored})
+    return config
+
+
+def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config) -> dict[str, Any]:
+    """Return the keys of config.json that follow from the model; the caller adds types of weights and token ids.
+
+    RoPE is spelled as in transformers 4, which 5 reads too.
+    """
+    fits = [n for n, kind in model_types.items() if not (kind.heads_divide_width and config.dim % config.n_heads)]
+    kind = model_types[fits[0]]
+    return {
+        "architectures": [kind.architecture],
+        "model_type": fits[0],
+        **{key: getattr(config, field) for key, field in _SIZES.items()},
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.resolved_head_dim,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _rope_scaling(config.rope),
+        "sliding_window": None,
+        "hidden_act": _FIXED["hidden_act"],
+        **kind.fixed,
+    }
+
+
+def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:
+    """The type that a config.json gives the model, under `dtype` (transformers 5) or `torch_dtype` (4), if forward and
+    backward can be computed in it. Otherwise `default`, with a logged line.
+
+    Raises:
+        UserError: for a value that is no name.
+    """
+    key = "dtype" if document.get("dtype") is not None else "torch_dtype"
+    value = document.get(key)
+    if value is not None and not isinstance(value, str):
+        raise Description(_FILE, document).wrong(key, value, "the name of a type")
+    if value in _PRECISIONS:
+        return _PRECISIONS[value]
+    said = f"{key} is {value}, in which we do not compute" if value else "no dtype"
+    logger.info("%s: %s: training.mixed_precision_param is %s", _FILE, said, default)
+    return default
+
+
+def _require(key: str, value: Any, only: Any) -> None:
+    if isinstance(value, str):
+        value = _SAME_ACTIVATION.get(value, value)
+    is_same = value == only and isinstance(value, bool) == isinstance(only, bool)
+    if not is_same and not (value is None and key in _NULLABLE):
+        raise UserError(f"config.json: {key} is {value!r}, which this family does not support (only {only!r})")
+
+
+def _kv_heads(description: Description) -> int:
+    is_said = description.has("num_key_value_heads")  # null is the number of query heads
+    return description.whole_number("num_key_value_heads" if is_said else "num_attention_heads")
+
+
+def _head_dim(description: Description) -> int | None:
+    """None where the heads together are as wide as the model."""
+    dim, n_heads = description.whole_number("hidden_size"), description.whole_number("num_attention_heads")
+    head_dim = description.whole_number("head_dim") if description.has("head_dim") else dim // n_heads
+    return None if head_dim * n_heads == dim else head_dim
+
+
+def _context(description: Description, kind: ModelType) -> int:
+    """The longest sample. A shorter window than the context bounds it: up to there, attending to all is the same."""
+    context = description.whole_number("max_position_embeddings")
+    if not description.has("sliding_window"):
+        return context
+    window = description.whole_number("sliding_window")
+    if not kind.has_window or window >= context:
+        return context
+    logger.warning(
+        "config.json: sliding_window is %d, below max_position_embeddings %d: this family attends to the whole "
+        "context only, so model.max_seq_len is %d, up to which that is the same",
+        window,
+        context,
+        window,
+    )
+    return window
+
+
+def _warn_of_what_is_ignored(description: Description, known: set[str]) -> None:
+    dropout = description.values.get("attention_dropout") or 0.0
+    if dropout and description.number("attention_dropout"):
+        logger.warning("config.json: attention_dropout is %g, and ignored: there is no dropout here", dropout)
+    if unknown := sorted(description.values.keys() - _USED - _WITHOUT_EFFECT - known):
+        logger.warning("config.json: not known, and ignored: %s", ", ".join(unknown))
+
+
+def _rope(description: Description) -> RoPEConfig:
+    given = [key for key in ("rope_scaling", "rope_parameters") if description.section(key).values]
+    ropes = [_rope_of(description, description.section(key)) for key in given or ["rope_scaling"]]
+    if any(rope != ropes[0] for rope in ropes):
+        said = " and ".join(f"{key} {description.values[key]!r}" for key in given)
+        raise UserError(f"config.json: {said} differ; leave the one out that does not hold")
+    return ropes[0]
+
+
+def _rope_of(description: Description, parameters: Description) -> RoPEConfig:
+    """Return the meaning of one of the two spellings; the base may be next to it."""
+    kind = parameters.values.get("rope_type", parameters.values.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise UserError(
+            f"config.json: RoPE of type {kind!r}, which this family does not support (default, linear, llama3)"
+        )
+    for key, value in parameters.values.items():
+        if key not in _ROPE_KEYS and value is not None:
+            raise UserError(f"config.json: RoPE's {key} is {value!r}, which this family does not support")
+    _require("partial_rotary_factor", parameters.values.get("partial_rotary_factor"), 1.0)
+    theta = Description(_FILE, {**description.values, **parameters.values}).number("rope_theta", default=10_000.0)
+    if kind == "default":
+        return RoPEConfig(theta=theta)
+    if kind == "linear":
+        return RoPEConfig(theta=theta, scaling="linear", scaling_factor=parameters.number("factor"))
+    values: dict[str, Any] = {field: parameters.number(key) for key, field in _LLAMA3_FACTORS.items()}
+    return RoPEConfig(theta=theta, original_max_seq_len=_original_context(description, parameters), **values)
+
+
+def _original_context(description: Description, parameters: Description) -> int:
+    """The context before RoPE of type llama3 was scaled. It may stand inside or outside of the scaling; transformers 4
+    reads the first, 5 prefers the second, and takes the whole context where there is neither."""
+    key = _ORIGINAL_CONTEXT
+    found = [where.whole_number(key) for where in (parameters, description) if where.has(key)]
+    if len(set(found)) > 1:
+        raise UserError(
+            f"config.json: {key} is {found[1]}, and {found[0]} in the scaling of RoPE; leave out the wrong one"
+        )
+    return found[0] if found else description.whole_number("max_position_embeddings")
+
+
+def _rope_scaling(rope: RoPEConfig) -> dict[str, Any] | None:
+    if rope.scaling_factor == 1.0:
+        return None
+    if rope.scaling == "linear":
+        return {"rope_type": "linear", "factor": rope.scaling_factor}
+    factors = {key: getattr(rope, field) for key, field in _LLAMA3_FACTORS.items()}
+    return {"rope_type": "llama3", **factors, _ORIGINAL_CONTEXT: rope.original_max_seq_len}

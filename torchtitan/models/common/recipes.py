@@ -1,0 +1,84 @@
+"""Training configurations that families share; a family's `config_registry.py` says which models and numbers."""
+
+import dataclasses
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.data.finetuning.sft import SFTDataLoader
+from torchtitan.components.lr_scheduler import LRScheduler
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.peft import LoRA
+from torchtitan.components.validate import Validator
+from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
+from torchtitan.protocols import ModelSpec
+from torchtitan.trainer import Trainer
+
+
+def small_run(spec: ModelSpec) -> Trainer.Config:
+    """Pre-training of a small model on the built-in stories: about a minute on two CPU cores, no network."""
+    return Trainer.Config(
+        model_spec=spec,
+        training=TrainingConfig(steps=100, seq_len=256, local_batch_size=8, mixed_precision_param="float32"),
+        optimizer=Optimizer.Config(lr=2e-3),
+        lr_scheduler=LRScheduler.Config(warmup_steps=10, decay_ratio=0.5, decay_type="cosine", min_lr_factor=0.1),
+        validator=Validator.Config(enable=True, freq=50, steps=10),
+        checkpoint=CheckpointManager.Config(interval=50),
+    )
+
+
+def large_run(
+    spec: ModelSpec,
+    assets: str,
+    *,
+    lr: float,
+    local_batch_size: int,
+    steps: int = 10_000,
+    seq_len: int = 8192,
+    warmup_steps: int = 600,
+) -> Trainer.Config:
+    """Pre-training on C4 with the tokenizer in the folder `assets`."""
+    return Trainer.Config(
+        model_spec=spec,
+        hf_assets_path=assets,
+        dataloader=PretrainDataLoader.Config(dataset="c4", num_workers=2),
+        training=TrainingConfig(steps=steps, seq_len=seq_len, local_batch_size=local_batch_size),
+        optimizer=Optimizer.Config(lr=lr),
+        lr_scheduler=LRScheduler.Config(warmup_steps=warmup_steps, decay_type="cosine", min_lr_factor=0.1),
+        activation_checkpoint=ActivationCheckpointConfig(mode="selective"),
+        metrics=MetricsProcessor.Config(enable_tensorboard=True),
+        checkpoint=CheckpointManager.Config(enable=True, interval=500),
+    )
+
+
+def for_conversations(config: Trainer.Config) -> Trainer.Config:
+    """Return `config` for conversations that the user has to name; its weights from a Hugging Face folder, and into
+    one."""
+    training = dataclasses.replace(config.training, steps=300, seq_len=min(2048, config.model_spec.model.max_seq_len))
+    return dataclasses.replace(
+        config,
+        dataloader=SFTDataLoader.Config(dataset=[]),
+        training=training,
+        optimizer=Optimizer.Config(lr=2e-5),
+        lr_scheduler=LRScheduler.Config(warmup_steps=10, decay_type="cosine", min_lr_factor=0.1),
+        checkpoint=CheckpointManager.Config(
+            enable=True,
+            interval=500,
+            keep_latest_k=2,
+            initial_load_path=config.hf_assets_path,
+            initial_load_in_hf=True,
+            last_save_in_hf=True,
+            export_dtype=training.mixed_precision_param,
+        ),
+    )
+
+
+def with_adapters(config: Trainer.Config, adapters: LoRA.Config, lr: float = 2e-4) -> Trainer.Config:
+    """Return `config` with only adapters trained: at a rate of their own, and without decay, which would pull the
+    weights that they change back to the original ones. Checkpoints to resume from hold the adapters alone."""
+    return dataclasses.replace(
+        config,
+        model_converters=[adapters],
+        optimizer=Optimizer.Config(lr=lr, weight_decay=0.0, param_groups={}),
+        checkpoint=dataclasses.replace(config.checkpoint, trained_only=True),
+    )
