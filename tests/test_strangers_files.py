@@ -321,3 +321,31 @@ def test_a_damaged_file_is_not_copied_into_a_conversion(tmp_path):
     (tmp_path / "tokenizer_config.json").write_bytes(bytes(100))
     with pytest.raises(UserError, match="tokenizer_config.json' is not valid JSON"):
         files_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "evil",
+        "./evil",
+        "evil/",
+        "torchtitan.models.x/evil",
+        "torchtitan.models./../evil",
+        "torchtitan.models.llama3/../evil",
+    ],
+)
+def test_a_configuration_file_brings_no_module_along(tmp_path, monkeypatch, module):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("evil", "torchtitan.models.x/evil", "torchtitan.models.", "torchtitan.models.llama3"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config_registry.py").write_text("open('canary', 'w')\ndef debugmodel(): pass\n")
+    (tmp_path / "run.yaml").write_text(f"module: {module}\nconfig: debugmodel\n")
+    with pytest.raises(UserError, match="'module' in run.yaml is .*, code that is neither built in nor installed"):
+        ConfigManager().parse_args(["--config_file", "run.yaml"])
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_configuration_file_may_name_a_built_in_module(tmp_path):
+    for module in ("llama3", "torchtitan.models.llama3"):
+        (tmp_path / "run.yaml").write_text(f"module: {module}\nconfig: debugmodel\n")
+        assert ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")]).module == module

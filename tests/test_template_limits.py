@@ -37,6 +37,18 @@ def growing(start: str, value: str) -> str:
         growing("'12\\n34'", "n.x|indent(n.x, true)"),
         growing("['1']", "n.x + n.x"),
         growing("99", "n.x * n.x"),
+        "{% set x = '<'*9999*999 %}{{ x|string|e|urlencode|length }}",
+        growing("'a'", "n.x|list|string"),
+        growing("'\"'", "n.x|tojson"),
+        growing("['\"']", "n.x|map('tojson')|list"),
+        '{% set x = \'""""\' %}' + "{% set x = x|tojson %}" * 45,
+        "{% set x = 'abc '*99999 %}{% set x = x*30 %}{{ x.split()|length }}",
+        "{% set x = 'a'*9999*999 %}{{ x|title|list|map('upper')|list|unique|list|length }}",
+        "{% set x = 'a'*9999*99 %}" + "{% set x = x|upper %}" * 2000,
+        "{{ strftime_now('%900d' * 400000) }}",
+        "{{ strftime_now('%999999999d') }}",
+        "{% set l = range(30000)|list %}{{ l|select('in', l)|list|length }}",
+        "{% set l = range(30000)|list %}{{ l|map('default')|select('in', l)|list|length }}",
         "{{ 'a' * 10**12 }}",
         "{{ 10**12 * [1] }}",
         "{{ 10**(10**8) }}",
@@ -62,11 +74,41 @@ def test_what_would_not_end_is_refused(source, monkeypatch):
     assert time.perf_counter() - begun < 5
 
 
-@pytest.mark.parametrize("value", ["[n.x, n.x]", "{'a': n.x, 'b': n.x}", "(n.x, n.x)"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "[n.x, n.x]",
+        "{'a': n.x, 'b': n.x}",
+        "(n.x, n.x)",
+        "dict(a=n.x, b=n.x)",
+        "dict(a=n.x, b=n.x).values()|list",
+        "dict(a=n.x, b=n.x).items()|list",
+        "['', '']|map('default', n.x, true)|list",
+    ],
+)
 def test_values_that_only_look_small_are_counted_in_full(value, monkeypatch):
     monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)
     with pytest.raises(UserError, match="takes too long"):
         rendered(growing("[1]", value))
+
+
+def test_comparing_values_costs_their_sizes(monkeypatch):
+    monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)
+    double = "['', '']|map('default', {}, true)|list"
+    loop = f"{{% for i in range(60) %}}{{% set n.x = {double.format('n.x')} %}}{{% set n.y = {double.format('n.y')} %}}"
+    for compared in ("n.x == n.y", "n.x is eq(n.y)", "n.x in [n.y]", "[n.x]|select('eq', n.y)|list"):
+        with pytest.raises(UserError, match="takes too long"):
+            rendered(f"{{% set n = namespace(x=[1], y=[1]) %}}{loop}{{% endfor %}}{{{{ {compared} }}}}")
+
+
+def test_a_namespace_does_not_show_its_values():
+    assert len(rendered(growing("[1]", "namespace(a=n.x, b=n.x)"))) < 100
+
+
+@pytest.mark.parametrize("source", ["{% filter upper %}a{% endfilter %}", "{% set x | upper %}a{% endset %}{{ x }}"])
+def test_blocks_cannot_have_filters(source):
+    with pytest.raises(UserError, match="is not valid Jinja, line 1: blocks cannot have filters"):
+        rendered(source)
 
 
 def test_the_clock_ends_what_costs_more_than_it_seems(monkeypatch):
@@ -76,9 +118,9 @@ def test_the_clock_ends_what_costs_more_than_it_seems(monkeypatch):
 
 
 def test_a_rendering_has_an_allowance_of_its_own():
-    template = ChatTemplate(growing("'12345678'", "(n.x ~ n.x)[:2000000]"))
-    for _ in range(6):  # 0.4 of it each
-        assert len(template.render(QUESTION, add_generation_prompt=False)) == 2_000_000
+    template = ChatTemplate(growing("'12345678'", "(n.x ~ n.x)[:1000000]"))
+    for _ in range(6):  # 0.7 of it each
+        assert len(template.render(QUESTION, add_generation_prompt=False)) == 1_000_000
 
 
 @pytest.mark.parametrize(

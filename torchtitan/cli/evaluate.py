@@ -38,7 +38,10 @@ def evaluate(args: Sequence[str]) -> int:
         "--batch_size", type=int, default=8, metavar="N", help="sequences per forward pass (default: 8)"
     )
     parser.add_argument(
-        "--include_path", type=Path, metavar="DIR", help="folder with lm-eval tasks of your own, in YAML"
+        "--include_path",
+        type=Path,
+        metavar="DIR",
+        help="folder with lm-eval tasks of your own, in YAML: their code runs",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there instead of standard output")
     add_model_options(parser)

@@ -19,7 +19,8 @@ from types import ModuleType
 
 from torchtitan.tools.errors import UserError
 
-REGISTRY_FILE = "config_registry.py"
+_REGISTRY = "config_registry"
+REGISTRY_FILE = f"{_REGISTRY}.py"
 ASSETS_PARAMETER = "hf_assets_path"
 """The parameter that a configuration function may have: it then computes the configuration from that folder."""
 
@@ -153,17 +154,21 @@ def trusted_module(name: str) -> ModuleType | None:
 
 
 def _is_of(name: str, packages: Iterable[str]) -> bool:
-    return any(f"{name}.".startswith(f"{package}.") for package in packages)
+    """Return whether an import path is one of a package or of its parts."""
+    is_path = all(part.isidentifier() for part in name.split("."))
+    return is_path and any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
 def is_trusted(module: str) -> bool:
     """Return whether a file may select the module that `--module module` would: a built-in one, one of an installed
     package, or one that this process has imported before."""
-    if module in (*built_in_modules(), *installed_modules()) or _is_of(module, _OWN_CODE):
+    if module in (*built_in_modules(), *installed_modules()):
         return True
     folder = Path(module).resolve()
-    registry = sys.modules.get(f"{folder.name if folder.is_dir() else module}.config_registry")
-    return registry is not None and (not folder.is_dir() or Path(inspect.getfile(registry)).resolve().parent == folder)
+    if folder.is_dir():  # `_import_registry` prefers it to an import path
+        loaded = sys.modules.get(f"{folder.name}.{_REGISTRY}")
+        return loaded is not None and Path(inspect.getfile(loaded)).resolve().parent == folder
+    return _is_of(module, _OWN_CODE) or f"{module}.{_REGISTRY}" in sys.modules
 
 
 def needs_assets(function: Callable[..., object]) -> bool:

@@ -12,7 +12,7 @@ import json
 import operator
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import BuiltinMethodType
@@ -24,20 +24,22 @@ import jinja2.filters
 import jinja2.nodes as nodes
 import jinja2.runtime
 import jinja2.sandbox
+import jinja2.utils
 from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
 PROGRESS = "its progress"
 """The variable with the `Progress` of a rendering. No template can name it, since the name has a blank."""
 
-_ALLOWANCE = 2**30
-"""Of one rendering; a conversation of a thousand turns takes a thousandth."""
+_ALLOWANCE = 2**28
+"""Of one rendering; a conversation of a thousand turns takes a few hundredths."""
 
 _SECONDS = 10.0
 """Of the processor's time that one rendering may take, for what costs more than it seems."""
 
-_STEP, _ITEM = 512, 64
-"""The price of a turn of a loop or a call, and of an item of a list; a character costs 1."""
+_STEP, _ITEM, _GROWTH = 512, 64, 16
+"""The price of a turn of a loop or a call, of an item of a list, and of a character that a filter may escape; any other
+character costs 1."""
 
 _WIDEST = 9999
 """The largest number that a method of a value may be given, such as a width."""
@@ -45,6 +47,37 @@ _WIDEST = 9999
 _LEFT_OUT = (
     *("batch", "center", "filesizeformat", "forceescape", "pprint", "random", "slice", "striptags", "urlize"),
     *("wordwrap", "xmlattr"),
+)
+
+_LIGHT = (
+    *("abs", "attr", "capitalize", "count", "d", "default", "first", "float", "int", "items", "last", "length"),
+    *("lower", "safe", "title", "trim", "upper"),
+)
+"""Filters that look at a text once, or at the outside of a value."""
+
+_DEEP = (
+    *("dictsort", "e", "escape", "groupby", "max", "min", "sort", "string", "sum", "truncate", "unique", "urlencode"),
+    *("tojson", "wordcount"),
+)
+"""Filters that look at all parts of a value, and may make a longer text of it."""
+
+_COMPARING = (
+    "==",
+    "eq",
+    "equalto",
+    "!=",
+    "ne",
+    "<",
+    "lt",
+    "lessthan",
+    "<=",
+    "le",
+    ">",
+    "gt",
+    "greaterthan",
+    ">=",
+    "ge",
+    "in",
 )
 
 _OF_DICTIONARIES = frozenset(dir(dict))
@@ -83,6 +116,8 @@ class Progress:
             return len(value)
         if isinstance(value, int):
             return value.bit_length() // 8
+        if isinstance(value, (KeysView, ValuesView, ItemsView)):
+            value = list(value)
         if isinstance(value, Mapping):
             value = [part for item in value.items() for part in item]
         if not isinstance(value, (list, tuple)):
@@ -142,13 +177,20 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `str.format`
         if isinstance(method, BuiltinMethodType):
             if isinstance(method.__self__, str):
+                progress.spend(len(method.__self__) * (_ITEM if "split" in method.__name__ else 1))
                 args = _checked(progress, method.__name__, method.__self__, args, kwargs)
             if method is __obj:
                 _check_numbers(*args, *kwargs.values())
         result = super().call(__context, __obj, *args, **kwargs)
-        if isinstance(result, (str, list)):
-            progress.spend(len(result) * (_ITEM if isinstance(result, list) else 1))
+        if isinstance(result, (str, list, tuple, dict)):
+            progress.spend(progress.size(result))
         return result
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Its text does not have its values, each of which may be there any number of times."""
+
+    __repr__ = object.__repr__
 
 
 def environment() -> _Sandbox:
@@ -161,11 +203,16 @@ def environment() -> _Sandbox:
     for name in _LEFT_OUT:
         del made.filters[name]
     del made.globals["lipsum"]
+    made.globals["namespace"] = _Namespace
+    tests: dict[str, Any] = made.tests
+    tests |= {name: _compared(tests[name]) for name in _COMPARING}
     made.filters |= {name: _checked_filter(name, made.filters[name]) for name in ("replace", "join", "format")}
     made.filters |= {"tojson": _to_json, "indent": _indent, "round": _round}
+    own_price = ("replace", "join", "format", "indent", "round")
+    made.filters |= {name: _paid(made, name) for name in tuple(made.filters) if name not in own_price}
     made.filters |= _OPERATORS
     # One time for all that is rendered: the texts of a conversation and of its beginnings have to agree.
-    made.globals |= {"raise_exception": _refuse, "strftime_now": datetime.now().strftime}
+    made.globals |= {"raise_exception": _refuse, "strftime_now": functools.partial(_date, datetime.now())}
     return made
 
 
@@ -206,6 +253,22 @@ class _Bounds(NodeTransformer):
         paid = [isinstance(of, free) or isinstance(of, nodes.Filter) and of.name in _OPERATORS for of in node.nodes]
         node.nodes = [of if is_paid else _filter("written", of) for of, is_paid in zip(node.nodes, paid, strict=True)]
         return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        if not any(isinstance(side, nodes.Const) for side in (node.expr, *(of.expr for of in node.ops))):
+            node.expr = _filter("sized", node.expr)
+            for of in node.ops:
+                of.expr = _filter("sized", of.expr)
+        return node
+
+    def visit_FilterBlock(self, node: nodes.FilterBlock | nodes.AssignBlock) -> nodes.Node:
+        if node.filter is not None:
+            raise jinja2.TemplateSyntaxError("blocks cannot have filters", node.lineno)
+        self.generic_visit(node)
+        return node
+
+    visit_AssignBlock = visit_FilterBlock
 
     def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
@@ -313,6 +376,42 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 """Filters that `_Bounds` puts into a template, by names that no template can spell."""
 
 
+def _paid(made: _Sandbox, name: str) -> Callable[..., Any]:
+    """Return a filter of `made` that costs its price."""
+    plain = made.filters[name]
+    key: Any = object()  # which no template can name
+    made.filters[key] = plain
+    needs_context = hasattr(plain, "jinja_pass_arg")  # of the decorators `jinja2.pass_context` and its siblings
+    rate, reads_all = (1, False) if name in _LIGHT else (_GROWTH, True) if name in _DEEP else (_ITEM, False)
+
+    @jinja2.pass_context
+    def paid(context: jinja2.runtime.Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(value, str):
+            _progress(context).spend(rate * len(value))
+        elif reads_all:
+            progress = _progress(context)
+            progress.spend(rate * progress.size(value))
+        elif rate == _ITEM and hasattr(value, "__len__"):
+            _progress(context).spend(rate * len(value))
+        if not needs_context:
+            return plain(value, *args, **kwargs)
+        return made.call_filter(key, value, args, kwargs, context=context, eval_ctx=context.eval_ctx)
+
+    return paid
+
+
+def _compared(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a test that costs the sizes of what it compares."""
+
+    @jinja2.pass_context
+    def compared(context: jinja2.runtime.Context, left: Any, right: Any) -> Any:
+        progress = _progress(context)
+        progress.spend(progress.size(left) + progress.size(right))
+        return plain(left, right)
+
+    return compared
+
+
 def _checked_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     """A filter of Jinja's that looks at what its text would become first."""
 
@@ -388,6 +487,12 @@ def _round(value: float, precision: int = 0, method: Any = "common") -> float:
     if abs(precision) > 100:
         raise TooMuchError
     return jinja2.filters.do_round(value, precision, method)
+
+
+def _date(now: datetime, format: str) -> str:
+    if len(format) > 200 or re.search(r"%[^a-zA-Z%]*\d", format):  # the system's strftime takes any width
+        raise TooMuchError
+    return now.strftime(format)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -1,14 +1,11 @@
 """`ChatTemplate`: renders conversations, by the conventions of the library transformers."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 Message = Mapping[str, Any]
 """`role` ("system", "user", "assistant", …), `content`, and whatever else the template reads."""
@@ -146,7 +143,7 @@ class ChatTemplate:
                 progress.n_characters += len(block)
         except sandbox.TooMuchError as error:
             raise UserError(
-                f"{self.name} takes too long at this conversation, or too much memory: use one that you know to be good"
+                f"{self.name} takes too long at this conversation, or too much memory; use another template"
             ) from error
         except jinja2.TemplateError as error:
             raise UserError(f"{self.name} refuses this conversation: {error}") from error
