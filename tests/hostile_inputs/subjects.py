@@ -114,14 +114,14 @@ SUBJECTS = (
     Subject(
         "DCP, read, forged",
         _DCP,
-        _READ,
+        _READ[1:],
         (hostile_pickle, hostile_pickle, hostile_archive),
         forged=_NEWEST,
     ),
     Subject(
         "DCP, loaded, forged",
         _DCP,
-        [resume(), train("out", "rows.jsonl", training__steps=1, checkpoint__initial_load_path=_NEWEST)],
+        [resume(), train("out", "rows.jsonl", training__steps=1, checkpoint__initial_load_path=_NEWEST), _READ[0]],
         (hostile_pickle, hostile_pickle, hostile_archive),
         noticed=False,
         forged=_NEWEST,
