@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
@@ -24,15 +25,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tests.processes import run_processes
 from tests.test_inspect import FORMS, TENSORS, facts, inspect, save_step
 from tests.training import train
 from torchtitan.cli.main import main
 from torchtitan.components.chat_template import load_chat_template
-from torchtitan.components.checkpoint import folders
+from torchtitan.components.checkpoint import folders, storage
 from torchtitan.components.checkpoint.formats import format_of, open_source, write_huggingface, write_meta
 from torchtitan.components.checkpoint.marker import marker_content
-from torchtitan.components.checkpoint.reading import Reader
-from torchtitan.components.checkpoint.store import folder_at
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.checkpoint.reading import read_metadata
+from torchtitan.components.checkpoint.store import LocalFolder, folder_at
 from torchtitan.tools.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -96,7 +99,7 @@ def put_bytes(step: Path, name: str, payload: object) -> None:
 
 def text_entry(step: Path, state: str) -> str:
     """The name of the entry of a state that is not a tensor."""
-    saved = Reader(folder_at(step)).metadata.state_dict_metadata
+    saved = read_metadata(folder_at(step)).state_dict_metadata
     return next(key for key in saved if key.startswith(f"{state}.json-"))
 
 
@@ -494,6 +497,43 @@ class TestPointersOfGitLfs:
         (tmp_path / name).write_text(LFS)
         with pytest.raises(UserError, match=f"{name} {self.ADVICE}"):
             train(tmp_path / "run", hf_assets_path=tmp_path)
+
+
+class Note:
+    """A state of each rank's own."""
+
+    text = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"text": self.text}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.text = state_dict["text"]
+
+
+def load_notes(folder: Path) -> None:
+    ranks, note = Ranks(dist.group.WORLD), Note()
+    for name, message in {
+        "bad": "bad cannot be read .JSONDecodeError",
+        "lacking": "lacking was saved without a state 'note'",
+        "damaged": "damaged/.metadata cannot be read, it is damaged",
+    }.items():
+        with pytest.raises(UserError, match=message) as caught:
+            storage.load(folder_at(folder / name), {}, {"note": note}, ranks.rank, ranks)
+        assert len(set(ranks.gather(str(caught.value)))) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:
+            patch.setattr(LocalFolder, "read", None)  # the first rank reads .metadata for all
+        storage.load(folder_at(folder / "good"), {}, {"note": note}, ranks.rank, ranks)
+    assert note.text == f"of rank {ranks.rank}"
+
+
+def test_each_rank_says_the_same_of_a_bad_checkpoint(tmp_path):
+    notes = {f"note.rank{rank}": storage.encode("note", {"text": f"of rank {rank}"}) for rank in range(2)}
+    for name, of_second in {"good": notes["note.rank1"], "bad": {"json-0": "{"}, "lacking": {}, "damaged": {}}.items():
+        dcp.save({**notes, "note.rank1": of_second}, checkpoint_id=tmp_path / name)
+    (tmp_path / "damaged/.metadata").write_bytes(b"")
+    run_processes(load_notes, 2, tmp_path)
 
 
 class TestDamagedFilesOfTorch:

@@ -27,7 +27,7 @@ from torchtitan.components.checkpoint.formats.source import (
     some,
     whole,
 )
-from torchtitan.components.checkpoint.reading import Reader, in_words
+from torchtitan.components.checkpoint.reading import Reader, in_words, read_metadata
 from torchtitan.components.checkpoint.store import LocalFolder
 from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools.errors import UserError
@@ -46,8 +46,8 @@ class DcpSource(TensorSource):
 
     def __init__(self, path: str | Path, state: str = "model"):
         self.path = Path(path)
-        self._reader = Reader(LocalFolder(self.path))
-        self._metadata = self._reader.metadata
+        self._metadata = read_metadata(LocalFolder(self.path))
+        self._reader = Reader(LocalFolder(self.path), self._metadata)
         states = _states(self._metadata)
         if state not in states:
             raise UserError(f"{self.path} was saved without a state {state!r}; it has {some(sorted(states))}")
@@ -90,7 +90,7 @@ def state_forms(path: Path) -> dict[str, dict[str, TensorForm]]:
     Raises:
         UserError: where the checkpoint cannot be read.
     """
-    metadata = Reader(LocalFolder(path)).metadata
+    metadata = read_metadata(LocalFolder(path))
     return {state: _forms(metadata, keys) for state, keys in sorted(_states(metadata).items())}
 
 
