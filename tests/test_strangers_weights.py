@@ -2,12 +2,14 @@
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import pickle
 import random
 import shutil
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -536,6 +538,15 @@ def test_each_rank_says_the_same_of_a_bad_checkpoint(tmp_path):
     run_processes(load_notes, 2, tmp_path)
 
 
+def compressed(content: bytes) -> bytes:
+    """A zip file with its records compressed."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
+        for record in old.namelist():
+            new.writestr(record, old.read(record))
+    return out.getvalue()
+
+
 class TestDamagedFilesOfTorch:
     @pytest.fixture
     def saved(self, tmp_path) -> bytes:
@@ -571,6 +582,17 @@ class TestDamagedFilesOfTorch:
         storage = torch.zeros(4)._typed_storage()
         torch.save({"a": Claim()}, tmp_path / "pytorch_model.bin")
         with pytest.raises(UserError, match="a is not inside it"):
+            open_source(tmp_path)
+
+    @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
+    def test_compressed_records_are_refused(self, tmp_path, saved, name):
+        (tmp_path / name).write_bytes(compressed(saved))
+        with pytest.raises(UserError, match=f"{name} has compressed records, which torch.save does not write; load it"):
+            open_source(tmp_path)
+
+    def test_an_error_without_words_is_named(self, tmp_path):
+        (tmp_path / "pytorch_model.bin").write_bytes(b"")
+        with pytest.raises(UserError, match="cut short: EOFError;"):
             open_source(tmp_path)
 
     def test_a_pipe_in_place_of_a_file(self, tmp_path, capsys):
