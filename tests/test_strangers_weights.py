@@ -538,12 +538,12 @@ def test_each_rank_says_the_same_of_a_bad_checkpoint(tmp_path):
     run_processes(load_notes, 2, tmp_path)
 
 
-def compressed(content: bytes) -> bytes:
-    """A zip file with its records compressed."""
+def compressed(content: bytes, after_pickle: bytes = b"") -> bytes:
+    """A zip file with its records compressed, and bytes that nothing reads after its pickle."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
         for record in old.namelist():
-            new.writestr(record, old.read(record))
+            new.writestr(record, old.read(record) + after_pickle * record.endswith(".pkl"))
     return out.getvalue()
 
 
@@ -589,6 +589,21 @@ class TestDamagedFilesOfTorch:
         (tmp_path / name).write_bytes(compressed(saved))
         with pytest.raises(UserError, match=f"{name} has compressed records, which torch.save does not write; load it"):
             open_source(tmp_path)
+
+    def test_records_of_a_run_that_unpack_to_any_size(self, tmp_path):
+        step = save_step(tmp_path, 7)
+
+        def change(metadata: Metadata) -> None:
+            where = place(metadata)
+            file = step / where.relative_path
+            content = file.read_bytes()[where.offset : where.offset + where.length]
+            file.write_bytes(compressed(content, after_pickle=bytes(10**6)))
+            where.offset, where.length = 0, file.stat().st_size
+
+        change_metadata(step, change)
+        for slices in (None, (slice(0, 2), slice(0, 2))):
+            with pytest.raises(UserError, match=r"b\.weight: \S+\.distcp has compressed records"):
+                open_source(step).read("b.weight", slices)
 
     def test_an_error_without_words_is_named(self, tmp_path):
         (tmp_path / "pytorch_model.bin").write_bytes(b"")

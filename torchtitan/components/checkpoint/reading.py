@@ -12,7 +12,7 @@ import math
 import pickle
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -80,6 +80,17 @@ class Reader(dcp.FileSystemReader):
             remote = FsspecReader(str(folder))
             self.fs, self.path = remote.fs, remote.path
         self.metadata = metadata
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        """Return an entry's part of a file, unless its records would unpack to more than it has."""
+        entry = super()._slice_file(file, sinfo)
+        if entry.read(4) == b"PK\3\4":  # as torch.load tells a zip file
+            entry.seek(0)
+            records: Any = torch._C.PyTorchFileReader(entry)
+            n_bytes = sum(records.get_record_size(name) for name in records.get_all_records())
+            _require(n_bytes <= sinfo.length, f"{sinfo.relative_path} has compressed records")
+        entry.seek(0)
+        return entry
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata that this object was given."""

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from torchtitan.components.checkpoint import storage, writing
 from torchtitan.components.checkpoint.formats.source import (
@@ -77,8 +76,7 @@ class DcpSource(TensorSource):
         """A tensor that lies in one piece; DCP's reader would hold it twice."""
         place = self._metadata.storage_data[item.storage_index]
         with open(self.path / place.relative_path, "rb") as file:
-            view: Any = _create_file_view(file, place.offset, place.length)
-            tensor: Tensor = torch.load(view, map_location="cpu", weights_only=True)
+            tensor: Tensor = torch.load(self._reader._slice_file(file, place), map_location="cpu", weights_only=True)
         if TensorForm.of(tensor) != form or tensor.is_meta or tensor.layout != torch.strided:
             raise ValueError(f"{place.relative_path} holds another tensor than .metadata says")
         return tensor
