@@ -291,6 +291,17 @@ def test_checksums_of_a_wrong_shape_are_damage(tmp_path, tokenizer, caplog, cont
     assert "is damaged" in caplog.text and problem in caplog.text
 
 
+@pytest.mark.parametrize("name", ["../pipe", "/etc/passwd", "..", "tokens.bin/"])
+def test_checksums_of_other_files_are_damage(tmp_path, tokenizer, caplog, name):
+    (tmp_path / "a.txt").write_text("some text")
+    folder = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache").folder
+    os.mkfifo(folder.parent / "pipe")
+    recorded = json.loads((folder / "blocks.json").read_text())
+    (folder / "blocks.json").write_text(json.dumps({**recorded, name: recorded["tokens.bin"]}))
+    open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+    assert f"is damaged ({name!r} is not in the folder)" in caplog.text
+
+
 def test_of_a_large_file_a_sample_is_compared_or_all(tmp_path, tokenizer, monkeypatch, caplog):
     monkeypatch.setattr(disk_cache, "_BLOCK_BYTES", 32)
     (tmp_path / "a.txt").write_text("".join(f"word {i} " for i in range(300)))

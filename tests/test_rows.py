@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import re
 from pathlib import Path
 
@@ -257,6 +258,15 @@ def test_damaged_parquet_files(tmp_path):
         rows_at(path)
 
 
+def test_compressed_parquet_files_have_a_largest_size(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.parquet.gz", [{"prompt": f"text {i}"} for i in range(1000)])
+    monkeypatch.setattr("torchtitan.components.data.readers.CHUNK_SIZE", 100)
+    assert len(rows_at(path)) == 1000
+    monkeypatch.setattr("torchtitan.components.data.readers._MOST_UNPACKED", 500)
+    with raises(f"{path} unpacks to more than 500 bytes; store it unpacked, parquet compresses by itself"):
+        rows_at(path)
+
+
 @pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
 @pytest.mark.parametrize("content", ["", "null", "[]", "5", "[" * 100_000, '{"_data_files": 5, "features": 5}'])
 def test_damaged_descriptions_of_saved_datasets(tmp_path, name, content):
@@ -266,6 +276,19 @@ def test_damaged_descriptions_of_saved_datasets(tmp_path, name, content):
     with raises(f"the data set saved in {tmp_path / 'one'} cannot be read (") as error:
         rows_at(tmp_path / "one")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["../other/data-00000-of-00001.arrow", "../pipe", "/dev/zero", "..", "sub", "", 5])
+def test_saved_datasets_read_no_other_files(tmp_path, name):
+    datasets = pytest.importorskip("datasets")
+    for folder in ("one", "other"):
+        datasets.Dataset.from_dict({"prompt": ["x"]}).save_to_disk(tmp_path / folder)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "one/sub").mkdir()
+    state = tmp_path / "one/state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": name}]}))
+    with raises(f"{state} names {name!r}, which is not a file in its folder; save the data set again"):
+        rows_at(tmp_path / "one")
 
 
 def test_objects_in_tables_lose_the_keys_of_others(tmp_path):
@@ -307,12 +330,18 @@ def test_saved_images_are_not_decoded(tmp_path):
     assert row.values["prompt"] == "x" and row.values["image"]["bytes"] == b"no image"
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:100])])
-def test_damaged_saved_datasets_are_named(tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, "{}/state.json names 'data-00000-of-00001.arrow', which is not a file in its folder"),
+        (lambda file: file.write_bytes(file.read_bytes()[:100]), "the data set saved in {} cannot be read ("),
+    ],
+)
+def test_damaged_saved_datasets_are_named(tmp_path, damage, message):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"prompt": ["x"] * 1000}).save_to_disk(tmp_path / "one")
     damage(next((tmp_path / "one").glob("*.arrow")))
-    with raises(f"the data set saved in {tmp_path / 'one'} cannot be read ("):
+    with raises(message.format(tmp_path / "one")):
         rows_at(tmp_path / "one")
 
 

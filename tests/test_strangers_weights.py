@@ -2,18 +2,21 @@
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import pickle
 import random
 import shutil
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
@@ -24,15 +27,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tests.processes import run_processes
 from tests.test_inspect import FORMS, TENSORS, facts, inspect, save_step
 from tests.training import train
 from torchtitan.cli.main import main
 from torchtitan.components.chat_template import load_chat_template
-from torchtitan.components.checkpoint import folders
+from torchtitan.components.checkpoint import folders, storage
 from torchtitan.components.checkpoint.formats import format_of, open_source, write_huggingface, write_meta
 from torchtitan.components.checkpoint.marker import marker_content
-from torchtitan.components.checkpoint.reading import Reader
-from torchtitan.components.checkpoint.store import folder_at
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.checkpoint.reading import read_metadata
+from torchtitan.components.checkpoint.store import LocalFolder, folder_at
 from torchtitan.tools.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -96,7 +101,7 @@ def put_bytes(step: Path, name: str, payload: object) -> None:
 
 def text_entry(step: Path, state: str) -> str:
     """The name of the entry of a state that is not a tensor."""
-    saved = Reader(folder_at(step)).metadata.state_dict_metadata
+    saved = read_metadata(folder_at(step)).state_dict_metadata
     return next(key for key in saved if key.startswith(f"{state}.json-"))
 
 
@@ -496,6 +501,52 @@ class TestPointersOfGitLfs:
             train(tmp_path / "run", hf_assets_path=tmp_path)
 
 
+class Note:
+    """A state of each rank's own."""
+
+    text = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"text": self.text}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.text = state_dict["text"]
+
+
+def load_notes(folder: Path) -> None:
+    ranks, note = Ranks(dist.group.WORLD), Note()
+    for name, message in {
+        "bad": "bad cannot be read .JSONDecodeError",
+        "lacking": "lacking was saved without a state 'note'",
+        "damaged": "damaged/.metadata cannot be read, it is damaged",
+    }.items():
+        with pytest.raises(UserError, match=message) as caught:
+            storage.load(folder_at(folder / name), {}, {"note": note}, ranks.rank, ranks)
+        assert len(set(ranks.gather(str(caught.value)))) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:
+            patch.setattr(LocalFolder, "read", None)  # the first rank reads .metadata for all
+        storage.load(folder_at(folder / "good"), {}, {"note": note}, ranks.rank, ranks)
+    assert note.text == f"of rank {ranks.rank}"
+
+
+def test_each_rank_says_the_same_of_a_bad_checkpoint(tmp_path):
+    notes = {f"note.rank{rank}": storage.encode("note", {"text": f"of rank {rank}"}) for rank in range(2)}
+    for name, of_second in {"good": notes["note.rank1"], "bad": {"json-0": "{"}, "lacking": {}, "damaged": {}}.items():
+        dcp.save({**notes, "note.rank1": of_second}, checkpoint_id=tmp_path / name)
+    (tmp_path / "damaged/.metadata").write_bytes(b"")
+    run_processes(load_notes, 2, tmp_path)
+
+
+def compressed(content: bytes, after_pickle: bytes = b"") -> bytes:
+    """A zip file with its records compressed, and bytes that nothing reads after its pickle."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
+        for record in old.namelist():
+            new.writestr(record, old.read(record) + after_pickle * record.endswith(".pkl"))
+    return out.getvalue()
+
+
 class TestDamagedFilesOfTorch:
     @pytest.fixture
     def saved(self, tmp_path) -> bytes:
@@ -531,6 +582,32 @@ class TestDamagedFilesOfTorch:
         storage = torch.zeros(4)._typed_storage()
         torch.save({"a": Claim()}, tmp_path / "pytorch_model.bin")
         with pytest.raises(UserError, match="a is not inside it"):
+            open_source(tmp_path)
+
+    @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
+    def test_compressed_records_are_refused(self, tmp_path, saved, name):
+        (tmp_path / name).write_bytes(compressed(saved))
+        with pytest.raises(UserError, match=f"{name} has compressed records, which torch.save does not write; load it"):
+            open_source(tmp_path)
+
+    def test_records_of_a_run_that_unpack_to_any_size(self, tmp_path):
+        step = save_step(tmp_path, 7)
+
+        def change(metadata: Metadata) -> None:
+            where = place(metadata)
+            file = step / where.relative_path
+            content = file.read_bytes()[where.offset : where.offset + where.length]
+            file.write_bytes(compressed(content, after_pickle=bytes(10**6)))
+            where.offset, where.length = 0, file.stat().st_size
+
+        change_metadata(step, change)
+        for slices in (None, (slice(0, 2), slice(0, 2))):
+            with pytest.raises(UserError, match=r"b\.weight: \S+\.distcp has compressed records"):
+                open_source(step).read("b.weight", slices)
+
+    def test_an_error_without_words_is_named(self, tmp_path):
+        (tmp_path / "pytorch_model.bin").write_bytes(b"")
+        with pytest.raises(UserError, match="cut short: EOFError;"):
             open_source(tmp_path)
 
     def test_a_pipe_in_place_of_a_file(self, tmp_path, capsys):

@@ -12,7 +12,7 @@ import math
 import pickle
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -71,34 +71,53 @@ class Reader(dcp.FileSystemReader):
 
     Args:
         folder: the checkpoint's.
-
-    Raises:
-        UserError: if `.metadata` cannot be read, has anything but DCP's records in it, or does not fit the files.
+        metadata: as `read_metadata` returned it, on this rank or another.
     """
 
-    def __init__(self, folder: Folder):
+    def __init__(self, folder: Folder, metadata: Metadata):
         super().__init__(str(folder))
         if not isinstance(folder, LocalFolder):
             remote = FsspecReader(str(folder))
             self.fs, self.path = remote.fs, remote.path
-        file = f"{folder}/{DCP_METADATA}"
-        try:
-            sizes = folder.files()
-            self.metadata = _checked(_Unpickler(folder.read(DCP_METADATA)).load(), sizes)
-        except _CodeError as error:
-            raise UserError(
-                f"{file} names {in_words(error)}, which could run code, and is not loaded: it is damaged or made to do "
-                "harm; take the checkpoint from another source"
-            ) from error
-        except Exception as error:  # the bytes are anybody's, and there is no end to what they lead to
-            raise damaged(file, in_words(error)) from error
-        for name, n_bytes in _needed(self.metadata.storage_data.values()).items():
-            if n_bytes > sizes[name]:
-                raise damaged(f"{folder}/{name}", f"it has {sizes[name]:,} bytes, and {n_bytes:,} are needed")
+        self.metadata = metadata
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        """Return an entry's part of a file, unless its records would unpack to more than it has."""
+        entry = super()._slice_file(file, sinfo)
+        if entry.read(4) == b"PK\3\4":  # as torch.load tells a zip file
+            entry.seek(0)
+            records: Any = torch._C.PyTorchFileReader(entry)
+            n_bytes = sum(records.get_record_size(name) for name in records.get_all_records())
+            _require(n_bytes <= sinfo.length, f"{sinfo.relative_path} has compressed records")
+        entry.seek(0)
+        return entry
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, which was read when this object was made."""
+        """Return the metadata that this object was given."""
         return self.metadata
+
+
+def read_metadata(folder: Folder) -> Metadata:
+    """Return the checked metadata of the checkpoint in `folder`.
+
+    Raises:
+        UserError: if `.metadata` cannot be read, has anything but DCP's records in it, or does not fit the files.
+    """
+    file = f"{folder}/{DCP_METADATA}"
+    try:
+        sizes = folder.files()
+        metadata = _checked(_Unpickler(folder.read(DCP_METADATA)).load(), sizes)
+    except _CodeError as error:
+        raise UserError(
+            f"{file} names {in_words(error)}, which could run code, and is not loaded: it is damaged or made to do "
+            "harm; take the checkpoint from another source"
+        ) from error
+    except Exception as error:  # the bytes are anybody's, and there is no end to what they lead to
+        raise damaged(file, in_words(error)) from error
+    for name, n_bytes in _needed(metadata.storage_data.values()).items():
+        if n_bytes > sizes[name]:
+            raise damaged(f"{folder}/{name}", f"it has {sizes[name]:,} bytes, and {n_bytes:,} are needed")
+    return metadata
 
 
 class Planner(DefaultLoadPlanner):

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.reading import Planner, Reader, in_words
+from torchtitan.components.checkpoint.reading import Planner, Reader, in_words, read_metadata
 from torchtitan.components.checkpoint.staging import Entries
 from torchtitan.components.checkpoint.store import Folder
 from torchtitan.components.checkpoint.writing import failure_cause
@@ -77,14 +77,14 @@ def load(
     Raises:
         UserError: on every rank, where the checkpoint lacks a state, does not fit or cannot be read.
     """
-    reader = Reader(path)
-    saved = _saved_entries(reader.metadata)
+    metadata = ranks.first_decides(lambda: read_metadata(path))
+    saved = _saved_entries(metadata)
     states = {name: state for name, state in states.items() if name in saved or name not in optional}
     keys = {name: name for name in states} | {name: rank_key(name, saved_rank) for name in rank_states}
-    for name, key in keys.items():
-        if key not in saved:
-            excluded = f"to go on without, list {name} in checkpoint.exclude_from_loading"
-            raise UserError(f"{path} was saved without a state {name!r}; {excluded}")
+    lacking = [name for of_rank in ranks.gather([name for name in keys if keys[name] not in saved]) for name in of_rank]
+    if lacking:
+        excluded = f"to go on without, list {lacking[0]} in checkpoint.exclude_from_loading"
+        raise UserError(f"{path} was saved without a state {lacking[0]!r}; {excluded}")
     templates = {name: state.state_dict() for name, state in states.items()}
     _check_tensors(path, templates, saved, ranks)
     targets: dict[str, Entries] = {name: dict(_tensors(template)) for name, template in templates.items()}
@@ -93,16 +93,22 @@ def load(
     try:
         dcp.load(
             request,
-            storage_reader=reader,
+            storage_reader=Reader(path, metadata),
             planner=Planner(),
             process_group=ranks.group,
             no_dist=ranks.group is None,
         )
-        decoded = {name: decode(request[key], templates.get(name, {})) for name, key in keys.items()}
     except dcp.CheckpointException as error:
         raise _unreadable(path, failure_cause(error)) from error
-    except (TypeError, ValueError, RecursionError) as error:  # of JSON that no run has written
-        raise _unreadable(path, error) from error
+    decoded: dict[str, dict[str, Any]] = {}
+
+    def decode_all() -> None:
+        try:
+            decoded.update({name: decode(request[key], templates.get(name, {})) for name, key in keys.items()})
+        except (TypeError, ValueError, RecursionError) as error:  # of JSON that no run has written
+            raise _unreadable(path, error) from error
+
+    ranks.together(decode_all)  # each has a state of its own
     for name, state in {**states, **rank_states}.items():
         state.load_state_dict(decoded[name])
     return set(keys)
@@ -158,7 +164,7 @@ def saved_shapes(path: Folder, state: str) -> dict[str, torch.Size]:
     Raises:
         UserError: where it cannot be read.
     """
-    return {name: form.size for name, form in _tensor_forms(_saved_entries(Reader(path).metadata).get(state, {}))}
+    return {name: form.size for name, form in _tensor_forms(_saved_entries(read_metadata(path)).get(state, {}))}
 
 
 def _tensors(state_dict: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:

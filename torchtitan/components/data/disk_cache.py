@@ -150,12 +150,15 @@ def _record_blocks(folder: Path) -> None:
 
 def _check_blocks(folder: Path, whole: bool) -> None:
     """Raise `ValueError`, or another error of `readable`, unless the files are as `_record_blocks` saw them."""
-    for path in folder.iterdir():
+    paths = list(folder.iterdir())
+    for path in paths:
         if not path.is_file():  # reading a pipe or a device may take forever
             raise ValueError(f"{path.name} is not a file")
     recorded = json.loads((folder / _BLOCKS_FILE).read_text())
-    if unknown := {path.name for path in folder.iterdir() if path.name[0] != "."} - {_BLOCKS_FILE, *recorded}:
+    if unknown := {path.name for path in paths if path.name[0] != "."} - {_BLOCKS_FILE, *recorded}:
         raise ValueError(f"{_BLOCKS_FILE} says nothing of {min(unknown)}")
+    if missing := {*recorded} - {path.name for path in paths}:  # a path that leads elsewhere is none of the files
+        raise ValueError(f"{min(missing)!r} is not in the folder")
     for name, (size, checksums) in recorded.items():
         with (folder / name).open("rb") as file:
             n_bytes, n_blocks = os.fstat(file.fileno()).st_size, len(checksums)

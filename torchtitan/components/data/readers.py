@@ -49,6 +49,9 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK_SIZE = 1 << 20
 """Characters of a text file read at a time."""
 
+_MOST_UNPACKED = 4 << 30
+"""Bytes of a parquet file that was compressed as a whole, all of which are in memory."""
+
 
 def file_format(path: Path) -> str | None:
     """The file's extension without a compression's, if there is a reader for it: `.jsonl` for `a.jsonl.zst`."""
@@ -332,9 +335,7 @@ def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) ->
     import pyarrow
     from pyarrow import parquet
 
-    compressed = path.suffix.lower() in COMPRESSIONS
-    # Parquet is read from its end: what is compressed as a whole has to be in memory.
-    source = pyarrow.BufferReader(_open_bytes(path, lambda _: None).read()) if compressed else path
+    source = pyarrow.BufferReader(_unpacked(path)) if path.suffix.lower() in COMPRESSIONS else path
     try:
         file = parquet.ParquetFile(source, page_checksum_verification=True)
         check_names(file.schema_arrow.names, str(path))
@@ -351,6 +352,18 @@ def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) ->
         raise UserError(f"{path} is not a readable parquet file: {first_line(error)}") from None
     if n_read != n_rows:
         raise UserError(f"{path} is not a readable parquet file: it has {n_read:,} rows, and should have {n_rows:,}")
+
+
+def _unpacked(path: Path) -> bytearray:
+    """Return all of a compressed parquet file, which is read from its end and so has to be in memory."""
+    content = bytearray()
+    with _open_bytes(path, lambda _: None) as file:
+        while piece := file.read(CHUNK_SIZE):
+            content += piece
+            if len(content) > _MOST_UNPACKED:
+                most = f"{_MOST_UNPACKED:,} bytes"
+                raise UserError(f"{path} unpacks to more than {most}; store it unpacked, parquet compresses by itself")
+    return content
 
 
 def first_line(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """Tables of the library `datasets`: folders that it saved, and repositories that it fetched."""
 
+import json
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -82,6 +83,7 @@ def saved_table(folder: Path) -> Table:
             for path in folder.iterdir():
                 if not path.is_dir():
                     regular_file(path)
+            _check_names(folder)
             return load_from_disk(folder)
         except UserError:
             raise
@@ -89,6 +91,15 @@ def saved_table(folder: Path) -> Table:
             raise _cannot_be_read(str(folder), error) from error
 
     return Table(str(folder), load, lambda dataset: sorted(path for path in folder.iterdir() if path.is_file()))
+
+
+def _check_names(folder: Path) -> None:
+    """Refuse a saved data set whose description names a file that is not in its folder."""
+    state = folder / "state.json"
+    for data_file in json.loads(state.read_bytes())["_data_files"]:
+        name = data_file["filename"]
+        if name not in {path.name for path in folder.iterdir() if path.is_file()}:
+            raise UserError(f"{state} names {name!r}, which is not a file in its folder; save the data set again")
 
 
 def hub_table(path: str, name: str | None, split: str) -> Table:

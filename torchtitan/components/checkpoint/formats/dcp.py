@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from torchtitan.components.checkpoint import storage, writing
 from torchtitan.components.checkpoint.formats.source import (
@@ -27,7 +26,7 @@ from torchtitan.components.checkpoint.formats.source import (
     some,
     whole,
 )
-from torchtitan.components.checkpoint.reading import Reader, in_words
+from torchtitan.components.checkpoint.reading import Reader, in_words, read_metadata
 from torchtitan.components.checkpoint.store import LocalFolder
 from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools.errors import UserError
@@ -46,8 +45,8 @@ class DcpSource(TensorSource):
 
     def __init__(self, path: str | Path, state: str = "model"):
         self.path = Path(path)
-        self._reader = Reader(LocalFolder(self.path))
-        self._metadata = self._reader.metadata
+        self._metadata = read_metadata(LocalFolder(self.path))
+        self._reader = Reader(LocalFolder(self.path), self._metadata)
         states = _states(self._metadata)
         if state not in states:
             raise UserError(f"{self.path} was saved without a state {state!r}; it has {some(sorted(states))}")
@@ -77,8 +76,7 @@ class DcpSource(TensorSource):
         """A tensor that lies in one piece; DCP's reader would hold it twice."""
         place = self._metadata.storage_data[item.storage_index]
         with open(self.path / place.relative_path, "rb") as file:
-            view: Any = _create_file_view(file, place.offset, place.length)
-            tensor: Tensor = torch.load(view, map_location="cpu", weights_only=True)
+            tensor: Tensor = torch.load(self._reader._slice_file(file, place), map_location="cpu", weights_only=True)
         if TensorForm.of(tensor) != form or tensor.is_meta or tensor.layout != torch.strided:
             raise ValueError(f"{place.relative_path} holds another tensor than .metadata says")
         return tensor
@@ -90,7 +88,7 @@ def state_forms(path: Path) -> dict[str, dict[str, TensorForm]]:
     Raises:
         UserError: where the checkpoint cannot be read.
     """
-    metadata = Reader(LocalFolder(path)).metadata
+    metadata = read_metadata(LocalFolder(path))
     return {state: _forms(metadata, keys) for state, keys in sorted(_states(metadata).items())}
 
 

@@ -4,6 +4,7 @@ Only tensors are ever created from such a file, and no tensor is read to find it
 """
 
 import pickle
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +87,11 @@ def tensors_in(file: Path) -> dict[str, Piece]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
+        _check_stored(file)
         with FakeTensorMode():
             tensors = torch.load(file, weights_only=True)
+    except UserError:
+        raise
     except pickle.UnpicklingError as error:
         # torch's first line advises to load the file all the same; the second one names the object.
         reason = [line for line in str(error).splitlines() if line.strip()][:2][-1]
@@ -97,7 +101,7 @@ def tensors_in(file: Path) -> dict[str, Piece]:
             "use safetensors files",
         ) from error
     except Exception as error:  # there is no end to what damaged bytes lead to
-        raise damaged(file, str(error).split("\n")[0]) from error
+        raise damaged(file, str(error).split("\n")[0] or type(error).__name__) from error
     is_named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
     if not is_named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise UserError(f"{file} is not a file of weights: it must hold a dict of tensors")
@@ -112,3 +116,14 @@ def tensors_in(file: Path) -> dict[str, Piece]:
             raise damaged(file, f"{name} is not inside it")
         pieces[name] = piece
     return pieces
+
+
+def _check_stored(file: Path) -> None:
+    """Refuse compressed records: their tensors have no place in the file, and they could unpack to any size."""
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as records:
+        if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
+            raise UserError(
+                f"{file} has compressed records, which torch.save does not write; load it with torch and save it again"
+            )
