@@ -78,7 +78,7 @@ class FolderLock:
 
 
 def _open(path: Path) -> int:
-    """Open the file, but not through a link, which could lead to any file of the user: the holder is written into it."""
+    """Open the file, but not through a link, which could lead to any file of the user."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
