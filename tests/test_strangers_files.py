@@ -14,6 +14,7 @@ from torchtitan.components.checkpoint.assets import files_in
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
+from torchtitan.components.tokenizer.backend import reading
 from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.llama3 import FLAVORS, FORMATS
@@ -177,7 +178,7 @@ TEMPLATE: dict[str, Any] = {"type": "TemplateProcessing", "single": [TEXT], "pai
         ({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}}, "is not .* can use"),  # one
         (
             {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"}},
-            r"is not .* can use: .*Missing \[UNK\]",
+            r"cannot encode a text: .*Missing \[UNK\]",
         ),
     ],
 )
@@ -186,9 +187,30 @@ def test_a_tokenizer_that_the_library_cannot_use(tmp_path, changes, message):
         tokenizer_with(tmp_path, **changes).encode("Häm")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"post_processor": {**TEMPLATE, "single": [SPECIAL, TEXT]}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    ],
+)
+def test_a_panic_prints_nothing_before_the_message(tmp_path, capfd, changes):
+    with pytest.raises(UserError):
+        tokenizer_with(tmp_path, **changes)
+    assert capfd.readouterr().err == ""
+    os.write(2, b"shown")
+    assert capfd.readouterr().err == "shown"
+
+
+def test_what_is_printed_while_a_good_tokenizer_is_read_is_shown(tmp_path, capfd):
+    with reading(tmp_path):
+        os.write(2, "a wörning\n".encode())
+    assert capfd.readouterr().err == "a wörning\n"
+
+
 def test_a_panic_at_a_text_names_the_file(tmp_path):
     tokenizer = tokenizer_with(tmp_path, normalizer={"type": "Prepend", "prepend": ""})
-    with pytest.raises(UserError, match="tokenizer.json' is not a tokenizer that `tokenizers` can use"):
+    with pytest.raises(UserError, match="tokenizer.json' cannot encode a text: "):
         tokenizer.encode("Hello wörld 🦙")
 
 
