@@ -48,7 +48,7 @@ _UNUSABLE = "is not a tokenizer that `tokenizers` can use"
 
 @contextlib.contextmanager
 def naming(path: Path, fault: str = _UNUSABLE) -> Iterator[None]:
-    """Around calls of the library `tokenizers`: what it raises becomes a `UserError` that names the file and `fault`."""
+    """Around calls of the library `tokenizers`: what it raises becomes a `UserError` of the file and `fault`."""
     try:
         yield
     except UserError:
