@@ -430,3 +430,11 @@ def test_a_closed_pipe_ends_quietly(args: list[str]) -> None:
     os.close(writer)
     assert result.stderr == ""
     assert result.returncode == -signal.SIGPIPE
+
+
+def test_a_module_of_the_current_folder_hides_no_library(tmp_path: Path) -> None:
+    for name in ("tyro", "torch", "dataclasses", "shlex"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger was here')")
+    command = [sys.executable, "-m", "torchtitan.train", "--help"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0 and "--dump_folder" in result.stdout, result.stderr

@@ -143,6 +143,8 @@ class FakeHub(ThreadingHTTPServer):
         """Contents that the server sends in place of the listed ones."""
         self.torn: set[str] = set()
         """Files that arrive without their second half."""
+        self.answers: dict[str, bytes] = {}
+        """What is answered, with status 200, where a part of the address is asked for."""
         self.fetched: Counter[str] = Counter()
 
     @property
@@ -163,6 +165,9 @@ class FakeHubHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        if found := [answer for part, answer in self.server.answers.items() if part in path]:
+            self.answer(found[0], {"Content-Type": "application/json"})
+            return
         if "/resolve/" not in path:
             answer = self.server.listed if "/tree/" in path else {"id": "a/b", "sha": FakeHub.sha}
             if "/tree/" not in path:
@@ -300,3 +305,25 @@ def test_names_with_marks_of_patterns_are_names(fake_hub, tmp_path):
     fake_hub.files = {"model[1].safetensors": b"weights", "model1.safetensors": b"others"}
     assert main(["download", "a/b", "--dest", str(tmp_path / "model")]) == 0
     assert content_of(tmp_path / "model") == fake_hub.files
+
+
+INFO = b'{"id": "a/b", "siblings": %s}'
+
+
+@pytest.mark.parametrize(
+    ("part", "answer"),
+    [
+        *(("/api/", answer) for answer in (b"", b"<html>", b"null", b"[]", b'"text"', b"{}", b"\xff", b"[" * 100_000)),
+        *(("/api/", INFO % siblings) for siblings in (b"[{}]", b"[3]", b'[{"rfilename": 3}]', b"3")),
+        ("/api/", INFO % b'[{"rfilename": "config.json", "lfs": {}}]'),
+        ("/api/", INFO % b'[{"rfilename": "config.json", "blobId": "3"}]'),  # no sha
+        ("/api/", b'{"id": "a/b", "lastModified": "yesterday"}'),
+        *(("/tree/", answer) for answer in (b"", b"null", b"[3]")),
+    ],
+)
+def test_an_answer_that_is_not_the_hub_s_is_one_line(fake_hub, tmp_path, capsys, part, answer):
+    fake_hub.answers = {part: answer}
+    assert main(["download", "a/b", "--dest", str(tmp_path / "model")]) == 2
+    output = capsys.readouterr().err
+    assert f":{fake_hub.server_port} does not answer like the Hugging Face hub (" in output
+    assert output.startswith("torchtitan download: ") and output.count("\n") == 1

@@ -132,6 +132,17 @@ def test_a_file_system_without_locks(
     assert "has no locks: let no other run use this folder" in caplog.text
 
 
+def test_a_link_in_the_lock_s_place_is_not_written_through(tmp_path: Path) -> None:
+    (precious := tmp_path / "precious").write_text("text")
+    for target in (precious, tmp_path / "new"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / FILE).unlink(missing_ok=True)
+        (tmp_path / "run" / FILE).symlink_to(target)
+        with pytest.raises(UserError, match="run/run.lock' is a link; remove it"):
+            lock_folder(tmp_path / "run")
+    assert precious.read_text() == "text" and not (tmp_path / "new").exists()
+
+
 def test_a_trainer_holds_the_lock_until_it_is_closed(tmp_path: Path) -> None:
     trainer = train(tmp_path / "run", training__steps=1)
     assert trainer.folder_lock is None and tmp_path / "run" not in folder_lock._held

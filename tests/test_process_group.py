@@ -16,6 +16,7 @@ from tests.processes import run_processes
 from torchtitan.config import CommConfig
 from torchtitan.distributed import process_group
 from torchtitan.distributed.attempt_store import attempt_store
+from torchtitan.tools.errors import UserError
 
 
 def use_and_leave(folder: Path) -> None:
@@ -143,14 +144,64 @@ def test_addresses_that_keep_a_run_on_its_host(
     assert os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo") == on_loopback
 
 
-def test_a_store_at_a_loopback_address_listens_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def free_port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A port at a loopback address, where ranks are to meet."""
     with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
+    return port
+
+
+def test_a_store_at_a_loopback_address_listens_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port(monkeypatch)
     store = process_group._loopback_store(0, 1, timedelta(seconds=60))
     store.set("key", "value")
     socket.create_connection(("127.0.0.1", port)).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port))
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port(monkeypatch)
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(UserError, match=rf"^MASTER_ADDR:MASTER_PORT is '127.0.0.1:{port}'.*\(Address already in use\)"),
+    ):
+        process_group._loopback_store(0, 1, timedelta(seconds=60))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("port", [None, "", "no", "0", "65536"])
+def test_no_port(monkeypatch: pytest.MonkeyPatch, rank: int, port: str | None) -> None:
+    free_port(monkeypatch)
+    monkeypatch.delenv("MASTER_PORT")
+    if port is not None:
+        monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(UserError, match=rf"^MASTER_ADDR:MASTER_PORT is '127.0.0.1:{port or ''}', and must"):
+        process_group._loopback_store(rank, 2, timedelta(seconds=60))
+
+
+def test_a_store_that_fails_leaves_no_socket_and_closes_no_other_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    port = free_port(monkeypatch)
+    descriptors = []
+
+    def refuse(*_: Any, master_listen_fd: int, **__: Any) -> None:
+        raise dist.DistStoreError("refused")
+
+    def time_out(*_: Any, master_listen_fd: int, **__: Any) -> None:
+        """As PyTorch's own, which has closed the socket then; its number is another file's."""
+        os.close(master_listen_fd)
+        descriptors.append(os.open(tmp_path, os.O_RDONLY))
+        assert descriptors == [master_listen_fd]
+        raise dist.DistStoreError("timed out")
+
+    for store in (refuse, time_out):
+        monkeypatch.setattr(dist, "TCPStore", store)
+        with pytest.raises(dist.DistStoreError):
+            process_group._loopback_store(0, 1, timedelta(seconds=60))
+        socket.create_server(("127.0.0.1", port)).close()
+    os.close(descriptors[0])  # fails where it is closed already

@@ -14,6 +14,7 @@ from torchtitan.components.checkpoint.assets import files_in
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
+from torchtitan.components.tokenizer.backend import reading
 from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.llama3 import FLAVORS, FORMATS
@@ -50,6 +51,23 @@ def test_json_has_a_largest_size(tmp_path):
         json_file.read_object(tmp_path / "x.json")
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "is not a regular file"),
+        (os.mkdir, "is not a regular file"),
+        (lambda path: os.symlink("/dev/zero", path), "is not a regular file"),
+        (lambda path: os.symlink("gone", path), "is a link to 'gone', which does not exist"),
+        (lambda path: os.symlink("x.json", path), "cannot be read: Too many levels of symbolic links"),
+    ],
+)
+def test_json_in_something_that_is_no_file(tmp_path, make, message):
+    assert json_file.read_object(tmp_path / "x.json") == {}
+    make(tmp_path / "x.json")
+    with pytest.raises(UserError, match=f"x.json' {message}"):
+        json_file.read_object(tmp_path / "x.json")
+
+
 def test_json_nested_as_deep_as_may_be(tmp_path):
     assert json_file.loads('{"a":' * 100 + "1" + "}" * 100, "x")
 
@@ -65,7 +83,7 @@ PARAMS_JSON = {"dim": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 2048}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 10**9}, "--model.n_layers is 1000000000, and must be from 1 to 10000"),
+        ({"num_hidden_layers": 2001}, "--model.n_layers is 2001, and must be from 1 to 2000"),
         (
             {"hidden_size": 10**18},
             "config.json: hidden_size is 10{18}, and must be a whole number from 1 to",
@@ -75,8 +93,8 @@ PARAMS_JSON = {"dim": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 2048}
         ({"intermediate_size": 2**25}, "--model.ffn_dim is 33554432, and must be from 1 to 16777216"),
         ({"head_dim": 2**26}, "--model.head_dim is 67108864, and must be from 1 to 16777216"),
         (
-            {"hidden_size": 2**20, "num_hidden_layers": 9999, "intermediate_size": 2**24},
-            r"--model.dim 1048576, n_layers 9999, .* make a model of .* parameters, and 1.8e\+13 are the most",
+            {"hidden_size": 2**20, "num_hidden_layers": 1999, "intermediate_size": 2**24},
+            r"--model.dim 1048576, n_layers 1999, .* make a model of .* parameters, and 1.8e\+13 are the most",
         ),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0"),
@@ -105,7 +123,7 @@ def test_sizes_of_a_config_json(changes, message):
         ({"ffn_dim_multiplier": 1e308}, "ffn_dim_multiplier is"),
         ({"ffn_dim_multiplier": 1e17}, "--model.ffn_dim is 68.*, and must be from 1 to 16777216"),
         ({"dim": int("9" * 4000)}, "dim is 9999"),
-        ({"n_layers": 10**9}, "--model.n_layers is 1000000000, and must be from 1 to 10000"),
+        ({"n_layers": 10**9}, "--model.n_layers is 1000000000, and must be from 1 to 2000"),
         ({"torchtitan": {"max_seq_len": 10**18}}, "max_seq_len is 10{18}"),
     ],
 )
@@ -117,7 +135,7 @@ def test_sizes_of_a_params_json(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_layers": 10**9}, "--model.n_layers is 1000000000, and must be from 1 to 10000"),
+        ({"n_layers": 10**9}, "--model.n_layers is 1000000000, and must be from 1 to 2000"),
         ({"n_heads": 0}, "--model.n_heads is 0, and must be from 1 to 16777216"),
         ({"dim": "256"}, "'dim' is '256', and must be a whole number"),
         ({"dim": 256.0}, "'dim' is 256.0, and must be a whole number"),
@@ -160,7 +178,7 @@ TEMPLATE: dict[str, Any] = {"type": "TemplateProcessing", "single": [TEXT], "pai
         ({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}}, "is not .* can use"),  # one
         (
             {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"}},
-            r"is not .* can use: .*Missing \[UNK\]",
+            r"cannot encode a text: .*Missing \[UNK\]",
         ),
     ],
 )
@@ -169,9 +187,30 @@ def test_a_tokenizer_that_the_library_cannot_use(tmp_path, changes, message):
         tokenizer_with(tmp_path, **changes).encode("Häm")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"post_processor": {**TEMPLATE, "single": [SPECIAL, TEXT]}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    ],
+)
+def test_a_panic_prints_nothing_before_the_message(tmp_path, capfd, changes):
+    with pytest.raises(UserError):
+        tokenizer_with(tmp_path, **changes)
+    assert capfd.readouterr().err == ""
+    os.write(2, b"shown")
+    assert capfd.readouterr().err == "shown"
+
+
+def test_what_is_printed_while_a_good_tokenizer_is_read_is_shown(tmp_path, capfd):
+    with reading(tmp_path):
+        os.write(2, "a wörning\n".encode())
+    assert capfd.readouterr().err == "a wörning\n"
+
+
 def test_a_panic_at_a_text_names_the_file(tmp_path):
     tokenizer = tokenizer_with(tmp_path, normalizer={"type": "Prepend", "prepend": ""})
-    with pytest.raises(UserError, match="tokenizer.json' is not a tokenizer that `tokenizers` can use"):
+    with pytest.raises(UserError, match="tokenizer.json' cannot encode a text: "):
         tokenizer.encode("Hello wörld 🦙")
 
 

@@ -1,8 +1,13 @@
 """Folders in which something is prepared: none outlives its process for longer than until the next call."""
 
+import errno
+import fcntl
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,7 +69,8 @@ def test_the_next_one_removes_what_a_killed_process_left_and_nothing_else(target
     killed, alive = Holder(target), Holder(target)
     assert killed.end(signal.SIGKILL) == -signal.SIGKILL
     others = [
-        target.parent / name for name in (f"{target.name}.mine.partial", f"{target.name}.partial", "out.a.partial")
+        target.parent / name
+        for name in (f"{target.name}.mine.partial", f"{target.name}.partial", f"out.{'a' * 16}.partial")
     ]
     for other in others:
         other.mkdir()
@@ -83,3 +89,74 @@ def test_it_goes_with_an_error(target: Path) -> None:
     with pytest.raises(KeyError), workplace(target) as folder:
         raise KeyError
     assert not folder.exists() and list(target.parent.iterdir()) == []
+
+
+def abandoned(target: Path, mark: str, *, age: float, locked: bool | None = None) -> Path:
+    """The folder of a process that was killed before it had named its lock; without any lock, an empty folder."""
+    folder = target.parent / f"{target.name}.{mark * 16}.partial"
+    folder.mkdir()
+    if locked is not None:
+        (folder / "new.lock").touch()
+    os.utime(folder, (time.time() - age,) * 2)
+    return folder
+
+
+def test_a_process_that_was_killed_before_it_named_its_lock(target: Path) -> None:
+    gone = [abandoned(target, "0", age=61), abandoned(target, "1", age=61, locked=False)]
+    others = [
+        *(abandoned(target, "2", age=0), abandoned(target, "3", age=0, locked=False)),
+        *(abandoned(target, "4", age=61, locked=True), abandoned(target, "5", age=61)),
+    ]
+    (others[3] / "mine").touch()
+    os.utime(others[3], (0, 0))
+    with open(others[2] / "new.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with workplace(target):
+            assert not any(folder.exists() for folder in gone)
+    assert sorted(target.parent.iterdir()) == sorted(others)
+
+
+def test_another_thread_leaves_nothing_behind(target: Path) -> None:
+    errors = []
+
+    def enter() -> None:
+        try:
+            with workplace(target):
+                pass
+        except ValueError as error:
+            errors.append(error)
+
+    (thread := threading.Thread(target=enter)).start()
+    thread.join()
+    assert "main thread" in str(errors[0]) and list(target.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["mkdir", "flock"])
+def test_a_signal_right_after_the_folder_was_made(target: Path, moment: str) -> None:
+    made = "os.mkdir" if moment == "mkdir" else "fcntl.flock"
+    before = f"""
+import fcntl, os, signal
+real = {made}
+def interrupted(*args, **options):
+    real(*args, **options)
+    os.kill(os.getpid(), signal.SIGTERM)
+{made} = interrupted
+"""
+    assert Holder(target, before=before).process.wait(60) == -signal.SIGTERM
+    assert list(target.parent.iterdir()) == []
+
+
+def test_only_a_file_system_without_locks_goes_without_one(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, works in ((errno.ENOLCK, True), (errno.EIO, False)):
+
+        def refuse(file: object, operation: int, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        if works:
+            with workplace(target) as folder:
+                assert (folder / "workplace.lock").exists()
+        else:
+            with pytest.raises(OSError, match="Input/output"), workplace(target):
+                pass
+    assert list(target.parent.iterdir()) == []

@@ -1,12 +1,18 @@
 """Entry point of one training process: `python -m torchtitan.train --module M --config C …`, also under torchrun."""
 
+# ruff: noqa: E402 (the libraries are looked for from below on)
+import os
+import sys
+
+# As in torchtitan/__main__.py: the current folder, which may be a stranger's, hides no library.
+if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] == os.getcwd():
+    del sys.path[0]
+
 import contextlib
 import dataclasses
 import io
 import logging
-import os
 import shlex
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence

@@ -1,18 +1,19 @@
 """`torchtitan download`: a model's files from the Hugging Face hub."""
 
 import argparse
+import contextlib
 import fnmatch
 import glob
 import hashlib
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.model_folder import DOWNLOADS
+from torchtitan.tools.model_folder import DOWNLOADS, is_lfs_pointer
 from torchtitan.tools.terminal import print_error
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ _ORIGINAL = "original/*"
 _ARRIVING = ".download"
 """Name of the folder in it for files that have not been compared yet."""
 
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]|/(/|$)|^(/|[A-Za-z]:|$)|(^|/)\.{1,2}(/|$)")
 """In names that would lead out of the folder, on this or another system, or that a terminal would obey."""
 
@@ -87,9 +87,11 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
     try:
         validate_repo_id(repo_id)
         # Asked first: without an answer, the library takes a folder that has any file in it for the repository's.
-        info = api.model_info(repo_id, revision=options.revision, files_metadata=True)
-        files = {file.rfilename: file for file in info.siblings or []}
-        if unsafe := [name for name in files if _UNSAFE.search(name)]:
+        with _answer_of(api):
+            info = api.model_info(repo_id, revision=options.revision, files_metadata=True)
+            files = {file.rfilename: file for file in info.siblings or []}
+            unsafe = [name for name in files if _UNSAFE.search(name)]
+        if unsafe:
             raise UserError(f"{repo_id} has a file called {unsafe[0]!r}, which may lead out of the folder: not fetched")
         names = _wanted(list(files), options)
         if not names:
@@ -137,7 +139,8 @@ def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[Re
             for torn in arriving.rglob("*.incomplete"):  # the library never continues one
                 torn.unlink()
             patterns = [glob.escape(name) for name in missing]
-            api.snapshot_download(repo_id, revision=revision, local_dir=arriving, allow_patterns=patterns)
+            with _answer_of(api):
+                api.snapshot_download(repo_id, revision=revision, local_dir=arriving, allow_patterns=patterns)
             for name, file in missing.items():
                 _check(arriving / name, file, f"{name} of {repo_id}")
             for name in missing:
@@ -146,6 +149,21 @@ def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[Re
             shutil.rmtree(arriving)
     except Timeout as error:
         raise UserError(f"another `torchtitan download` writes to {folder}: wait until that ends") from error
+
+
+@contextlib.contextmanager
+def _answer_of(api: "HfApi") -> Iterator[None]:
+    """Around calls that read what the hub answers: what the library raises at an answer of another form becomes a
+    `UserError`. The library does not check the form, so that these errors are Python's own."""
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    try:
+        yield
+    except (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        if isinstance(error, (HFValidationError, HTTPError, OSError)):
+            raise
+        cause = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise UserError(f"{api.endpoint} does not answer like the Hugging Face hub ({cause})") from error
 
 
 def _is_there(path: Path, file: "RepoSibling") -> bool:
@@ -159,9 +177,7 @@ def _check(path: Path, file: "RepoSibling", name: str) -> None:
     """
     if not path.is_file():  # the library only warns where the hub stops to answer
         raise UserError(f"{name} did not arrive; check the network, then run this again")
-    with path.open("rb") as opened:
-        is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
-    if is_pointer:
+    if is_lfs_pointer(path):
         fault = "arrived as a Git LFS pointer, a few lines in place of the file itself"
     elif (expected := _expected(file)) is None:
         fault = "has no digest on the hub to compare it with"

@@ -1,8 +1,10 @@
 """Start and end of the process group, and the few collectives that the loop needs."""
 
+import contextlib
 import ipaddress
 import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from torchtitan.config import CommConfig
 from torchtitan.distributed.attempt_store import attempt_store
+from torchtitan.tools.errors import UserError
 
 _made_here = False  # whether this module made the process group, and so is to destroy it
 
@@ -70,15 +73,37 @@ def _keep_gloo_on_loopback() -> None:
 def _loopback_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     """The store at a loopback address. Rank 0 gives it a socket that is bound to this address: PyTorch (2.13) would
     listen on all interfaces, and whoever reaches the store can write to it."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listener = None
-    if rank == 0:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, port), family=family).detach()
-    # Multi-tenant as PyTorch's own, whose server lives as long as a store in this process uses it.
-    return dist.TCPStore(
-        address, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
-    )
+    address, text = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+    place = f"MASTER_ADDR:MASTER_PORT is '{address}:{text}'"
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise UserError(f"{place}, and must end with a port, the same for all ranks: a number below 65536")
+    port = int(text)
+    with _listener(address, port, place) if rank == 0 else contextlib.nullcontext() as listener:
+        # Multi-tenant as PyTorch's own, whose server lives as long as a store in this process uses it.
+        return dist.TCPStore(
+            address, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
+        )
+
+
+@contextlib.contextmanager
+def _listener(address: str, port: int, place: str) -> Iterator[int]:
+    """Yield the descriptor of a listening socket, which the block hands on; close it if the block fails before that."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        descriptor = socket.create_server((address, port), family=family).detach()
+    except OSError as error:
+        raise UserError(
+            f"{place}, where rank 0 cannot listen ({os.strerror(error.errno or 0)}); choose another port"
+        ) from error
+    inode = os.fstat(descriptor).st_ino
+    try:
+        yield descriptor
+    except BaseException:
+        # A store that fails late has closed it, and another file may have its number now.
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:
+                os.close(descriptor)
+        raise
 
 
 def set_timeouts(seconds: float) -> None:

@@ -5,6 +5,7 @@ A family is a package with `FLAVORS`, `FORMATS` and `model_spec` (docs/extending
 """
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +132,7 @@ def read_description(folder: Path, name: str) -> dict[str, Any]:
     file = folder / name
     if not folder.is_dir():
         raise no_folder(folder)
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise UserError(f"'{folder}' has no {name}, which says what model it holds")
     return read_object(file)
 

@@ -19,7 +19,7 @@ _WAIT_SECONDS = 5.0
 """Seconds to wait for the holder: a process that was just killed may take a moment to end."""
 
 _POLL_SECONDS = 0.1
-_WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Errors of a file system that cannot lock."""
 
 
@@ -32,7 +32,7 @@ class FolderLock:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptor = _open(folder / FILE)
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def take(self) -> None:
@@ -67,7 +67,7 @@ class FolderLock:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in _WITHOUT_LOCKS:
+            if error.errno not in WITHOUT_LOCKS:
                 raise
             logger.warning("the file system of '%s' has no locks: let no other run use this folder", self.folder)
         return True
@@ -75,6 +75,16 @@ class FolderLock:
     def _holder(self) -> str:
         text = os.pread(self._descriptor, 500, 0).decode(errors="replace").strip()
         return text if text and text.isprintable() else "an unknown process"
+
+
+def _open(path: Path) -> int:
+    """Open the file, but not through a link, which could lead to any file of the user."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UserError(f"'{path}' is a link; remove it") from error
+        raise
 
 
 _held: "weakref.WeakValueDictionary[Path, FolderLock]" = weakref.WeakValueDictionary()

@@ -1,6 +1,7 @@
 """Reads the small JSON files that lie beside a model."""
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,22 @@ _MOST_LEVELS = 100
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in the file; empty where there is no such file.
+    """The object in the file; empty where nothing has this name.
 
     Raises:
         UserError: naming the file, where it does not hold a JSON object.
     """
-    if not path.is_file():
-        return {}
     try:
-        if (n_bytes := path.stat().st_size) > _MOST_BYTES:
-            raise UserError(f"'{path}' has {n_bytes:,} bytes, and may have {_MOST_BYTES:,} at most")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"'{path}' is not a regular file; replace it with one, or remove it")
+        if found.st_size > _MOST_BYTES:
+            raise UserError(f"'{path}' has {found.st_size:,} bytes, and may have {_MOST_BYTES:,} at most")
         text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if path.is_symlink():
+            raise UserError(f"'{path}' is a link to '{path.readlink()}', which does not exist") from error
+        return {}
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
     try:

@@ -65,11 +65,15 @@ def unreadable(file: str | Path, message: str) -> UserError:
         message: its fault, unless it is a Git LFS pointer.
     """
     path = Path(file)
-    if path.is_file():
-        with open(path, "rb") as opened:
-            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                return UserError(
-                    f"{file} is a Git LFS pointer in place of the file itself: fetch the file with `git lfs pull`, or "
-                    "the model with `torchtitan download`"
-                )
+    if path.is_file() and is_lfs_pointer(path):
+        return UserError(
+            f"{file} is a Git LFS pointer in place of the file itself: fetch the file with `git lfs pull`, or the "
+            "model with `torchtitan download`"
+        )
     return UserError(message)
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether the file holds the few lines that Git leaves in place of a large one."""
+    with open(path, "rb") as opened:
+        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER

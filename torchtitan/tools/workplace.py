@@ -4,16 +4,25 @@ import contextlib
 import fcntl
 import glob
 import os
+import secrets
 import shutil
 import signal
-import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from torchtitan.tools.folder_lock import WITHOUT_LOCKS
 from torchtitan.tools.logging import logger
 
 _LOCK = "workplace.lock"
+_NEW_LOCK = "new.lock"
+"""Name of the lock's file until the process has locked it."""
+
+_NAME_BYTES = 8
+_STARTING_SECONDS = 60.0
+"""A folder without `_LOCK` is left alone for so long: its process may be about to lock it."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -26,7 +35,8 @@ def workplace(target: Path) -> Iterator[Path]:
     long as it lives, so that no folder in use is ever removed. Only the main thread can call this.
     """
     _remove_abandoned(target)
-    folder = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".partial", dir=target.parent))
+    # Named before it exists, so that a signal at any moment finds it.
+    folder = target.parent / f"{target.name}.{secrets.token_hex(_NAME_BYTES)}.partial"
 
     def end(number: int, frame: FrameType | None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -37,9 +47,13 @@ def workplace(target: Path) -> Iterator[Path]:
     caught = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, end) for number in caught}
     try:
-        with open(folder / "new.lock", "wb") as lock:
-            with contextlib.suppress(OSError):  # on a file system without locks, nothing is ever removed
+        folder.mkdir(0o700)
+        with open(folder / _NEW_LOCK, "wb") as lock:
+            try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:  # on a file system without locks, nothing that holds something is ever removed
+                if error.errno not in WITHOUT_LOCKS:
+                    raise
             Path(lock.name).rename(folder / _LOCK)  # after it is locked: under this name, others try to lock it
             yield folder
     finally:
@@ -50,8 +64,21 @@ def workplace(target: Path) -> Iterator[Path]:
 
 def _remove_abandoned(target: Path) -> None:
     """Remove the folders of processes that were killed while they wrote `target`."""
-    for path in target.parent.glob(f"{glob.escape(target.name)}.*.partial/{_LOCK}"):
-        with contextlib.suppress(OSError), open(path, "rb+") as lock:  # an error says that it is in use, or has gone
+    for folder in target.parent.glob(f"{glob.escape(target.name)}.{'[0-9a-f]' * 2 * _NAME_BYTES}.partial"):
+        with contextlib.suppress(OSError):  # it is in use, or has gone
+            _remove_if_abandoned(folder)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    names = os.listdir(folder)
+    if _LOCK not in names and time.time() - folder.stat().st_mtime < _STARTING_SECONDS:
+        return
+    if not names:
+        folder.rmdir()
+    elif _LOCK in names or names == [_NEW_LOCK]:
+        with open(folder / (_LOCK if _LOCK in names else _NEW_LOCK), "rb+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent)
-            logger.info("removed %s, left by a process that was killed", path.parent)
+            shutil.rmtree(folder)
+    else:
+        return
+    logger.info("removed %s, left by a process that was killed", folder)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer.backend import naming
+from torchtitan.components.tokenizer.backend import naming, reading
 from torchtitan.components.tokenizer.interface import Tokenizer
 from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer
 from torchtitan.components.tokenizer.tiktoken_model import converted_tiktoken
@@ -57,7 +57,7 @@ def warn_of_other_ids(tokenizer: Tokenizer) -> None:
     with naming(folder / "tokenizer_config.json"):
         name, theirs = _as_opened(folder)
     for text in _probes(theirs):
-        with naming(folder / "tokenizer.json"):
+        with naming(folder / "tokenizer.json", "cannot encode a text"):
             there = theirs.encode(text).ids
         here = tokenizer.encode(text, allow_special=True)
         if there != here:
@@ -100,7 +100,7 @@ def settle_for_auto_tokenizer(folder: Path) -> None:
 def _read(path: Path) -> Any:
     import tokenizers
 
-    with naming(path):
+    with reading(path):
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,6 +1,9 @@
 """What `PretrainedTokenizer` asks of a file format, and what the formats share."""
 
 import contextlib
+import os
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -40,9 +43,12 @@ class Backend(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
+_UNUSABLE = "is not a tokenizer that `tokenizers` can use"
+
+
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Around calls of the library `tokenizers`: what it raises becomes a `UserError` that names the file."""
+def naming(path: Path, fault: str = _UNUSABLE) -> Iterator[None]:
+    """Around calls of the library `tokenizers`: what it raises becomes a `UserError` of the file and `fault`."""
     try:
         yield
     except UserError:
@@ -51,7 +57,27 @@ def naming(path: Path) -> Iterator[None]:
         # A panic of its Rust code is no Exception, and has a class that cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise unreadable(path, f"'{path}' is not a tokenizer that `tokenizers` can use: {error}") from error
+        raise unreadable(path, f"'{path}' {fault}: {error}") from error
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """As `naming`, around calls that find out whether the library can use the file: what its Rust code prints before
+    they fail, several lines for a panic, is left out. Not for several threads: they share standard error."""
+    if sys.stderr is None:  # it was closed when Python started, and its number may be another file's
+        with naming(path):
+            yield
+        return
+    with naming(path), tempfile.TemporaryFile() as kept:
+        standard_error = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(standard_error, 2)
+            os.close(standard_error)
+        kept.seek(0)
+        os.write(2, kept.read())
 
 
 def without_surrogates(text: str) -> str:

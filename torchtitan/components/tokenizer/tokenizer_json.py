@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer.backend import naming, without_surrogates
+from torchtitan.components.tokenizer.backend import naming, reading, without_surrogates
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.tools.errors import UserError
 
@@ -62,7 +62,7 @@ class HuggingFace:
     def _read(self) -> Any:
         import tokenizers
 
-        with naming(self.path):
+        with reading(self.path):
             return tokenizers.Tokenizer.from_buffer(self.content)
 
     def _load(self, *, literal: bool) -> Any:
@@ -76,7 +76,7 @@ class HuggingFace:
         return tokenizer
 
     def added_ids(self) -> tuple[list[int], list[int]]:
-        with naming(self.path):
+        with reading(self.path):
             encoding = self._literal.encode("a")
             processed = self._post_processor.process(encoding) if self._post_processor else encoding
         plain, full = encoding.ids, processed.ids
@@ -92,14 +92,14 @@ class HuggingFace:
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
         tokenizer = self._parsing if allow_special else self._literal
         plain = [without_surrogates(text) for text in texts]
-        with naming(self.path):
+        with naming(self.path, "cannot encode a text"):
             encodings = tokenizer.encode_batch_fast(plain, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
         tokenizer = self._parsing if allow_special else self._literal
         plain = [without_surrogates(text) for text in texts]
-        with naming(self.path):
+        with naming(self.path, "cannot encode a text"):
             encodings = tokenizer.encode_batch(plain, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
@@ -108,6 +108,6 @@ class HuggingFace:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        with naming(self.path):
+        with naming(self.path, "cannot decode tokens"):
             text: str = self._literal.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text

@@ -20,7 +20,7 @@ from torchtitan.tools.errors import UserError
 
 _MOST = {
     **dict.fromkeys(("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"), 2**24),
-    **{"n_layers": 10_000, "max_seq_len": 2**32},
+    **{"n_layers": 2_000, "max_seq_len": 2**32},
 }
 """The largest sizes, far above the sizes of any model: a larger one is a mistake, or meant to fill up the memory."""
 
