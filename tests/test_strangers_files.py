@@ -350,6 +350,12 @@ def test_a_torn_last_line_is_no_damage(tmp_path):
     assert os.listdir(tmp_path) == ["metrics.jsonl"] and path.read_bytes() == b'{"step": 1}\n'
 
 
+def test_records_must_be_regular_files(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="metrics.jsonl' is not a regular file; remove it"):
+        JsonLines(tmp_path / "metrics.jsonl", 2)
+
+
 def test_a_configuration_file_must_be_a_regular_file(tmp_path):
     os.mkfifo(tmp_path / "run.yaml")
     with pytest.raises(UserError, match="^--config_file .*run.yaml is not a regular file; save its content in one$"):

@@ -159,6 +159,8 @@ def _free_name(path: Path) -> Path:
 def _drop_lines_after(path: Path, step: int) -> None:
     """Keep the lines up to `step`, and of those only whole ones: a killed run may leave its last one torn. Where others
     are damaged, the original file stays next to it."""
+    if not path.is_file():
+        raise UserError(f"'{path}' is not a regular file; remove it")
     n_damaged = 0
     with durable.in_place_of(path) as partial, open(path, "rb") as lines, open(partial, "wb") as kept:
         for line in lines:
