@@ -31,7 +31,7 @@ from torchtitan.tools.device import peak_flops
 PAGE = PROJECT / "docs" / "security.md"
 BEGIN, END = "<!-- hostile:begin -->", "<!-- hostile:end -->"
 MEMORY = Path("/dev/shm")
-"""A folder whose files need no disk, where the system has it."""
+"""A folder whose files need no disk, if the system has one."""
 
 IMPORTED = (
     "torchtitan.cli.chat",
@@ -43,7 +43,7 @@ IMPORTED = (
     "torchtitan.components.checkpoint.formats.dcp",
     "datasets",
 )
-"""What most commands import."""
+"""Modules that most commands import."""
 
 VERDICTS: tuple[Verdict, ...] = ("refused", "accepted", *DEFECTS)
 Counts = Mapping[str, Counter[Verdict]]
@@ -112,7 +112,7 @@ def prepare() -> None:
 
 
 def make_world(workplace: Path) -> Path:
-    """Build the examples, in which the run can go on from its second step.
+    """Build the examples, in which the run can continue from its second step.
 
     Raises:
         RuntimeError: if a command that writes them fails.

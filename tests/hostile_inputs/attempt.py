@@ -24,7 +24,7 @@ from torchtitan.cli.main import main
 
 HANG_SECONDS = 20.0
 MEMORY_BYTES = 8 * 2**30
-"""Address space of a case beyond that of this process."""
+"""Address space of a case beyond the one of this process."""
 
 _POLL_SECONDS = 0.002
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -38,7 +38,7 @@ control characters were printed."""
 
 @dataclass(frozen=True)
 class Case:
-    """What is done to which file; drawn by `draw`."""
+    """One change to one file, drawn by `draw`."""
 
     subject: Subject
     file: str
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """How a case ended."""
+    """The end of a case."""
 
     verdict: Verdict
     printed: str
@@ -180,7 +180,7 @@ def verdict_of(case: Case, copy: Path, code: int | None, printed: str, wanted: f
 
 
 def _leaks(copy: Path, case: Case) -> bool:
-    """Whether a file that was written has the content of one outside of the folder."""
+    """Return whether a file that was written has the content of a file outside the folder."""
     known = {copy / "secret.txt", copy / case.file}
     files = [path for path in copy.rglob("*") if path.is_file() and not path.is_symlink() and path not in known]
     return any(SECRET.encode() in path.read_bytes() for path in files)

@@ -47,7 +47,7 @@ def train(folder: str, data: str, **options: object) -> list[str]:
 
 
 def resume() -> list[str]:
-    """Return the command that made the run's checkpoints, or goes on from the newest that is left."""
+    """Return the command that made the run's checkpoints, or resumes from the newest one that is left."""
     saving = {"checkpoint__enable": True, "checkpoint__interval": 1, "checkpoint__keep_latest_k": 0}
     return train("run", "rows.jsonl", training__steps=STEPS, debug__ledger=True, **saving)
 

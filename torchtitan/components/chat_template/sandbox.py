@@ -1,7 +1,7 @@
-"""Where chat templates run: Jinja's sandbox, with a bound to what one rendering may take.
+"""Jinja's sandbox for chat templates, with a limit on the work and memory of one rendering.
 
-A template comes with a model, from anywhere. Jinja's own sandbox keeps it from reaching out of itself, and lets it loop
-for hours and fill up the memory. Here every step and every value costs a part of an allowance, by its size and before
+A template comes with a model, from anywhere. Jinja's own sandbox keeps it from running code, but lets it loop for hours
+and fill the memory. Here every step and every value costs a part of an allowance, by its size and before
 it is made, so that the same template ends at the same place everywhere: turns of loops, calls, operators that make
 values, lists and dictionaries, and what is written. A rarely used few of Jinja's filters, which would need bounds of
 their own, are left out. What remains: one expression that compares two long lists, or sorts one, can take minutes.
@@ -91,7 +91,7 @@ class TooMuchError(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """What a template has written so far, and what it may still take."""
+    """The text that a template has written so far, and its remaining allowance."""
 
     n_characters: int = 0
     marks: list[tuple[int, str]] = field(default_factory=list)
@@ -101,17 +101,18 @@ class Progress:
     began: float = field(default_factory=time.monotonic)
 
     def spend(self, amount: int) -> None:
-        """Take `amount` from the allowance; raises `TooMuchError` where that much is not left."""
+        """Take `amount` from the allowance; raise `TooMuchError` if less is left."""
         self.allowance -= amount
         if self.allowance < 0:
             raise TooMuchError
 
     def has_taken_long(self) -> bool:
-        """Whether the time is over. Only the thread's own counts: the process may have been stopped meanwhile."""
+        """Return whether the time is over. Only the thread's own time counts: the process may have been stopped."""
         return time.thread_time() > self.started + _SECONDS
 
     def size(self, value: Any) -> int:
-        """How large a value is as a text, each part as often as it is in it; no more than what is left is looked at."""
+        """Return the length of a value as text, counting a part each time it occurs; raise `TooMuchError` beyond the
+        remaining allowance."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, int):
@@ -131,7 +132,7 @@ class Progress:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant says; its text is that between."""
+    """`{% generation %}…{% endgeneration %}`, which marks the text of the assistant."""
 
     tags = {"generation"}
 
@@ -194,7 +195,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 def environment() -> _Sandbox:
-    """What compiles templates; see `bounded`."""
+    """Return the environment that compiles templates; see `bounded`."""
     made = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -217,19 +218,19 @@ def environment() -> _Sandbox:
 
 
 def bounded(tree: nodes.Template, made: _Sandbox) -> nodes.Template:
-    """`tree` with what bounds a rendering put into it."""
+    """Return `tree` with the calls that take prices from the allowance."""
     _Bounds().visit(tree)
     tree.set_environment(made)
     return tree
 
 
 def marks_generation(tree: nodes.Template) -> bool:
-    """Whether the template marks what the assistant writes."""
+    """Return whether the template marks the text of the assistant."""
     return any(node.name == _MARK for node in tree.find_all(nodes.ExtensionAttribute))
 
 
 def literals(tree: nodes.Node) -> list[str]:
-    """The texts in a template, or a part of it, that it may write."""
+    """Return the texts in a template, or in a part of it, that it may write."""
     texts = [node.data for node in tree.find_all(nodes.TemplateData)]
     return texts + [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
 
