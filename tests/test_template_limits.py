@@ -101,6 +101,19 @@ def test_comparing_values_costs_their_sizes(monkeypatch):
             rendered(f"{{% set n = namespace(x=[1], y=[1]) %}}{loop}{{% endfor %}}{{{{ {compared} }}}}")
 
 
+@pytest.mark.parametrize(
+    "use", ["|upper", "|trim", "|safe", "|replace('a', 'b')", "|indent", "|format", "|string", "|tojson", "|join"]
+)
+def test_a_text_of_a_value_costs_the_sizes_of_its_parts(use, monkeypatch):
+    monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)
+    double = "{% set n.x = ['', '']|map('default', n.x, true)|list %}"
+    bomb = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}" + double + "{% endfor %}"
+    with pytest.raises(UserError, match="takes too long"):
+        rendered(bomb + "{% set t = n.x" + use + " %}")
+    with pytest.raises(UserError, match="takes too long"):
+        rendered(bomb + "{{ raise_exception(n.x) }}")
+
+
 def test_a_namespace_does_not_show_its_values():
     assert len(rendered(growing("[1]", "namespace(a=n.x, b=n.x)"))) < 100
 

@@ -49,11 +49,11 @@ _LEFT_OUT = (
     *("wordwrap", "xmlattr"),
 )
 
-_LIGHT = (
-    *("abs", "attr", "capitalize", "count", "d", "default", "first", "float", "int", "items", "last", "length"),
-    *("lower", "safe", "title", "trim", "upper"),
-)
-"""Filters that look at a text once, or at the outside of a value."""
+_LIGHT = ("abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "round")
+"""Filters that look at a text once, and of another value at its outside alone."""
+
+_TEXT = ("capitalize", "format", "indent", "lower", "replace", "safe", "title", "trim", "upper")
+"""Filters that make a text of any value, and look at it once."""
 
 _DEEP = (
     *("dictsort", "e", "escape", "groupby", "max", "min", "sort", "string", "sum", "truncate", "unique", "urlencode"),
@@ -209,8 +209,7 @@ def environment() -> _Sandbox:
     tests |= {name: _compared(tests[name]) for name in _COMPARING}
     made.filters |= {name: _checked_filter(name, made.filters[name]) for name in ("replace", "join", "format")}
     made.filters |= {"tojson": _to_json, "indent": _indent, "round": _round}
-    own_price = ("replace", "join", "format", "indent", "round")
-    made.filters |= {name: _paid(made, name) for name in tuple(made.filters) if name not in own_price}
+    made.filters |= {name: _paid(made, name) for name in tuple(made.filters)}
     made.filters |= _OPERATORS
     # One time for all that is rendered: the texts of a conversation and of its beginnings have to agree.
     made.globals |= {"raise_exception": _refuse, "strftime_now": functools.partial(_date, datetime.now())}
@@ -383,7 +382,8 @@ def _paid(made: _Sandbox, name: str) -> Callable[..., Any]:
     key: Any = object()  # which no template can name
     made.filters[key] = plain
     needs_context = hasattr(plain, "jinja_pass_arg")  # of the decorators `jinja2.pass_context` and its siblings
-    rate, reads_all = (1, False) if name in _LIGHT else (_GROWTH, True) if name in _DEEP else (_ITEM, False)
+    rate = 1 if name in (*_LIGHT, *_TEXT) else _GROWTH if name in _DEEP else _ITEM
+    reads_all = name in (*_TEXT, *_DEEP)
 
     @jinja2.pass_context
     def paid(context: jinja2.runtime.Context, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -496,5 +496,8 @@ def _date(now: datetime, format: str) -> str:
     return now.strftime(format)
 
 
-def _refuse(message: str) -> NoReturn:
+@jinja2.pass_context
+def _refuse(context: jinja2.runtime.Context, message: Any) -> NoReturn:
+    progress = _progress(context)
+    progress.spend(progress.size(message))
     raise jinja2.TemplateError(message)

@@ -96,9 +96,9 @@ def saved_table(folder: Path) -> Table:
 def _check_names(folder: Path) -> None:
     """Refuse a saved data set whose description names a file that is not in its folder."""
     state = folder / "state.json"
+    files = {path.name for path in folder.iterdir() if path.is_file()}
     for data_file in json.loads(state.read_bytes())["_data_files"]:
-        name = data_file["filename"]
-        if name not in {path.name for path in folder.iterdir() if path.is_file()}:
+        if (name := data_file["filename"]) not in files:
             raise UserError(f"{state} names {name!r}, which is not a file in its folder; save the data set again")
 
 
