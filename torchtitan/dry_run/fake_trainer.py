@@ -19,7 +19,7 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig
 from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
-from torchtitan.protocols import BaseModel
+from torchtitan.protocols import ModelSpec
 from torchtitan.tools.memory_tracker import MemoryTracker
 from torchtitan.tools.operations import observing
 from torchtitan.tools.work_tracker import Work, WorkTracker
@@ -88,6 +88,7 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
         checkpoint=CheckpointManager.Config(),
         training=dataclasses.replace(config.training, epochs=None),
         compile=CompileConfig(),
+        callbacks=[],
     )
 
 
@@ -114,20 +115,20 @@ class FakeTrainer(Trainer):
     def lock_folder(self) -> None:
         """Nothing is written that another run could lose."""
 
-    def parallelize(self, model: BaseModel) -> list[nn.Module]:
+    def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
         """As ever, but that masks are not made, for they would be made of values; without one, attention is causal."""
-        parts = super().parallelize(model)
-        pattern = self.config.model_spec.sharding.mask
-        for module in [module for part in parts for name, module in part.named_modules() if fnmatchcase(name, pattern)]:
+        part = super().shard(part, spec, offloaded=offloaded)
+        for module in [module for name, module in part.named_modules() if fnmatchcase(name, spec.sharding.mask)]:
             module.forward = _no_mask
-        return parts
+        return part
 
     def init_weights(self) -> None:
         """Give the parameters fake memory, which needs no values."""
         with self.fake_mode:
-            for part in self.model_parts:
-                part.to_empty(device=self.device)
-                part.train()
+            for model in self.models.values():
+                for part in model.parts:
+                    part.to_empty(device=self.device)
+                    part.train(model.num_trained > 0)
 
     def build_checkpointer(self) -> Any:
         """None: there is nothing to save."""
