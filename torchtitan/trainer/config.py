@@ -146,7 +146,7 @@ class RunConfig(Configurable.Config):
             RunComplete: if the run has nothing left to train.
         """
         spec = self.model_spec
-        components: list[Configurable.Config] = [spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
+        components: list[Configurable.Config] = [self, spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
         components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.checkpoint]
         components += [self.metrics, self.validator, self.profiling, *self.callbacks]
         for component in components:

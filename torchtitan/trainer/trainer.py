@@ -108,7 +108,7 @@ class Trainer(Configurable):
         self.loss = self.build_loss()
         self.sample_losses = SampleLosses(self.loss, self.parallel_dims, wanted=self.dataloader.needs_sample_losses)
         self.measures = Measures(self.measures_named, device=self.device, dtype=self.statistics_dtype)
-        self.weight = torch.zeros((), device=self.device, dtype=self.statistics_dtype)
+        self.weight = torch.zeros((), device=self.device, dtype=self.statistics_dtype)  # of the step, on this rank
         self.pipeline_plan = self.plan_pipeline()
         self.models = self.build_models()
         main = self.models["model"]
@@ -637,7 +637,8 @@ class Trainer(Configurable):
             return self.pipeline.forward_backward(batch, scaled) / degree
         with self.autocast():
             summed_loss, weight = self.compute_loss(batch)
-        self.weight += self.own_part(weight)
+        if self.has_own_loss:
+            self.weight += self.own_part(weight)
         loss = scaled(summed_loss)
         loss.backward()
         return loss.detach() / degree
@@ -645,6 +646,7 @@ class Trainer(Configurable):
     def divide_by_weight(self, loss: Tensor) -> Tensor:
         """Divide gradients and `loss`, in place, by the weight of the global batch, and return that."""
         weight = sum_over_ranks(self.weight)
+        self.weight = torch.zeros_like(self.weight)
         divisor = torch.where(weight == 0, 1, weight)  # without weight everything is 0, and stays so
         divide_gradients(self.trained_parameters(), divisor)
         loss /= divisor.to(loss.dtype)

@@ -1,0 +1,216 @@
+"""`--module preference --config dpo`: its numbers are TRL's, in every layout, and a resumed run repeats them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import PROJECT
+from tests.processes import run_processes
+from tests.training import flags, read_metrics, run
+from torchtitan.config.manager import ConfigManager
+from torchtitan.experiments.preference.trainer import DPOTrainer
+from torchtitan.tools.errors import UserError
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content + eos_token if m.role == 'assistant' else 'Q: ' + m.content + ' A: ' }}"
+    "{% endfor %}"
+)
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2048}
+OPTIONS = {
+    "training.steps": 4,
+    "training.seq_len": 64,
+    "training.local_batch_size": 2,
+    "training.global_batch_size": 4,
+    "training.mixed_precision_param": "float32",
+    "training.max_norm": "inf",
+    "optimizer.lr": 1e-3,
+    "lr_scheduler.warmup_steps": 0,
+    "lr_scheduler.decay_ratio": 0,
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": False,
+    "activation_checkpoint.mode": "none",
+    "beta": 0.3,
+    "dataloader.sampler.shuffle": False,
+}
+NUMBERS = {  # ours → TRL's
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "margin": "rewards/margins",
+    "preferred": "rewards/accuracies",
+    "chosen_reward": "rewards/chosen",
+    "rejected_reward": "rewards/rejected",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model folder as transformers saves it, and pairs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("preference")
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    for file in (PROJECT / "torchtitan/assets/tokenizer").glob("*.json"):
+        shutil.copy(file, folder / "model")
+    (folder / "model/chat_template.jinja").write_text(TEMPLATE)
+    write_pairs(folder / "pairs.jsonl", 16)
+    write_pairs(folder / "odd.jsonl", 5)
+    return folder
+
+
+def write_pairs(path: Path, n: int) -> None:
+    rows = [
+        {
+            "prompt": f"Is {i} a big number?",
+            "chosen": f"No, {i} is " + "quite " * (i % 5) + "small.",
+            "rejected": f"I like {i}." + " Very much." * (i % 3),
+        }
+        for i in range(n)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def dpo(folder: Path, dump: Path, **options: object) -> DPOTrainer:
+    changed = {key.replace("__", "."): value for key, value in options.items()}
+    common = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "pairs.jsonl"], "dump_folder": dump}
+    common["dataloader.cache_dir"] = folder / "cache"
+    words = flags({**common, **OPTIONS, **changed})
+    config = ConfigManager().parse_args(["--module", "preference", "--config", "dpo", *words]).config
+    config.check(world_size=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
+    trainer = run(config)
+    assert isinstance(trainer, DPOTrainer)
+    return trainer
+
+
+def test_numbers_are_those_of_trl(folder, tmp_path):
+    """Both compute in float32 with other kernels and another order of sums; 1e-4 is ten times what four steps gave."""
+    dpo(folder, tmp_path)
+    expected = _trl(folder, tmp_path / "trl")
+    measured = read_metrics(tmp_path, *NUMBERS)
+    assert [row[0] for row in measured] == [1, 2, 3, 4]
+    for row, reference in zip(measured, expected, strict=True):
+        assert row[1:] == pytest.approx([reference[name] for name in NUMBERS.values()], rel=1e-4, abs=1e-5)
+    assert abs(measured[-1][3]) > 0.01  # the model has left the reference
+
+
+def _trl(folder: Path, output: Path) -> list[dict[str, float]]:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    sides = ("prompt", "user"), ("chosen", "assistant"), ("rejected", "assistant")
+    chats = [{side: [{"role": role, "content": row[side]}] for side, role in sides} for row in rows]
+
+    class InOrder(DPOTrainer):
+        def _get_train_sampler(self, *_: object) -> None:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    config = DPOConfig(
+        output_dir=str(output),
+        beta=OPTIONS["beta"],
+        learning_rate=OPTIONS["optimizer.lr"],
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        logging_first_step=True,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        max_length=64,
+        disable_tqdm=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    trainer = InOrder(model, args=config, train_dataset=Dataset.from_list(chats), processing_class=tokenizer)
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_micro_batches_and_padding_weigh_pairs_alike(folder, tmp_path):
+    """Five pairs in an epoch: the last batch is filled up by samples that are no pairs. 1e-5: order of sums."""
+    options = {"dataloader__dataset": [folder / "odd.jsonl"], "training__epochs": 2}
+    for size in (1, 2, 4):
+        dpo(folder, tmp_path / str(size), training__local_batch_size=size, **options)
+    whole, *parts = (read_metrics(tmp_path / size, *NUMBERS) for size in ("4", "1", "2"))
+    assert len(whole) == 3
+    for rows in parts:
+        for row, expected in zip(rows, whole, strict=True):
+            assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reference__offload": True},
+        {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1},
+    ],
+    ids=["fsdp-offload", "tp"],
+)
+def test_a_sharded_reference_gives_the_same_numbers(folder, tmp_path, options):
+    """1e-4: two processes add up in another order, over four steps of Adam."""
+    dpo(folder, tmp_path / "one")
+    run_processes(_launch, 2, folder, tmp_path / "two", options)
+    for row, expected in zip(
+        read_metrics(tmp_path / "two", *NUMBERS), read_metrics(tmp_path / "one", *NUMBERS), strict=True
+    ):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def _launch(folder: Path, dump: Path, options: dict[str, object]) -> None:
+    dpo(folder, dump, training__local_batch_size=1, **options)
+
+
+class _Killed(Exception):
+    """Stands for the end of a process between two steps."""
+
+
+def test_a_resumed_run_repeats_every_bit(folder, tmp_path, monkeypatch):
+    options = {"checkpoint__interval": 2, "training__steps": 6}
+    dpo(folder, tmp_path / "straight", **options)
+    complete_step = DPOTrainer.complete_step
+
+    def stop_after_three(self, outcome):
+        complete_step(self, outcome)
+        if self.step == 3:
+            raise _Killed
+
+    monkeypatch.setattr(DPOTrainer, "complete_step", stop_after_three)
+    with pytest.raises(_Killed):
+        dpo(folder, tmp_path / "stopped", **options)
+    monkeypatch.undo()
+    resumed = dpo(folder, tmp_path / "stopped", **options)
+    assert read_metrics(tmp_path / "stopped", *NUMBERS) == read_metrics(tmp_path / "straight", *NUMBERS)
+    assert "reference" not in resumed.states()
+
+
+def test_validation_reports_the_margin(folder, tmp_path):
+    """Over the pairs that are trained on, after the last step: better than in that step, before its update."""
+    dpo(folder, tmp_path, validator__enable=True, validator__freq=4, validator__dataset=[folder / "pairs.jsonl"])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (validation,) = (line for line in lines if "validation_loss" in line)
+    last = next(line for line in reversed(lines) if "loss" in line)
+    assert validation["validation_margin"] > last["margin"] > 0
+    assert validation["validation_loss"] < last["loss"]
+    assert validation["validation_preferred"] == 1
+    assert "validation_bits_per_byte" not in validation
+
+
+def test_mistakes_are_told(folder, tmp_path):
+    with pytest.raises(UserError, match=r"--beta is 0"):
+        dpo(folder, tmp_path, beta=0)
+    with pytest.raises(UserError, match=r"--parallelism\.pipeline_parallel_degree 2 does not go with --config dpo"):
+        dpo(folder, tmp_path, parallelism__pipeline_parallel_degree=2)
+    with pytest.raises(UserError, match=r"offloaded by FSDP only"):
+        dpo(folder, tmp_path, reference__offload=True)

@@ -1,0 +1,88 @@
+"""The trainer of direct preference optimization."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan.components.data.packing import Batch
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import RunModel, Trainer
+
+
+@dataclass(kw_only=True, slots=True)
+class ReferenceConfig:
+    """The frozen model that the trained one is compared with."""
+
+    path: str = ""
+    """Checkpoint of the reference, in any format. Empty: the weights that the run begins from."""
+
+    offload: bool = False
+    """Keep its weights in CPU memory between uses; needs FSDP."""
+
+
+class DPOTrainer(Trainer):
+    """Prefers chosen answers to rejected ones; see the package."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """A whole run of direct preference optimization."""
+
+        beta: float = 0.1
+        """Scale of the rewards: the smaller, the farther the model may go from the reference."""
+
+        reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+        """Reference model."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for a scale that is not positive, and for samples that several ranks share."""
+            if not 0 < self.beta < math.inf:
+                raise UserError(f"--beta is {self.beta}, and must be above 0")
+            for name in ("context", "pipeline"):
+                if (degree := getattr(self.parallelism, f"{name}_parallel_degree")) > 1:
+                    raise UserError(f"--parallelism.{name}_parallel_degree {degree} does not go with --config dpo")
+
+    config: Config
+    measures_named = ("margin", "preferred", "chosen_reward", "rejected_reward")
+    sequences_per_sample = 2
+
+    def build_models(self) -> dict[str, RunModel]:
+        """The trained model and the reference."""
+        config = self.config
+        reference = self.build_other_model(
+            config.model_spec,
+            weights=config.reference.path or config.checkpoint.initial_load_path,
+            offloaded=config.reference.offload,
+        )
+        return {**super().build_models(), "reference": reference}
+
+    def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The summed loss of the pairs of a batch, and their number."""
+        labels_PL = torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
+        chosen_B, rejected_B = (self.log_ratios(batch, labels_PL) * self.config.beta).chunk(2)
+        is_pair_B = (batch["chosen_labels"] != IGNORE_INDEX).any(dim=1)  # not what fills up the last batch
+        margin_B, n_pairs = chosen_B - rejected_B, is_pair_B.sum()
+        values = (margin_B, (margin_B > 0).float(), chosen_B, rejected_B)
+        for name, values_B in zip(self.measures_named, values, strict=True):
+            self.measure(name, (values_B * is_pair_B).sum(), n_pairs)
+        return -(F.logsigmoid(margin_B) * is_pair_B).sum(), n_pairs
+
+    def log_ratios(self, batch: Batch, labels_PL: Tensor) -> Tensor:
+        """Log-probability of each answer under the model less that under the reference, (2 B,): chosen, rejected."""
+        tokens_PL, positions_PL = (
+            torch.cat([batch[f"{side}_{name}"] for side in ("chosen", "rejected")]) for name in ("input", "positions")
+        )
+        of_model, of_reference = (
+            self.models[name](tokens_PL, positions_PL, head=self.log_probabilities, labels_PL=labels_PL)
+            for name in ("model", "reference")
+        )
+        log_ratios: Tensor = of_model - of_reference
+        return log_ratios
+
+    def log_probabilities(self, hidden_PLD: Tensor, weight_VD: Tensor, *, labels_PL: Tensor) -> Tensor:
+        """Log-probability of the labels of each sequence, (P,); the run's loss computes it in chunks of tokens."""
+        rows = [slice(row, row + 1) for row in range(len(labels_PL))]
+        return -torch.stack([self.loss(hidden_PLD[row], weight_VD, labels_PL[row]) for row in rows])
