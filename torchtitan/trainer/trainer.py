@@ -272,7 +272,16 @@ class Trainer(Configurable):
             return config.build().to(getattr(torch, training.dtype))
 
     def build_loss(self) -> Any:
-        """The training loss: a function of hidden states, output weights and `labels_BL`."""
+        """The training loss: a function of hidden states, output weights and `labels_BL`.
+
+        Raises:
+            UserError: if a loss whose weight is not known beforehand is to divide gradients that are used up.
+        """
+        if self.has_own_loss and self.config.optimizer.early_step_in_backward:
+            raise UserError(
+                "--optimizer.early_step_in_backward uses each gradient before it can be divided by the weight of the "
+                f"global batch, which {type(self).__name__}.compute_loss gives"
+            )
         loss, config = self.config.chosen_loss.build(), self.config.compile
         if config.enable and "loss" in config.components:
             compile_loss(loss, config)

@@ -1,0 +1,117 @@
+"""Callbacks: what happens around a step, in which order; evaluation tasks during training."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from tests.processes import run_processes
+from tests.training import read_metrics, run, tiny_config
+from torchtitan.components.evaluation import Scorer, multiple_choice, read_questions, text_perplexity
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Callback
+from torchtitan.trainer.evaluation import Evaluation
+
+
+class Recorder(Callback):
+    """Notes what it is told, and raises the learning rate's log at a step of its own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Callback.Config):
+        label: str = ""
+        """What the notes begin with."""
+
+    def __init__(self, config, *, trainer):
+        super().__init__(config, trainer=trainer)
+        self.notes = trainer.notes = getattr(trainer, "notes", [])
+
+    def note(self, what):
+        self.notes.append(f"{self.config.label}{what}")
+
+    def on_batches(self, micro_batches):
+        self.note(f"{len(micro_batches)} batches")
+
+    def on_step(self, outcome):
+        self.note(f"on {self.trainer.step} {outcome.is_finite}")
+
+    def after_step(self, outcome):
+        self.note(f"after {self.trainer.step}")
+
+    def before_save(self):
+        self.note("save")
+
+    def close(self):
+        self.note("close")
+
+
+class Second(Recorder):
+    """Another one, since one of a name can be configured."""
+
+
+def test_moments_come_in_their_order(tmp_path):
+    config = tiny_config(
+        tmp_path, training__steps=2, checkpoint__enable=True, checkpoint__interval=2, training__global_batch_size=4
+    )
+    config.callbacks = [Recorder.Config(), Second.Config(label="2: ")]
+    of_steps = [note for step in (1, 2) for note in ("2 batches", f"on {step} True", f"after {step}")]
+    of_both = [label + note for note in of_steps for label in ("", "2: ")]
+    notes = run(config).notes
+    saves = ["save", "2: save"]
+    assert notes[: len(of_both) + 2] == of_both + saves
+    assert notes[-2:] == ["2: close", "close"]
+
+
+def test_callbacks_are_options(tmp_path):
+    assert tiny_config(tmp_path, callbacks__evaluation__freq=7).callbacks == [Evaluation.Config(freq=7)]
+
+
+@pytest.fixture
+def files(tmp_path):
+    text, questions = tmp_path / "story.txt", tmp_path / "quiz.jsonl"
+    text.write_text("Once upon a time there was a small dog who liked to dig holes in the garden. " * 5)
+    rows = [{"query": f"{n} and {n} is", "choices": ["two", "a dog"], "gold": n % 2} for n in range(6)]
+    questions.write_text("\n".join(map(json.dumps, rows)))
+    return text, questions
+
+
+def evaluations(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if any(key.startswith("evaluation/") for key in line)]
+
+
+def _train(folder, files):
+    config = tiny_config(
+        folder, callbacks__evaluation__files=list(files), callbacks__evaluation__freq=3, training__global_batch_size=4
+    )
+    return run(config)
+
+
+def test_evaluation_during_training(tmp_path, files):
+    """Every third step and after the last, with the numbers of the evaluation itself; training is not disturbed."""
+    text, questions = files
+    trainer = _train(tmp_path / "with", files)
+    lines = evaluations(tmp_path / "with")
+    assert [line["step"] for line in lines] == [3, 3, 4, 4]
+    scorer = Scorer(trainer.model_parts[0], max_seq_len=32)
+    with trainer.autocast():
+        scored = text_perplexity(scorer, trainer.tokenizer, text.read_text())
+        answered = multiple_choice(scorer, trainer.tokenizer, read_questions(questions))
+    assert lines[2]["evaluation/story/perplexity"] == pytest.approx(scored.perplexity, rel=1e-6)
+    assert lines[3]["evaluation/quiz/accuracy"] == answered.accuracy
+    assert lines[3]["evaluation/quiz/questions"] == 6
+    _train(tmp_path / "without", [])
+    assert read_metrics(tmp_path / "with", "loss") == read_metrics(tmp_path / "without", "loss")
+
+
+def test_evaluation_under_fsdp(tmp_path, files):
+    _train(tmp_path / "one", files)
+    run_processes(_train, 2, tmp_path / "two", files)
+    for line, expected in zip(evaluations(tmp_path / "two"), evaluations(tmp_path / "one"), strict=True):
+        assert line == pytest.approx(expected, rel=2e-2)  # bfloat16: one process keeps norms in float32
+
+
+def test_mistakes_are_told(tmp_path, files):
+    with pytest.raises(UserError, match=r"there is no file '/absent\.txt'"):
+        tiny_config(tmp_path, callbacks__evaluation__files=["/absent.txt"]).check(world_size=1)
+    with pytest.raises(UserError, match=r"'/etc/passwd' is not one of \.jsonl"):
+        tiny_config(tmp_path, callbacks__evaluation__files=["/etc/passwd"]).check(world_size=1)
