@@ -13,30 +13,11 @@ import torch
 from torch import Tensor
 
 from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.tensor_source import TensorForm, some
 from torchtitan.tools.errors import UserError
 
 Names = str | tuple[str, ...]
 """One tensor's name or several; `*` stands for every layer's number."""
-
-_NAMED_IN_ERRORS = 5
-
-
-@dataclass(frozen=True)
-class TensorForm:
-    """What is known of a tensor without reading it."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorForm":
-        """The form of that tensor; of a DTensor, that of the whole."""
-        return cls(tensor.shape, tensor.dtype)
-
-    @property
-    def n_bytes(self) -> int:
-        """Size of the tensor's values."""
-        return self.shape.numel() * self.dtype.itemsize
 
 
 def model_forms(config: BaseModel.Config) -> dict[str, TensorForm]:
@@ -236,7 +217,7 @@ class StateDictAdapter:
             if foreign[name].shape != form.shape
         ]
         if misshapen:
-            raise UserError(f"the checkpoint's tensors do not fit the model: {_some(misshapen)}")
+            raise UserError(f"the checkpoint's tensors do not fit the model: {some(misshapen)}")
         return self.steps
 
 
@@ -287,13 +268,7 @@ def _check_names(owner: str, found: Iterable[str], expected: Sequence[str], allo
     there, known = set(found), {*expected, *allowed}
     missing = [name for name in expected if name not in there]
     surplus = [name for name in found if name not in known]
-    faults = [f"missing from {owner}: {_some(missing)}"] if missing else []
-    faults += [f"in {owner}, and not in the model: {_some(surplus)}"] if surplus else []
+    faults = [f"missing from {owner}: {some(missing)}"] if missing else []
+    faults += [f"in {owner}, and not in the model: {some(surplus)}"] if surplus else []
     if faults:
         raise UserError("; ".join(faults))
-
-
-def _some(items: Sequence[str]) -> str:
-    """The first few, and how many there are."""
-    more = f", … ({len(items)} in all)" if len(items) > _NAMED_IN_ERRORS else ""
-    return ", ".join(items[:_NAMED_IN_ERRORS]) + more

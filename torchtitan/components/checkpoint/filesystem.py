@@ -16,6 +16,9 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
+DCP_METADATA = ".metadata"
+"""The file that torch.distributed.checkpoint (DCP) writes last into a folder."""
+
 UNFINISHED = ".partial"
 """The end of the name of a folder that is being written, or removed."""
 
@@ -25,8 +28,8 @@ UNPUBLISHED = ".tmp"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
-def folder_at(path: "str | os.PathLike[str] | Folder") -> "Folder":
-    """The folder of a path or URL, whether it exists or not; file:// is a path.
+def folder_at(path: "AnyFolder") -> "Folder":
+    """Return the folder of a path or URL, whether it exists or not; file:// is a path.
 
     Raises:
         UserError: for a URL that nothing installed can open.
@@ -34,9 +37,7 @@ def folder_at(path: "str | os.PathLike[str] | Folder") -> "Folder":
     if isinstance(path, Folder):
         return path
     text = os.fspath(path)
-    if not _URL.match(text):
-        return LocalFolder(Path(text))
-    if text.startswith("file://"):
+    if not is_url(text) or text.startswith("file://"):
         return LocalFolder(Path(text.removeprefix("file://")))
     return RemoteFolder(text.rstrip("/"))
 
@@ -77,7 +78,7 @@ class Folder(ABC):
 
     @abstractmethod
     def folders(self) -> list[str]:
-        """The names of the folders in it; none where it does not exist."""
+        """The names of the folders in it; none if it does not exist."""
 
     @abstractmethod
     def files(self) -> dict[str, int]:
@@ -93,7 +94,7 @@ class Folder(ABC):
 
     @abstractmethod
     def write(self, name: str, content: bytes) -> None:
-        """Write the file `name`; when this returns it outlasts a power failure."""
+        """Write the file `name`, as a whole or not at all; when this returns it outlasts a power failure."""
 
     @abstractmethod
     def make(self) -> None:
@@ -121,6 +122,9 @@ class Folder(ABC):
             return file.read()
 
 
+AnyFolder = str | os.PathLike[str] | Folder
+
+
 @dataclasses.dataclass(frozen=True)
 class LocalFolder(Folder):
     """A folder in a file system; also an `os.PathLike`."""
@@ -140,56 +144,44 @@ class LocalFolder(Folder):
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return self.path.name
 
     @property
     def parent(self) -> "LocalFolder":
-        """The folder that this one is in."""
         return LocalFolder(self.path.parent)
 
     def exists(self) -> bool:
-        """Whether it is there, and a folder."""
         return self.path.is_dir()
 
     def folders(self) -> list[str]:
-        """The names of the folders in it."""
         return [entry.name for entry in self.path.iterdir() if entry.is_dir()] if self.exists() else []
 
     def files(self) -> dict[str, int]:
-        """Bytes of every file in it and in its folders."""
         files = (path for path in sorted(self.path.rglob("*")) if path.is_file())
         return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in files}
 
     def has_file(self, name: str) -> bool:
-        """Whether there is the file `name`."""
         return (self.path / name).is_file()
 
     def open(self, name: str) -> io.BufferedIOBase:
-        """The file `name`, to be read."""
         path = self.path / name
         if path.exists() and not path.is_file():  # a pipe would never end
             raise OSError(f"{path} is not a file")
         return open(path, "rb")
 
     def write(self, name: str, content: bytes) -> None:
-        """Write the file `name`."""
         durable.write(self.path / name, content)
 
     def make(self) -> None:
-        """Create it."""
         durable.make_folder(self.path)
 
     def remove(self, first: str) -> None:
-        """Remove it; before that it gets a name that tells what is left of it, where that is cut short."""
         shutil.rmtree(self.path if self.name.endswith(UNFINISHED) else self._set_aside())
 
     def sync(self, name: str) -> None:
-        """Make the file `name` outlast a power failure."""
         durable.sync(self.path / name)
 
     def publish(self, name: str, marker: str, content: bytes) -> "LocalFolder":
-        """Rename it to `name`, then rename the file `marker` into place."""
         # Written before the rename, so that a full disk shows while a checkpoint to be replaced is still there.
         self.write(f"{marker}{UNPUBLISHED}", content)
         for folder in [path for path in self.path.rglob("*") if path.is_dir()]:
@@ -217,7 +209,7 @@ class LocalFolder(Folder):
         return final
 
     def _set_aside(self) -> Path:
-        """Give it a name that tells what is left of it, where its removal is cut short; return that."""
+        """Rename it to what says that it is being removed, in case the removal is cut short; return the new path."""
         aside = self.path.with_name(f"{self.name}.removed{UNFINISHED}")
         if aside.exists():
             shutil.rmtree(aside)
@@ -226,19 +218,7 @@ class LocalFolder(Folder):
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[Path]:
-        """The folder itself."""
         yield self.path
-
-
-@contextlib.contextmanager
-def _as_os_error(url: str) -> Iterator[None]:
-    """A store's library has errors of its own: to those who save, they are what a disk's would be."""
-    try:
-        yield
-    except (OSError, UserError):
-        raise
-    except Exception as error:
-        raise OSError(f"{url}: {error!r}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,54 +240,44 @@ class RemoteFolder(Folder):
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> "RemoteFolder":
-        """The folder that this one is in."""
         return RemoteFolder(self.url.rpartition("/")[0])
 
     def exists(self) -> bool:
-        """Whether there is something under the URL."""
         with self._store() as (store, root):
             return store.isdir(root)
 
     def folders(self) -> list[str]:
-        """The names of the folders in it."""
         with self._store() as (store, root):
             entries = store.ls(root, detail=True) if store.isdir(root) else []
             return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
 
     def files(self) -> dict[str, int]:
-        """Bytes of every file in it and in its folders."""
         with self._store() as (store, root):
             found = store.find(root, detail=True)
             return {path.removeprefix(root).lstrip("/"): found[path]["size"] for path in sorted(found)}
 
     def has_file(self, name: str) -> bool:
-        """Whether there is the file `name`."""
         with self._store() as (store, root):
             return store.isfile(f"{root}/{name}")
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[io.BufferedIOBase]:
-        """The file `name`, to be read."""
         with self._store() as (store, root), store.open(f"{root}/{name}", "rb") as file:
             yield file
 
     def write(self, name: str, content: bytes) -> None:
-        """Write the file `name`; it is there as a whole or not at all."""
         with self._store() as (store, root):
             store.pipe_file(f"{root}/{name}", content)
 
     def make(self) -> None:
-        """Create it, where the store has such a thing as an empty folder."""
         with self._store() as (store, root):
             store.makedirs(root, exist_ok=True)
 
     def remove(self, first: str) -> None:
-        """Remove it, the file `first` before anything else."""
         with self._store() as (store, root):
             if store.isfile(f"{root}/{first}"):
                 store.rm_file(f"{root}/{first}")
@@ -317,14 +287,12 @@ class RemoteFolder(Folder):
         """Nothing: a store says that it has a file when it has it."""
 
     def publish(self, name: str, marker: str, content: bytes) -> "RemoteFolder":
-        """Write the marker; the folder has its name from the start."""
         assert name == self.name
         self.write(marker, content)
         return self
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[Path]:
-        """A temporary folder, which is uploaded."""
         with tempfile.TemporaryDirectory() as temporary:
             yield Path(temporary)
             for name in LocalFolder(Path(temporary)).files():
@@ -332,11 +300,18 @@ class RemoteFolder(Folder):
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[tuple[Any, str]]:
-        """fsspec's file system and the folder's path in it, as it is now: other processes change it too."""
-        with _as_os_error(self.url):
+        """fsspec's file system and the folder's path in it, as it is now: other processes change it too.
+
+        A store's library has errors of its own: to those who save, they are what a disk's would be, an `OSError`.
+        """
+        try:
             store, root = self._open()
             store.invalidate_cache()
             yield store, root
+        except (OSError, UserError):
+            raise
+        except Exception as error:
+            raise OSError(f"{self.url}: {error!r}") from error
 
     def _open(self) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
