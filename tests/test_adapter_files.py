@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.processes import run_processes
 from tests.training import run, tiny_config
 from torchtitan.cli.main import main
-from torchtitan.components.checkpoint import folders
+from torchtitan.components.checkpoint import catalog
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.components.peft.adapter_files import (
     CONFIG,
@@ -485,7 +485,7 @@ def test_a_run_exports_its_adapter_beside_the_merged_model(runs):
     with torch.no_grad():
         torch.testing.assert_close(theirs(TOKENS).logits, open_base(exported)(TOKENS).logits, **EQUAL)
     assert all(adapters_in(exported / "adapter")[KEY_OF_B].abs().amax(dim=0) > 0)
-    assert folders.verify(exported) == []
+    assert catalog.verify(exported) == []
 
 
 def test_a_run_begins_from_an_adapter(runs, tmp_path):

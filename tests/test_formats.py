@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.processes import run_processes
-from torchtitan.components.checkpoint.formats import (
+from torchtitan.components.checkpoint.dcp import DcpSource, state_forms, write_dcp
+from torchtitan.components.weights import (
     ConvertedSource,
     ForeignView,
     MetaSource,
@@ -29,16 +30,9 @@ from torchtitan.components.checkpoint.formats import (
     write_huggingface_index,
     write_meta,
 )
-from torchtitan.components.checkpoint.formats.dcp import DcpSource, state_forms, write_dcp
-from torchtitan.components.checkpoint.formats.load import local_slices
-from torchtitan.protocols.state_dict_adapter import (
-    Concatenated,
-    RopePermutation,
-    Row,
-    Stacked,
-    StateDictAdapter,
-    TensorForm,
-)
+from torchtitan.components.weights.load import local_slices
+from torchtitan.protocols.state_dict_adapter import Concatenated, RopePermutation, Row, Stacked, StateDictAdapter
+from torchtitan.protocols.tensor_source import TensorForm
 from torchtitan.tools.errors import UserError
 
 WRITERS = {"hf": write_huggingface, "meta": write_meta, "dcp": write_dcp}
@@ -436,7 +430,7 @@ def test_dtypes_are_those_of_the_files():
 
 
 def test_tied_weights_are_compared_piece_by_piece(monkeypatch):
-    import torchtitan.components.checkpoint.formats.convert as convert
+    import torchtitan.components.weights.views as convert
 
     monkeypatch.setattr(convert, "_COMPARED_ELEMENTS", 4)
     adapter = StateDictAdapter([Row("embedding", "embed")], n_layers=0, tied={"head": "embed"})

@@ -13,10 +13,10 @@ from torchtitan.protocols.state_dict_adapter import (
     Same,
     Stacked,
     StateDictAdapter,
-    TensorForm,
     check_tied,
     model_forms,
 )
+from torchtitan.protocols.tensor_source import TensorForm
 from torchtitan.tools.errors import UserError
 
 

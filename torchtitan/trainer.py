@@ -17,10 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
-from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in, read_converters
-from torchtitan.components.checkpoint.pretrained import export_huggingface, frozen_origin, load_initial_weights
+from torchtitan.components.checkpoint.filesystem import is_url
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.store import is_url
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.ending import Ending, log_ending
 from torchtitan.components.ledger import Ledger, in_global_order, names_of, shortened
@@ -34,6 +32,9 @@ from torchtitan.components.sample_losses import SampleLosses
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
 from torchtitan.components.validate import Validator
+from torchtitan.components.weights.assets import CheckpointAssets, files_in, read_converters
+from torchtitan.components.weights.export import export_huggingface
+from torchtitan.components.weights.pretrained import frozen_weights, load_initial_weights
 from torchtitan.config import Configurable
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.compile import RecompileMonitor, compile_loss
@@ -305,7 +306,7 @@ class Trainer(Configurable):
                 simulated=describe_simulation(config.model_converters),
             ),
             export=export if "hf" in spec.formats else None,
-            frozen_from=frozen_origin(config.checkpoint, config.debug.seed),
+            frozen_from=frozen_weights(config.checkpoint, config.debug.seed),
             identity=partial(config.identity, self.tokenizer),
         )
 

@@ -19,7 +19,7 @@ from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools.errors import UserError
 
 if TYPE_CHECKING:
-    from torchtitan.components.checkpoint.formats import Format, TensorSource
+    from torchtitan.components.weights import Format, TensorSource
 
 _FOREIGN_FLAVOR = "pretrained"
 """The flavor of a model whose sizes are those of a checkpoint in another format."""
@@ -52,7 +52,7 @@ def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> "Fo
     Raises:
         UserError: where there is no checkpoint.
     """
-    from torchtitan.components.checkpoint.formats.find import format_of, formats_in
+    from torchtitan.components.weights.sources import format_of, formats_in
 
     try:
         return format_of(path)
@@ -73,8 +73,8 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
     Raises:
         UserError: where there is no checkpoint, or no family of models computes what it describes.
     """
-    from torchtitan.components.checkpoint.assets import DESCRIPTION, read_model_json
-    from torchtitan.components.checkpoint.formats import MetaSource
+    from torchtitan.components.weights import MetaSource
+    from torchtitan.components.weights.assets import DESCRIPTION, read_model_json
 
     folder = Path(path)
     found = checkpoint_format(folder, family)
@@ -135,11 +135,11 @@ def load_model(
     Raises:
         UserError: as `native_source`; where a checkpoint of ours is damaged, or its weights are quantized.
     """
-    from torchtitan.components.checkpoint.assets import asset_folder
-    from torchtitan.components.checkpoint.formats import load_weights
-    from torchtitan.components.checkpoint.formats.export import prevailing_dtype
-    from torchtitan.components.checkpoint.formats.load import check_types
-    from torchtitan.components.checkpoint.pretrained import check_digests
+    from torchtitan.components.weights import load_weights
+    from torchtitan.components.weights.assets import asset_folder
+    from torchtitan.components.weights.export import prevailing_dtype
+    from torchtitan.components.weights.load import check_types
+    from torchtitan.components.weights.pretrained import check_digests
 
     checkpoint_format(path, family)
     check_digests(path)

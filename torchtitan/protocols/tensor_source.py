@@ -102,4 +102,6 @@ def some(names: Sequence[str]) -> str:
 
 def damaged(file: str | Path, error: object) -> UserError:
     """Return what to raise for a file of weights that cannot be read."""
-    return unreadable(file, f"{file} cannot be read, it is damaged or was cut short: {error}; copy or download it again")
+    return unreadable(
+        file, f"{file} cannot be read, it is damaged or was cut short: {error}; copy or download it again"
+    )

@@ -141,7 +141,7 @@ def write_dcp(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -> 
 
 
 def write_staged(folder: Folder, plan: SavePlan, data: Mapping[MetadataIndex, Tensor | bytes]) -> list[WriteResult]:
-    """Write the items of `plan`, whose values are in `data`, into `folder`: a rank's part of a save, by another process."""
+    """Write the items of `plan`, whose values are in `data`, into `folder`: a rank's part of a save."""
     return _writer_into(folder).write_data(plan, _StagedPlanner(data)).wait()
 
 

@@ -1,4 +1,4 @@
-"""The two files that make a folder a checkpoint: `complete.json`, the marker, and `manifest.json`, which detects damage.
+"""The two files that make a folder a checkpoint: the marker, `complete.json`, and `manifest.json`, to detect damage.
 
 The marker comes last and says what the checkpoint is. The manifest is {"algorithm": "sha256", "files": {relative name:
 {"bytes": n, "digest": hex}}}; the marker carries the manifest's own digest, and one of itself.

@@ -91,7 +91,7 @@ class _CodeError(_DamageError):
 
 
 class _Record:
-    """An object as a pickle describes it; each read makes subclasses of its own, so that no pickle changes another's."""
+    """An object as a pickle describes it; each read makes subclasses, so that no pickle changes another's."""
 
     state: Any = None
 
@@ -143,7 +143,7 @@ def _check_keys(keys: list[Any]) -> None:
 
 
 def _checked(root: Any, sizes: Mapping[str, int]) -> Metadata:
-    """Return the metadata that the record `root` describes; raise an error of any class if that is not as DCP writes it.
+    """Return the metadata that `root` describes; raise an error of any class if that is not as DCP writes it.
 
     `sizes` are the bytes of the files in the folder, by name.
     """

@@ -80,7 +80,7 @@ class ModelState:
 
 
 class TrainedState:
-    """The weights of a model but those that are `frozen`, for a checkpoint, if the others can be loaded from elsewhere."""
+    """The weights of a model but those that are `frozen`, for a checkpoint, if these can be loaded from elsewhere."""
 
     def __init__(self, state: ModelState):
         self._state = state

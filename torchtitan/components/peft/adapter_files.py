@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.checkpoint.formats import HuggingFaceSource
-from torchtitan.components.checkpoint.formats.export import format_for
-from torchtitan.components.checkpoint.formats.find import ADAPTER_CONFIG
-from torchtitan.components.checkpoint.formats.load import local_slices
-from torchtitan.components.checkpoint.formats.source import Slices, TensorSource, some
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.states import ModelState
+from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.peft.lora import AdaptedLayer
+from torchtitan.components.weights import HuggingFaceSource
+from torchtitan.components.weights.export import format_for
+from torchtitan.components.weights.load import local_slices
+from torchtitan.components.weights.sources import ADAPTER_CONFIG
 from torchtitan.config.configurable import config_key
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.sharding import features_of
-from torchtitan.protocols.state_dict_adapter import Same, Step, TensorForm, Transform, model_forms
+from torchtitan.protocols.state_dict_adapter import Same, Step, Transform, model_forms
+from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, some
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
 from torchtitan.tools.logging import logger

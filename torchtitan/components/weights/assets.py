@@ -1,4 +1,4 @@
-"""What a checkpoint says of its model, so that it can be opened without the run that saved it: model and tokenizer."""
+"""What a checkpoint carries beside its weights: which model it is of, the tokenizer, and how conversations go on."""
 
 import json
 import shutil
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.checkpoint.store import folder_at
-from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.checkpoint.filesystem import folder_at
+from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.protocols.conversion import Description
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import json_file
@@ -230,21 +231,21 @@ def _generation_config(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str
     ends = said if isinstance(said, list) else [] if said is None else [said]
     if not of_end or of_end[0] not in tokenizer.special_ids or of_end[0] in ends:
         return {}
-    settings = _read_beside(tokenizer.folder, "generation_config.json")
+    settings = _read_from(tokenizer.folder, "generation_config.json")
     return {"generation_config.json": _as_text({**settings, **known, "eos_token_id": [*ends, of_end[0]]})}
 
 
 def _tokenizer_config(folder: Path | None, template: ChatTemplate) -> dict[str, str]:
     """tokenizer_config.json, where a token that the template writes by its role is named nowhere."""
-    settings = _read_beside(folder, "tokenizer_config.json")
-    named = settings.keys() | _read_beside(folder, "special_tokens_map.json").keys()
+    settings = _read_from(folder, "tokenizer_config.json")
+    named = settings.keys() | _read_from(folder, "special_tokens_map.json").keys()
     unnamed = {k: text for k, text in template.variables.items() if text and k in template.source and k not in named}
     if not unnamed:
         return {}
     return {"tokenizer_config.json": _as_text({**settings, **unnamed})}
 
 
-def _read_beside(folder: Path | None, name: str) -> dict[str, Any]:
+def _read_from(folder: Path | None, name: str) -> dict[str, Any]:
     return read_object(folder / name) if folder else {}
 
 

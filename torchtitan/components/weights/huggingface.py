@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.components.checkpoint.formats.source import (
+from torchtitan.protocols.tensor_source import (
     MakeTensor,
     Slices,
+    TensorForm,
     TensorSource,
     damaged,
     some,
     value_chunks,
 )
-from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
@@ -50,12 +50,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class HuggingFaceSource(TensorSource):
     """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
 
-    Args:
-        path: the folder.
-
     Raises:
-        UserError: where a file is missing, damaged or outside of the folder, or lacks tensors that the index says are
-            in it.
+        UserError: if a file is missing, damaged or outside of the folder `path`, or lacks tensors that the index says
+            are in it.
     """
 
     def __init__(self, path: str | Path):
@@ -66,7 +63,7 @@ class HuggingFaceSource(TensorSource):
             self._add(file, names)
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor of that name, or the part of it that `slices` says; only that part is read."""
+        """As `TensorSource.read`; only the part in `slices` is read."""
         # Opened anew: the library maps the file into memory, and pages once read would stay in the process's.
         with _open(self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name) if slices is None else file.get_slice(name)[slices]
@@ -86,16 +83,10 @@ class HuggingFaceSource(TensorSource):
 
 
 def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | None]:
-    """File → the tensors that are read from it, by the index of a checkpoint in several files. None: all, of the only
-    file.
-
-    Args:
-        folder: the checkpoint's.
-        weights: name of the only file, which goes before an index.
-        index: name of the index.
+    """Return file → the tensors that are read from it, as the file `index` says; None: all of `weights`, the only file.
 
     Raises:
-        UserError: where files are missing or outside of the folder, or the index is damaged.
+        UserError: if files are missing or outside of the folder, or the index is damaged.
     """
     if (folder / weights).is_file():
         return {folder / weights: None}
@@ -148,7 +139,7 @@ def write_huggingface(
 def write_huggingface_index(
     path: Path, forms: Mapping[str, TensorForm], *, max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write the index of the files that `write_huggingface` writes for `forms`; one file has none."""
+    """Write the index of the files that `write_huggingface` writes for `forms`."""
     write_index(path, _files(forms, max_file_bytes))
 
 
@@ -163,7 +154,7 @@ def write_index(path: Path, files: Mapping[str, Mapping[str, TensorForm]]) -> No
 
 
 def share_out(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """File name → names of the tensors in it, filled in the given order."""
+    """Return file name → names of the tensors in it, filled in the given order."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, more in n_bytes.items():
@@ -180,13 +171,9 @@ def share_out(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list
 def write_file(
     path: Path, forms: Mapping[str, TensorForm], make: MakeTensor, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write one safetensors file, which has its name only when all of it is written.
+    """Write one safetensors file, which has its name only when all of it is written; arguments: as `write_huggingface`.
 
-    Args:
-        path: its name.
-        forms: as of `write_huggingface`.
-        make: as of `write_huggingface`; called for wide types first.
-        metadata: what the header says beside the format.
+    `make` is called for wide types first; `metadata` goes into the header beside the format.
     """
     # Wide types first, as the library does, so that all values are aligned to their own size.
     names = sorted(forms, key=lambda name: -forms[name].dtype.itemsize)

@@ -53,7 +53,8 @@ def format_of(path: str | Path) -> Format:
     has = some(sorted(item.name for item in folder.iterdir())) or "nothing"
     raise UserError(
         f"{folder} holds no checkpoint: it has {has}, and no weights: no {DCP_METADATA} (DCP), no "
-        f"{' or '.join(_SAFETENSORS)}, no {' or '.join(_PICKLED)} (Hugging Face), and no {torch_files.META_FILES} (Meta)"
+        f"{' or '.join(_SAFETENSORS)}, no {' or '.join(_PICKLED)} (Hugging Face), "
+        f"and no {torch_files.META_FILES} (Meta)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Files written by `torch.save`: Hugging Face's `pytorch_model.bin`, and Meta's `consolidated.00.pth` beside `params.json`.
+"""Files written by `torch.save`: Hugging Face's `pytorch_model.bin`, and Meta's `consolidated.00.pth`.
 
 Only tensors are ever created from such a file, and no tensor is read to find its position.
 
@@ -53,7 +53,7 @@ class Piece:
     form: TensorForm
 
     def read(self, slices: Slices) -> Tensor:
-        """The part that `slices` says; reads its rows whole."""
+        """Return the part in `slices`; reads its rows whole."""
         shape = self.form.shape
         if not shape:
             return self._values(0, shape)
@@ -63,7 +63,6 @@ class Piece:
         return values[(slice(None), *slices[1:])]
 
     def _values(self, start: int, shape: Sequence[int]) -> Tensor:
-        """A tensor of that shape from the bytes that begin at `start`."""
         values = torch.empty(shape, dtype=self.form.dtype)
         buffer = values.view(-1).view(torch.uint8).numpy().data
         with open(self.file, "rb") as file:
@@ -76,12 +75,9 @@ class Piece:
 class PickledSource(TensorSource):
     """The tensors of `pytorch_model.bin`, or of the files that `pytorch_model.bin.index.json` names.
 
-    Args:
-        path: the folder.
-
     Raises:
-        UserError: if a file is missing, damaged or outside the folder, holds anything but tensors, or lacks tensors
-            that the index assigns to it.
+        UserError: if a file is missing, damaged or outside the folder `path`, holds anything but tensors, or lacks
+            tensors that the index assigns to it.
     """
 
     def __init__(self, path: str | Path):
@@ -94,7 +90,7 @@ class PickledSource(TensorSource):
         self.forms = {name: piece.form for name, piece in self._pieces.items()}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor of that name, or the part of it that `slices` says; only its rows are read."""
+        """As `TensorSource.read`; only the rows in `slices` are read."""
         return self._pieces[name].read(slices or whole(self.forms[name].shape))
 
 
@@ -152,13 +148,10 @@ def _check_stored(file: Path) -> None:
 
 
 class MetaSource(TensorSource):
-    """The tensors of the `consolidated.*.pth` files in a folder, those of several files joined.
-
-    Args:
-        path: the folder.
+    """The tensors of the `consolidated.*.pth` files in the folder `path`, those of several files joined.
 
     Raises:
-        UserError: where a file is missing or damaged, or files do not fit each other.
+        UserError: if a file is missing or damaged, or files do not fit each other.
     """
 
     def __init__(self, path: str | Path):
@@ -179,11 +172,7 @@ class MetaSource(TensorSource):
         self.forms = {name: self._joined_form(name) for name in self._pieces}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor of that name, or the part of it that `slices` says, joined from all files that have some of it.
-
-        Raises:
-            UserError: where a file ends too early, or files differ in a tensor that they all hold whole.
-        """
+        """As `TensorSource.read`; raises `UserError` too if files differ in a tensor that they all hold whole."""
         wanted = slices or whole(self.forms[name].shape)
         pieces, axis = self._pieces[name], self._axes[name]
         if axis is None:
@@ -202,11 +191,7 @@ class MetaSource(TensorSource):
 
     @property
     def vocab_size(self) -> int:
-        """The rows of the embedding, which a params.json need not say.
-
-        Raises:
-            UserError: where there is no embedding.
-        """
+        """The rows of the embedding, which a params.json need not say; raises `UserError` if there is no embedding."""
         name = f"{_EMBEDDING}.weight"
         if name not in self.forms or len(self.forms[name].shape) != 2:
             raise UserError(f"{self.path}: there is no matrix {name}, which would say the size of the vocabulary")
@@ -236,7 +221,9 @@ class MetaSource(TensorSource):
     def _dim(self) -> int:
         dim = read_object(self.path / META_PARAMETERS).get("dim")
         if type(dim) is not int:
-            raise UserError(f"{self.path / META_PARAMETERS} must say the model's `dim`, a whole number; it says {dim!r}")
+            raise UserError(
+                f"{self.path / META_PARAMETERS} must say the model's `dim`, a whole number; it says {dim!r}"
+            )
         return dim
 
     def _joined_form(self, name: str) -> TensorForm:
