@@ -39,7 +39,6 @@ from torchtitan.components.checkpoint import (
     catalog,
     dcp,
     list_checkpoints,
-    writing,
 )
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -171,13 +170,13 @@ def test_resume_is_bit_identical_to_never_having_stopped(tmp_path: Path, async_m
 
 def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = threading.Event()
-    write = writing.write
+    write = dcp.save
 
     def write_late(*args: Any) -> None:
         assert changed.wait(timeout=60)
         write(*args)
 
-    monkeypatch.setattr(writing, "write", write_late)
+    monkeypatch.setattr(dcp, "save", write_late)
     run = Run(tmp_path, async_mode="async")
     run.train(1)
     at_save = run.snapshot()
