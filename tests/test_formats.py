@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.processes import run_processes
 from torchtitan.components.checkpoint.dcp import DcpSource, state_forms, write_dcp
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.weights import (
     ConvertedSource,
     ForeignView,
@@ -27,7 +28,6 @@ from torchtitan.components.weights import (
     load_weights,
     open_source,
     write_huggingface,
-    write_huggingface_index,
     write_meta,
 )
 from torchtitan.components.weights.load import local_slices
@@ -198,10 +198,13 @@ def test_several_processes_can_share_the_files(tmp_path):
     tensors = example()
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     save(alone, "hf", tensors, max_file_bytes=200)
-    for rank in range(2):
-        with pytest.raises(UserError):  # not all is there yet
-            open_source(save(shared, "hf", tensors, max_file_bytes=200, only_files=lambda i, rank=rank: i % 2 == rank))
-    write_huggingface_index(shared, forms_of(tensors), max_file_bytes=200)
+    for rank in (1, 0):  # the first writes the index in the end
+        ranks = Ranks()
+        ranks.rank, ranks.size = rank, 2
+        save(shared, "hf", tensors, max_file_bytes=200, ranks=ranks)
+        if rank:
+            with pytest.raises(UserError):  # not all is there yet
+                open_source(shared)
     files = {path.name: path.read_bytes() for path in alone.iterdir()}
     assert {path.name: path.read_bytes() for path in shared.iterdir()} == files
 

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from torch.distributed.checkpoint.storage import WriteResult
 
+    _Data = dict[MetadataIndex, "SharedBufferRef | bytes"]
+
 Export = Callable[[Path, Path, Ranks], None]
 """Called on every rank with the folder of a model-only checkpoint, an empty one, which it fills with what others read,
 and the ranks; what it raises on one rank it raises on all."""
@@ -378,16 +380,6 @@ def _aligned(n_bytes: int) -> int:
 # The process that writes
 
 
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """What to write into the folder or URL `path`; tensors are in the first `memory_bytes` of the shared memory."""
-
-    path: str
-    plan: "SavePlan"
-    data: "dict[MetadataIndex, SharedBufferRef | bytes]"
-    memory_bytes: int
-
-
 class WriterProcess:
     """Writes the files of a checkpoint in another process, which is started when it is needed.
 
@@ -410,12 +402,12 @@ class WriterProcess:
         Raises:
             ChildProcessError: if the process ended before that. The next call starts another.
         """
-        data: dict[MetadataIndex, SharedBufferRef | bytes] = {}
+        data: _Data = {}
         for item in plan.items:
             value = planner.resolve_data(item)
             data[item.index] = value.getvalue() if isinstance(value, io.BytesIO) else self.memory.locate(value)
         items = dataclasses.replace(plan, planner_data=None)
-        answer = self._ask(_Request(path, items, data, self.memory.n_bytes))
+        answer = self._ask((path, items, data, self.memory.n_bytes))
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -428,7 +420,7 @@ class WriterProcess:
             self._process.wait()
         self.memory.close()
 
-    def _ask(self, request: _Request) -> Any:
+    def _ask(self, request: "tuple[str, SavePlan, _Data, int]") -> Any:
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._process and self._connection
@@ -476,7 +468,7 @@ def serve() -> None:
             return
         answer: Any
         try:
-            answer = _write_request(request, memory)
+            answer = _write_items(memory, *request)
         except Exception as error:  # all of them: the rank reports it
             answer = error
         try:
@@ -485,9 +477,9 @@ def serve() -> None:
             connection.send(RuntimeError(repr(answer)))
 
 
-def _write_request(request: _Request, descriptor: int) -> "list[WriteResult]":
+def _write_items(descriptor: int, path: str, plan: "SavePlan", data: "_Data", n_bytes: int) -> "list[WriteResult]":
     from torchtitan.components.checkpoint import dcp
 
-    memory = mmap.mmap(descriptor, request.memory_bytes) if request.memory_bytes else None
-    data = {index: value if isinstance(value, bytes) else value.tensor(memory) for index, value in request.data.items()}
-    return dcp.write_staged(folder_at(request.path), request.plan, data)
+    memory = mmap.mmap(descriptor, n_bytes) if n_bytes else None
+    values = {index: value if isinstance(value, bytes) else value.tensor(memory) for index, value in data.items()}
+    return dcp.write_staged(folder_at(path), plan, values)

@@ -8,12 +8,14 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
 from torchtitan.components.checkpoint.filesystem import Folder
 from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.config.configurable import from_plain
+from torchtitan.tools.errors import UserError
 
 Kind = Literal["full", "model_only", "huggingface"]
 """What a checkpoint holds: all that a run resumes from, the models' weights alone, or a model in Hugging Face files."""
@@ -33,7 +35,6 @@ class Marker:
     """The content of the file that makes a checkpoint complete."""
 
     step: int
-    """The training step after which it was saved."""
 
     kind: Kind
 
@@ -41,7 +42,7 @@ class Marker:
     """How many processes saved it."""
 
     validation_loss: float | None = None
-    """The validation loss at that step, where it was measured."""
+    """The validation loss at that step, if it was measured."""
 
     frozen_from: str = ""
     """What the weights began as that it lacks, since they are not trained; empty: it has all weights."""
@@ -53,7 +54,7 @@ class Marker:
     """The properties of the run that saved it (`RunIdentity`); empty if that has none."""
 
     length: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The `steps` or `epochs` that run was to make."""
+    """The `steps` or `epochs` that that run was to make."""
 
     manifest: str = ""
     """The digest of manifest.json; `commit` fills it in."""
@@ -62,21 +63,6 @@ class Marker:
 
     format_version: int = _FORMAT_VERSION
     """The version of the layout of folder and entries."""
-
-
-_MARKER_TYPES: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "kind": (str,),
-    "world_size": (int,),
-    "validation_loss": (float, type(None)),
-    "frozen_from": (str,),
-    "frozen_digest": (str,),
-    "identity": (dict,),
-    "length": (dict,),
-    "manifest": (str,),
-    "torch_version": (str,),
-    "format_version": (int,),
-}
 
 
 class MarkerError(Exception):
@@ -115,10 +101,14 @@ def read_marker(folder: Folder) -> Marker | None:
             f"{folder} is in layout {version}, and this version of torchtitan reads layout {_FORMAT_VERSION}; "
             "it can be loaded by the version that wrote it"
         )
-    marker = _marker_from(content)
-    if marker is None or marker_content(marker) != text:
-        raise MarkerError(f"{file} is damaged (its content is not that of a marker)")
-    return marker
+    try:
+        content.pop("digest")
+        marker: Marker = from_plain(Marker, content)
+        if isinstance(marker.identity, dict) and isinstance(marker.length, dict) and marker_content(marker) == text:
+            return marker
+    except (UserError, AttributeError, TypeError, KeyError):
+        pass
+    raise MarkerError(f"{file} is damaged (its content is not that of a marker)")
 
 
 def marker_content(marker: Marker) -> bytes:
@@ -126,14 +116,6 @@ def marker_content(marker: Marker) -> bytes:
     fields = {name: value for name, value in dataclasses.asdict(marker).items() if value or name not in _OPTIONAL}
     digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
     return json.dumps({**fields, "digest": digest}).encode()
-
-
-def _marker_from(content: Any) -> Marker | None:
-    fields = {name: value for name, value in content.items() if name != "digest"} if isinstance(content, dict) else {}
-    types_fit = fields.keys() | set(_OPTIONAL) == _MARKER_TYPES.keys() and all(
-        type(value) in _MARKER_TYPES[name] for name, value in fields.items()
-    )
-    return Marker(**fields) if types_fit and fields["kind"] in get_args(Kind) else None
 
 
 @dataclasses.dataclass(frozen=True)

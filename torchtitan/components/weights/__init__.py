@@ -6,7 +6,7 @@ A source has the names and shapes that its files have. What they are called in o
 """
 
 from torchtitan.components.weights.export import export_checkpoint
-from torchtitan.components.weights.huggingface import HuggingFaceSource, write_huggingface, write_huggingface_index
+from torchtitan.components.weights.huggingface import HuggingFaceSource, write_huggingface
 from torchtitan.components.weights.load import load_weights
 from torchtitan.components.weights.sources import Format, format_of, open_source
 from torchtitan.components.weights.torch_files import MetaSource, write_meta
@@ -36,6 +36,5 @@ __all__ = [
     "load_weights",
     "open_source",
     "write_huggingface",
-    "write_huggingface_index",
     "write_meta",
 ]

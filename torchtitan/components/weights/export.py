@@ -20,7 +20,7 @@ from torchtitan.components.weights.assets import (
     token_ids,
     write_files,
 )
-from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, write_huggingface, write_huggingface_index
+from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, write_huggingface
 from torchtitan.components.weights.sources import Format
 from torchtitan.components.weights.torch_files import META_PARAMETERS, write_meta
 from torchtitan.components.weights.views import ForeignView, PlainView
@@ -79,9 +79,7 @@ def export_checkpoint(
     group = ranks or Ranks()
     group.first_decides(lambda: _write_description(folder, to, spec, assets, changed_files or {}, forms))
     if to == "hf":
-        share = partial(write_huggingface, only_files=lambda index: index % group.size == group.rank)
-        group.together(lambda: share(folder, forms, make, max_file_bytes=max_file_bytes))
-        group.first_decides(lambda: write_huggingface_index(folder, forms, max_file_bytes=max_file_bytes))
+        write_huggingface(folder, forms, make, max_file_bytes=max_file_bytes, ranks=group)
         if isinstance(source, PlainView):
             group.first_decides(partial(source.write_beside, folder, spec))
     elif to == "meta":

@@ -5,13 +5,14 @@ endian; the header, a JSON object of name → dtype, shape and place of the valu
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.protocols.tensor_source import (
     MakeTensor,
     Slices,
@@ -107,21 +108,19 @@ def write_huggingface(
     make: MakeTensor,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
-    only_files: Callable[[int], bool] | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
-    """Write tensors as safetensors files into the folder `path`, holding one tensor at a time.
+    """Write tensors as safetensors files into the existing folder `path`, holding one tensor at a time.
 
     A file has its name only when all of it is written, and the index comes last: cut short, the folder cannot be
     opened.
 
     Args:
-        path: an existing folder.
+        path: the folder.
         forms: name → form of what is written; values of another dtype are converted.
         make: gives each tensor when its turn comes.
-        max_file_bytes: a new file begins where this would be exceeded (one tensor may be larger).
-        only_files: which files to write, by number from 0, where several processes share the work; they agree on the
-            files since these follow from `forms` alone. One of them then calls `write_huggingface_index`, when all
-            are done.
+        max_file_bytes: a new file begins if this would be exceeded (one tensor may be larger).
+        ranks: those who share the files, calling this together; None: this process alone.
 
     Raises:
         UserError: for a dtype that the format does not have, or that is too narrow for a value.
@@ -129,18 +128,16 @@ def write_huggingface(
     for name, form in forms.items():
         if form.dtype not in _DTYPE_NAMES:
             raise UserError(f"{name} is of type {form.dtype}, which safetensors files do not have; export another one")
-    for index, (file, members) in enumerate(_files(forms, max_file_bytes).items()):
-        if only_files is None or only_files(index):
-            write_file(path / file, members, make)
-    if only_files is None:
-        write_huggingface_index(path, forms, max_file_bytes=max_file_bytes)
+    shared = share_out({name: form.n_bytes for name, form in forms.items()}, max_file_bytes)
+    files = {file: {name: forms[name] for name in names} for file, names in shared.items()}
+    ranks = ranks or Ranks()
 
+    def write_share() -> None:
+        for file in list(files)[ranks.rank :: ranks.size]:
+            write_file(path / file, files[file], make)
 
-def write_huggingface_index(
-    path: Path, forms: Mapping[str, TensorForm], *, max_file_bytes: int = MAX_FILE_BYTES
-) -> None:
-    """Write the index of the files that `write_huggingface` writes for `forms`."""
-    write_index(path, _files(forms, max_file_bytes))
+    ranks.together(write_share)
+    ranks.first_decides(lambda: write_index(path, files))
 
 
 def write_index(path: Path, files: Mapping[str, Mapping[str, TensorForm]]) -> None:
@@ -216,9 +213,3 @@ def _read_index(path: Path) -> dict[str, str]:
     if outside:
         raise UserError(f"{path} names files outside of its folder: {some(sorted(outside))}")
     return weight_map
-
-
-def _files(forms: Mapping[str, TensorForm], max_file_bytes: int) -> dict[str, dict[str, TensorForm]]:
-    """File name → what is in it, filled in the order of `forms`."""
-    files = share_out({name: form.n_bytes for name, form in forms.items()}, max_file_bytes)
-    return {file: {name: forms[name] for name in names} for file, names in files.items()}
