@@ -193,11 +193,11 @@ def _quantization(options: argparse.Namespace) -> "QAT.Config":
     """Which layers are quantized, and how finely: as is given and, what is not, as the run that saved the checkpoint
     has simulated it. Says what that was."""
     from torchtitan.components.quantization.qat import QAT
-    from torchtitan.components.weights.assets import read_simulation
+    from torchtitan.components.weights.assets import read_converters
     from torchtitan.protocols.conversion import described_converters
 
     given = {name: getattr(options, name) for name in _OF_QUANTIZE if getattr(options, name) is not None}
-    converters = described_converters(read_simulation(options.input), str(options.input))
+    converters = described_converters(read_converters(options.input, "simulated"), str(options.input))
     simulated = next((converter.config for converter in converters if isinstance(converter, QAT)), None)
     if simulated is None:
         return QAT.Config(**given)

@@ -129,15 +129,15 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> _Findi
 
 def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
     """Why the model of a checkpoint in which no fault was found cannot be used, as `generate` and `convert` say it."""
-    from torchtitan.components.weights.assets import has_model_json, read_converters, read_simulation
+    from torchtitan.components.weights.assets import DESCRIPTION, read_converters
     from torchtitan.models.pretrained import spec_of
     from torchtitan.protocols.conversion import described_converters
 
-    if _format_in(path) == "dcp" and not has_model_json(path):  # of another program: it has no more to say
+    if _format_in(path) == "dcp" and not (path / DESCRIPTION).is_file():  # of another program: it has no more to say
         return []
     try:
         spec_of(path, family)
-        described_converters([*read_converters(path), *read_simulation(path)], str(path))
+        described_converters([*read_converters(path), *read_converters(path, "simulated")], str(path))
     except UserError as error:
         return [str(error)]
     return []

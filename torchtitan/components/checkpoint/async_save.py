@@ -212,7 +212,7 @@ class Saver:
         except Exception as error:  # all of them: the weights are at stake
             if marker.step == self.step and self.kind == "full":
                 raise  # the run's own checkpoint of this step is still there, and a run can resume from it
-            self._ranks.first_decides(lambda: catalog.discard_export(native))
+            self._ranks.first_decides(lambda: catalog.remove_checkpoint(partial) if partial.exists() else None)
             self._commit(native, dataclasses.replace(marker, kind="model_only"))
             raise _ExportError(
                 f"{type(error).__name__}: {error}; the weights are kept there in our own format, "

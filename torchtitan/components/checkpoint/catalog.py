@@ -42,7 +42,7 @@ class CheckpointInfo:
     path: Folder
 
     marker: Marker | None
-    """None: the checkpoint is not complete and cannot be loaded."""
+    """None: it is not complete and cannot be loaded."""
 
     fault: str = ""
     """Why it is not complete although it should be."""
@@ -52,7 +52,6 @@ class CheckpointInfo:
 
     @property
     def complete(self) -> bool:
-        """Whether every byte of it was written."""
         return self.marker is not None
 
     @property
@@ -62,13 +61,8 @@ class CheckpointInfo:
 
     @property
     def frozen_from(self) -> str:
-        """What the weights began as that it lacks, since they are not trained; empty: it lacks none."""
+        """See `Marker.frozen_from`."""
         return self.marker.frozen_from if self.marker else ""
-
-    @property
-    def frozen_digest(self) -> str:
-        """Digest of these weights; empty if `frozen_from` says all."""
-        return self.marker.frozen_digest if self.marker else ""
 
     @property
     def ends_run(self) -> bool:
@@ -77,12 +71,10 @@ class CheckpointInfo:
 
     @property
     def holds(self) -> str:
-        """What it holds, in words."""
         return in_words(self.marker.kind) if self.marker else "nothing that is complete"
 
     @property
     def validation_loss(self) -> float | None:
-        """The validation loss at its step, where it was measured."""
         return self.marker.validation_loss if self.marker else None
 
 
@@ -173,7 +165,7 @@ def verify(path: AnyFolder, ranks: Ranks | None = None) -> list[str]:
 
 
 def find_damage(folder: Folder, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
-    """As `verify`, with what is damaged apart from what could not be read; `only` names the files to look at."""
+    """As `verify`, with damage apart from what could not be read; `only` names the files to look at."""
     try:
         marker = ranks.first_decides(lambda: read_marker(folder))
     except UnreadMarkerError as error:
@@ -190,12 +182,12 @@ def raise_if_damaged(path: AnyFolder, ranks: Ranks | None = None, *, only: Colle
 
 
 def record_damage(checkpoint: CheckpointInfo, faults: Sequence[str]) -> None:
-    """Leave a note in a checkpoint that was found damaged, so that later runs neither count on it nor remove it."""
+    """Leave a note in a damaged checkpoint, so that later runs neither count on it nor remove it."""
     checkpoint.path.write(_DAMAGE, json.dumps({"faults": faults}, indent=1).encode())
 
 
 def has_marker(path: AnyFolder) -> bool:
-    """Whether the folder `path` says of itself that it is a complete checkpoint."""
+    """Whether the folder `path` has a marker, sound or not."""
     return folder_at(path).has_file(MARKER)
 
 
@@ -220,13 +212,6 @@ def start_native(partial: Folder) -> Folder:
     return native
 
 
-def discard_export(native: Folder) -> None:
-    """Remove what was made from the folder of `start_native`, complete or not."""
-    partial = native.parent / f"{native.name.removesuffix('.dcp.partial')}.partial"
-    if partial.exists():
-        remove_checkpoint(partial)
-
-
 def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, name: str = "") -> Folder:
     """Write the manifest of the fully written folder `partial` and turn it into the complete checkpoint; return that.
 
@@ -249,7 +234,7 @@ def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, na
 
 
 def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """The one of the lowest validation loss, the earliest of equals; None where none has one."""
+    """Return the one of the lowest validation loss, the earliest of equals; None if none has one."""
     measured = [(info.validation_loss, info) for info in checkpoints if info.validation_loss is not None]
     numbers = [(loss, info) for loss, info in measured if loss == loss]  # NaN is not
     return min(numbers, key=lambda pair: pair[0])[1] if numbers else None
@@ -258,15 +243,9 @@ def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
 def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[int], bool] | None = None) -> None:
     """Keep `keep_latest_k` (0: all) of the complete checkpoints up to `step`, the one just saved, and remove the rest.
 
-    The newest full one always stays, since without it the run could not be continued. So does the end of a run
-    (`CheckpointInfo.ends_run`). Those found damaged stay, as evidence. Those of later steps stay too: a run that went
-    back replaces them as it reaches their steps.
-
-    Args:
-        folder: where the checkpoints lie.
-        step: the one just saved.
-        keep_latest_k: how many to keep.
-        best_of: the one of the lowest validation loss stays too, of those whose step this accepts; None: none does.
+    The newest full one always stays, since without it the run could not resume. So does the end of a run
+    (`CheckpointInfo.ends_run`), and of the steps that `best_of` accepts, the one of the lowest validation loss. Those
+    found damaged stay, as evidence, and those of later steps: a run that went back replaces them as it reaches them.
     """
     complete = [info for info in list_checkpoints(folder) if info.complete and not info.damage and info.step <= step]
     kept = [info for info in complete if info.kind == "full"][-1:]
@@ -304,7 +283,7 @@ def _inspect(step: int, folder: Folder) -> CheckpointInfo:
 
 
 def _lost_marker(folder: Folder) -> bool:
-    """Whether a folder without a marker had one: where a save renames what is fully written, it leaves none like it."""
+    """Whether a folder without a marker had one: if a save renames what is fully written, it leaves none like it."""
     return folder.renames and folder.has_file(MANIFEST) and not folder.has_file(MARKER + UNPUBLISHED)
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -52,86 +51,14 @@ def inside(dump_folder: str, folder: str) -> "Folder":
     return folder_at(folder) if is_url(folder) else LocalFolder(Path(dump_folder) / folder)
 
 
-class Folder(ABC):
-    """One folder, and what a checkpoint needs of the place where it lies; `str()` gives its path or URL."""
-
-    renames: ClassVar[bool]
-    """Whether a folder gets another name in one step, all or nothing."""
-
-    @abstractmethod
-    def __truediv__(self, name: str) -> "Folder":
-        """The folder `name` in this one."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The last part of the path."""
-
-    @property
-    @abstractmethod
-    def parent(self) -> "Folder":
-        """The folder that this one is in."""
-
-    @abstractmethod
-    def exists(self) -> bool:
-        """Whether it is there, and a folder."""
-
-    @abstractmethod
-    def folders(self) -> list[str]:
-        """The names of the folders in it; none if it does not exist."""
-
-    @abstractmethod
-    def files(self) -> dict[str, int]:
-        """Bytes of every file in it and in its folders, by relative name."""
-
-    @abstractmethod
-    def has_file(self, name: str) -> bool:
-        """Whether there is the file `name`."""
-
-    @abstractmethod
-    def open(self, name: str) -> contextlib.AbstractContextManager[io.BufferedIOBase]:
-        """The file `name`, to be read; what goes wrong while it is open is an `OSError`."""
-
-    @abstractmethod
-    def write(self, name: str, content: bytes) -> None:
-        """Write the file `name`, as a whole or not at all; when this returns it outlasts a power failure."""
-
-    @abstractmethod
-    def make(self) -> None:
-        """Create it, and those that it is in."""
-
-    @abstractmethod
-    def remove(self, first: str) -> None:
-        """Remove it with all that it holds. Cut short, the rest is not complete: `first` is the file that says so."""
-
-    @abstractmethod
-    def sync(self, name: str) -> None:
-        """Make the file `name`, which something else wrote, outlast a power failure."""
-
-    @abstractmethod
-    def publish(self, name: str, marker: str, content: bytes) -> "Folder":
-        """Give it the name `name`, in place of a folder that has it, and put the file `marker` into it last of all."""
-
-    @abstractmethod
-    def filling(self) -> contextlib.AbstractContextManager[Path]:
-        """A folder on this host's disk; what is in it when the block ends is in this folder too."""
-
-    def read(self, name: str) -> bytes:
-        """The content of the file `name`."""
-        with self.open(name) as file:
-            return file.read()
-
-
-AnyFolder = str | os.PathLike[str] | Folder
-
-
 @dataclasses.dataclass(frozen=True)
-class LocalFolder(Folder):
-    """A folder in a file system; also an `os.PathLike`."""
+class LocalFolder:
+    """A folder in a file system, and what a checkpoint needs of it; also an `os.PathLike`."""
 
     path: Path
 
-    renames = True
+    renames: ClassVar[bool] = True
+    """Whether a folder gets another name in one step, all or nothing."""
 
     def __str__(self) -> str:
         return str(self.path)
@@ -154,9 +81,11 @@ class LocalFolder(Folder):
         return self.path.is_dir()
 
     def folders(self) -> list[str]:
+        """Return the names of the folders in it; none if it does not exist."""
         return [entry.name for entry in self.path.iterdir() if entry.is_dir()] if self.exists() else []
 
     def files(self) -> dict[str, int]:
+        """Return the bytes of every file in it and in its folders, by relative name."""
         files = (path for path in sorted(self.path.rglob("*")) if path.is_file())
         return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in files}
 
@@ -164,24 +93,34 @@ class LocalFolder(Folder):
         return (self.path / name).is_file()
 
     def open(self, name: str) -> io.BufferedIOBase:
+        """Open the file `name` to be read; what goes wrong while it is open is an `OSError`."""
         path = self.path / name
         if path.exists() and not path.is_file():  # a pipe would never end
             raise OSError(f"{path} is not a file")
         return open(path, "rb")
 
+    def read(self, name: str) -> bytes:
+        with self.open(name) as file:
+            return file.read()
+
     def write(self, name: str, content: bytes) -> None:
+        """Write the file `name`, as a whole or not at all; when this returns it outlasts a power failure."""
         durable.write(self.path / name, content)
 
     def make(self) -> None:
+        """Create it, and those that it is in."""
         durable.make_folder(self.path)
 
     def remove(self, first: str) -> None:
+        """Remove it with all that it holds; cut short, it is renamed or lacks the file `first`."""
         shutil.rmtree(self.path if self.name.endswith(UNFINISHED) else self._set_aside())
 
     def sync(self, name: str) -> None:
+        """Make the file `name`, which something else wrote, outlast a power failure."""
         durable.sync(self.path / name)
 
     def publish(self, name: str, marker: str, content: bytes) -> "LocalFolder":
+        """Rename it to `name`, in place of a folder that has it, and put the file `marker` into it last of all."""
         # Written before the rename, so that a full disk shows while a checkpoint to be replaced is still there.
         self.write(f"{marker}{UNPUBLISHED}", content)
         for folder in [path for path in self.path.rglob("*") if path.is_dir()]:
@@ -218,16 +157,17 @@ class LocalFolder(Folder):
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[Path]:
+        """Yield a folder on this host's disk; what is in it when the block ends is in this folder too."""
         yield self.path
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoteFolder(Folder):
-    """A folder behind a URL, which cannot be renamed: its marker alone says whether it is complete."""
+class RemoteFolder:
+    """As `LocalFolder`, behind a URL. It cannot be renamed: its marker alone says whether it is complete."""
 
     url: str
 
-    renames = False
+    renames: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._open()
@@ -268,6 +208,10 @@ class RemoteFolder(Folder):
     def open(self, name: str) -> Iterator[io.BufferedIOBase]:
         with self._store() as (store, root), store.open(f"{root}/{name}", "rb") as file:
             yield file
+
+    def read(self, name: str) -> bytes:
+        with self.open(name) as file:
+            return file.read()
 
     def write(self, name: str, content: bytes) -> None:
         with self._store() as (store, root):
@@ -320,3 +264,8 @@ class RemoteFolder(Folder):
             return url_to_fs(self.url)
         except (ImportError, ValueError) as error:
             raise UserError(f"{self.url} cannot be opened by what is installed here: {error}") from error
+
+
+Folder = LocalFolder | RemoteFolder
+
+AnyFolder = str | os.PathLike[str] | Folder

@@ -33,31 +33,28 @@ _THE_SEED = BaseWeights("the seed")
 class CheckpointManager(Configurable):
     """Saves the states of a run as `{dump_folder}/{folder}/step-N` and restores them.
 
-    Works in one process without a process group, and on every rank of the default process group, where all ranks
-    construct it and call each method together; the ranks then need a file system, or a store, that they share. Rank 0
-    decides what to load, renames and removes, so ranks cannot disagree.
+    Works in one process without a process group. With one, all ranks of the default group construct it and call each
+    method together, on a file system or store that they share; rank 0 decides what to load, renames and removes.
 
     Args:
         dump_folder: the run's folder.
-        states: name → state of the whole run. A torch optimizer is kept under the parameter names of its `ModelState`
-            (`OptimizerState`). `state_dict()` gives a flat dict of (D)Tensors, which are loaded in
-            place, and JSON-ready values, equal on all ranks or with different keys. A model-only checkpoint holds
-            those that are a `ModelState`; `initial_load_path` is for "model".
+        states: name → state of the whole run. `state_dict()` gives a flat dict of (D)Tensors, which are loaded in
+            place, and JSON-ready values, equal on all ranks or with different keys; a torch optimizer is wrapped in
+            `OptimizerState`. A model-only checkpoint holds each `ModelState`; `initial_load_path` is for "model".
         rank_states: name → state of this rank alone, of the same form: random numbers, positions in the data. Loaded
             by the rank of the same number; by ranks that the saved run did not have, from rank 0.
-        initial_loads: name of a state → what gives it its initial weights, called by `load` on every rank where the
+        initial_loads: name of a state → what gives it its initial weights, called by `load` on every rank if the
             state comes from no checkpoint: the run begins, what it resumes from lacks the state, or it is excluded.
-            One for "model" also verifies and loads the weights of an `initial_load_path` of which nothing else is
-            loaded.
+            One for "model" also verifies and loads the weights of `initial_load_path`, if nothing else of it is loaded.
         assets: what rank 0 writes into each checkpoint beside the states.
         export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
-        frozen_from: what the weights that are not trained begin as; for `trained_only`, where a run resumes
-            after `initial_loads` have given it these weights.
+        frozen_from: what the weights that are not trained begin as; for `trained_only`, where a run resumes after
+            `initial_loads` have given it these weights.
         identity: returns the run's identity; called on rank 0. Checkpoints carry it, and checkpoints of another run are
             refused. None: every checkpoint in the folder counts as the run's own.
 
     Raises:
-        UserError: where the configuration does not hold together, or with the model.
+        UserError: if the configuration does not go with the states.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -65,13 +62,7 @@ class CheckpointManager(Configurable):
         """When to save, what to keep and what to start from."""
 
         def find_start(self, dump_folder: str) -> Start | None:
-            """The checkpoint that a run in `dump_folder` would start from now; None: from nothing that is one.
-
-            It looks at markers only; `CheckpointManager.load` verifies the files.
-
-            Raises:
-                UserError: where one is named that cannot be loaded, or all of the run's own are known to be damaged.
-            """
+            """As `resume.find_start`; `CheckpointManager.load` verifies the files too."""
             return find_start(self, self.place(dump_folder))
 
     def __init__(
@@ -92,11 +83,10 @@ class CheckpointManager(Configurable):
         self.states = {name: with_parameter_names(name, state, states) for name, state in states.items()}
         self.rank_states = dict(rank_states or {})
         self.initial_loads = dict(initial_loads or {})
-        self._check(can_export=export is not None)
         # A group of its own, so that a save in the background never mixes with what training sends; on the CPU.
         self._ranks = Ranks(dist.new_group(backend="gloo") if dist.is_initialized() else None)
         self._frozen_from = frozen_from
-        self._check_trained_only()
+        self._check(can_export=export is not None)
         # Now: when the first checkpoint is saved, they may have been replaced.
         self._frozen_digest = self._ranks.first_decides(frozen_from.digest) if config.trained_only else ""
         self._identity = self._ranks.first_decides(identity) if identity and config.enable else None
@@ -141,11 +131,10 @@ class CheckpointManager(Configurable):
             step: the number of training steps done.
             last: training is done; saves, the model only if so configured.
             stopped: training stops here to be resumed later; saves.
-            validation_loss: what was measured after `step`, equal on all ranks; with `keep_best`, the lowest so far
-                makes a save due.
+            validation_loss: measured after `step`, equal on all ranks; with `keep_best`, the lowest makes a save due.
 
         Raises:
-            CheckpointSaveError: where the save fails and is the last or stopped one.
+            CheckpointSaveError: if the save fails and is the last or stopped one.
         """
         begun = time.perf_counter()
         ends = last or stopped
@@ -190,13 +179,13 @@ class CheckpointManager(Configurable):
             self._saver.raise_failure()
 
     def load(self) -> int:
-        """Restore what the configuration says, and return the step the run is at: 0 where it begins.
+        """Restore what the configuration says, and return the step the run is at: 0 if it begins.
 
-        What is loaded is verified first. Where the newest checkpoint of the run is damaged or cannot be read, a warning
+        What is loaded is verified first. If the newest checkpoint of the run is damaged or cannot be read, a warning
         says so, and an older one takes its place.
 
         Raises:
-            UserError: where a named checkpoint is damaged or cannot be loaded, none of the run's own is whole, one does
+            UserError: if a named checkpoint is damaged or cannot be loaded, none of the run's own is whole, one does
                 not fit the states, or those in the folder are of another run.
             RunComplete: if the run has ended in a checkpoint that it cannot resume from.
         """
@@ -229,10 +218,10 @@ class CheckpointManager(Configurable):
         self._forget_failed_loss()
 
     def close(self) -> None:
-        """Wait for the save under way and let go of threads and memory. Call it before the process group ends.
+        """Wait for the save in the background and release threads and memory, before the process group ends.
 
         Raises:
-            CheckpointSaveError: where the run's most recent save failed.
+            CheckpointSaveError: if the run's most recent save failed.
         """
         self._saver.close()
         self._saver.raise_failure()
@@ -250,7 +239,6 @@ class CheckpointManager(Configurable):
         if self.config.initial_load_in_hf and "model" not in self.initial_loads:
             raise UserError("checkpoint.initial_load_in_hf: this model cannot be loaded from a Hugging Face form")
 
-    def _check_trained_only(self) -> None:
         has_frozen = any(isinstance(state, ModelState) and state.frozen for state in self.states.values())
         if self.config.trained_only and not any(self._ranks.gather(has_frozen)):
             raise UserError("checkpoint.trained_only: all weights are trained, so that none can be left out")

@@ -29,18 +29,16 @@ class Start:
     """What a run starts from."""
 
     checkpoint: CheckpointInfo
+    """Complete."""
 
     resumes: bool
-    """Whether it is a checkpoint of the run itself, and not its `initial_load_path`."""
+    """Whether it is the run's own, and not its `initial_load_path`."""
 
 
 def check_owner(config: CheckpointConfig, folder: Folder, get_identity: Callable[[], RunIdentity]) -> None:
     """Raise if a run must not train into `folder`; looks at markers only.
 
-    Args:
-        config: the run's.
-        folder: the place for its checkpoints.
-        get_identity: returns the run's identity; not called if the folder holds no checkpoint.
+    `get_identity` returns the run's identity; it is not called if the folder holds no checkpoint.
 
     Raises:
         UserError: if the folder holds checkpoints of another run, or if this run is to make more steps and has ended in
@@ -94,20 +92,14 @@ def _stop_if_finished(config: CheckpointConfig, checkpoints: Sequence[Checkpoint
 def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
     """Return the checkpoint that a run whose own lie in `folder` would start from, by the markers alone.
 
-    None: from nothing that is a checkpoint.
-
     Raises:
         UserError: if one is named that cannot be loaded, all of the run's own are damaged, or nothing can be read.
     """
     with _looking_through(folder):
-        return _find_start(config, folder)
-
-
-def _find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
-    if config.load_step != -1:
-        return Start(catalog.find_step(folder, config.load_step), resumes=True)
-    if config.enable and (own := catalog.resumable(folder)):
-        return Start(own[-1], resumes=True)
+        if config.load_step != -1:
+            return Start(catalog.find_step(folder, config.load_step), resumes=True)
+        if config.enable and (own := catalog.resumable(folder)):
+            return Start(own[-1], resumes=True)
     if not config.initial_load_path or config.initial_load_in_hf:
         return None
     start = Start(catalog.open_checkpoint(config.initial_load_path, "checkpoint.initial_load_path"), resumes=False)
@@ -127,18 +119,15 @@ def _find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
 
 
 def check_frozen(config: CheckpointConfig, start: Start | None, base: BaseWeights) -> None:
-    """Make sure that a checkpoint without the weights that are not trained goes with those of `base`, the run's.
-
-    Raises:
-        UserError: if they are others, or that cannot be known.
-    """
+    """Raise `UserError` unless `base`, the weights of this run that are not trained, are those that `start` lacks."""
     if start is None or not start.resumes:
         return
     checkpoint = start.checkpoint
     if checkpoint.frozen_from:
+        assert checkpoint.marker
         digest, lacking = base.digest(), f"{checkpoint.path} {lacks(checkpoint)}"
         # The same weights are in order wherever they lie now.
-        if digest != checkpoint.frozen_digest or not digest and base.words != checkpoint.frozen_from:
+        if digest != checkpoint.marker.frozen_digest or not digest and base.words != checkpoint.frozen_from:
             raise UserError(
                 f"{lacking} as they were then, which have changed since: put them back"
                 if base.words == checkpoint.frozen_from
@@ -166,14 +155,11 @@ def choose_start(
 ) -> Start | None:
     """Return what `find_start` gives, verified; every rank calls it and digests its share.
 
-    Another run's checkpoint of ours is verified only if `verifies_initial`: what loads it may do so. Warnings name what
+    The checkpoint of another run is verified only if `verifies_initial`: what loads it may do so. Warnings name what
     else lies in the folder; what unfinished saves left is removed. If the newest checkpoint of the run is damaged or
     cannot be read, a warning says so, and the next older one takes its place.
 
-    Raises:
-        UserError: as `check_owner` and `find_start`; if a named checkpoint is damaged or cannot be read, or if all are
-            that the run could resume from.
-        RunComplete: as `check_owner`.
+    Raises: as `check_owner` and `find_start`; `UserError` if no checkpoint that would do is sound.
     """
     start = ranks.first_decides(lambda: _find_and_tidy(config, folder, identity))
     if start is None:

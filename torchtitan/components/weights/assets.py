@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.checkpoint.filesystem import folder_at
@@ -21,8 +21,7 @@ from torchtitan.tools.model_folder import file_to_copy
 FOLDER = "assets"
 """The folder inside a checkpoint's."""
 
-_MODEL = "model.json"
-DESCRIPTION = f"{FOLDER}/{_MODEL}"
+DESCRIPTION = f"{FOLDER}/model.json"
 """The file in a checkpoint that says which model it is of, and what has become of its weights."""
 
 _MODEL_KEYS = {
@@ -57,8 +56,8 @@ class CheckpointAssets:
 
     model: Mapping[str, Any]
     """`module` (import path of the family's package), `flavor` and `config` (that of the model); `converters`
-    (`protocols.conversion.Description`) where the weights are not those of the plain model, and `simulated` where they
-    were trained to be quantized."""
+    (`protocols.conversion.Description`) if the weights are not those of the plain model, and `simulated` if they were
+    trained to be quantized."""
 
     files: Mapping[str, AssetFile]
     """File name → what is in it."""
@@ -72,26 +71,24 @@ class CheckpointAssets:
         converters: Sequence[Description] = (),
         simulated: Sequence[Description] = (),
     ) -> "CheckpointAssets":
-        """Those of a model, with `files`, such as `files_in(tokenizer.folder)`, and what `describe_converters` and
-        `describe_simulation` say."""
+        """Describe a model, with what `describe_converters` and `describe_simulation` return."""
         model = {"module": spec.module, "flavor": spec.flavor, "config": spec.model.to_dict()}
         said = {"converters": list(converters), "simulated": list(simulated)}
         return cls({**model, **{key: descriptions for key, descriptions in said.items() if descriptions}}, files)
 
     def write(self, folder: Path) -> None:
-        """Write them into `folder`, that of a checkpoint."""
+        """Write them into the checkpoint's `folder`."""
         assets = folder / FOLDER
         assets.mkdir(exist_ok=True)
         write_files(assets, self.files)
         # A Hugging Face folder has the plain model, whatever the run's was.
         left_out = {"converters"} if (folder / "config.json").is_file() else set()
         content = {key: value for key, value in self.model.items() if key not in left_out}
-        (assets / _MODEL).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def asset_folder(checkpoint: Path) -> Path:
-    """Return the folder of the files of `FILES` in a checkpoint of any format: its folder `assets`, or the checkpoint
-    itself where there is a config.json.
+    """Return the folder of the files of `FILES` in a checkpoint of any format: `assets`, or the checkpoint itself.
 
     Raises:
         UserError: if `assets` is a link out of the checkpoint.
@@ -103,12 +100,8 @@ def asset_folder(checkpoint: Path) -> Path:
 def token_ids(folder: Path, config: Path) -> dict[str, Any]:
     """`bos_token_id`, `eos_token_id` (one or several) and `pad_token_id` of the model whose files lie in `folder`.
 
-    As its generation_config.json or `config` says; where both are silent, as its tokenizer does. Those that nothing
-    says are left out, with a warning where there is a tokenizer that cannot be read.
-
-    Args:
-        folder: with the files of `FILES`.
-        config: the model's config.json, which need not be there.
+    They are from generation_config.json, `config` (a config.json, which need not be there) or else the tokenizer. Those
+    that nothing says are left out, with a warning if there is a tokenizer that cannot be read.
 
     Raises:
         UserError: for a JSON file that cannot be read.
@@ -123,20 +116,11 @@ def token_ids(folder: Path, config: Path) -> dict[str, Any]:
     return {key: found[key] for key in _TOKEN_IDS if key in found}
 
 
-def has_model_json(checkpoint: str | Path) -> bool:
-    """Whether the checkpoint in that folder says anything of its model."""
-    return (Path(checkpoint) / FOLDER / _MODEL).is_file()
-
-
 def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
-    """What the checkpoint in that folder says of its model: `module`, `flavor`, `config`.
-
-    Raises:
-        UserError: where it says nothing that can be used.
-    """
-    path = Path(checkpoint) / FOLDER / _MODEL
+    """Return what the checkpoint in that folder says of its model; raise `UserError` if that cannot be used."""
+    path = Path(checkpoint) / DESCRIPTION
     if not path.is_file():
-        raise UserError(f"{checkpoint} does not say which model it is of (there is no {FOLDER}/{_MODEL} in it)")
+        raise UserError(f"{checkpoint} does not say which model it is of (there is no {DESCRIPTION} in it)")
     content = read_object(path)
     for key, (type_, must_be) in _MODEL_KEYS.items():
         if not isinstance(content.get(key), type_):
@@ -144,23 +128,14 @@ def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
     return content
 
 
-def read_converters(checkpoint: str | Path) -> list[Description]:
-    """The converters without which nothing can be made of the weights of the checkpoint of ours in that folder, or
-    behind that URL: what `CheckpointAssets.of` was given; none, where it says nothing of them.
+def read_converters(
+    checkpoint: str | Path, key: Literal["converters", "simulated"] = "converters"
+) -> list[Description]:
+    """Return those `CheckpointAssets.converters` (or `simulated`) of the checkpoint in a folder or behind a URL.
 
     Raises:
-        UserError: where what it says cannot be read.
+        UserError: if what it says of them cannot be read.
     """
-    return _read_descriptions(checkpoint, "converters")
-
-
-def read_simulation(checkpoint: str | Path) -> list[Description]:
-    """The converters that have simulated, in the run that saved the checkpoint, how the quantized model computes; what
-    is returned and raised: as `read_converters`."""
-    return _read_descriptions(checkpoint, "simulated")
-
-
-def _read_descriptions(checkpoint: str | Path, key: str) -> list[Description]:
     folder, name = folder_at(checkpoint), DESCRIPTION
     try:
         content = json_file.loads(folder.read(name), f"{checkpoint}/{name}") if folder.has_file(name) else {}
@@ -205,14 +180,10 @@ def _ids_of_tokenizer(folder: Path) -> dict[str, int]:
 
 
 def chat_assets(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
-    """What a model's checkpoints carry that was trained on conversations: file name → text.
+    """Return the files by which other tools go on with conversations as a model was trained on them: name → text.
 
-    That is the template and, where the tokenizer's own files do not say so already, that generating ends where a turn
-    does, and which tokens the template's `bos_token` and `eos_token` are.
-
-    Args:
-        tokenizer: what the conversations are encoded with.
-        template: what makes text of them.
+    They are the template and, unless the tokenizer's own files say so already, that generating ends where a turn does,
+    and which tokens the template's `bos_token` and `eos_token` are.
 
     Raises:
         UserError: for a JSON file of the tokenizer that cannot be read.

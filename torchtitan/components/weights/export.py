@@ -50,8 +50,7 @@ def export_checkpoint(
     """Write a model into `folder` in the format `to`, tensor by tensor; what converters write beside comes last.
 
     Args:
-        folder: an existing, empty folder. In our own format (DCP) the checkpoint is complete when the caller has
-            committed it (`catalog.commit`).
+        folder: an existing, empty folder; in our own format (DCP), the caller completes it (`catalog.commit`).
         to: the format.
         spec: the model.
         source: its weights, under our names; a `PlainView` if it has been converted.
@@ -66,7 +65,7 @@ def export_checkpoint(
 
     Raises:
         UserError: for a format or a type that cannot hold the model; it names the tensor whose values are too large.
-        OSError: where it cannot be written.
+        OSError: if it cannot be written.
     """
     view = source if to == "dcp" else ForeignView(source, format_for(spec, to).adapter(spec.model))
     forms = {name: _converted(form, dtype) for name, form in view.forms.items()}
@@ -105,13 +104,9 @@ def export_huggingface(
 
     Args:
         source: a checkpoint of the model, in our own format.
-        target: an empty folder.
-        ranks: who calls this.
-        spec: the model.
-        assets: folder with the tokenizer's files; None: there are none.
-        changed_files: content by name of files that are written in place of those in `assets`, or beside them.
         converters: those that have been applied to the model: what is written is the plain one, and what they write.
         dtype: of the floating-point weights of a converted model; None: as the plain ones follow from it.
+        target, ranks, spec, assets, changed_files: as of `export_checkpoint`.
     """
     from torchtitan.components.checkpoint.dcp import DcpSource  # deferred: DCP takes a second to import
 

@@ -26,8 +26,7 @@ def load_weights(
     Args:
         source: the weights under the model's own names; values are converted to the parameters' dtypes.
         model_parts: one model, or the pipeline stages of this process; materialized, sharded or not.
-        group: the processes that hold the model together (a group whose backend has collectives of Python objects);
-            None: this one has all of it.
+        group: the processes that hold the model together, which can send Python objects; None: this one has all of it.
 
     Raises:
         UserError: on every process, as `check_fit`, or if tensors cannot be read.

@@ -276,6 +276,7 @@ def _frozen_folder(checkpoint: CheckpointInfo, base: Path | None) -> Path:
     Raises:
         UserError: if they are in no folder, or those that are there are others.
     """
+    assert checkpoint.marker
     origin, lacking = BaseWeights(checkpoint.frozen_from), f"{checkpoint.path} {lacks(checkpoint)}"
     if not origin.path:
         raise UserError(f"{lacking}, and not in it; {WAY_ON}")
@@ -283,7 +284,7 @@ def _frozen_folder(checkpoint: CheckpointInfo, base: Path | None) -> Path:
     if not folder.is_dir():
         where = base or origin.path  # a URL would not survive as a Path
         raise UserError(f"{lacking}, and {where} is not a folder here; name the one they are in with --base DIR")
-    if weights_at(str(folder)).digest() != checkpoint.frozen_digest:
+    if weights_at(str(folder)).digest() != checkpoint.marker.frozen_digest:
         raise UserError(f"{lacking} as they were then, and those in {folder} differ; name the folder with --base DIR")
     return folder
 

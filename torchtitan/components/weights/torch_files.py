@@ -206,7 +206,7 @@ class MetaSource(TensorSource):
         return values
 
     def _axis(self, name: str) -> int | None:
-        """The dimension along which the files' tensors of that name are joined; None: each has the whole one."""
+        """The dimension along which the files' tensors are joined; None: each has the whole one."""
         pieces = self._pieces[name]
         shape = pieces[0].form.shape
         if len(pieces) == 1 or len(shape) < 2:
@@ -240,20 +240,15 @@ class MetaSource(TensorSource):
 
 
 def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -> None:
-    """Write tensors as `consolidated.00.pth` into the folder `path`, holding one at a time.
+    """Write tensors as `consolidated.00.pth` into the folder `path`, holding one at a time; arguments: as
+    `write_huggingface`.
 
     `torch.load` opens the file, mapped into memory or not. The checksums in its zip directory are those of a file
-    without values, which torch does not look at (other tools for zip files would). It has its name only when all of
-    it is written.
-
-    Args:
-        path: an existing folder.
-        forms: name → form of what is written; values of another dtype are converted.
-        make: gives each tensor when its turn comes.
+    without values, which torch does not look at (other tools for zip files would).
 
     Raises:
-        UserError: where a dtype is too narrow for a value.
-        OSError: where the file cannot be written.
+        UserError: if a dtype is too narrow for a value.
+        OSError: if the file cannot be written.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
