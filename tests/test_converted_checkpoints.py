@@ -801,7 +801,7 @@ def test_an_end_that_fails_leaves_what_a_run_resumes_from(tmp_path, monkeypatch)
     def fail(*args: Any) -> None:
         raise OSError("No space left")
 
-    monkeypatch.setattr(resumed.checkpointer._saver, "_export", fail)
+    monkeypatch.setattr(resumed.checkpointer._saver, "export", fail)
     with pytest.raises(CheckpointSaveError, match="step-2 could not be saved: OSError: No space left"):
         resumed.checkpointer.save(2, last=True)
     resumed.close()

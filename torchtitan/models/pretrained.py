@@ -91,10 +91,7 @@ def native_source(
 ) -> tuple[ModelSpec, TensorSource]:
     """Return the model of a checkpoint in any format, and its weights under our names and in our layout.
 
-    Args:
-        path: the checkpoint's folder.
-        base: for one of trained weights only, the folder of the others, if they have moved.
-        family: as of `spec_of`.
+    For a checkpoint of trained weights only, `base` is the folder of the others, if they have moved.
 
     Raises:
         UserError: as `spec_of`; and if the tensors are not those of the model, or are not all to be had.
@@ -137,12 +134,8 @@ def load_model(
 def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the specification of the model that the config.json in `folder` describes, and the content of that file.
 
-    Args:
-        folder: may have no weights.
-        family: as of `spec_of`.
-
     Raises:
-        UserError: if there is no such file, or no family computes the model.
+        UserError: if there is no such file, or no family (see `spec_of`) computes the model.
     """
     family, document = read_config_json(folder, family)
     return _foreign_spec(family, "hf", document), document

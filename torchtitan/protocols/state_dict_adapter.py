@@ -21,7 +21,7 @@ Names = str | tuple[str, ...]
 
 
 def model_forms(config: BaseModel.Config) -> dict[str, TensorForm]:
-    """Name → form of every tensor of the model that `config` builds, in its own order; nothing is allocated."""
+    """Return name → form of every tensor of the model that `config` builds, in its order; nothing is allocated."""
     with torch.device("meta"):
         model = config.build()
     return {name: TensorForm.of(tensor) for name, tensor in model.state_dict().items()}
@@ -53,17 +53,15 @@ class Same(Transform):
     rows_only = True
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """The tensor as it is."""
         return tensors
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensor as it is."""
         return tensors
 
 
 @dataclass(frozen=True)
 class RopePermutation(Transform):
-    """Rows of a query or key projection, where the other format rotates neighbouring pairs of a head's elements.
+    """Rows of a query or key projection, if the other format rotates neighboring pairs of a head's elements.
 
     Ours rotates element i with i + head_dim / 2 (`torchtitan.models.common.rope`), as Hugging Face's does; in Meta's
     checkpoints, as in the RoPE paper (arXiv:2104.09864, section 3.2), that pair are elements 2i and 2i + 1.
@@ -92,12 +90,10 @@ class Concatenated(Transform):
     dim: int
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """The pieces of the fused tensor, each as long along `dim` as its shape says."""
         (fused,) = tensors
         return list(fused.split([shape[self.dim] for shape in shapes], dim=self.dim))
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The fused tensor."""
         return [torch.cat(tensors, dim=self.dim)]
 
 
@@ -108,11 +104,9 @@ class Stacked(Transform):
     dim: int
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """The stack."""
         return [torch.stack(tensors, dim=self.dim)]
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Its slices."""
         (stack,) = tensors
         return list(stack.unbind(self.dim))
 
@@ -128,7 +122,6 @@ class Repeated(Transform):
         return tensors[:1]
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensor, several times."""
         return tensors * self.times
 
 
@@ -156,13 +149,11 @@ class StateDictAdapter:
     Args:
         rows: every tensor of the model, once; a row with `*` in its names is one of each layer.
         n_layers: how many layers there are.
-        ignored: foreign tensors that may be there and carry nothing (RoPE frequencies, which are computed); `*` as in
-            rows.
+        ignored: foreign tensors that may be there and carry nothing, such as RoPE frequencies; `*` as in rows.
         tied: foreign tensor → the one it must equal. May be there; whoever reads compares the two (`check_tied`).
 
     Attributes:
         steps: the rows with `*` replaced by each layer's number.
-        tied: as given.
     """
 
     def __init__(
@@ -181,19 +172,18 @@ class StateDictAdapter:
 
     @property
     def native_names(self) -> list[str]:
-        """Our tensors, in the order of the table."""
         return [name for step in self.steps for name in step.native]
 
     @property
     def foreign_names(self) -> list[str]:
-        """The other format's tensors, in the order of the table, without those that only may be there."""
+        """The other format's tensors, without those that only may be there."""
         return [name for step in self.steps for name in step.foreign]
 
     def foreign_forms(self, native: Mapping[str, TensorForm]) -> dict[str, TensorForm]:
-        """Name → form of the other format's tensors, for a model whose tensors have the forms `native`.
+        """Return name → form of the other format's tensors, for a model whose tensors have the forms `native`.
 
         Raises:
-            UserError: where `native` lacks tensors of the table or has others.
+            UserError: if `native` lacks tensors of the table or has others.
         """
         _check_names("the weights", native, self.native_names, allowed=())
         forms: dict[str, TensorForm] = {}
@@ -204,7 +194,7 @@ class StateDictAdapter:
         return forms
 
     def plan(self, foreign: Mapping[str, TensorForm], native: Mapping[str, TensorForm]) -> list[Step]:
-        """The steps that make a model with the forms `native` from a checkpoint with the forms `foreign`.
+        """Return the steps that make a model with the forms `native` from a checkpoint with the forms `foreign`.
 
         Raises:
             UserError: naming the tensors that are missing, that the model has no place for, or of another shape.
@@ -222,11 +212,7 @@ class StateDictAdapter:
 
 
 def check_tied(name: str, tensor: Tensor, tied_to: str, original: Tensor) -> None:
-    """Make sure that a tensor of a checkpoint equals the one that the model uses in its place.
-
-    Raises:
-        UserError: naming both, where they differ.
-    """
+    """Raise `UserError` unless a tensor of a checkpoint equals the one that the model uses in its place."""
     if tensor.shape != original.shape or not torch.equal(tensor, original):
         raise UserError(
             f"the checkpoint's {name} differs from {tied_to}, and the model has the same weights for both; "

@@ -73,51 +73,48 @@ class Assets(Protocol):
         """Write it into the folder of a step."""
 
 
+@dataclasses.dataclass
 class Saver:
     """Writes, commits and reports the saves of a `CheckpointManager`, of which it is a part; one at a time.
 
     Every rank makes the same calls. Nothing is raised for a save that fails, be it for disk, store or memory: `failure`
     has the reason, until the next one begins. A mistake in the code (`TypeError`, `AssertionError`) is raised.
-
-    Args:
-        folder: where the checkpoints lie.
-        ranks: who saves; in the background too, so that nothing else may use their group meanwhile.
-        async_mode: how to save in the background.
-        assets: what rank 0 writes into each checkpoint; None: nothing.
-        export: writes a checkpoint of the kind "huggingface"; None: there are none.
-        prune: called on rank 0 with the step that was saved.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        ranks: Ranks,
-        *,
-        async_mode: AsyncMode,
-        assets: Assets | None,
-        export: Export | None,
-        prune: Callable[[int], None],
-    ):
-        self.step = 0
-        """The step of the run's newest complete checkpoint."""
-        self.kind: Kind = "full"
-        """What that checkpoint holds."""
-        self.failure = ""
-        """Why the most recent save failed."""
-        self._folder = folder
-        self._ranks = ranks
-        self._async_mode = async_mode
-        self._assets = assets
-        self._export = export
-        self._prune = prune
+    folder: Folder
+
+    ranks: Ranks
+    """Who saves; in the background too, so that nothing else may use their group meanwhile."""
+
+    async_mode: AsyncMode
+
+    assets: Assets | None
+    """What rank 0 writes into each checkpoint."""
+
+    export: Export | None
+    """Writes a checkpoint of the kind "huggingface"."""
+
+    prune: Callable[[int], None]
+    """Called on rank 0 with the step that was saved."""
+
+    step: int = 0
+    """The step of the run's newest complete checkpoint."""
+
+    kind: Kind = "full"
+    """What that checkpoint holds."""
+
+    failure: str = ""
+    """Why the most recent save failed."""
+
+    def __post_init__(self) -> None:
         self._executor = _background_thread()
         self._in_flight: Future[None] | None = None
         self._process: WriterProcess | None = None
 
     def save(self, marker: Marker, entries: Mapping[str, Entries], begun: float, *, in_background: bool) -> None:
-        """Write a checkpoint of `entries` as they are now; training has been blocked since `begun` (`perf_counter()`).
+        """Write a checkpoint of `entries` as they are now; return when they are copied, if `in_background`, or written.
 
-        `in_background`: return as soon as the entries are copied; otherwise, when the save has ended.
+        Training has been blocked since `begun` (`time.perf_counter()`).
         """
         assert self._in_flight is None, "two saves at a time"
         self.failure = ""
@@ -127,7 +124,7 @@ class Saver:
         staged: dict[str, Entries] = {}
         try:
             # Together, so that no rank waits for one whose memory does not suffice.
-            self._ranks.together(lambda: staged.update(self._stage(entries)))
+            self.ranks.together(lambda: staged.update(self._stage(entries)))
         except _MISTAKES:
             raise
         except Exception as error:
@@ -158,7 +155,7 @@ class Saver:
             raise CheckpointSaveError(failure)
 
     def _stage(self, entries: Mapping[str, Entries]) -> dict[str, Entries]:
-        if self._async_mode == "async":
+        if self.async_mode == "async":
             return stage(entries, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         if self._process is None:
             self._process = WriterProcess()
@@ -185,40 +182,40 @@ class Saver:
         blocked = (unblocked or time.perf_counter()) - begun
         held = "" if marker.kind == "full" else f" ({in_words(marker.kind)}: a run resumes from a full one)"
         logger.info("saved %s%s; training was blocked for %.2f s", path, held, blocked)
-        if self._ranks.rank == 0:
-            self._prune(marker.step)
+        if self.ranks.rank == 0:
+            self.prune(marker.step)
 
     def _write_complete(
         self, marker: Marker, entries: Mapping[str, Entries], process: "WriterProcess | None"
     ) -> Folder:
         from torchtitan.components.checkpoint import dcp
 
-        partial = self._ranks.first_decides(lambda: catalog.start_partial(self._folder, marker.step))
+        partial = self.ranks.first_decides(lambda: catalog.start_partial(self.folder, marker.step))
         if marker.kind == "huggingface":
             return self._write_exported(partial, marker, entries)
-        dcp.save(partial, entries, self._ranks.group, process.write if process else None)
+        dcp.save(partial, entries, self.ranks.group, process.write if process else None)
         return self._commit(partial, marker)
 
     def _write_exported(self, partial: Folder, marker: Marker, entries: Mapping[str, Entries]) -> Folder:
         """Save the model as ever into a folder beside `partial`, and let `export` make from that what belongs there."""
         from torchtitan.components.checkpoint import dcp
 
-        assert self._export, "checked by the manager"
-        native = self._ranks.first_decides(lambda: catalog.start_native(partial))
-        dcp.save(native, entries, self._ranks.group)
+        assert self.export, "checked by the manager"
+        native = self.ranks.first_decides(lambda: catalog.start_native(partial))
+        dcp.save(native, entries, self.ranks.group)
         try:
-            self._export(Path(str(native)), Path(str(partial)), self._ranks)
+            self.export(Path(str(native)), Path(str(partial)), self.ranks)
             path = self._commit(partial, marker)
         except Exception as error:  # all of them: the weights are at stake
             if marker.step == self.step and self.kind == "full":
                 raise  # the run's own checkpoint of this step is still there, and a run can resume from it
-            self._ranks.first_decides(lambda: catalog.remove_checkpoint(partial) if partial.exists() else None)
+            self.ranks.first_decides(lambda: catalog.remove_checkpoint(partial) if partial.exists() else None)
             self._commit(native, dataclasses.replace(marker, kind="model_only"))
             raise _ExportError(
                 f"{type(error).__name__}: {error}; the weights are kept there in our own format, "
                 "and torchtitan convert makes Hugging Face files of them"
             ) from error
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             try:
                 catalog.remove_checkpoint(native)
             except OSError as error:
@@ -226,24 +223,24 @@ class Saver:
         return path
 
     def _commit(self, partial: Folder, marker: Marker) -> Folder:
-        self._ranks.first_decides(lambda: self._write_assets(partial))
-        return catalog.commit(partial, marker, self._ranks, name=f"step-{marker.step}")
+        def write_assets() -> None:
+            if self.assets:
+                with partial.filling() as folder:
+                    self.assets.write(folder)
 
-    def _write_assets(self, partial: Folder) -> None:
-        if self._assets:
-            with partial.filling() as folder:
-                self._assets.write(folder)
+        self.ranks.first_decides(write_assets)
+        return catalog.commit(partial, marker, self.ranks, name=f"step-{marker.step}")
 
     def _fail(self, step: int, cause: Exception) -> None:
         """Report a save that failed, and remove what it wrote."""
-        path = self._folder / f"step-{step}"
+        path = self.folder / f"step-{step}"
         reason = str(cause) if isinstance(cause, _ExportError) else f"{type(cause).__name__}: {cause}"
         self.failure = f"{path} could not be saved: {reason}"
         logger.warning("%s; older checkpoints are as they were", self.failure)
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             # What cannot be removed now is removed when the step is saved again or the run starts again.
             with contextlib.suppress(OSError):
-                catalog.discard_incomplete(self._folder, step)
+                catalog.discard_incomplete(self.folder, step)
 
 
 class _ExportError(Exception):
@@ -251,10 +248,7 @@ class _ExportError(Exception):
 
 
 def _background_thread() -> ThreadPoolExecutor:
-    """An executor of one thread that has the CUDA device of the calling one.
-
-    A new thread begins with device 0, and DCP, which asks for that device's stream, would open a context on it.
-    """
+    """An executor of one thread with the caller's CUDA device: on the default one, 0, DCP would open a context."""
     in_thread: Callable[[], None] | None = None
     if torch.cuda.is_initialized():
         in_thread = functools.partial(torch.cuda.set_device, torch.cuda.current_device())

@@ -274,17 +274,14 @@ def _inspect(step: int, folder: Folder) -> CheckpointInfo:
         return CheckpointInfo(step, folder, None)  # with a marker, it is being removed
     try:
         marker = read_marker(folder)
-        fault = f"{folder}/{MARKER} is missing" if marker is None and _lost_marker(folder) else ""
+        # If a save renames what is fully written, it leaves no folder with a manifest and without a marker.
+        is_whole = marker or not folder.renames or not folder.has_file(MANIFEST)
+        fault = "" if is_whole or folder.has_file(MARKER + UNPUBLISHED) else f"{folder}/{MARKER} is missing"
         return CheckpointInfo(step, folder, marker, fault, _read_damage(folder))
     except MarkerError as error:
         return CheckpointInfo(step, folder, None, fault=str(error))
     except OSError as error:
         return CheckpointInfo(step, folder, None, fault=f"{folder} could not be read ({error})")
-
-
-def _lost_marker(folder: Folder) -> bool:
-    """Whether a folder without a marker had one: if a save renames what is fully written, it leaves none like it."""
-    return folder.renames and folder.has_file(MANIFEST) and not folder.has_file(MARKER + UNPUBLISHED)
 
 
 def _read_damage(folder: Folder) -> str:

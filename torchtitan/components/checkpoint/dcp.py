@@ -103,13 +103,9 @@ def save(
     group: dist.ProcessGroup | None,
     write_items: Callable[[str, SavePlan, SavePlanner], list[WriteResult]] | None = None,
 ) -> None:
-    """Write `states`, name → entries, into the empty `folder`, every rank its part.
+    """Write `states`, name → entries, into the empty `folder`, every rank of `group` its part.
 
-    Args:
-        folder: an empty one.
-        states: name → entries.
-        group: None: this process alone.
-        write_items: writes the items of this rank's plan into the path; None: this process does.
+    `write_items` writes the items of this rank's plan into the path; None: DCP does.
 
     Raises:
         Exception: on every rank, if it failed on any: the error of the first such rank.
@@ -120,9 +116,7 @@ def save(
 
 
 def write_dcp(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -> None:
-    """Write tensors as the state "model" of a checkpoint into the folder `path`, holding one at a time.
-
-    What makes a checkpoint complete is not written: the caller commits it (`catalog.commit`).
+    """Write tensors as the state "model" of a checkpoint, which the caller commits (`catalog.commit`), one at a time.
 
     Args:
         path: an existing folder.
@@ -284,10 +278,7 @@ def _check_tensors(
     saved: Mapping[str, Mapping[str, TensorForm]],
     ranks: Ranks,
 ) -> None:
-    """Compare names and shapes of the tensors before any is loaded.
-
-    A rank may hold a part of the model only, so a tensor of the checkpoint is surplus if no rank has it.
-    """
+    """Compare names and shapes of the tensors before any is loaded; one that no rank has is surplus."""
     wanted = {f"{state}.{entry}": tensor.shape for state in templates for entry, tensor in _tensors(templates[state])}
     stored = {f"{state}.{entry}": form.shape for state in templates for entry, form in saved[state].items()}
     problems = [_problem(name, stored.get(name), size) for name, size in wanted.items() if stored.get(name) != size]

@@ -10,7 +10,7 @@ BASE_PATH = "checkpoint.initial_load_path "
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """What the weights of a run begin as; a checkpoint need not hold those of them that are not trained."""
+    """What the weights of a run begin as."""
 
     words: str
     """For messages and markers."""
@@ -40,18 +40,12 @@ class RunIdentity:
     """The `steps` or the `epochs` asked for. They may change; a finished run is recognized by them."""
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the properties that differ from the ones saved in a checkpoint's marker, in words.
-
-        A property that only one side knows counts as equal: a configuration built in Python has no registered name.
-        """
+        """Return the properties that differ from a marker's, in words; one that only one side knows counts as equal."""
         pairs = [(name, saved[name], self.properties[name]) for name in self.properties if name in saved]
         return [_in_words(name, then, now) for name, then, now in pairs if not _equal(then, now)]
 
     def is_finished(self, step: int, length: Mapping[str, int]) -> bool:
-        """Return whether this run has nothing left to train after a run of `length` that ended at `step`.
-
-        The data may have ended before the last of the `steps`.
-        """
+        """Return whether nothing is left to train after a run of `length` that ended, perhaps of data, at `step`."""
         [(unit, asked)] = self.length.items()
         made = step if unit == "steps" else length.get(unit, 0)
         return asked <= made or length == self.length

@@ -187,7 +187,10 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
     if files is None:
         return Faults(damage=[f"{MANIFEST} is damaged (it lists no files)"])
     expected = {name: files[name] for name in files if only is None or name in only}
-    damage = {name: fault for name in expected if (fault := _size_fault(name, expected[name]["bytes"], sizes))}
+    damage = {name: f"{name} is missing" for name in expected if name not in sizes}
+    for name in expected.keys() & sizes.keys():
+        if sizes[name] != expected[name]["bytes"]:
+            damage[name] = f"{name} has {sizes[name]} bytes, and not {expected[name]['bytes']}"
     unread: dict[str, str] = {}
     share = split_by_size({name: sizes[name] for name in expected if name not in damage}, ranks.size)[ranks.rank]
 
@@ -243,12 +246,6 @@ def _files_of_all(folder: Folder, ranks: Ranks) -> dict[str, int]:
 def _digest(folder: Folder, name: str) -> str:
     with folder.open(name) as file:
         return hashlib.file_digest(file, _ALGORITHM).hexdigest()
-
-
-def _size_fault(name: str, n_bytes: int, sizes: Mapping[str, int]) -> str:
-    if name not in sizes:
-        return f"{name} is missing"
-    return "" if sizes[name] == n_bytes else f"{name} has {sizes[name]} bytes, and not {n_bytes}"
 
 
 def _unreadable(name: str, error: OSError) -> str:

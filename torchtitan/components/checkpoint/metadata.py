@@ -246,13 +246,11 @@ def require(is_met: bool, otherwise: str) -> None:
 
 def _needed(places: Collection[_StorageInfo]) -> dict[str, int]:
     """Return the bytes that the files must have, by name, since no two places in a file overlap."""
-    lengths: Counter[str] = Counter()
-    for place in places:
-        lengths[place.relative_path] += place.length
-    ends = {place.relative_path: 0 for place in places}
+    ends, lengths = Counter[str](), Counter[str]()
     for place in places:
         ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
-    return {name: max(ends[name], lengths[name]) for name in ends}
+        lengths[place.relative_path] += place.length
+    return dict(ends | lengths)
 
 
 def short_error(error: BaseException) -> str:

@@ -20,13 +20,10 @@ Entries = dict[str, torch.Tensor | str]
 
 
 class ModelState:
-    """The weights of a model, or of the parts of one that this process holds, under their canonical names.
+    """The weights of a model, or of the pipeline stages of this process, under their canonical names.
 
     The prefixes of DDP, `torch.compile` and activation checkpointing do not show in the names, and sharded
     parameters are DTensors, so a checkpoint fits the model whatever it is wrapped in and however it is laid out.
-
-    Args:
-        model_parts: one model, or the pipeline stages of this process.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module]):

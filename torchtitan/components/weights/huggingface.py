@@ -57,11 +57,19 @@ class HuggingFaceSource(TensorSource):
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
         self._files: dict[str, Path] = {}
         self.forms: dict[str, TensorForm] = {}
-        for file, names in files_of(self.path, WEIGHTS, INDEX).items():
-            self._add(file, names)
+        for file, names in files_of(Path(path), WEIGHTS, INDEX).items():
+            with _open(file) as opened:
+                held = list(opened.keys())
+                if missing := [name for name in names or [] if name not in set(held)]:
+                    raise UserError(f"{file} lacks tensors that {INDEX} says are in it: {some(missing)}")
+                for name in held if names is None else names:
+                    part = opened.get_slice(name)
+                    if part.get_dtype() not in _DTYPES:
+                        raise UserError(f"{file}: {name} is of type {part.get_dtype()}, which is not supported")
+                    self.forms[name] = TensorForm(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
+                    self._files[name] = file
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """As `TensorSource.read`; only the part in `slices` is read."""
@@ -69,18 +77,6 @@ class HuggingFaceSource(TensorSource):
         with _open(self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name) if slices is None else file.get_slice(name)[slices]
         return tensor
-
-    def _add(self, path: Path, names: list[str] | None) -> None:
-        with _open(path) as file:
-            held = list(file.keys())
-            if missing := [name for name in names or [] if name not in set(held)]:
-                raise UserError(f"{path} lacks tensors that {INDEX} says are in it: {some(missing)}")
-            for name in held if names is None else names:
-                part = file.get_slice(name)
-                if part.get_dtype() not in _DTYPES:
-                    raise UserError(f"{path}: {name} is of type {part.get_dtype()}, which is not supported")
-                self.forms[name] = TensorForm(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
-                self._files[name] = path
 
 
 def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | None]:

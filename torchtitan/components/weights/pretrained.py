@@ -38,7 +38,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 _LOOKED_AT = (DESCRIPTION, DCP_METADATA)
-"""The files of a checkpoint of ours that are read before all of it is verified, where a run is to start from it."""
+"""The files of a checkpoint of ours that are read before all of it is verified."""
 
 Forms = Callable[[BaseModel.Config], Mapping[str, TensorForm]]
 """Model → its tensors by name, in one format or another."""
@@ -161,8 +161,8 @@ def load_initial_weights(
     *,
     added: range = range(0),
 ) -> None:
-    """Load the weights that a run begins with, beyond those of its seed: those in `path`, if it is not empty, and what
-    its converters have to load. Arguments and errors: as `load_pretrained`."""
+    """Load the weights in `path`, if it is not empty, and what the converters have to load; otherwise as
+    `load_pretrained`."""
     has_theirs = bool(path) and is_as_saved(path, spec, converters, added=added)
     if path:
         load_pretrained(path, spec, model_parts, added=added, converters=converters)
@@ -210,7 +210,6 @@ def check_start(
 def _check_pretrained(
     config: CheckpointManager.Config, spec: ModelSpec, converters: Sequence[ModelConverter], added: range
 ) -> None:
-    """Find that weights cannot be made the run's, by names and shapes."""
     path = config.initial_load_path
     if not config.initial_load_model_only:
         raise UserError(
@@ -242,7 +241,6 @@ def _converted(
 
 
 def _warn_of_merging(path: str | Path, converters: Sequence[ModelConverter]) -> None:
-    """Say that what the run's converters add begins anew, where the checkpoint has such weights."""
     saved = read_converters(path) if format_of(path) == "dcp" else []
     if saved and any(converter.changes_weights for converter in converters):
         logger.warning(
@@ -254,8 +252,10 @@ def _warn_of_merging(path: str | Path, converters: Sequence[ModelConverter]) -> 
 
 
 def _plain_source(path: Path, spec: ModelSpec, lacking: CheckpointInfo | None, base: Path | None) -> TensorSource:
-    """The weights of a checkpoint of ours as the plain model's, with the vocabulary that it was saved with; `lacking`
-    is the checkpoint, where it holds trained weights only."""
+    """The weights of a checkpoint of ours as the plain model's, with the vocabulary that it was saved with.
+
+    `lacking` is the checkpoint, if it holds trained weights only.
+    """
     source, descriptions = open_source(path), read_converters(path)
     if not descriptions and not lacking:
         return source
@@ -271,11 +271,7 @@ def _plain_source(path: Path, spec: ModelSpec, lacking: CheckpointInfo | None, b
 
 
 def _frozen_folder(checkpoint: CheckpointInfo, base: Path | None) -> Path:
-    """Return the folder of the weights that a checkpoint lacks: `base`, or the one that its run had them from.
-
-    Raises:
-        UserError: if they are in no folder, or those that are there are others.
-    """
+    """Return the folder of the weights that a checkpoint lacks; raise `UserError` if these are not in it."""
     assert checkpoint.marker
     origin, lacking = BaseWeights(checkpoint.frozen_from), f"{checkpoint.path} {lacks(checkpoint)}"
     if not origin.path:
@@ -312,7 +308,7 @@ def _let_train(converted: nn.Module, path: Path) -> None:
 
 
 def _unknown_ids(path: Path, added: range) -> range:
-    """Those of the `added` ids that the tokenizer in the checkpoint lacks; all, where there is none in it."""
+    """Those of the `added` ids that the tokenizer in the checkpoint lacks; all, if there is none in it."""
     files = asset_folder(path)
     if not added or not (files / "tokenizer.json").is_file():  # files of the other format cannot be added to
         return added
@@ -328,11 +324,11 @@ def _names_of_tokens(model: BaseModel.Config, forms: Forms) -> list[str]:
 
 
 def _saved_model(source: TensorSource, model: BaseModel.Config, forms: Forms, added: range) -> BaseModel.Config:
-    """`model` with as many rows of the vocabulary as `source` has, where all that it lacks are those of `added`."""
+    """`model` with as many rows of the vocabulary as `source` has, if all that it lacks are those of `added`."""
     if not added or model.vocab_size != added.stop:
         return model
     saved = {source.forms[name].shape[0] for name in _names_of_tokens(model, forms) if name in source.forms}
-    # Where the tensors disagree, or lack more, the checkpoint is not one of this model, which whoever reads it says.
+    # If the tensors disagree, or lack more, the checkpoint is not one of this model, which whoever reads it says.
     if len(saved) == 1 and (rows := saved.pop()) in added:
         return dataclasses.replace(model, vocab_size=rows)
     return model

@@ -58,12 +58,7 @@ class View(TensorSource):
 
 
 class ConvertedSource(View):
-    """A source in a foreign format under our names and in our layout.
-
-    Args:
-        source: the foreign tensors.
-        adapter: the table of the model's configuration.
-        native_forms: name → form of the model's own tensors (`model_forms`); dtypes are those of `source`.
+    """A source in a foreign format under our names, in our layout (`native_forms`) and of the dtypes of `source`.
 
     Raises:
         UserError: if tensors are missing, unknown or of another shape, or tied ones differ; it names them.
@@ -85,14 +80,10 @@ class ConvertedSource(View):
 
 
 class ForeignView(View):
-    """A source with our names and layout, as another format has it.
-
-    Args:
-        source: all tensors of the model.
-        adapter: the table of the model's configuration.
+    """A source with our names and layout, which has all tensors of the model, as another format has it.
 
     Raises:
-        UserError: if `source` lacks tensors of the table or has others; it names them.
+        UserError: if `source` lacks tensors of the adapter's table or has others; it names them.
     """
 
     def __init__(self, source: TensorSource, adapter: StateDictAdapter):
@@ -104,7 +95,6 @@ class ForeignView(View):
 
 
 def _compare(source: TensorSource, name: str, tied_to: str) -> None:
-    """Make sure that two tensors are equal, some rows at a time."""
     shape = source.forms[name].shape
     rows = max(1, _COMPARED_ELEMENTS // max(1, torch.Size(shape[1:]).numel()))
     for start in range(0, shape[0], rows):
@@ -170,11 +160,8 @@ def _plain_recipe(
 class ConvertedView(TensorSource):
     """The tensors of a converted model, as far as they follow from those of the plain one: none of the `added` ones.
 
-    Of a derived tensor's rows, those that are asked for are computed, from the same rows of the plain tensor.
-
-    Args:
-        source: the plain model's tensors, all of them, of the right shapes.
-        model: the converted model, on the meta device.
+    Of a derived tensor's rows, those that are asked for are computed, from the same rows of the plain tensor. `source`
+    has all tensors of the plain model, `model` is the converted one on the meta device.
     """
 
     def __init__(self, source: TensorSource, model: nn.Module):
@@ -206,7 +193,6 @@ class ConvertedView(TensorSource):
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The module's name and the tensor's name in it."""
     prefix, _, own = name.rpartition(".")
     return prefix, own
 
@@ -230,8 +216,7 @@ class ChainedSource(TensorSource):
 class ResizedEmbedding(TensorSource):
     """The tensors of `source`; in those with a row per token, the rows of `added` are the mean of the rows below.
 
-    So they are if `source` ends before them, and if it has rows there: published vocabularies are padded to a multiple
-    of some number, with rows that no token has trained.
+    If `source` has such rows, they are padding: published vocabularies end at a multiple of some number.
 
     The mean is where a token begins of which nothing is known: its logit is that of an average token, so the loss is
     close to what it was before (J. Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
