@@ -260,10 +260,10 @@ def _errors_that_cannot_be_sent(ranks: Ranks) -> None:
 
     error: Any = RuntimeError("of a client")
     with pytest.raises(OSError, match="RuntimeError.'of a client'"):
-        ranks.first_decides(fail)
+        ranks.broadcast_from_rank0(fail)
     error = UserError("what to do")
     with pytest.raises(UserError, match="^what to do$"):
-        ranks.together(fail)
+        ranks.all_ranks_or_raise(fail)
 
 
 def _digest_on_two_ranks(folder: Path) -> None:

@@ -31,7 +31,7 @@ from torchtitan.components.weights import (
     write_meta,
 )
 from torchtitan.components.weights.load import local_slices
-from torchtitan.protocols.state_dict_adapter import Concatenated, RopePermutation, Row, Stacked, StateDictAdapter
+from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping, RopePermutation, Stacked, StateDictAdapter
 from torchtitan.protocols.tensor_source import TensorForm
 from torchtitan.tools.errors import UserError
 
@@ -385,10 +385,10 @@ class CountingSource(TensorSource):
 
 
 ROWS = [
-    Row("embedding", "embed"),
-    Row("layers.*.q", "l.*.q", RopePermutation(4)),
-    Row(("layers.*.gate", "layers.*.up"), "l.*.gate_up", Concatenated(0)),
-    Row("layers.*.experts", tuple(f"l.*.experts.{i}" for i in range(3)), Stacked(0)),
+    KeyMapping("embedding", "embed"),
+    KeyMapping("layers.*.q", "l.*.q", RopePermutation(4)),
+    KeyMapping(("layers.*.gate", "layers.*.up"), "l.*.gate_up", Concatenated(0)),
+    KeyMapping("layers.*.experts", tuple(f"l.*.experts.{i}" for i in range(3)), Stacked(0)),
 ]
 
 
@@ -436,7 +436,7 @@ def test_tied_weights_are_compared_piece_by_piece(monkeypatch):
     import torchtitan.components.weights.views as convert
 
     monkeypatch.setattr(convert, "_COMPARED_ELEMENTS", 4)
-    adapter = StateDictAdapter([Row("embedding", "embed")], n_layers=0, tied={"head": "embed"})
+    adapter = StateDictAdapter([KeyMapping("embedding", "embed")], n_layers=0, tied={"head": "embed"})
     embedding = torch.randn(5, 2)
     tensors = {"embed": embedding, "head": embedding.clone()}
     ConvertedSource(CountingSource(tensors), adapter, {"embedding": TensorForm.of(embedding)})

@@ -47,7 +47,7 @@ class Transform(ABC):
 
 
 @dataclass(frozen=True)
-class Same(Transform):
+class Identity(Transform):
     """One tensor, the same in both."""
 
     rows_only = True
@@ -126,16 +126,16 @@ class Repeated(Transform):
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyMapping:
     """Tensors of ours, those of the other format that hold the same, and what lies between them."""
 
     native: Names
     foreign: Names
-    transform: Transform = Same()
+    transform: Transform = Identity()
 
 
 @dataclass(frozen=True)
-class Step:
+class TensorConversion:
     """One row for one layer: reading the tensors of one side is enough to make those of the other."""
 
     native: tuple[str, ...]
@@ -158,7 +158,7 @@ class StateDictAdapter:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[KeyMapping],
         *,
         n_layers: int,
         ignored: Iterable[str] = (),
@@ -193,7 +193,7 @@ class StateDictAdapter:
             forms |= {name: TensorForm.of(tensor) for name, tensor in zip(step.foreign, made, strict=True)}
         return forms
 
-    def plan(self, foreign: Mapping[str, TensorForm], native: Mapping[str, TensorForm]) -> list[Step]:
+    def plan(self, foreign: Mapping[str, TensorForm], native: Mapping[str, TensorForm]) -> list[TensorConversion]:
         """Return the steps that make a model with the forms `native` from a checkpoint with the forms `foreign`.
 
         Raises:
@@ -242,12 +242,12 @@ def _expand(name: str, n_layers: int) -> list[str]:
     return [name.replace("*", str(index)) for index in range(n_layers)] if "*" in name else [name]
 
 
-def _expand_row(row: Row, n_layers: int) -> list[Step]:
+def _expand_row(row: KeyMapping, n_layers: int) -> list[TensorConversion]:
     native = (row.native,) if isinstance(row.native, str) else row.native
     foreign = (row.foreign,) if isinstance(row.foreign, str) else row.foreign
     columns = [_expand(name, n_layers) for name in (*native, *foreign)]
     lines = zip(*columns, strict=True)
-    return [Step(line[: len(native)], line[len(native) :], row.transform) for line in lines]
+    return [TensorConversion(line[: len(native)], line[len(native) :], row.transform) for line in lines]
 
 
 def _check_names(owner: str, found: Iterable[str], expected: Sequence[str], allowed: Iterable[str]) -> None:

@@ -124,7 +124,7 @@ class Saver:
         staged: dict[str, Entries] = {}
         try:
             # Together, so that no rank waits for one whose memory does not suffice.
-            self.ranks.together(lambda: staged.update(self._stage(entries)))
+            self.ranks.all_ranks_or_raise(lambda: staged.update(self._stage(entries)))
         except _MISTAKES:
             raise
         except Exception as error:
@@ -190,7 +190,7 @@ class Saver:
     ) -> Folder:
         from torchtitan.components.checkpoint import dcp
 
-        partial = self.ranks.first_decides(lambda: catalog.start_partial(self.folder, marker.step))
+        partial = self.ranks.broadcast_from_rank0(lambda: catalog.start_partial(self.folder, marker.step))
         if marker.kind == "huggingface":
             return self._write_exported(partial, marker, entries)
         dcp.save(partial, entries, self.ranks.group, process.write if process else None)
@@ -201,7 +201,7 @@ class Saver:
         from torchtitan.components.checkpoint import dcp
 
         assert self.export, "checked by the manager"
-        native = self.ranks.first_decides(lambda: catalog.start_native(partial))
+        native = self.ranks.broadcast_from_rank0(lambda: catalog.start_native(partial))
         dcp.save(native, entries, self.ranks.group)
         try:
             self.export(Path(str(native)), Path(str(partial)), self.ranks)
@@ -209,7 +209,7 @@ class Saver:
         except Exception as error:  # all of them: the weights are at stake
             if marker.step == self.step and self.kind == "full":
                 raise  # the run's own checkpoint of this step is still there, and a run can resume from it
-            self.ranks.first_decides(lambda: catalog.remove_checkpoint(partial) if partial.exists() else None)
+            self.ranks.broadcast_from_rank0(lambda: catalog.remove_checkpoint(partial) if partial.exists() else None)
             self._commit(native, dataclasses.replace(marker, kind="model_only"))
             raise _ExportError(
                 f"{type(error).__name__}: {error}; the weights are kept there in our own format, "
@@ -228,7 +228,7 @@ class Saver:
                 with partial.filling() as folder:
                     self.assets.write(folder)
 
-        self.ranks.first_decides(write_assets)
+        self.ranks.broadcast_from_rank0(write_assets)
         return catalog.commit(partial, marker, self.ranks, name=f"step-{marker.step}")
 
     def _fail(self, step: int, cause: Exception) -> None:

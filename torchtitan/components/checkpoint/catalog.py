@@ -167,7 +167,7 @@ def verify(path: AnyFolder, ranks: Ranks | None = None) -> list[str]:
 def find_damage(folder: Folder, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
     """As `verify`, with damage apart from what could not be read; `only` names the files to look at."""
     try:
-        marker = ranks.first_decides(lambda: read_marker(folder))
+        marker = ranks.broadcast_from_rank0(lambda: read_marker(folder))
     except UnreadMarkerError as error:
         return Faults(unread=[str(error)])
     except MarkerError as error:
@@ -230,7 +230,7 @@ def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, na
     assert folder.name.endswith(".partial") or not folder.renames, "commit takes what is to be renamed"
     marker = dataclasses.replace(marker, manifest=write_manifest(folder, ranks))
     final = name or folder.name.removesuffix(".partial")
-    return ranks.first_decides(lambda: folder.publish(final, MARKER, marker_content(marker)))
+    return ranks.broadcast_from_rank0(lambda: folder.publish(final, MARKER, marker_content(marker)))
 
 
 def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:

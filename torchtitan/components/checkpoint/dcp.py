@@ -228,7 +228,7 @@ def load(
     Raises:
         UserError: on every rank, if the checkpoint lacks a state, does not fit or cannot be read.
     """
-    metadata = ranks.first_decides(lambda: read_metadata(path))
+    metadata = ranks.broadcast_from_rank0(lambda: read_metadata(path))
     saved = _saved_states(metadata)
     states = {name: state for name, state in states.items() if name in saved or name not in optional}
     keys = {name: name for name in states} | {name: rank_key(name, saved_rank) for name in rank_states}
@@ -262,7 +262,7 @@ def load(
         except (TypeError, ValueError, RecursionError) as error:  # of JSON that no run has written
             raise _unreadable(path, error) from error
 
-    ranks.together(decode_all)  # each has a state of its own
+    ranks.all_ranks_or_raise(decode_all)  # each has a state of its own
     for name, state in {**states, **rank_states}.items():
         state.load_state_dict(decoded[name])
     return set(keys)

@@ -88,8 +88,8 @@ class CheckpointManager(Configurable):
         self._frozen_from = frozen_from
         self._check(can_export=export is not None)
         # Now: when the first checkpoint is saved, they may have been replaced.
-        self._frozen_digest = self._ranks.first_decides(frozen_from.digest) if config.trained_only else ""
-        self._identity = self._ranks.first_decides(identity) if identity and config.enable else None
+        self._frozen_digest = self._ranks.broadcast_from_rank0(frozen_from.digest) if config.trained_only else ""
+        self._identity = self._ranks.broadcast_from_rank0(identity) if identity and config.enable else None
         self._saver = Saver(
             self.folder,
             self._ranks,
@@ -193,8 +193,8 @@ class CheckpointManager(Configurable):
         start = choose_start(
             self.config, self.folder, self._ranks, identity=self._identity, verifies_initial=not is_model_given
         )
-        self._finished_steps = self._ranks.first_decides(self._find_finished_steps)
-        self._ranks.first_decides(lambda: check_frozen(self.config, start, self._frozen_from))
+        self._finished_steps = self._ranks.broadcast_from_rank0(self._find_finished_steps)
+        self._ranks.broadcast_from_rank0(lambda: check_frozen(self.config, start, self._frozen_from))
         lacks_frozen = start is not None and start.resumes and bool(start.checkpoint.frozen_from)
         for give_weights in self.initial_loads.values() if lacks_frozen else []:
             give_weights()
@@ -209,7 +209,7 @@ class CheckpointManager(Configurable):
             return 0
         if start.resumes:
             self._saver.step = self._resumed_step = start.checkpoint.step
-            self._best_loss = self._ranks.first_decides(lambda: self._best_loss_until(start.checkpoint.step))
+            self._best_loss = self._ranks.broadcast_from_rank0(lambda: self._best_loss_until(start.checkpoint.step))
         return start.checkpoint.step if start.resumes or not self.config.initial_load_model_only else 0
 
     def wait(self) -> None:

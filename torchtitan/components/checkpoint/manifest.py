@@ -158,10 +158,10 @@ def write_manifest(folder: Folder, ranks: Ranks) -> str:
             folder.sync(name)
         return {name: _digest(folder, name) for name in share}
 
-    digests = {name: digest for share in ranks.together(digest_share) for name, digest in share.items()}
+    digests = {name: digest for share in ranks.all_ranks_or_raise(digest_share) for name, digest in share.items()}
     files = {name: {"bytes": n_bytes, "digest": digests[name]} for name, n_bytes in sizes.items()}
     content = json.dumps({"algorithm": _ALGORITHM, "files": files}, indent=1).encode()
-    ranks.first_decides(lambda: folder.write(MANIFEST, content))
+    ranks.broadcast_from_rank0(lambda: folder.write(MANIFEST, content))
     return hashlib.sha256(content).hexdigest()
 
 
@@ -175,8 +175,8 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
         only: names of the files to look at; None: all.
     """
     try:
-        content = ranks.first_decides(lambda: folder.read(MANIFEST))
-        sizes = ranks.first_decides(folder.files)
+        content = ranks.broadcast_from_rank0(lambda: folder.read(MANIFEST))
+        sizes = ranks.broadcast_from_rank0(folder.files)
     except FileNotFoundError:
         return Faults(damage=[f"{MANIFEST} is missing"])
     except OSError as error:
@@ -204,7 +204,7 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
                 failed[name] = _unreadable(name, error)
         return differ, failed
 
-    for differ, failed in ranks.together(check_share):
+    for differ, failed in ranks.all_ranks_or_raise(check_share):
         damage |= differ
         unread |= failed
     return Faults([damage[name] for name in sorted(damage)], [unread[name] for name in sorted(unread)])
@@ -232,14 +232,14 @@ def split_by_size(sizes: Mapping[str, int], n_shares: int) -> list[list[str]]:
 
 def _files_of_all(folder: Folder, ranks: Ranks) -> dict[str, int]:
     """Bytes of every file that any rank sees: the others' may show late in a listing, and must not be left out."""
-    sizes = {name: n_bytes for listing in ranks.together(folder.files) for name, n_bytes in listing.items()}
+    sizes = {name: n_bytes for listing in ranks.all_ranks_or_raise(folder.files) for name, n_bytes in listing.items()}
 
     def check_shared() -> None:
         for name in sizes:
             if not folder.has_file(name):
                 raise FileNotFoundError(f"rank 0 does not see {name}: all processes must see one {folder.parent}")
 
-    ranks.first_decides(check_shared)
+    ranks.broadcast_from_rank0(check_shared)
     return dict(sorted(sizes.items()))
 
 

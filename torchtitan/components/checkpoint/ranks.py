@@ -30,7 +30,7 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def first_decides(self, decide: Callable[[], T]) -> T:
+    def broadcast_from_rank0(self, decide: Callable[[], T]) -> T:
         """Return on every rank what `decide` returns on rank 0; what it raises there is raised on every rank."""
         outcome = self._attempt(decide) if self.rank == 0 else (None, None)
         if self.group:
@@ -39,7 +39,7 @@ class Ranks:
             [outcome] = outcomes
         return self._results([outcome])[0]
 
-    def together(self, act: Callable[[], T]) -> list[T]:
+    def all_ranks_or_raise(self, act: Callable[[], T]) -> list[T]:
         """Return what `act` returns on every rank, in their order; what it raises on any is raised on every rank."""
         return self._results(self.gather(self._attempt(act)))
 

@@ -161,12 +161,12 @@ def choose_start(
 
     Raises: as `check_owner` and `find_start`; `UserError` if no checkpoint that would do is sound.
     """
-    start = ranks.first_decides(lambda: _find_and_tidy(config, folder, identity))
+    start = ranks.broadcast_from_rank0(lambda: _find_and_tidy(config, folder, identity))
     if start is None:
         if config.initial_load_path and config.initial_load_in_hf:
             given = folder_at(config.initial_load_path)
             # A Hugging Face folder that a run of ours saved; others have nothing to be verified by.
-            if ranks.first_decides(lambda: catalog.has_marker(given)):
+            if ranks.broadcast_from_rank0(lambda: catalog.has_marker(given)):
                 catalog.raise_if_damaged(given, ranks)
         return None
     if start.resumes and config.load_step == -1:
@@ -195,7 +195,7 @@ def load_model_state(
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     ranks = Ranks(group)
-    checkpoint = ranks.first_decides(lambda: catalog.open_checkpoint(path))
+    checkpoint = ranks.broadcast_from_rank0(lambda: catalog.open_checkpoint(path))
     catalog.raise_if_damaged(checkpoint.path, ranks)
     dcp.load(checkpoint.path, {saved_name: state}, {}, 0, ranks)
     logger.info("loaded %s of %s", saved_name, checkpoint.path)
@@ -236,7 +236,7 @@ def _why_skipped(info: CheckpointInfo) -> str:
 
 def _newest_sound(config: CheckpointConfig, folder: Folder, ranks: Ranks) -> CheckpointInfo:
     with _looking_through(folder):
-        own = ranks.first_decides(lambda: catalog.resumable(folder))
+        own = ranks.broadcast_from_rank0(lambda: catalog.resumable(folder))
     lost: dict[int, str] = {}
     for checkpoint in reversed(own):
         faults = catalog.find_damage(checkpoint.path, ranks)
@@ -250,7 +250,7 @@ def _newest_sound(config: CheckpointConfig, folder: Folder, ranks: Ranks) -> Che
                 note = functools.partial(catalog.record_damage, checkpoint, faults.damage)
                 _or_warn(note, f"the damage to {checkpoint.path} could not be noted in it")
     with _looking_through(folder):
-        raise ranks.first_decides(lambda: catalog.none_sound(folder, lost))
+        raise ranks.broadcast_from_rank0(lambda: catalog.none_sound(folder, lost))
 
 
 @contextlib.contextmanager

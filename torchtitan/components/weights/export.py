@@ -76,17 +76,17 @@ def export_checkpoint(
         return tensor
 
     group = ranks or Ranks()
-    group.first_decides(lambda: _write_description(folder, to, spec, assets, changed_files or {}, forms))
+    group.broadcast_from_rank0(lambda: _write_description(folder, to, spec, assets, changed_files or {}, forms))
     if to == "hf":
         write_huggingface(folder, forms, make, max_file_bytes=max_file_bytes, ranks=group)
         if isinstance(source, PlainView):
-            group.first_decides(partial(source.write_beside, folder, spec))
+            group.broadcast_from_rank0(partial(source.write_beside, folder, spec))
     elif to == "meta":
-        group.first_decides(lambda: write_meta(folder, forms, make))
+        group.broadcast_from_rank0(lambda: write_meta(folder, forms, make))
     else:
         from torchtitan.components.checkpoint.dcp import write_dcp  # deferred: DCP takes a second to import
 
-        group.first_decides(lambda: write_dcp(folder, forms, make))
+        group.broadcast_from_rank0(lambda: write_dcp(folder, forms, make))
 
 
 def export_huggingface(

@@ -60,16 +60,19 @@ class HuggingFaceSource(TensorSource):
         self._files: dict[str, Path] = {}
         self.forms: dict[str, TensorForm] = {}
         for file, names in files_of(Path(path), WEIGHTS, INDEX).items():
-            with _open(file) as opened:
-                held = list(opened.keys())
-                if missing := [name for name in names or [] if name not in set(held)]:
-                    raise UserError(f"{file} lacks tensors that {INDEX} says are in it: {some(missing)}")
-                for name in held if names is None else names:
-                    part = opened.get_slice(name)
-                    if part.get_dtype() not in _DTYPES:
-                        raise UserError(f"{file}: {name} is of type {part.get_dtype()}, which is not supported")
-                    self.forms[name] = TensorForm(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
-                    self._files[name] = file
+            self._add(file, names)
+
+    def _add(self, path: Path, names: list[str] | None) -> None:
+        with _open(path) as file:
+            held = list(file.keys())
+            if missing := [name for name in names or [] if name not in set(held)]:
+                raise UserError(f"{path} lacks tensors that {INDEX} says are in it: {some(missing)}")
+            for name in held if names is None else names:
+                part = file.get_slice(name)
+                if part.get_dtype() not in _DTYPES:
+                    raise UserError(f"{path}: {name} is of type {part.get_dtype()}, which is not supported")
+                self.forms[name] = TensorForm(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
+                self._files[name] = path
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """As `TensorSource.read`; only the part in `slices` is read."""
@@ -132,8 +135,8 @@ def write_huggingface(
         for file in list(files)[ranks.rank :: ranks.size]:
             write_file(path / file, files[file], make)
 
-    ranks.together(write_share)
-    ranks.first_decides(lambda: write_index(path, files))
+    ranks.all_ranks_or_raise(write_share)
+    ranks.broadcast_from_rank0(lambda: write_index(path, files))
 
 
 def write_index(path: Path, files: Mapping[str, Mapping[str, TensorForm]]) -> None:

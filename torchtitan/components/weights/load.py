@@ -37,7 +37,7 @@ def load_weights(
     check_fit(source.forms, tensors, ranks, optional=state.added)
     # In the source's order: it makes tensors that belong together one after the other.
     names = [name for name in source.forms if name in tensors]
-    ranks.together(lambda: [_fill(tensors[name], name, source) for name in names])
+    ranks.all_ranks_or_raise(lambda: [_fill(tensors[name], name, source) for name in names])
 
 
 def quantized(forms: Mapping[str, TensorForm], tensors: Mapping[str, Tensor]) -> list[str]:

@@ -145,7 +145,7 @@ def load_pretrained(
     group = dist.group.WORLD if dist.is_initialized() else None
     if format_of(path) == "dcp":
         ranks = Ranks(group)
-        catalog.raise_if_damaged(ranks.first_decides(lambda: catalog.open_checkpoint(path)).path, ranks)
+        catalog.raise_if_damaged(ranks.broadcast_from_rank0(lambda: catalog.open_checkpoint(path)).path, ranks)
     plain = native_source(path, spec, added=added)
     load_weights(_converted(plain, spec.model, converters, ModelState(model_parts)), model_parts, group)
     logger.info("loaded %s, pre-trained weights", path)

@@ -13,7 +13,7 @@ from torchtitan.protocols.converted_module import ConvertedModule, converted_mod
 from torchtitan.protocols.initializer import DerivedRows
 from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.state_dict_adapter import Same, StateDictAdapter, check_tied
+from torchtitan.protocols.state_dict_adapter import Identity, StateDictAdapter, check_tied
 from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, whole
 
 _COMPARED_ELEMENTS = 2**24
@@ -71,7 +71,7 @@ class ConvertedSource(View):
             shapes = [native_forms[name].shape for name in step.native]
             dtype = source.forms[step.foreign[0]].dtype
             forms |= {name: TensorForm(shape, dtype) for name, shape in zip(step.native, shapes, strict=True)}
-            compute = None if step.transform == Same() else partial(step.transform.to_native, shapes=shapes)
+            compute = None if step.transform == Identity() else partial(step.transform.to_native, shapes=shapes)
             recipes.append(Recipe(step.foreign, step.native, compute))
         super().__init__(source, forms, recipes)
         for name, tied_to in adapter.tied.items():
@@ -88,7 +88,7 @@ class ForeignView(View):
 
     def __init__(self, source: TensorSource, adapter: StateDictAdapter):
         recipes = [
-            Recipe(step.native, step.foreign, None if step.transform == Same() else step.transform.to_foreign)
+            Recipe(step.native, step.foreign, None if step.transform == Identity() else step.transform.to_foreign)
             for step in adapter.steps
         ]
         super().__init__(source, adapter.foreign_forms(source.forms), recipes)
