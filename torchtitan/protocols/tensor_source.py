@@ -47,11 +47,7 @@ class TensorSource(ABC):
 
     @abstractmethod
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """Return the tensor of that name, or the part in `slices`, in CPU memory.
-
-        Raises:
-            UserError: if its file cannot be read.
-        """
+        """Return the tensor, or the part in `slices`, in CPU memory; raise `UserError` if its file cannot be read."""
 
 
 def slice_shape(slices: Slices) -> tuple[int, ...]:
@@ -65,11 +61,7 @@ def whole(shape: torch.Size) -> Slices:
 
 
 def value_chunks(name: str, tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield the values of `tensor` as `dtype`, in order, converting one chunk at a time.
-
-    Raises:
-        UserError: as `as_type`.
-    """
+    """Yield the values of `tensor` as `dtype`, in order, converting one chunk at a time as `as_type` does."""
     flat = tensor.detach().reshape(-1)
     for piece in flat.split(max(1, _CHUNK_BYTES // dtype.itemsize)):
         yield as_type(name, piece, dtype).view(torch.uint8).numpy().data

@@ -215,13 +215,8 @@ def start_native(partial: Folder) -> Folder:
 def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, name: str = "") -> Folder:
     """Write the manifest of the fully written folder `partial` and turn it into the complete checkpoint; return that.
 
-    A checkpoint of the same name, which a run that resumed from an earlier one left behind, is replaced.
-
-    Args:
-        partial: as `start_partial` gave it.
-        marker: its `manifest` is filled in.
-        ranks: those who share the work, calling this together; None: this process alone.
-        name: of the checkpoint; empty: as `partial`, without ".partial".
+    A checkpoint of the same name, which a run that resumed from an earlier one left behind, is replaced. `marker` gets
+    its `manifest`; `ranks` call this together; `name` is "step-N", by default that of `partial`.
 
     Raises:
         OSError: on every rank, if a file cannot be written or read.

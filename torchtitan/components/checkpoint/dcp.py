@@ -221,9 +221,7 @@ def load(
     """Load the checkpoint in `path` into `states`, which must fit it, and `rank_states`, which take what it has.
 
     The tensors of `states` are loaded in place, each rank reading its shards; `rank_states` get those of `saved_rank`.
-
-    Returns:
-        The names of those that were loaded: all, but for `optional` ones that the checkpoint lacks.
+    Returns the names of those that were loaded: all, but for `optional` ones that the checkpoint lacks.
 
     Raises:
         UserError: on every rank, if the checkpoint lacks a state, does not fit or cannot be read.
@@ -338,11 +336,7 @@ class _TextPlanner(DefaultLoadPlanner):
 
 
 class DcpSource(TensorSource):
-    """The tensors of one state of a checkpoint.
-
-    Raises:
-        UserError: if the checkpoint in the folder `path` cannot be read or has no such state.
-    """
+    """The tensors of one state of a checkpoint; raises `UserError` if that cannot be read or has no such state."""
 
     def __init__(self, path: str | Path, state: str = "model"):
         self.path = Path(path)
@@ -355,7 +349,6 @@ class DcpSource(TensorSource):
         self.forms = _forms(self._metadata, self._keys)
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """Return the tensor of that name, or the part in `slices`; reads the saved shards that have some of it."""
         form, key = self.forms[name], self._keys[name]
         wanted = slices if slices is not None else whole(form.shape)
         shape = slice_shape(wanted)
@@ -398,21 +391,13 @@ class _ReadInto(DefaultLoadPlanner):
 
 
 def state_forms(path: AnyFolder) -> dict[str, dict[str, TensorForm]]:
-    """Return state → tensor → its form, for every state of the checkpoint in `path`. Reads no tensor.
-
-    Raises:
-        UserError: if the checkpoint cannot be read.
-    """
+    """Return state → tensor → its form, without reading tensors; raise `UserError` if the checkpoint cannot be read."""
     metadata = read_metadata(folder_at(path))
     return {state: _forms(metadata, keys) for state, keys in sorted(_saved_states(metadata).items())}
 
 
 def optimized_names(path: AnyFolder) -> set[str]:
-    """Return the parameters that the checkpoint in `path` has an optimizer's state of; empty: it has none at all.
-
-    Raises:
-        UserError: if the checkpoint cannot be read.
-    """
+    """Return the parameters that the checkpoint has an optimizer's state of; raise `UserError` as `state_forms`."""
     keys = state_forms(path).get("optimizer", {})
     return {key.removeprefix("state.").rpartition(".")[0] for key in keys if key.startswith("state.")}
 

@@ -218,7 +218,7 @@ class CheckpointManager(Configurable):
         self._forget_failed_loss()
 
     def close(self) -> None:
-        """Wait for the save in the background and release threads and memory, before the process group ends.
+        """Wait for the save in the background and release threads and memory; call it before the process group ends.
 
         Raises:
             CheckpointSaveError: if the run's most recent save failed.

@@ -79,11 +79,7 @@ def in_words(kind: Kind) -> str:
 
 
 def read_marker(folder: Folder) -> Marker | None:
-    """Return the marker in `folder`, None if there is none.
-
-    Raises:
-        MarkerError: for one that cannot be used.
-    """
+    """Return the marker in `folder`, None if there is none; raise `MarkerError` for one that cannot be used."""
     file = f"{folder}/{MARKER}"
     try:
         if not folder.has_file(MARKER):
@@ -168,11 +164,7 @@ def write_manifest(folder: Folder, ranks: Ranks) -> str:
 def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
     """Compare the files in `folder` with its manifest, every rank digesting its share; files it lacks are no fault.
 
-    Args:
-        folder: a checkpoint's.
-        manifest_digest: what the marker says of the manifest.
-        ranks: those who share the work.
-        only: names of the files to look at; None: all.
+    `manifest_digest` is what the marker says of the manifest; `only` names the files to look at.
     """
     try:
         content = ranks.broadcast_from_rank0(lambda: folder.read(MANIFEST))

@@ -179,13 +179,9 @@ def choose_start(
 def load_model_state(
     path: AnyFolder, state: ModelState, *, saved_name: str = "model", group: dist.ProcessGroup | None = None
 ) -> None:
-    """Load the weights of one model from a checkpoint into `state`, whatever its name in this run; verified before.
+    """Verify the checkpoint in `path`, and load the weights of its model `saved_name` into `state`, sharded or not.
 
-    Args:
-        path: a step's folder.
-        state: sharded or not; every rank reads its parts.
-        saved_name: the state's name in the checkpoint.
-        group: who calls this together; None: the default process group, or this process if there is none.
+    The ranks of `group` call this together; None: the default process group, or this process if there is none.
 
     Raises:
         UserError: on every rank, if the checkpoint is damaged or does not fit.

@@ -83,7 +83,7 @@ class HuggingFaceSource(TensorSource):
 
 
 def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | None]:
-    """Return file → the tensors that are read from it, as the file `index` says; None: all of `weights`, the only file.
+    """Return file → the tensors in it, as the file `index` says (None: all), or only `weights`, if that is there.
 
     Raises:
         UserError: if files are missing or outside of the folder, or the index is damaged.

@@ -59,13 +59,10 @@ def check_fit(
     *,
     optional: Collection[str] = (),
 ) -> None:
-    """Make sure that weights are those of a model.
+    """Make sure that weights with these `forms` are those of a model.
 
-    Args:
-        forms: the weights, the same on every process.
-        tensors: the model's, or those of the part of it that this process holds.
-        ranks: the processes that hold the model together, calling this together; None: this one has all of it.
-        optional: those of `tensors` that `forms` may lack.
+    `tensors` are the model's; if `ranks` hold the model together and call this together, those of this rank's part.
+    `forms` may lack those that are `optional`.
 
     Raises:
         UserError: on every process, naming what is missing, surplus, of another shape, or quantized.

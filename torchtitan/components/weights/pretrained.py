@@ -92,11 +92,8 @@ def is_as_saved(
 ) -> bool:
     """Whether the checkpoint in the folder or URL `path` is one of ours whose weights are loaded as they are.
 
-    Its tensors have the names and shapes of the run's and mean the same, and it knows the same tokens. Other arguments:
-    as `load_pretrained`.
-
-    Raises:
-        UserError: if it is not, and `path` is a URL; or there is no checkpoint.
+    Its tensors have the names and shapes of the run's and mean the same, and it knows the same tokens. Raises
+    `UserError` if it is not, and `path` is a URL; or there is no checkpoint.
     """
     if not is_url(str(path)) and (format_of(path) != "dcp" or _unknown_ids(Path(path), added)):
         return False
@@ -224,10 +221,7 @@ def _converted(
 ) -> TensorSource:
     """Return the weights of the plain model as the converted one has them, but for what a converter has added.
 
-    `state`, which they are for, says of what types the converted tensors are made.
-
-    Raises:
-        UserError: if they are not the plain model's, as they would be found to be in the end, or are quantized.
+    They get the types of `state`. Raises `UserError` if they are not the plain model's, or are quantized.
     """
     if not any(converter.changes_weights for converter in converters):
         return plain
@@ -252,10 +246,7 @@ def _warn_of_merging(path: str | Path, converters: Sequence[ModelConverter]) -> 
 
 
 def _plain_source(path: Path, spec: ModelSpec, lacking: CheckpointInfo | None, base: Path | None) -> TensorSource:
-    """The weights of a checkpoint of ours as the plain model's, with the vocabulary that it was saved with.
-
-    `lacking` is the checkpoint, if it holds trained weights only.
-    """
+    """The weights in `path` as the plain model's; `lacking` is the checkpoint, if it holds trained weights only."""
     source, descriptions = open_source(path), read_converters(path)
     if not descriptions and not lacking:
         return source

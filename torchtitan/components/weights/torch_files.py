@@ -9,7 +9,7 @@ embedding along the vocabulary (Llama 3) or the features (Llama 1 and 2); norms 
 
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,22 +54,15 @@ class Piece:
 
     def read(self, slices: Slices) -> Tensor:
         """Return the part in `slices`; reads its rows whole."""
-        shape = self.form.shape
-        if not shape:
-            return self._values(0, shape)
-        rows = slices[0]
-        row_bytes = self.form.n_bytes // max(1, shape[0])
-        values = self._values(rows.start * row_bytes, (rows.stop - rows.start, *shape[1:]))
-        return values[(slice(None), *slices[1:])]
-
-    def _values(self, start: int, shape: Sequence[int]) -> Tensor:
-        values = torch.empty(shape, dtype=self.form.dtype)
+        rows, *columns = slices or (slice(0, 1),)
+        n_rows, *row_shape = self.form.shape or (1,)
+        values = torch.empty([rows.stop - rows.start, *row_shape], dtype=self.form.dtype)
         buffer = values.view(-1).view(torch.uint8).numpy().data
         with open(self.file, "rb") as file:
-            file.seek(self.offset + start)
+            file.seek(self.offset + rows.start * (self.form.n_bytes // max(1, n_rows)))
             if file.readinto(buffer) != len(buffer):
                 raise damaged(self.file, "it ends too early")
-        return values
+        return values[(slice(None), *columns)] if slices else values[0]
 
 
 class PickledSource(TensorSource):
