@@ -119,7 +119,7 @@ class Saver:
         assert self._in_flight is None, "two saves at a time"
         self.failure = ""
         if not in_background:
-            self._write(marker, entries, begun, None)
+            self._write(marker, entries, begun)
             return
         staged: dict[str, Entries] = {}
         try:
@@ -130,7 +130,7 @@ class Saver:
         except Exception as error:
             self._fail(marker.step, error)
             return
-        self._in_flight = self._executor.submit(self._write, marker, staged, begun, self._process, time.perf_counter())
+        self._in_flight = self._executor.submit(self._write, marker, staged, begun, time.perf_counter())
 
     def wait(self) -> None:
         """Wait until the save in the background, if any, has ended."""
@@ -163,16 +163,11 @@ class Saver:
         return stage(entries, self._process.memory.empty_like)
 
     def _write(
-        self,
-        marker: Marker,
-        entries: Mapping[str, Entries],
-        begun: float,
-        process: "WriterProcess | None",
-        unblocked: float | None = None,
+        self, marker: Marker, entries: Mapping[str, Entries], begun: float, unblocked: float | None = None
     ) -> None:
-        """Write, commit and prune; in the background if `process` is given or training went on at `unblocked`."""
+        """Write, commit and prune; of a copy, in the background, if training went on at `unblocked`."""
         try:
-            path = self._write_complete(marker, entries, process)
+            path = self._write_complete(marker, entries, self._process if unblocked else None)
         except _MISTAKES:
             raise
         except Exception as error:  # a store's library may raise anything
