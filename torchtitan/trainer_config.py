@@ -21,7 +21,7 @@ from torchtitan.components.profiling import Profiler
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.components.weights.pretrained import check_start
-from torchtitan.components.weights.sources import base_weights
+from torchtitan.components.weights.sources import base_weights, format_of
 from torchtitan.config import (
     ActivationCheckpointConfig,
     CommConfig,
@@ -147,6 +147,8 @@ class TrainerConfig(Configurable.Config):
         if self.checkpoint.enable and not dry_run:
             check_owner(self.checkpoint, self.checkpoint.place(self.dump_folder), identity)
         start = self.checkpoint.find_start(self.dump_folder)
+        if start is None and self.checkpoint.initial_load_in_hf:
+            format_of(self.checkpoint.initial_load_path)  # raises if there are no weights
         tokenizer = build_tokenizer()
         resolved = self.resolve(tokenizer)
         resolved.check_conversion(n_added_tokens=tokenizer.n_added)
