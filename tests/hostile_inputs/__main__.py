@@ -39,8 +39,7 @@ IMPORTED = (
     "torchtitan.cli.inspect_checkpoint",
     "torchtitan.train",
     "torchtitan.models.llama3.config_registry",
-    "torchtitan.components.checkpoint.storage",
-    "torchtitan.components.checkpoint.formats.dcp",
+    "torchtitan.components.checkpoint.dcp",
     "datasets",
 )
 """Modules that most commands import."""

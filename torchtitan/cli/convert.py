@@ -106,8 +106,8 @@ def _convert(options: argparse.Namespace) -> None:
 
 def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[ModelSpec, int, Callable[[Path], None]]":
     """The model, how many tensors are written, and what writes them into a folder."""
-    from torchtitan.components.checkpoint.assets import asset_folder
     from torchtitan.components.data.progress import progress
+    from torchtitan.components.weights.assets import asset_folder
     from torchtitan.models.pretrained import native_source
 
     spec, source = native_source(options.input, base=options.base, family=family)
@@ -135,16 +135,16 @@ def _adapter(
     Raises:
         UserError: where the checkpoint does not have one, or more has been trained.
     """
-    from torchtitan.components.checkpoint.assets import read_converters
-    from torchtitan.components.checkpoint.formats import format_of, open_source
-    from torchtitan.components.checkpoint.formats.dcp import optimized_names
-    from torchtitan.components.checkpoint.formats.source import as_type
+    from torchtitan.components.checkpoint.dcp import optimized_names
     from torchtitan.components.optimizer import trained_names
     from torchtitan.components.peft import LoRA
     from torchtitan.components.peft.adapter_files import CONFIG, write_adapter
     from torchtitan.components.peft.converter import EXPORTED, check_complete
+    from torchtitan.components.weights import format_of, open_source
+    from torchtitan.components.weights.assets import read_converters
     from torchtitan.models.pretrained import spec_of
     from torchtitan.protocols.conversion import converted_model, described_converters
+    from torchtitan.protocols.tensor_source import as_type
 
     checkpoint: Path = options.input
     descriptions = read_converters(checkpoint) if format_of(checkpoint) == "dcp" else []
@@ -184,7 +184,7 @@ def _writer(options: argparse.Namespace) -> Callable[..., None]:
         from torchtitan.components.quantization.quantized_export import export_quantized
 
         return functools.partial(export_quantized, quantization=_quantization(options))
-    from torchtitan.components.checkpoint.formats import export_checkpoint
+    from torchtitan.components.weights import export_checkpoint
 
     return functools.partial(export_checkpoint, to=options.to)
 
@@ -192,12 +192,12 @@ def _writer(options: argparse.Namespace) -> Callable[..., None]:
 def _quantization(options: argparse.Namespace) -> "QAT.Config":
     """Which layers are quantized, and how finely: as is given and, what is not, as the run that saved the checkpoint
     has simulated it. Says what that was."""
-    from torchtitan.components.checkpoint.assets import read_simulation
     from torchtitan.components.quantization.qat import QAT
+    from torchtitan.components.weights.assets import read_converters
     from torchtitan.protocols.conversion import described_converters
 
     given = {name: getattr(options, name) for name in _OF_QUANTIZE if getattr(options, name) is not None}
-    converters = described_converters(read_simulation(options.input), str(options.input))
+    converters = described_converters(read_converters(options.input, "simulated"), str(options.input))
     simulated = next((converter.config for converter in converters if isinstance(converter, QAT)), None)
     if simulated is None:
         return QAT.Config(**given)
@@ -212,7 +212,7 @@ def _quantization(options: argparse.Namespace) -> "QAT.Config":
 
 def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
     """Find mistakes before anything is read or written."""
-    from torchtitan.components.checkpoint.pretrained import check_digests
+    from torchtitan.components.weights.pretrained import check_digests
     from torchtitan.models.pretrained import checkpoint_format
 
     if options.max_shard_size <= 0:
@@ -234,14 +234,14 @@ def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
 
 
 def _put_in_place(partial: Path, options: argparse.Namespace) -> None:
-    from torchtitan.components.checkpoint import folders
-    from torchtitan.components.checkpoint.formats import format_of
+    from torchtitan.components.checkpoint import catalog
+    from torchtitan.components.weights import format_of
 
     written = partial
     if options.to == "dcp":
-        step = folders.open_checkpoint(options.input).step if format_of(options.input) == "dcp" else 0
-        marker = folders.Marker(step=step, kind="model_only", world_size=1)
-        written = Path(str(folders.commit(partial, marker)))
+        step = catalog.open_checkpoint(options.input).step if format_of(options.input) == "dcp" else 0
+        marker = catalog.Marker(step=step, kind="model_only", world_size=1)
+        written = Path(str(catalog.commit(partial, marker)))
     durable.rename(written, options.output)  # the system refuses a folder that is no longer empty
 
 

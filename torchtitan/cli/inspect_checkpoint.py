@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torchtitan.components.checkpoint import CheckpointInfo
-    from torchtitan.components.checkpoint.formats import Format
-    from torchtitan.protocols.state_dict_adapter import TensorForm
+    from torchtitan.components.weights import Format
+    from torchtitan.protocols.tensor_source import TensorForm
 
 States = Mapping[str, Mapping[str, "TensorForm"]]
 
@@ -69,13 +69,13 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from torchtitan.components.checkpoint import folders
+    from torchtitan.components.checkpoint import catalog
 
     path: Path = options.checkpoint
     if not _is_checkpoint(path):
-        if listed := folders.list_checkpoints(path) or folders.list_checkpoints(path / "checkpoint"):
+        if listed := catalog.list_checkpoints(path) or catalog.list_checkpoints(path / "checkpoint"):
             return _print_list(listed)
-        if itself := [info for info in folders.list_checkpoints(path.parent) if info.path.name == path.name]:
+        if itself := [info for info in catalog.list_checkpoints(path.parent) if info.path.name == path.name]:
             return _print_list(itself)
     findings = _examine(path, given_package(options), verify=options.verify)
     _print_findings(path, findings, tensors=options.tensors)
@@ -83,13 +83,13 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    from torchtitan.components.checkpoint import folders
+    from torchtitan.components.checkpoint import catalog
 
-    return folders.has_marker(path) or _format_in(path) is not None
+    return catalog.has_marker(path) or _format_in(path) is not None
 
 
 def _format_in(path: Path) -> "Format | None":
-    from torchtitan.components.checkpoint.formats import format_of
+    from torchtitan.components.weights import format_of
 
     try:
         return format_of(path)
@@ -103,12 +103,12 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> _Findi
     Raises:
         UserError: where there is none; what is wrong with one is among the findings.
     """
-    from torchtitan.components.checkpoint import folders
-    from torchtitan.components.checkpoint.formats.find import FORMAT_NAMES
+    from torchtitan.components.checkpoint import catalog
+    from torchtitan.components.weights.sources import FORMAT_NAMES
     from torchtitan.models.pretrained import checkpoint_format
 
     # A checkpoint with a marker may have lost the files that its format is known by.
-    found = _format_in(path) if folders.has_marker(path) else checkpoint_format(path, family)
+    found = _format_in(path) if catalog.has_marker(path) else checkpoint_format(path, family)
     faults: list[str] = []
     states: States = {}
     facts = {"format": FORMAT_NAMES[found] if found else "unknown"}
@@ -129,15 +129,15 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> _Findi
 
 def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
     """Why the model of a checkpoint in which no fault was found cannot be used, as `generate` and `convert` say it."""
-    from torchtitan.components.checkpoint.assets import has_model_json, read_converters, read_simulation
+    from torchtitan.components.weights.assets import DESCRIPTION, read_converters
     from torchtitan.models.pretrained import spec_of
     from torchtitan.protocols.conversion import described_converters
 
-    if _format_in(path) == "dcp" and not has_model_json(path):  # of another program: it has no more to say
+    if _format_in(path) == "dcp" and not (path / DESCRIPTION).is_file():  # of another program: it has no more to say
         return []
     try:
         spec_of(path, family)
-        described_converters([*read_converters(path), *read_simulation(path)], str(path))
+        described_converters([*read_converters(path), *read_converters(path, "simulated")], str(path))
     except UserError as error:
         return [str(error)]
     return []
@@ -145,17 +145,17 @@ def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
 
 def _read_states(path: Path, found: "Format | None") -> States:
     if found == "dcp":
-        from torchtitan.components.checkpoint.formats.dcp import state_forms
+        from torchtitan.components.checkpoint.dcp import state_forms
 
         return state_forms(path)
-    from torchtitan.components.checkpoint.formats import open_source
+    from torchtitan.components.weights import open_source
 
     return {"model": open_source(path).forms}
 
 
 def _faulty_descriptions(path: Path, found: str) -> list[str]:
     """What is wrong with the files that describe model and tokenizer, as far as it shows without using them."""
-    from torchtitan.components.checkpoint.assets import FILES
+    from torchtitan.components.weights.assets import FILES
     from torchtitan.models.pretrained import DESCRIPTIONS
 
     model = DESCRIPTIONS[found]
@@ -170,17 +170,17 @@ def _faulty_descriptions(path: Path, found: str) -> list[str]:
 
 def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, verify: bool) -> dict[str, str]:
     """What marker and manifest say; what is wrong with them is added to `faults`."""
-    from torchtitan.components.checkpoint import folders
-    from torchtitan.components.checkpoint.assets import read_converters
+    from torchtitan.components.checkpoint import catalog
+    from torchtitan.components.weights.assets import read_converters
 
-    if not folders.has_marker(path):
+    if not catalog.has_marker(path):
         if found == "dcp":
             faults.append("it is not complete: there is no marker (complete.json), so its save was cut short")
         return {"digests": "there is no manifest"}
     try:
-        info = folders.open_checkpoint(path)
+        info = catalog.open_checkpoint(path)
     except UserError:
-        faults += folders.verify(path)  # ends at the marker
+        faults += catalog.verify(path)  # ends at the marker
         return {"complete": "no"}
     assert info.marker is not None, "it was opened"
     facts = {"step": str(info.marker.step), "kind": info.marker.kind, "torch": info.marker.torch_version}
@@ -195,7 +195,7 @@ def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, ve
         facts["validation loss"] = f"{info.validation_loss:.6g}"
     facts |= {"complete": "yes", "digests": "not compared"}
     if verify:
-        wrong = folders.verify(path)
+        wrong = catalog.verify(path)
         faults += wrong
         facts["digests"] = f"wrong: {'; '.join(wrong)}" if wrong else "verified"
     return facts
@@ -240,9 +240,9 @@ def _dtype_name(form: "TensorForm") -> str:
 
 
 def _print_list(checkpoints: "Sequence[CheckpointInfo]") -> int:
-    from torchtitan.components.checkpoint import folders
+    from torchtitan.components.checkpoint import catalog
 
-    best = folders.best(checkpoints)
+    best = catalog.best(checkpoints)
     rows = []
     for info in checkpoints:
         loss = "" if info.validation_loss is None else f"{info.validation_loss:.6g}{' (best)' if info is best else ''}"

@@ -168,7 +168,7 @@ def run_command(command: str, run: Callable[[], None]) -> int:
 
 
 def _refuse_a_folder_of_checkpoints(path: Path) -> None:
-    from torchtitan.components.checkpoint.folders import list_checkpoints
+    from torchtitan.components.checkpoint.catalog import list_checkpoints
 
     for folder in (path, path / "checkpoint"):
         if complete := [info for info in list_checkpoints(folder) if info.complete]:

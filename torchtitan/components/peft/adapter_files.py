@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.checkpoint.formats import HuggingFaceSource
-from torchtitan.components.checkpoint.formats.export import format_for
-from torchtitan.components.checkpoint.formats.find import ADAPTER_CONFIG
-from torchtitan.components.checkpoint.formats.load import local_slices
-from torchtitan.components.checkpoint.formats.source import Slices, TensorSource, some
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.states import ModelState
+from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.peft.lora import AdaptedLayer
+from torchtitan.components.weights import HuggingFaceSource
+from torchtitan.components.weights.export import format_for
+from torchtitan.components.weights.load import local_slices
+from torchtitan.components.weights.sources import ADAPTER_CONFIG
 from torchtitan.config.configurable import config_key
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.sharding import features_of
-from torchtitan.protocols.state_dict_adapter import Same, Step, TensorForm, Transform, model_forms
+from torchtitan.protocols.state_dict_adapter import Identity, TensorConversion, Transform, model_forms
+from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, some
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
 from torchtitan.tools.logging import logger
@@ -151,7 +151,7 @@ class AdapterSource(TensorSource):
         """The tensor of that name, or the part of it that `slices` says. Where its rows are in another order, all of it
         is read."""
         entry = self._entries[name]
-        if entry.rows is None or entry.transform == Same():
+        if entry.rows is None or entry.transform == Identity():
             return self._file.read(entry.key, slices)
         tensor = entry.to_native(self._file.read(entry.key))
         return tensor if slices is None else tensor[slices]
@@ -231,7 +231,7 @@ def read_adapter(
         for name in source.forms.keys() & tensors.keys():
             _load_part(source, name, tensors[name])
 
-    ranks.together(load)
+    ranks.all_ranks_or_raise(load)
     logger.info("loaded %s, an adapter", folder)
 
 
@@ -307,7 +307,7 @@ def _entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
     return entries
 
 
-def _entries_of(name: str, layer: AdaptedLayer, step: Step, plain_shape: torch.Size) -> dict[str, _Entry]:
+def _entries_of(name: str, layer: AdaptedLayer, step: TensorConversion, plain_shape: torch.Size) -> dict[str, _Entry]:
     features = features_of(layer)
     keys = _EMBEDDING if isinstance(layer, nn.Embedding) else _LINEAR
     shapes = {own: layer.get_parameter(own).shape for own in layer.adapter}

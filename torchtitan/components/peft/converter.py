@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.components.checkpoint.formats.source import some
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.optimizer import trained_names
 from torchtitan.components.peft.adapter_files import AdapterSource, read_adapter, write_adapter
@@ -18,6 +17,7 @@ from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.layer_converter import LayerConverter
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.tensor_source import some
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 

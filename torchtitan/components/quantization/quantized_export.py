@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.checkpoint.assets import files_in, token_ids, write_files
-from torchtitan.components.checkpoint.formats.convert import ForeignView
-from torchtitan.components.checkpoint.formats.export import GENERATION_CONFIG, config_json, format_for, prevailing_dtype
-from torchtitan.components.checkpoint.formats.huggingface import MAX_FILE_BYTES, share_out, write_file, write_index
-from torchtitan.components.checkpoint.formats.source import MakeTensor, TensorSource, as_type
 from torchtitan.components.quantization.qat import QAT, inference_config
 from torchtitan.components.quantization.torchao_library import import_torchao
 from torchtitan.components.tokenizer.auto_tokenizer import settle_for_auto_tokenizer
+from torchtitan.components.weights.assets import files_in, token_ids, write_files
+from torchtitan.components.weights.export import GENERATION_CONFIG, config_json, format_for, prevailing_dtype
+from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, share_out, write_file, write_index
+from torchtitan.components.weights.views import ForeignView
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.state_dict_adapter import StateDictAdapter, TensorForm
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.protocols.tensor_source import MakeTensor, TensorForm, TensorSource, as_type
 
 
 def export_quantized(
