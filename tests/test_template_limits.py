@@ -64,6 +64,10 @@ def growing(start: str, value: str) -> str:
         "{{ 'a'|indent(10**12, true) }}",
         "{{ [1]|tojson(indent=10**12) }}",
         "{{ 1.5|round(10**9, 'ceil') }}",
+        "{{ '%1000000000d' is odd }}",
+        "{{ '%1000000000d' is divisibleby(7) }}",
+        "{{ [[1, 2]]|map('tojson', separators=['x'*9999*99, ':'])|list|length }}",
+        "{{ ('a'*99999)|replace(new='x'*9999, old='a') }}",
     ],
 )
 def test_what_would_not_end_is_refused(source, monkeypatch):
@@ -102,7 +106,19 @@ def test_comparing_values_costs_their_sizes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "use", ["|upper", "|trim", "|safe", "|replace('a', 'b')", "|indent", "|format", "|string", "|tojson", "|join"]
+    "use",
+    [
+        "|upper",
+        "|trim",
+        "|safe",
+        "|replace('a', 'b')",
+        "|indent",
+        "|format",
+        "|string",
+        "|tojson",
+        "|join",
+        " is lower",
+    ],
 )
 def test_a_text_of_a_value_costs_the_sizes_of_its_parts(use, monkeypatch):
     monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)
