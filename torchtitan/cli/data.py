@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,61 +33,50 @@ _USAGE = """usage: torchtitan data inspect|show [options]
 Both take the options of `torchtitan train`; `torchtitan data inspect --help` lists them all."""
 
 
+_DESCRIPTIONS = {
+    "inspect": "Show what a configuration would train on: counts, lengths, what is left out and why, and the first "
+    "windows, with the trained tokens marked. No model is built.",
+    "show": "Show the documents of a training step, with the trained tokens marked: those that the run's ledger names "
+    "(--debug.ledger), or else those that the configuration and its seed decide.",
+}
+
+
 def data(args: Sequence[str]) -> int:
     """Run the sub-command that the command line names; the exit code, 2 for a user's mistake."""
-    words = list(args)
-    if not words or words[0] in ("-h", "--help"):
+    command, *words = args or ["--help"]
+    if command in ("-h", "--help"):
         print(_USAGE)
         return 0
-    commands: dict[str, Callable[[Sequence[str]], int]] = {"inspect": inspect, "show": show}
-    if words[0] not in commands:
-        print_error("data", f"unknown command '{words[0]}' (there are: {', '.join(commands)})")
+    if command not in _DESCRIPTIONS:
+        print_error("data", f"unknown command '{command}' (there are: {', '.join(_DESCRIPTIONS)})")
         return 2
-    return commands[words[0]](words[1:])
+    return run_command(f"data {command}", lambda: _parse_and_run(command, words))
 
 
-def inspect(args: Sequence[str]) -> int:
-    """Show what the configuration would train on; no model is built. The exit code."""
-    parser = _parser(
-        "inspect",
-        "Show what a configuration would train on: counts, lengths, what is left out and why, and the first windows, "
-        "with the trained tokens marked. No model is built.",
-    )
-    parser.add_argument("--samples", type=int, default=5, metavar="N", help="windows to show (default: 5)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write all that, token by token, as a page too")
-    parser.add_argument("--seed", type=int, metavar="S", help="order of the samples (default: --debug.seed, the run's)")
-    return run_command("data inspect", lambda: _inspect(*_parse(parser, args)))
+def _parse_and_run(command: str, args: Sequence[str]) -> None:
+    """Take the command's own options, and the configuration from the others."""
+    from torchtitan.config.manager import ConfigManager
 
-
-def show(args: Sequence[str]) -> int:
-    """Show the documents of a training step; the exit code."""
-    parser = _parser(
-        "show",
-        "Show the documents of a training step, with the trained tokens marked: those that the run's ledger names "
-        "(--debug.ledger), or else those that the configuration and its seed decide.",
-    )
-    parser.add_argument("--step", type=int, metavar="N", help="number of the step, from 1")
-    return run_command("data show", lambda: _show(*_parse(parser, args)))
-
-
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"torchtitan data {command}",
-        description=description,
+        description=_DESCRIPTIONS[command],
         epilog="All options of `torchtitan train` are taken too.",
         allow_abbrev=False,
         add_help=False,
     )
-
-
-def _parse(parser: argparse.ArgumentParser, args: Sequence[str]) -> tuple[argparse.Namespace, "Job"]:
-    """The command's own options, and the configuration that the others give."""
-    from torchtitan.config.manager import ConfigManager
-
+    if command == "inspect":
+        parser.add_argument("--samples", type=int, default=5, metavar="N", help="windows to show (default: 5)")
+        parser.add_argument("--html", type=Path, metavar="FILE", help="write all that, token by token, as a page too")
+        parser.add_argument(
+            "--seed", type=int, metavar="S", help="order of the samples (default: --debug.seed, the run's)"
+        )
+    else:
+        parser.add_argument("--step", type=int, metavar="N", help="number of the step, from 1")
     options, others = parser.parse_known_args(args)
     if {"-h", "--help"} & set(others):
         print(parser.format_help(), flush=True)
-    return options, ConfigManager(parser.prog).parse_args(others)
+    job = ConfigManager(parser.prog).parse_args(others)
+    (_inspect if command == "inspect" else _show)(options, job)
 
 
 class _Run(NamedTuple):
@@ -136,12 +125,8 @@ class _Run(NamedTuple):
         with closing(loader):
             yield loader
 
-    def total_steps(self, loader: "BaseDataLoader") -> int:
-        """The last step, as far as it is known before training: that of the trainer."""
-        return self.length(loader.n_samples).last_step(0)
-
     def length(self, n_samples: int | None) -> "RunLength":
-        """What the trainer counts steps by, of data with so many samples."""
+        """What the trainer counts the steps of so many samples by."""
         from torchtitan.components.run_length import RunLength
 
         return RunLength(self.config.training, n_samples=n_samples, global_batch_size=self.samples_per_step)
@@ -156,22 +141,20 @@ def _data_parallel_degree(parallelism: Any) -> int:
 
     processes = environment_number("NNODES", default=1, minimum=1)
     processes *= environment_number("NGPU", default=max(1, torch.cuda.device_count()), minimum=1)
-    degrees = (
+    kinds = (
         "data_parallel_replicate",
         "data_parallel_shard",
         "context_parallel",
         "tensor_parallel",
         "pipeline_parallel",
     )
-    needed = math.prod(max(1, getattr(parallelism, f"{name}_degree")) for name in degrees)
+    needed = math.prod(max(1, getattr(parallelism, f"{kind}_degree")) for kind in kinds)
     return ParallelDims.from_config(parallelism, max(processes, needed)).dp_degree
 
 
 def _inspect(options: argparse.Namespace, job: "Job") -> None:
-    from torchtitan.cli.data_page import page
+    from torchtitan.cli.data_report import Inspection, open_console, page, print_inspection
     from torchtitan.cli.data_samples import Sample, samples_of
-    from torchtitan.cli.data_tables import Inspection
-    from torchtitan.cli.data_view import open_console, print_inspection
 
     if options.samples < 1:
         raise UserError(f"--samples must be at least 1, not {options.samples}")
@@ -183,7 +166,9 @@ def _inspect(options: argparse.Namespace, job: "Job") -> None:
         job.config.debug.seed = options.seed
     run = _Run.of(job.config)
     with run.loader(1) as loader:
-        n_samples = run.length(loader.n_samples).samples_read_at(run.total_steps(loader), 0)
+        length = run.length(loader.n_samples)
+        n_steps = length.last_step(0)
+        n_samples = length.samples_read_at(n_steps, 0)
         summary, refusal = loader.summary(n_samples), _refusal(loader, n_samples)
         # Behind the end of small data, it begins again.
         n_shown = min(options.samples, summary.windows_per_epoch) if summary else options.samples
@@ -193,7 +178,7 @@ def _inspect(options: argparse.Namespace, job: "Job") -> None:
                 samples += samples_of(batch, loader, run.tokenizer)
         inspection = Inspection(
             title=f"Data of {job.module} {job.config_name}",
-            facts=_facts(run, run.total_steps(loader), summary),
+            facts=_facts(run, n_steps, summary),
             summary=summary,
             samples=samples,
             refusal=refusal,
@@ -241,8 +226,8 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _show(options: argparse.Namespace, job: "Job") -> None:
+    from torchtitan.cli.data_report import open_console, print_samples
     from torchtitan.cli.data_samples import samples_of
-    from torchtitan.cli.data_view import open_console, print_samples
 
     if options.step is None or options.step < 1:
         raise UserError(f"--step says which step to show, a number from 1, not {options.step}")
@@ -315,7 +300,7 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
         raise UserError(
             f"which documents step {step} has is not decided before it: a run with --debug.ledger keeps account of them"
         )
-    if step > (n_steps := run.total_steps(loader)):
+    if step > (n_steps := run.length(loader.n_samples).last_step(0)):
         raise UserError(f"there is no step {step}: the run has {n_steps:,}")
     batch = next(loader, None)
     if batch is None or (batch["documents"][:, 0] == NO_DOCUMENT).all():

@@ -130,9 +130,8 @@ def _row(
 def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | None) -> int:
     """Positions at the end of a row that hold nothing: one token over and over, never predicting.
 
-    Args:
-        last_start: where the last document begins, which is either padding or not; None: it is not known where
-            documents begin, and padding is at least two positions.
+    The last document is either padding or not. Where it is not known where documents begin (`last_start` is None),
+    padding is at least two positions.
     """
     differs = ((inputs != inputs[-1]) | (labels != IGNORE_INDEX)).nonzero().flatten()
     begin = int(differs[-1]) + 1 if len(differs) else 0
