@@ -34,8 +34,8 @@ MEMORY = Path("/dev/shm")
 """A folder whose files need no disk, if the system has one."""
 
 IMPORTED = (
-    "torchtitan.cli.chat",
     "torchtitan.cli.convert",
+    "torchtitan.cli.generate",
     "torchtitan.cli.inspect_checkpoint",
     "torchtitan.train",
     "torchtitan.models.llama3.config_registry",

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.cli.model_options import add_base_option, add_module_option, given_package
+from torchtitan.cli.model_options import add_base_option, add_module_option, given_package, run_command
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import init_logger, logger
-from torchtitan.tools.terminal import print_error
+from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.logging import logger
 from torchtitan.tools.workplace import workplace
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from torchtitan.components.quantization.qat import QAT
     from torchtitan.protocols import ModelSpec
 
-_EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 _FORMATS = ("hf", "meta", "dcp")
 
 _OF_QUANTIZE = ("group_size", "exclude")
@@ -40,19 +38,6 @@ Memory: about the largest tensor."""
 def convert(args: Sequence[str]) -> int:
     """Convert what the command line says; 0 when OUTPUT is complete, 2 for a user's mistake, 3 where it cannot be
     written. OUTPUT exists only when it is complete."""
-    init_logger()
-    options = _parse(args)
-    options.output = options.output.absolute()
-    try:
-        _convert(options)
-    except UserError as error:
-        return _fail(str(error), 2)
-    except OSError as error:
-        return _fail(f"converting to {options.output} failed: {error}", 3)
-    return 0
-
-
-def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="torchtitan convert", description=_DESCRIPTION)
     parser.add_argument("input", metavar="INPUT", type=Path, help="folder of the checkpoint to read")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="folder to write; must not exist, or be empty")
@@ -61,7 +46,9 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--from", dest="source", choices=_FORMATS, help="format of INPUT (default: found by its files)")
     parser.add_argument("--to", required=True, choices=(*_FORMATS, "peft"), help="format of OUTPUT")
     parser.add_argument(
-        "--export_dtype", choices=_EXPORT_DTYPES, help="type of the weights in OUTPUT (default: as in INPUT)"
+        "--export_dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="type of the weights in OUTPUT (default: as in INPUT)",
     )
     parser.add_argument(
         "--max_shard_size",
@@ -87,10 +74,19 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
         help="--quantize: regular expressions, each searched in the layers' names (layers.0.feed_forward.w2): what "
         "they find is not quantized",
     )
-    return parser.parse_args(args)
+    options = parser.parse_args(args)
+    options.output = options.output.absolute()
+    return run_command("convert", lambda: _convert(options))
 
 
 def _convert(options: argparse.Namespace) -> None:
+    try:
+        _write(options)
+    except OSError as error:
+        raise RunFailure(f"converting to {options.output} failed: {error}") from error
+
+
+def _write(options: argparse.Namespace) -> None:
     begun = time.perf_counter()
     family = given_package(options)
     _check(options, family)
@@ -251,8 +247,3 @@ def _report(options: argparse.Namespace, spec: "ModelSpec", n_tensors: int, seco
         f"wrote {options.output} ({options.to}): {spec.name} {spec.flavor}, {n_tensors} tensors, "
         f"{sum(sizes):,} bytes in {len(sizes)} files, {seconds:.1f} s"
     )
-
-
-def _fail(message: str, code: int) -> int:
-    print_error("convert", message)
-    return code

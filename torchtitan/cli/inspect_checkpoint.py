@@ -2,12 +2,13 @@
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.cli.model_options import add_module_option, given_package
+from torchtitan.cli.model_options import add_module_option, given_package, run_command
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
 from torchtitan.tools.terminal import print_error, visible
@@ -38,7 +39,6 @@ class _Findings:
     facts: Mapping[str, str]
     states: States
     faults: Sequence[str]
-
     notes: Sequence[str]
     """Why its model cannot be used, as it is now, though nothing is wrong with the checkpoint."""
 
@@ -46,15 +46,6 @@ class _Findings:
 def inspect_checkpoint(args: Sequence[str]) -> int:
     """Print what the command line asks for; 0 when all is well, 3 for a checkpoint that is damaged or incomplete, 2
     where there is none."""
-    options = _parse(args)
-    try:
-        return _inspect(options)
-    except UserError as error:
-        print_error("inspect", error)
-        return 2
-
-
-def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="torchtitan inspect", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a checkpoint, or of several")
     parser.add_argument("--tensors", action="store_true", help="list every tensor: name, shape, type, bytes")
@@ -65,14 +56,15 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
         help="read no more than is needed, and compare no file with its digest",
     )
     add_module_option(parser)
-    return parser.parse_args(args)
+    options = parser.parse_args(args)
+    return run_command("inspect", lambda: _inspect(options))
 
 
 def _inspect(options: argparse.Namespace) -> int:
     from torchtitan.components.checkpoint import folders
 
     path: Path = options.checkpoint
-    if not _is_checkpoint(path):
+    if not folders.has_marker(path) and _format_in(path) is None:
         if listed := folders.list_checkpoints(path) or folders.list_checkpoints(path / "checkpoint"):
             return _print_list(listed)
         if itself := [info for info in folders.list_checkpoints(path.parent) if info.path.name == path.name]:
@@ -80,12 +72,6 @@ def _inspect(options: argparse.Namespace) -> int:
     findings = _examine(path, given_package(options), verify=options.verify)
     _print_findings(path, findings, tensors=options.tensors)
     return 3 if findings.faults else 0
-
-
-def _is_checkpoint(path: Path) -> bool:
-    from torchtitan.components.checkpoint import folders
-
-    return folders.has_marker(path) or _format_in(path) is not None
 
 
 def _format_in(path: Path) -> "Format | None":
@@ -209,7 +195,12 @@ def _print_findings(path: Path, findings: _Findings, *, tensors: bool) -> None:
         _print_table(
             ("tensor", "shape", "type", "bytes"),
             [
-                (f"{state}: {name}" if len(findings.states) > 1 else name, *_described(forms[name]))
+                (
+                    f"{state}: {name}" if len(findings.states) > 1 else name,
+                    " x ".join(map(str, forms[name].shape)) or "scalar",
+                    _dtype_name(forms[name]),
+                    f"{forms[name].n_bytes:,}",
+                )
                 for state, forms in findings.states.items()
                 for name in sorted(forms)
             ],
@@ -222,17 +213,11 @@ def _summary(forms: "Mapping[str, TensorForm]") -> str:
     """One line for a state: how many tensors, values and bytes, and of which types."""
     if not forms:
         return "no tensors"
-    types: dict[str, int] = {}
-    for form in forms.values():
-        types[_dtype_name(form)] = types.get(_dtype_name(form), 0) + 1
+    types = Counter(map(_dtype_name, forms.values()))
     values = sum(form.shape.numel() for form in forms.values())
     n_bytes = sum(form.n_bytes for form in forms.values())
-    counts = ", ".join(f"{dtype} ({count})" for dtype, count in sorted(types.items(), key=lambda item: -item[1]))
+    counts = ", ".join(f"{dtype} ({count})" for dtype, count in types.most_common())
     return f"{len(forms)} tensors, {values:,} values, {n_bytes:,} bytes: {counts}"
-
-
-def _described(form: "TensorForm") -> tuple[str, str, str]:
-    return " x ".join(map(str, form.shape)) or "scalar", _dtype_name(form), f"{form.n_bytes:,}"
 
 
 def _dtype_name(form: "TensorForm") -> str:

@@ -20,7 +20,7 @@ _COMMANDS = {
         "train:train", "train a model (torchtitan train --module llama3 --config debugmodel; --help lists every option)"
     ),
     "generate": _Command("generate:generate", "continue a text with the model of a checkpoint"),
-    "chat": _Command("chat:chat", "talk to the model of a checkpoint"),
+    "chat": _Command("generate:chat", "talk to the model of a checkpoint"),
     "eval": _Command("evaluate:evaluate", "measure the model of a checkpoint on questions, on a text, or by lm-eval"),
     "data": _Command("data:data", "look at what a configuration trains on (data inspect), or a step did (data show)"),
     "inspect": _Command(

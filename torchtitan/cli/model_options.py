@@ -1,11 +1,11 @@
-"""What `generate`, `chat` and `eval` have in common: a checkpoint to open, with its tokenizer."""
+"""What the sub-commands have in common: how they end, and for some a checkpoint's model to open."""
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import init_logger
 from torchtitan.tools.terminal import print_error
 
@@ -22,12 +22,9 @@ class OpenedModel(NamedTuple):
     """A model to use, and what came with it."""
 
     model: "nn.Module"
-
     tokenizer: "Tokenizer"
-
     folders: tuple[Path, ...]
     """Where a chat template and generation_config.json are looked up: beside the model, then beside the tokenizer."""
-
     context: int
     """Tokens that the model attends over."""
 
@@ -156,15 +153,15 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
     return OpenedModel(loaded.model, tokenizer, folders, loaded.spec.model.max_seq_len)
 
 
-def run_command(command: str, run: Callable[[], None]) -> int:
-    """Call `run`; the exit code: 2 for a user's mistake, whose message goes to standard error."""
+def run_command(command: str, run: Callable[[], int | None]) -> int:
+    """Call `run`, which may give an exit code; 2 for a user's mistake and 3 for a failure, with its message on standard
+    error."""
     init_logger()
     try:
-        run()
-    except UserError as error:
+        return run() or 0
+    except (UserError, RunFailure) as error:
         print_error(command, error)
-        return 2
-    return 0
+        return 2 if isinstance(error, UserError) else 3
 
 
 def _refuse_a_folder_of_checkpoints(path: Path) -> None:
