@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer.backend import Backend
 from torchtitan.components.tokenizer.interface import Offsets, Tokenizer
 from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
 from torchtitan.components.tokenizer.tokenizer_json import HuggingFace
@@ -99,7 +98,7 @@ class PretrainedTokenizer(Tokenizer):
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
-def _load_backend(folder: Path) -> Backend:
+def _load_backend(folder: Path) -> HuggingFace | Tiktoken:
     if not folder.is_dir():
         raise no_folder(folder)
     if (folder / "tokenizer.json").is_file():
@@ -111,7 +110,7 @@ def _load_backend(folder: Path) -> Backend:
     )
 
 
-def _special_id(folder: Path, kind: str, backend: Backend) -> int | None:
+def _special_id(folder: Path, kind: str, backend: HuggingFace | Tiktoken) -> int | None:
     """Id of the `kind` ("bos" or "eos") token; a file that names it decides, also when it says null."""
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         content = read_object(path)
@@ -129,7 +128,7 @@ def _special_id(folder: Path, kind: str, backend: Backend) -> int | None:
     return next((token_id for token_id in ids if token_id is not None), None)
 
 
-def _named_id(token: Any, path: Path, kind: str, backend: Backend) -> int | None:
+def _named_id(token: Any, path: Path, kind: str, backend: HuggingFace | Tiktoken) -> int | None:
     """Id of a token written as null, a string, or an object with its `content` (a serialized `AddedToken`)."""
     name = token.get("content") if isinstance(token, dict) else token
     if name is None:
