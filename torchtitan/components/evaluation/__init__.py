@@ -1,13 +1,14 @@
 """Evaluation of a model: multiple choice and the perplexity of a text, and an adapter to lm-eval."""
 
-from torchtitan.components.evaluation.multiple_choice import (
+from torchtitan.components.evaluation.scoring import Progress, Request, Score, Scorer
+from torchtitan.components.evaluation.tasks import (
     MultipleChoiceResult,
+    PerplexityResult,
     Question,
     multiple_choice,
     read_questions,
+    text_perplexity,
 )
-from torchtitan.components.evaluation.perplexity import PerplexityResult, text_perplexity
-from torchtitan.components.evaluation.scoring import Progress, Request, Score, Scorer
 
 __all__ = [
     "MultipleChoiceResult",

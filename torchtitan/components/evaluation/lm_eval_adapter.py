@@ -14,8 +14,8 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from torchtitan.components.evaluation.multiple_choice import encode_pairs
 from torchtitan.components.evaluation.scoring import Progress, Request, Scorer
+from torchtitan.components.evaluation.tasks import encode_pairs
 from torchtitan.components.generation import Sampling, TextStream, generate, start_id
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError

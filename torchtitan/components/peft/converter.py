@@ -1,4 +1,4 @@
-"""`LoRA`: the converter that puts adapters beside the weights of a model, and trains nothing else."""
+"""`LoRA` and `QLoRA`: converters that put adapters beside the weights of a model, and train nothing else."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from torchtitan.components.checkpoint.formats.source import some
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.optimizer import trained_names
 from torchtitan.components.peft.adapter_files import AdapterSource, read_adapter, write_adapter
-from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear
+from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear, QLoRALinear
+from torchtitan.components.quantization.nf4 import BLOCK_SIZE
 from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.layer_converter import LayerConverter
@@ -91,11 +92,7 @@ class LoRA(LayerConverter):
         self._trained: set[str] = set()
 
     def check_model(self, model: nn.Module) -> None:
-        """Convert the model that is thrown away.
-
-        Raises:
-            UserError: as `convert`.
-        """
+        """Convert the model that is thrown away; raises as `convert`."""
         super().check_model(model)
         freeze_all_but_adapters(model)
 
@@ -109,11 +106,7 @@ class LoRA(LayerConverter):
         freeze_all_but_adapters(model)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The layers that the patterns choose, by name.
-
-        Raises:
-            UserError: as `LayerConverter.select`; for an embedding that is the output head too.
-        """
+        """The layers that the patterns choose, by name; raises `UserError` for an embedding that is the head too."""
         chosen = super().select(model)
         tied = getattr(model, _HEAD, None) is None
         for name, layer in chosen.items():
@@ -122,11 +115,7 @@ class LoRA(LayerConverter):
         return chosen
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
-        """All layers are accepted.
-
-        Raises:
-            UserError: for one that cannot have such an adapter, by name.
-        """
+        """Raise `UserError` for a layer that cannot have such an adapter; all others are accepted."""
         config = self.config
         assert isinstance(layer, (nn.Linear, nn.Embedding))
         shape = tuple(layer.weight.shape)
@@ -142,11 +131,8 @@ class LoRA(LayerConverter):
         return True
 
     def _refusal(self, name: str, why: str, *, way_on: str = "") -> UserError:
-        key = config_key(self.config)
-        return UserError(
-            f"--model_converters.{key}: {name} cannot have an adapter: {why}; "
-            f"{way_on}leave it out (--model_converters.{key}.exclude)"
-        )
+        option = f"--model_converters.{config_key(self.config)}"
+        return UserError(f"{option}: {name} cannot have an adapter: {why}; {way_on}leave it out ({option}.exclude)")
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         """The layer with an adapter."""
@@ -176,11 +162,7 @@ class LoRA(LayerConverter):
             )
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
-        """Begin from the adapter in `adapter_path`, where there is one.
-
-        Raises:
-            UserError: as `read_adapter`.
-        """
+        """Begin from the adapter in `adapter_path`, where there is one; raises as `read_adapter`."""
         if self.config.adapter_path:
             model = converted_model(spec.model, [self])
             read_adapter(Path(self.config.adapter_path), self.config, model, spec, model_parts)
@@ -203,16 +185,26 @@ class LoRA(LayerConverter):
             logger.warning("no adapter by itself in %s: %s", folder, error)
 
 
+class QLoRA(LoRA):
+    """Low-rank adapters on linear layers whose weights are kept in 4 bits. An embedding that gets an adapter keeps its
+    weights as they are."""
+
+    linear_class = QLoRALinear
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LoRA.Config):
+        """Adapters beside weights in 4 bits (NF4): their size, and where they are."""
+
+    def accepts(self, name: str, layer: nn.Module) -> bool:
+        """Raise `UserError` as `LoRA.accepts`, and for a linear layer whose inputs are not whole blocks of NF4."""
+        if isinstance(layer, nn.Linear) and layer.in_features % BLOCK_SIZE:
+            why = f"weights in 4 bits need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
+            raise self._refusal(name, why)
+        return super().accepts(name, layer)
+
+
 def check_complete(adapted: nn.Module, trained: set[str]) -> None:
-    """Make sure that an adapter is all that a run has trained.
-
-    Args:
-        adapted: a model with that adapter, in which nothing else is trained.
-        trained: names of the parameters that the run has trained.
-
-    Raises:
-        UserError: naming those that are not the adapter's.
-    """
+    """Raise `UserError` where parameters in `trained`, which a run has trained, are not of the adapter in `adapted`."""
     if others := sorted(trained.difference(trained_names(adapted))):
         raise UserError(f"more was trained than one adapter, and PEFT's files hold no more: {some(others)}")
 
