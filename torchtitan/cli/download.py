@@ -90,7 +90,7 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
     except GatedRepoError as error:
         page = f"{api.endpoint}/{repo_id}"
         raise UserError(
-            f"{repo_id} is gated: accept its licence on {page}, and set HF_TOKEN to a token of that account"
+            f"{repo_id} is gated: accept its license on {page}, and set HF_TOKEN to a token of that account"
         ) from error
     except RevisionNotFoundError as error:
         raise UserError(f"{repo_id} has no revision '{options.revision}'; see {api.endpoint}/{repo_id}") from error

@@ -35,11 +35,7 @@ class Freeze(ModelConverter):
     config: Config
 
     def check_model(self, model: nn.Module) -> None:
-        """Freeze the parameters of the model that is thrown away.
-
-        Raises:
-            UserError: as `convert`.
-        """
+        """Freeze the parameters of the model that is thrown away; raises as `convert`."""
         self._freeze(model)
 
     def convert(self, model: nn.Module) -> None:

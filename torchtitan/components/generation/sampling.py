@@ -88,5 +88,5 @@ def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _row_seed(seed: int, row: int) -> int:
-    """Neighbouring seeds of torch's generator would make row 1 of seed 0 the twin of row 0 of seed 1."""
+    """Neighboring seeds of torch's generator would make row 1 of seed 0 the twin of row 0 of seed 1."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest(), "big") >> 1

@@ -217,7 +217,7 @@ def read_adapter(
         config: what the model was converted by.
         model: the converted model, on the meta device.
         spec: the plain model.
-        model_parts: the model in this process, materialised, sharded or not; with the plain model's weights.
+        model_parts: the model in this process, materialized, sharded or not; with the plain model's weights.
 
     Raises:
         UserError: on every process, as `AdapterSource`; and where weights below the adapter that are in the file are

@@ -6,7 +6,7 @@ say how they belong together, and `quantization_config` in config.json which lay
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,10 @@ def export_quantized(
     """Write a model into `folder` for inference, quantized as training by `QAT` has simulated it.
 
     Args:
-        folder: an existing, empty folder.
-        spec: the model.
-        source: its weights, under our names.
-        assets: folder with the files that go along (`assets.FILES`) and, of a Hugging Face checkpoint, a config.json;
-            None: there are none.
+        folder, spec, source, assets, advance: as of `export_checkpoint`.
         quantization: which layers, and how finely.
         dtype: of the other weights, of the scales, and of what is computed. None: as the weights are.
         max_file_bytes: largest file of weights; all of one is held in memory.
-        advance: called with the bytes of each tensor that has been read.
 
     Raises:
         UserError: where torchao is missing, the layers cannot be quantized so, or `dtype` cannot hold a value.
@@ -75,7 +70,7 @@ def export_quantized(
 
 
 def _weights_to_quantize(spec: ModelSpec, adapter: StateDictAdapter, quantization: QAT.Config) -> set[str]:
-    """Names of the other format's tensors that consist of weights of the chosen layers."""
+    """Names of Hugging Face's tensors that consist of weights of the chosen layers."""
     with torch.device("meta"):
         layers = quantization.build().select(spec.model.build())
     chosen = {f"{name}.weight" for name in layers}
@@ -119,15 +114,12 @@ def _write_weights(folder: Path, like: Mapping[str, Tensor], make: MakeTensor, m
     _, metadata = flatten_tensor_state_dict(like)  # of all weights in every file: its reader joins them
     parts = {name: _forms(flatten_tensor_state_dict({name: tensor})[0]) for name, tensor in like.items()}
     n_bytes = {name: sum(form.n_bytes for form in forms.values()) for name, forms in parts.items()}
-    files = share_out(n_bytes, max_file_bytes)
-    for file, names in files.items():
+    written: dict[str, dict[str, TensorForm]] = {}
+    for file, names in share_out(n_bytes, max_file_bytes).items():
         tensors, _ = flatten_tensor_state_dict({name: make(name) for name in names})
-        write_file(folder / file, _forms(tensors), tensors.__getitem__, metadata)
-    write_index(folder, {file: _joined(parts[name] for name in names) for file, names in files.items()})
-
-
-def _joined(forms: Iterable[Mapping[str, TensorForm]]) -> dict[str, TensorForm]:
-    return {name: form for members in forms for name, form in members.items()}
+        written[file] = _forms(tensors)
+        write_file(folder / file, written[file], tensors.__getitem__, metadata)
+    write_index(folder, written)
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:
