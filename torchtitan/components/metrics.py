@@ -26,9 +26,9 @@ _RESET, _DIM, _GREEN, _BLUE, _MAGENTA, _CYAN = (f"\033[{code}m" for code in (0, 
 
 @dataclass(slots=True)
 class _Interval:
-    """What was measured since the last logged step; times in seconds."""
+    """What was measured since the logged step `step`; times in seconds."""
 
-    step: int  # the step it begins after
+    step: int
     start: float
     excluded: float = 0.0
     data: float = 0.0
@@ -47,7 +47,7 @@ class _FinishedStep:
 
 
 class MetricsProcessor(Configurable):
-    """Measures the steps of a run and reports them.
+    """Measures the steps of a run and reports them, see `docs/metrics.md`.
 
         metrics.start(step)                     # after a checkpoint was loaded, or not
         for step in range(step + 1, total_steps + 1):
@@ -63,7 +63,6 @@ class MetricsProcessor(Configurable):
         metrics.close()
 
     Every rank makes these calls; rank 0 writes to the sinks, and the ranks whose logger speaks print a line.
-    `docs/metrics.md` defines each number.
 
     Args of `Config.build`:
         dump_folder: the run's folder; `metrics.jsonl` is written there.
@@ -71,13 +70,9 @@ class MetricsProcessor(Configurable):
         compute_dtype: the type that matrix products compute in; MFU is measured against its peak.
         flops_per_token: floating-point operations of a training step (forward and backward) per token.
         total_steps: the last step, which the ETA counts down to.
-        world_size: number of devices that share the work.
-        rank: this process's.
+        world_size, rank: how many devices share the work, and which of them this is.
         run_config: the run's configuration, for W&B.
         clock: a monotonic clock in seconds.
-
-    Raises:
-        UserError: see `Config.validate`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -119,14 +114,9 @@ class MetricsProcessor(Configurable):
         clock: Callable[[], float] = time.perf_counter,
     ):
         super().__init__(config)
-        self.dump_folder = Path(dump_folder)
-        self.device = device
-        self.compute_dtype = compute_dtype
-        self.flops_per_token = flops_per_token
-        self.total_steps = total_steps
-        self.world_size = world_size
-        self.rank = rank
-        self.run_config = run_config or {}
+        self.dump_folder, self.run_config = Path(dump_folder), run_config or {}
+        self.device, self.compute_dtype, self.flops_per_token = device, compute_dtype, flops_per_token
+        self.total_steps, self.world_size, self.rank = total_steps, world_size, rank
         self._clock = clock
         self._interval = _Interval(0, clock())
         self._unreported: _FinishedStep | None = None  # the last step, where it was not due
@@ -182,8 +172,7 @@ class MetricsProcessor(Configurable):
     def exclude(self) -> Iterator[None]:
         """Around what is not training (validation, saving a checkpoint): neither its time nor its tokens count.
 
-        Enter it only when there is something to exclude: it waits for the device to finish what is queued, and the host
-        then cannot run ahead.
+        Enter it only when there is something to exclude, since it waits for the device to finish what is queued.
         """
         synchronize(self.device)  # training that is still queued on the device belongs to training
         before = dataclasses.replace(self._interval)
@@ -214,8 +203,8 @@ class MetricsProcessor(Configurable):
             loss: mean over the valid tokens of the global batch.
             grad_norm: norm of the gradient before clipping.
             lr: learning rate of this step.
-            n_tokens_seen: tokens processed since step 1, padding included, all ranks together.
-            extra: more numbers of your own, reported under their names.
+            n_tokens_seen: tokens since step 1, padding included, all ranks together.
+            extra: numbers of your own by name.
         """
         if not self._reports:
             return
@@ -226,16 +215,13 @@ class MetricsProcessor(Configurable):
             self.flush()
 
     def flush(self) -> None:
-        """Report the step of the last `log_step` where that was not due; outside of `exclude`.
-
-        To be called when training ends: wherever it ends (the data, a request to stop), its last step has a line.
-        """
+        """Report the step of the last `log_step` where that was not due; to be called when training ends."""
         finished, self._unreported = self._unreported, None
         if finished is None:
             return
         step, end = finished.step, finished.end
         values = finished.values | self._measure(finished)
-        self._write(step, values | finished.extra)
+        self._for_each_sink(lambda sink: sink.write(step, values | finished.extra))
         line = self.console_line(step, values, finished.extra, self._eta_seconds(step, end))
         logger.info("%s", line, extra={"is_colored": True})
         self._interval = _Interval(step, end)
@@ -245,25 +231,17 @@ class MetricsProcessor(Configurable):
         """Report a validation after `step` on a line of its own; leaves the timers of training alone."""
         if not self._reports:
             return
-        self._write(step, {"validation_loss": validation_loss, **extra})
+        self._for_each_sink(lambda sink: sink.write(step, {"validation_loss": validation_loss, **extra}))
         logger.info(f"{self._step_label(step)}  validation loss {validation_loss:.4f}{_listed(extra)}")
 
     def sync(self) -> None:
         """Make what was reported outlast a power failure; to be called before a checkpoint is saved."""
-        for sink in self._sinks:
-            try:
-                sink.sync()
-            except OSError as error:
-                self._warn(sink, error)
+        self._for_each_sink(lambda sink: sink.sync())
 
     def close(self) -> None:
         """Report a last step that is not reported yet (an error may have ended the loop), and close the sinks."""
         self.flush()
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except OSError as error:
-                self._warn(sink, error)
+        self._for_each_sink(lambda sink: sink.close())
         self._sinks = []
 
     def console_line(
@@ -312,17 +290,14 @@ class MetricsProcessor(Configurable):
     def _step_label(self, step: int) -> str:
         return f"step {step:{len(str(self.total_steps))}}/{self.total_steps}"
 
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
+    def _for_each_sink(self, act: Callable[[Sink], None]) -> None:
         for sink in self._sinks:
             try:
-                sink.write(step, values)
+                act(sink)
             except OSError as error:
-                self._warn(sink, error)
-
-    def _warn(self, sink: Sink, error: OSError) -> None:
-        if sink not in self._failed_sinks:
-            self._failed_sinks.append(sink)
-            logger.warning(f"{type(sink).__name__} cannot write metrics: {error}; training goes on")
+                if sink not in self._failed_sinks:
+                    self._failed_sinks.append(sink)
+                    logger.warning(f"{type(sink).__name__} cannot write metrics: {error}; training goes on")
 
 
 def _listed(extra: Mapping[str, float]) -> str:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.gradients import laid_out_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
+from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_pattern, without_numbers
@@ -50,11 +50,10 @@ class Optimizer(Configurable):
         config: which optimizer, and its hyper-parameters.
         model_parts: the model, or the pipeline stages of it that this rank holds, with their weights: the moments lie
             where they lie. Parameters that require no gradient are left out.
-        all_names: canonical names of the trained parameters of the whole model, where `model_parts` are only some of
-            its stages; None: they are all of it.
+        all_names: canonical names of the whole model's trained parameters, where `model_parts` are some of its stages.
 
     Raises:
-        UserError: see `Config.validate`; also where no parameter requires a gradient.
+        UserError: where no parameter requires a gradient.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -158,19 +157,15 @@ class Optimizer(Configurable):
             optimizer.zero_grad(set_to_none=True)
 
     def warn_of_idle_parameters(self) -> None:
-        """Name the trained parameters that a step's backward passes gave no gradient, whatever rank has them; a
-        collective, after the step or before, but not behind `zero_grad`."""
+        """Name the trained parameters, of any rank, that a step's backward passes gave no gradient. A collective, to be
+        called before `zero_grad`."""
         own = [
             canonical_name(name)
             for part in self.model_parts
             for name, parameter in part.named_parameters()
             if parameter.requires_grad and parameter.grad is None and parameter not in self._updated_early
         ]
-        of_ranks: list[list[str]] = [own]
-        if dist.is_initialized():
-            of_ranks = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(of_ranks, own)
-        if idle := sorted({name for names in of_ranks for name in names}):
+        if idle := sorted({name for names in gather_objects(own) for name in names}):
             logger.warning("trained, but without a gradient: %s", ", ".join(without_numbers(idle)))
 
     def early_grad_norm(self) -> Tensor:
@@ -249,8 +244,7 @@ class Optimizer(Configurable):
         return groups
 
     def _warn_of_idle_groups(self, names: Sequence[str]) -> None:
-        """A pattern that was meant for some of these parameters, the trained ones, and takes none is a typo, stands
-        behind a wider one, or means frozen ones. The default groups were meant for whatever is trained."""
+        """Warn of a pattern that takes none of the trained parameters; the default groups may."""
         taken, default = {self._group_of(name) for name in names}, _default_param_groups()
         for key, group in self.config.param_groups.items():
             if key not in taken and group != default.get(key):

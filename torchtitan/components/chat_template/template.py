@@ -86,15 +86,13 @@ class ChatTemplate:
         Args:
             messages: in their order.
             add_generation_prompt: end with the beginning of the assistant's next turn.
-            tools: JSON schemas of the functions that the model may call. None of them is no tools: an empty list is
-                given to the template as none, since Llama 3.1's, for one, would write something else for it.
+            tools: JSON schemas of the functions that the model may call; an empty list counts as none.
             variables: options of this template, such as Qwen3's `enable_thinking`.
 
         Raises:
             UserError: if the template does not take this conversation, with its own words, or fails at it.
         """
-        known = {"tools": tools or None, "documents": None, **self.variables, **variables}
-        return self._render(messages, {"add_generation_prompt": add_generation_prompt, **known})[0]
+        return self._render(messages, tools, {"add_generation_prompt": add_generation_prompt, **variables})[0]
 
     def render_marked(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
@@ -102,11 +100,9 @@ class ChatTemplate:
         """The text of a conversation, and the spans that the template marks as written by the assistant, in order.
 
         Raises:
-            UserError: as `render`; and where the marks are inside of something, such as a macro, whose text is put
-                together before it has a place in the whole.
+            UserError: as `render`; and where marks are in a macro, say, whose text has no place in the whole yet.
         """
-        known = {"tools": tools or None, "documents": None, **self.variables, **variables}
-        rendered, marks = self._render(messages, {"add_generation_prompt": False, **known})
+        rendered, marks = self._render(messages, tools, {"add_generation_prompt": False, **variables})
         if any(not rendered.startswith(text, start) for start, text in marks):
             raise UserError(
                 f"{self.name} has {{% generation %}} inside of a macro, a filter or a variable, where it cannot be "
@@ -128,7 +124,9 @@ class ChatTemplate:
         [ids] = tokenizer.tokenize([self.end_of_turn()], allow_special=True)
         return ids[0] if ids and ids[0] in tokenizer.special_ids else None
 
-    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> tuple[str, list[tuple[int, str]]]:
         """The text; of each mark, where it begins, and what it marks."""
         import jinja2
 
@@ -136,7 +134,9 @@ class ChatTemplate:
 
         blocks, progress = [], sandbox.Progress()
         turns = [_as_templates_read_it(turn) for turn in messages]
-        known = {**variables, sandbox.PROGRESS: progress, "messages": turns}
+        # Llama 3.1's template, for one, would write something else for an empty list of tools.
+        known = {"tools": tools or None, "documents": None, **self.variables, **variables}
+        known |= {sandbox.PROGRESS: progress, "messages": turns}
         try:
             for block in self._template.generate(known):
                 blocks.append(block)

@@ -112,8 +112,8 @@ def evaluate_tasks(
 
     Args:
         model: to evaluate.
-        tasks: names of lm-eval's own tasks, or of those in `include_path`.
-        include_path: folder with tasks in YAML.
+        tasks: names of lm-eval's own tasks, or of those in YAML in the folder `include_path`.
+        include_path: None: there are no others.
         limit: examples of each task; None: all.
 
     Raises:

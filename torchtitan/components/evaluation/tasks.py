@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.components.data.readers import parse_json
-from torchtitan.components.evaluation.scoring import Progress, Request, Score, Scorer
+from torchtitan.components.evaluation.scoring import Progress, Request, Scorer
 from torchtitan.components.generation import start_id
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
@@ -28,17 +28,12 @@ class MultipleChoiceResult:
 
     accuracy: float
     """By the log-probability of the choice."""
-
     accuracy_stderr: float | None
     """None: of a single question there is none."""
-
     accuracy_norm: float
     """By the log-probability of the choice divided by its length in bytes of UTF-8."""
-
     accuracy_norm_stderr: float | None
-
     questions: int
-
     truncated: int
     """Questions whose query lost its beginning, as it is longer than the model's context."""
 
@@ -77,8 +72,10 @@ def multiple_choice(
     hits, norm_hits, truncated = [], [], 0
     for question in questions:
         of_choices = [next(scores) for _ in question.choices]
-        hits.append(_best([score.logprob for score in of_choices]) == question.gold)
-        norm_hits.append(_best(_per_byte(of_choices, question.choices)) == question.gold)
+        logprobs = [score.logprob for score in of_choices]
+        per_byte = [logprob / len(c.encode()) for logprob, c in zip(logprobs, question.choices, strict=True)]
+        hits.append(logprobs.index(max(logprobs)) == question.gold)
+        norm_hits.append(per_byte.index(max(per_byte)) == question.gold)
         truncated += any(score.truncated for score in of_choices)
     return MultipleChoiceResult(
         accuracy=sum(hits) / len(hits),
@@ -100,10 +97,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
     Raises:
         UserError: for a continuation that is no token of its own.
     """
-    moved = []
-    for context, continuation in pairs:
-        stripped = context.rstrip()
-        moved.append((stripped, context[len(stripped) :] + continuation))
+    moved = [(context.rstrip(), context[len(context.rstrip()) :] + continuation) for context, continuation in pairs]
     whole = tokenizer.encode_batch([context + continuation for context, continuation in moved], add_eos=False)
     alone = tokenizer.encode_batch([context for context, _ in moved], add_eos=False)
     requests = []
@@ -140,14 +134,6 @@ def _joined(question: Question, choice: str) -> str:
     return choice if separated else f" {choice}"
 
 
-def _per_byte(scores: Sequence[Score], choices: Sequence[str]) -> list[float]:
-    return [score.logprob / len(choice.encode()) for score, choice in zip(scores, choices, strict=True)]
-
-
-def _best(values: Sequence[float]) -> int:
-    return values.index(max(values))
-
-
 def _stderr(hits: Sequence[bool]) -> float | None:
     """Sample standard deviation over the square root of the number."""
     mean = sum(hits) / len(hits)
@@ -160,15 +146,11 @@ class PerplexityResult:
 
     perplexity: float
     """Exponential of the mean negative log-likelihood per token."""
-
     bits_per_byte: float
-    """Negative log-likelihood of the text in bits, divided by its bytes of UTF-8."""
-
+    """Negative log-likelihood of the text in bits, divided by its bytes of UTF-8. Tokenizers can be compared by it."""
     loss: float
     """Mean negative log-likelihood per token, in nats."""
-
     tokens: int
-
     bytes: int
 
 
@@ -189,8 +171,12 @@ def text_perplexity(
     ids = tokenizer.encode(text, add_bos=False, add_eos=False)
     scores = scorer.score(list(windows([start, *ids], scorer.max_seq_len)), progress)
     nats = -sum(score.logprob for score in scores)
+    try:
+        perplexity = math.exp(nats / len(ids))
+    except OverflowError:
+        perplexity = math.inf
     return PerplexityResult(
-        perplexity=_exp(nats / len(ids)),
+        perplexity=perplexity,
         bits_per_byte=nats / math.log(2) / len(text.encode()),
         loss=nats / len(ids),
         tokens=len(ids),
@@ -209,10 +195,3 @@ def windows(ids: list[int], size: int) -> Iterator[Request]:
     while end < len(ids):
         begin, end = end, min(end + stride, len(ids))
         yield Request(ids[max(0, end - 1 - size) : begin], ids[begin:end])
-
-
-def _exp(nats: float) -> float:
-    try:
-        return math.exp(nats)
-    except OverflowError:
-        return math.inf

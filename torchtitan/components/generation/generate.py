@@ -62,11 +62,10 @@ def generate(
     use_cache: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> list[Generation]:
-    """Continue each of `prompts`, all in one batch; each ends by itself.
+    """Continue each of `prompts`, all in one batch, with the model in evaluation mode; each ends by itself.
 
     Works for a model as it is and under FSDP, DDP, tensor parallelism, activation checkpointing, compilation (whose
-    blocks run uncompiled meanwhile) and autocast, not under pipeline or context parallelism. The model is in evaluation
-    mode meanwhile.
+    blocks run uncompiled meanwhile) and autocast, not under pipeline or context parallelism.
 
     Args:
         model: on the device to compute on.
@@ -76,9 +75,8 @@ def generate(
         stop_ids: tokens that end a row. `on_token` is not told of them.
         on_token: told of each token as it is chosen.
         use_cache: keep keys and values; without, every token costs a forward pass of all before it.
-        group: of several processes that must make their forward passes together (FSDP, tensor parallelism): they go
-            on until all rows of all of them are done. Each may have prompts of its own, under tensor parallelism all
-            have the same.
+        group: of processes that must make their forward passes together (FSDP, tensor parallelism): they go on until
+            all rows of all are done. Each may have prompts of its own; under tensor parallelism all have the same.
 
     Raises:
         UserError: if there is nothing to continue; if a prompt and its continuation are longer than the model's
@@ -108,7 +106,7 @@ class _Rows:
         self._max_new_tokens, self._stop_ids, self._on_token = max_new_tokens, stop_ids, on_token
 
     def extend(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Append each row's next token; those of finished rows mean nothing."""
+        """Append the next token of each row that is not finished."""
         for row in sorted(self.unfinished):
             generation = self.generations[row]
             generation.ids.append(tokens[row])
@@ -152,12 +150,8 @@ def _refuse_a_part_of_a_model(model: nn.Module) -> None:
 
 
 def _usable(logits_BV: Tensor, unfinished: set[int], group: dist.ProcessGroup | None) -> Tensor:
-    """The logits, with zeros in those finished rows whose logits are no distribution: nobody looks at them.
-
-    Raises:
-        UserError: if a row that is unfinished has such logits, in any process, since the others would wait for it.
-            (The most probable token of nothing but NaN would be token 0.)
-    """
+    """The logits, with zeros in finished rows whose logits are no distribution. Raise `UserError` if a row that is
+    unfinished has such logits, in any process: the most probable token of nothing but NaN would be token 0."""
     unusable = (~logits_BV.logsumexp(dim=-1).isfinite()).nonzero()[:, 0].tolist()
     if _anywhere(not unfinished.isdisjoint(unusable), group):
         raise UserError(f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}")
@@ -189,12 +183,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class KVCache:
     """While it is entered, the model's attention reaches back to all tokens of the forward passes so far.
 
-    Each pass is given the tokens that are new, with their positions, as `model(tokens_BL, positions_BL, packed=False)`.
-    Between passes, `advance` says how many of them are kept. Nothing in the model changes: hooks on its attention
-    store keys and values, and hand on all of them with the mask that belongs to them; they are gone at the end.
+    Each pass is given the tokens that are new, with their positions, as `model(tokens_BL, positions_BL, packed=False)`;
+    `expect` says before it which of them are text, `advance` behind it how many are kept. Hooks on the model's
+    attention store keys and values, and hand on all of them with their mask.
 
-    Tokens are told by their slots, the places in the cache: a row may have padding anywhere, which nothing attends to
-    but itself (a softmax over nothing would be NaN, and NaN times zero is NaN).
+    A row may have padding in any slot, which nothing attends to but itself (a softmax over nothing would be NaN).
 
     Args:
         model: whole, or a rank's part of it under tensor parallelism or FSDP.
@@ -205,9 +198,7 @@ class KVCache:
     """
 
     def __init__(self, model: nn.Module, max_slots: int):
-        self.max_slots = max_slots
-        self.n_slots = 0
-        """Slots in use."""
+        self.max_slots, self.n_slots = max_slots, 0
         self._modules = [module for name, module in model.named_modules() if fnmatchcase(name, _ATTENTION)]
         if not self._modules:
             raise ValueError(f"{type(model).__name__} has no modules named {_ATTENTION}, whose keys could be cached")
@@ -257,8 +248,8 @@ class KVCache:
         return q_BLHD, keys[:, :end], values[:, :end], self._mask
 
 
-# The two ways to the logits of the next token. Both yield `step(tokens_B)`, which appends a token to each row (at first
-# there is None: the prompts themselves) and gives (B, V).
+# Two ways to the logits of the next token: both yield `step(tokens_B)`, which appends a token to each row (None, at
+# first: the prompts themselves) and gives (B, V).
 
 _Step = Callable[[Tensor | None], Tensor]
 

@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.checkpoint.formats.source import some
-from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.optimizer import trained_names
 from torchtitan.components.peft.adapter_files import AdapterSource, read_adapter, write_adapter
 from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear, QLoRALinear
 from torchtitan.components.quantization.nf4 import BLOCK_SIZE
 from torchtitan.config.configurable import Configurable, config_key
+from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.layer_converter import LayerConverter
 from torchtitan.protocols.model_spec import ModelSpec
@@ -145,11 +144,8 @@ class LoRA(LayerConverter):
         )
 
     def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
-        """Open the adapter in `adapter_path`, where there is one.
-
-        Raises:
-            UserError: as `AdapterSource`; where the run goes on with other adapters than that one.
-        """
+        """Open the adapter in `adapter_path`, where there is one; raises as `AdapterSource`, and where the run goes on
+        with other adapters than that one."""
         path = self.config.adapter_path
         if path and given is None:
             AdapterSource(Path(path), self.config, converted_model(spec.model, [self]), spec)
@@ -169,14 +165,13 @@ class LoRA(LayerConverter):
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
         """Remember what the run trains, beside this adapter too."""
-        own = [name for part in model_parts for name in trained_names(part)]
-        self._trained.update(*Ranks(dist.group.WORLD if dist.is_initialized() else None).gather(own))
+        self._trained.update(*gather_objects([name for part in model_parts for name in trained_names(part)]))
 
     def write_beside_export(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
-        """Write the adapter by itself, in PEFT's files, into the folder `adapter` inside `folder`. Where they cannot
-        hold all that was trained, a warning says so: what has been exported so far is of use without."""
+        """Write the adapter by itself, in PEFT's files, into the folder `adapter` inside `folder`, or warn where they
+        cannot hold all that was trained."""
         adapted = converted_model(spec.model, [self])
         try:
             check_complete(adapted, self._trained.union(trained_names(model)))

@@ -100,8 +100,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
     """A linear layer with an adapter: `y = x Wᵀ + b + scaling · dropout(x) Aᵀ Bᵀ`; with DoRA, see `forward`.
 
     Own parameters: `weight` (out, in) and, where there is one, `bias` (out,), frozen; `lora_A` (rank, in) and `lora_B`
-    (out, rank); with DoRA, `magnitude` (out,). A subclass that keeps the weight in another form overrides `_take_base`,
-    `base_weight`, `base_output`, `base_rows`, `plain_state` and `plain_types`.
+    (out, rank); with DoRA, `magnitude` (out,).
 
     Args:
         linear: the plain layer, with the initial distributions of its parameters, which are taken over and frozen.
@@ -286,18 +285,15 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
 
 def _row_scale(magnitude: Tensor, adapted: Tensor) -> Tensor:
     """What each row of an adapted matrix is multiplied by, (out,) in float32. The row's own length counts as constant
-    in the backward pass (DoRA, section 4.3). It is rounded as the magnitude is, so that both cancel where they began
-    as the same number. A row of zeros has no direction, and stays one."""
+    in the backward pass (DoRA, section 4.3), and is rounded as the magnitude is, so that both cancel where they began
+    as the same number. A row of zeros stays one."""
     lengths = row_norms(adapted).to(magnitude.dtype).float()
     return magnitude.float() / lengths.masked_fill(lengths == 0, 1.0)
 
 
 def _drop_out(x: Tensor, probability: float) -> Tensor:
-    """Dropout of a layer's inputs (B, L, in).
-
-    Under tensor parallelism each rank draws for what it has itself. Of inputs that all ranks have it takes its part of
-    the sequence: with random numbers of their own they would not have the same inputs any more.
-    """
+    """Dropout of a layer's inputs (B, L, in). Under tensor parallelism each rank draws for what it has itself or, of
+    inputs that all ranks have, for its part of the sequence: they would differ by their random numbers."""
     if not isinstance(x, DTensor):
         return F.dropout(x, probability)
     placements = [Shard(1)] if x.placements == (Replicate(),) else x.placements
@@ -313,10 +309,8 @@ def _laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _look_up(tokens: Tensor, table: Tensor) -> Tensor:
-    """Rows of `table` by token id: (B, L) → (B, L, …).
-
-    Under tensor parallelism each rank has found the tokens of its part of the table. That is added up at once, and each
-    rank keeps its part of the sequence: torch has no product with what is still to be added up in this way.
+    """Rows of `table` by token id: (B, L) → (B, L, …). Under tensor parallelism what the ranks find in their parts of
+    the table is added up at once, each keeping its part of the sequence: torch has no product with such partial sums.
     """
     found = F.embedding(tokens, table)
     return found.redistribute(placements=[Shard(1)]) if isinstance(found, DTensor) else found
