@@ -87,8 +87,11 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def _write(options: argparse.Namespace) -> None:
+    import torch
+
     begun = time.perf_counter()
     family = given_package(options)
+    options.dtype = getattr(torch, options.export_dtype) if options.export_dtype else None
     _check(options, family)
     spec, n_tensors, write = (_adapter if options.to == "peft" else _model)(options, family)
     durable.make_folder(options.output.parent)
@@ -115,7 +118,7 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[M
                 spec=spec,
                 source=source,
                 assets=asset_folder(options.input),
-                dtype=_dtype(options),
+                dtype=options.dtype,
                 max_file_bytes=int(options.max_shard_size * 2**30),
                 advance=advance,
             )
@@ -126,11 +129,7 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[M
 def _adapter(
     options: argparse.Namespace, family: "ModuleType | None"
 ) -> "tuple[ModelSpec, int, Callable[[Path], None]]":
-    """As `_model`, of a model's adapter alone.
-
-    Raises:
-        UserError: where the checkpoint does not have one, or more has been trained.
-    """
+    """As `_model`, of a model's adapter alone; `UserError` where there is none, or more has been trained."""
     from torchtitan.components.checkpoint.assets import read_converters
     from torchtitan.components.checkpoint.formats import format_of, open_source
     from torchtitan.components.checkpoint.formats.dcp import optimized_names
@@ -161,21 +160,13 @@ def _adapter(
     check_complete(model, trained)
 
     def read(name: str) -> "torch.Tensor":
-        return as_type(name, source.read(name), _dtype(options) or source.forms[name].dtype)
+        return as_type(name, source.read(name), options.dtype or source.forms[name].dtype)
 
     n_tensors = len(trained_names(model))
     return spec, n_tensors, lambda folder: write_adapter(folder, adapters[0].config, model, spec, read)
 
 
-def _dtype(options: argparse.Namespace) -> "torch.dtype | None":
-    """The type of the floating-point weights that are written; None: as they are."""
-    import torch
-
-    return getattr(torch, options.export_dtype) if options.export_dtype else None
-
-
 def _writer(options: argparse.Namespace) -> Callable[..., None]:
-    """What writes the checkpoint."""
     if options.quantize:
         from torchtitan.components.quantization.quantized_export import export_quantized
 
@@ -186,8 +177,7 @@ def _writer(options: argparse.Namespace) -> Callable[..., None]:
 
 
 def _quantization(options: argparse.Namespace) -> "QAT.Config":
-    """Which layers are quantized, and how finely: as is given and, what is not, as the run that saved the checkpoint
-    has simulated it. Says what that was."""
+    """Which layers are quantized, and how finely: as given or, where not, as the run that saved INPUT simulated it."""
     from torchtitan.components.checkpoint.assets import read_simulation
     from torchtitan.components.quantization.qat import QAT
     from torchtitan.protocols.conversion import described_converters

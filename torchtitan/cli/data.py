@@ -58,12 +58,9 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
     from torchtitan.config.manager import ConfigManager
 
     parser = argparse.ArgumentParser(
-        prog=f"torchtitan data {command}",
-        description=_DESCRIPTIONS[command],
-        epilog="All options of `torchtitan train` are taken too.",
-        allow_abbrev=False,
-        add_help=False,
+        f"torchtitan data {command}", description=_DESCRIPTIONS[command], allow_abbrev=False, add_help=False
     )
+    parser.epilog = "All options of `torchtitan train` are taken too."
     if command == "inspect":
         parser.add_argument("--samples", type=int, default=5, metavar="N", help="windows to show (default: 5)")
         parser.add_argument("--html", type=Path, metavar="FILE", help="write all that, token by token, as a page too")
@@ -98,10 +95,8 @@ class _Run(NamedTuple):
 
     @contextmanager
     def loader(self, n_samples: int, *, place: int = 0) -> "Iterator[BaseDataLoader]":
-        """A loader whose first batch is the `place`-th part, from 0, of the run's order in parts of `n_samples`.
-
-        That is what rank number `place` reads first: the loaders' order does not depend on how many ranks there are.
-        """
+        """A loader whose first batch is the `place`-th part, from 0, of the run's order in parts of `n_samples`: what
+        rank number `place` reads first, since the order does not depend on how many ranks there are."""
         from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 
         config, level = self.config, logger.level
@@ -169,7 +164,11 @@ def _inspect(options: argparse.Namespace, job: "Job") -> None:
         length = run.length(loader.n_samples)
         n_steps = length.last_step(0)
         n_samples = length.samples_read_at(n_steps, 0)
-        summary, refusal = loader.summary(n_samples), _refusal(loader, n_samples)
+        summary, refusal = loader.summary(n_samples), ""
+        try:
+            loader.check_repetitions(n_samples)
+        except UserError as error:  # the trainer would not begin
+            refusal = str(error)
         # Behind the end of small data, it begins again.
         n_shown = min(options.samples, summary.windows_per_epoch) if summary else options.samples
         samples: list[Sample] = []
@@ -190,15 +189,6 @@ def _inspect(options: argparse.Namespace, job: "Job") -> None:
         except OSError as error:
             raise UserError(f"--html {options.html} cannot be written: {error.strerror}") from error
         print(f"\nwritten to {options.html}")
-
-
-def _refusal(loader: "BaseDataLoader", n_samples: int) -> str:
-    """Why the trainer would not begin, if it would not."""
-    try:
-        loader.check_repetitions(n_samples)
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def _facts(run: _Run, n_steps: int, summary: "DataSummary | None") -> list[tuple[str, str]]:
@@ -252,11 +242,7 @@ def _show(options: argparse.Namespace, job: "Job") -> None:
 
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:
-    """Return the entry of a step in the ledger.
-
-    Raises:
-        UserError: there is none, also because the step was not taken.
-    """
+    """The entry of a step in the ledger; `UserError` where there is none, also because the step was not taken."""
     steps, damaged = [], []
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -278,7 +264,7 @@ def _ledger_line(path: Path, step: int) -> dict[str, Any]:
 
 
 def _ledger_entry(text: str) -> dict[str, Any] | None:
-    """Return a line of the ledger; None if it is damaged, as the last one of a run that was killed may be."""
+    """A line of the ledger; None if it is damaged, as the last one of a run that was killed may be."""
     try:
         match json.loads(text):
             case {"step": int(), "data_step": int(data_step), "documents": [*names]} as line if data_step >= 1:
@@ -289,11 +275,8 @@ def _ledger_entry(text: str) -> dict[str, Any] | None:
 
 
 def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
-    """The step's samples by the configuration alone: the loader's first batch.
-
-    Raises:
-        UserError: the order is not decided by it, or ends before.
-    """
+    """The step's samples by the configuration alone, the loader's first batch; `UserError` where it does not decide
+    them, or the run ends before."""
     from torchtitan.components.data.packing import NO_DOCUMENT
 
     if not _follows_seed(loader):
@@ -319,10 +302,8 @@ def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) 
     if names_of([planned], loader.document_names) == [names]:
         return planned
     logger.warning(
-        "the configuration gives step %d other documents, with %d windows per step (NGPU says on how many processes): "
-        "here are the names alone",
-        step,
-        run.samples_per_step,
+        f"the configuration gives step {step} other documents, with {run.samples_per_step} windows per step (NGPU says "
+        "on how many processes): here are the names alone"
     )
     return None
 

@@ -65,11 +65,7 @@ class Sample:
 
 
 def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> list[Sample]:
-    """The rows of a batch, without those that only fill it up.
-
-    Raises:
-        UserError: the batch holds nothing that is known here.
-    """
+    """Return the rows of a batch, without those that only fill it up; `UserError` if it holds nothing known here."""
     samples = []
     for index in range(len(next(iter(batch.values())))):
         row = {name: value[index] for name, value in batch.items()}
@@ -141,10 +137,8 @@ def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | Non
 
 
 def _tokens(ids: list[int], labels: list[int], tokenizer: Tokenizer) -> list[Token]:
-    """The tokens of a document, from the inputs and what each of them is to predict.
-
-    A label is the next input. One that is not, as behind the last input, is put where it would stand.
-    """
+    """The tokens of a document, from the inputs and the label of each: the next input. A label that is not, as behind
+    the last input, is put where it would stand."""
     shown: list[tuple[int, bool, int]] = []
     for position, token in enumerate(ids):
         is_label = position > 0 and labels[position - 1] == token
@@ -162,10 +156,7 @@ def _tokens(ids: list[int], labels: list[int], tokenizer: Tokenizer) -> list[Tok
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """What each token adds to the text of all of them.
-
-    A character that is split over tokens stands at the first one, and the others of them have an empty text.
-    """
+    """Return what each token adds to the text of all: a character that is split over tokens stands at the first one."""
     texts: list[str] = []
     before: list[int] = []  # decides, for one, whether the blank at the beginning of a text is dropped
     while (start := len(texts)) < len(ids):

@@ -147,8 +147,8 @@ def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[Re
 
 @contextlib.contextmanager
 def _answer_of(api: "HfApi") -> Iterator[None]:
-    """Around calls that read what the hub answers: what the library raises at an answer of another form becomes a
-    `UserError`. The library does not check the form, so that these errors are Python's own."""
+    """Around calls that read what the hub answers. The library does not check its form: Python's own errors at another
+    form become a `UserError`."""
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
@@ -180,7 +180,7 @@ def _check(path: Path, file: "RepoSibling", name: str) -> None:
 
 
 def _expected(file: "RepoSibling") -> str | None:
-    """The digest that the hub has of a file: SHA-256 where it is in LFS, else that which git has of its content."""
+    """The digest that the hub has of a file: SHA-256 where it is in LFS, else git's."""
     return file.lfs.sha256 if file.lfs else file.blob_id
 
 

@@ -57,9 +57,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     _check(options, files, names)
     opened = open_model(options)
     scorer = Scorer(opened.model, batch_size=options.batch_size)
-    results: Results = {}
-    for file in files:
-        results[file] = _evaluate_file(Path(file), scorer, opened, options.limit)
+    results = {file: _evaluate_file(Path(file), scorer, opened, options.limit) for file in files}
     if names:
         results |= _evaluate_lm_eval(names, scorer, opened, options)
     _report({"checkpoint": str(options.checkpoint), "results": results}, options.output)
@@ -127,24 +125,22 @@ def _progress_bar(name: str) -> "Iterator[Progress]":
 
 def _report(document: dict[str, Any], output: Path | None) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     # What took long to compute is safe before anything else can fail.
     text = json.dumps(_finite(document), indent=2, default=str, allow_nan=False)
+    try:
+        if output is not None:
+            durable.write(output, text + "\n")
+    except OSError as error:
+        print(text, flush=True)
+        reason = error.strerror or error
+        raise UserError(f"--output {output} cannot be written ({reason}): its content is printed instead") from error
     if output is None:
         print(text, flush=True)
-    else:
-        try:
-            durable.write(output, text + "\n")
-        except OSError as error:
-            print(text, flush=True)
-            raise UserError(
-                f"--output {output} cannot be written ({error.strerror or error}): its content is printed instead"
-            ) from error
-    table = Table()
-    for column in ("task", "metric", "value"):
-        # Long names go on in the next line: none is cut, however narrow the terminal is.
-        table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")
+    # Long names go on in the next line: none is cut, however narrow the terminal is.
+    columns = [Column(name, overflow="fold") for name in ("task", "metric")]
+    table = Table(*columns, Column("value", overflow="fold", justify="right"))
     for task, metrics in document["results"].items():
         table.add_section()
         for index, (name, value) in enumerate(metrics.items()):

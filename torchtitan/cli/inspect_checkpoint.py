@@ -84,12 +84,10 @@ def _format_in(path: Path) -> "Format | None":
 
 
 def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> _Findings:
-    """Look at one checkpoint.
-
-    Raises:
-        UserError: where there is none; what is wrong with one is among the findings.
-    """
+    """Look at one checkpoint: what is wrong with it is among the findings, and `UserError` says that there is none."""
     from torchtitan.components.checkpoint import folders
+    from torchtitan.components.checkpoint.formats import open_source
+    from torchtitan.components.checkpoint.formats.dcp import state_forms
     from torchtitan.components.checkpoint.formats.find import FORMAT_NAMES
     from torchtitan.models.pretrained import checkpoint_format
 
@@ -101,7 +99,7 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> _Findi
     facts |= _saved_by_a_run(path, found, faults, verify=verify)
     if not any(_PICKLE in fault for fault in faults):
         try:
-            states = _read_states(path, found)
+            states = state_forms(path) if found == "dcp" else {"model": open_source(path).forms}
         except UserError as error:
             faults.append(str(error))
     if found in ("hf", "meta"):
@@ -127,16 +125,6 @@ def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
     except UserError as error:
         return [str(error)]
     return []
-
-
-def _read_states(path: Path, found: "Format | None") -> States:
-    if found == "dcp":
-        from torchtitan.components.checkpoint.formats.dcp import state_forms
-
-        return state_forms(path)
-    from torchtitan.components.checkpoint.formats import open_source
-
-    return {"model": open_source(path).forms}
 
 
 def _faulty_descriptions(path: Path, found: str) -> list[str]:

@@ -78,11 +78,7 @@ def add_module_option(group: "argparse._ActionsContainer") -> None:
 
 
 def given_package(options: argparse.Namespace) -> "ModuleType | None":
-    """The package that `--module` names; None: it names none.
-
-    Raises:
-        UserError: if there is no such package, or importing it fails.
-    """
+    """The package that `--module` names, if any; `UserError` if there is none, or importing it fails."""
     from torchtitan.config.registry import import_package
 
     return import_package(options.module) if options.module else None
@@ -110,11 +106,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_of(options: argparse.Namespace) -> "Sampling":
-    """How to draw tokens.
-
-    Raises:
-        UserError: for a value that cannot be used.
-    """
+    """How to draw tokens; `UserError` for a value that cannot be used."""
     from torchtitan.components.generation import Sampling
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
@@ -123,11 +115,7 @@ def sampling_of(options: argparse.Namespace) -> "Sampling":
 
 
 def open_model(options: argparse.Namespace) -> OpenedModel:
-    """Load what the options name.
-
-    Raises:
-        UserError: if it is not there, or not a model.
-    """
+    """Load what the options name; `UserError` if it is not there, or not a model."""
     import torch
 
     from torchtitan.components.tokenizer import PretrainedTokenizer

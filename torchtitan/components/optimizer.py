@@ -19,9 +19,6 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_pattern, without_numbers
 
-_VOCABULARY_MATRICES = re.compile(r"(^|\.)(tok_embeddings|output)\.")
-"""Two-dimensional, but tables of vectors rather than maps between spaces: Muon is not for them."""
-
 
 @dataclass(kw_only=True, slots=True)
 class ParamGroup:
@@ -132,7 +129,11 @@ class Optimizer(Configurable):
         self._row_norms: list[Tensor] = []
         self._updated_early: set[nn.Parameter] = set()
         if config.early_step_in_backward:
-            self._step_in_backward()
+            for optimizer in self.optimizers:
+                for index, group in enumerate(optimizer.param_groups):
+                    for parameter in group["params"]:
+                        hook = functools.partial(self._use_gradient, optimizer, index)
+                        parameter.register_post_accumulate_grad_hook(hook)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -173,13 +174,6 @@ class Optimizer(Configurable):
         the gradients that were used since the last `zero_grad`. A collective; a scalar tensor."""
         return total_norm(self._row_norms)
 
-    def _step_in_backward(self) -> None:
-        for optimizer in self.optimizers:
-            for index, group in enumerate(optimizer.param_groups):
-                for parameter in group["params"]:
-                    hook = functools.partial(self._use_gradient, optimizer, index)
-                    parameter.register_post_accumulate_grad_hook(hook)
-
     @torch.no_grad()
     def _use_gradient(self, optimizer: torch.optim.Optimizer, group_index: int, parameter: nn.Parameter) -> None:
         """Update one parameter from its complete gradient, and free that."""
@@ -205,7 +199,12 @@ class Optimizer(Configurable):
         """
         config = self.config
         if config.name == "Muon":
-            muon, rest = self._split_for_muon(groups)
+            muon, rest = (
+                self._group_settings(
+                    {key: [m for m in members if _is_for_muon(*m) is chosen] for key, members in groups.items()}
+                )
+                for chosen in (True, False)
+            )
             momentum = 0.95 if config.momentum is None else config.momentum
             made: list[torch.optim.Optimizer] = []
             if muon:
@@ -254,23 +253,14 @@ class Optimizer(Configurable):
     def _group_settings(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[dict[str, Any]]:
         settings = []
         for key, members in groups.items():
+            if not members:
+                continue
             group = self.config.param_groups.get(key)
             lr = self.config.lr if group is None or group.lr is None else group.lr
             decay = self.config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
             parameters = [parameter for _, parameter in members]
             settings.append({"params": parameters, "lr": lr, "weight_decay": decay})
         return settings
-
-    def _split_for_muon(
-        self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        muon: dict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-        rest: dict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-        for key, members in groups.items():
-            for name, parameter in members:
-                is_matrix = parameter.ndim == 2 and not _VOCABULARY_MATRICES.search(name)
-                (muon if is_matrix else rest)[key].append((name, parameter))
-        return self._group_settings(muon), self._group_settings(rest)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The moments under canonical parameter names, whatever the order or grouping: they can be resharded."""
@@ -336,18 +326,20 @@ def check_early_step(
             raise UserError(f"--optimizer.early_step_in_backward does not go with {conflict}")
 
 
+def _is_for_muon(name: str, parameter: nn.Parameter) -> bool:
+    """Whether it is a map between spaces: not a vector, and not a table of vectors of the vocabulary."""
+    return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output)\.", name)
+
+
 def trained_names(model: nn.Module) -> list[str]:
     """Canonical names of a model's trained parameters."""
     return [canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter that has no moments its moments now, all zero, and not in its first step.
-
-    A checkpoint then holds the same tensors whenever it is saved, also for a parameter that has had no gradient yet.
-    Torch would make up for those itself when it is asked for a `state_dict`, but with moments that are not zero where
-    weight decay is part of the gradient, and counted as a step.
-    """
+    """Give every parameter that has no moments its moments now, all zero, so that a checkpoint holds the same tensors
+    whenever it is saved. Torch would make up missing ones for a `state_dict` too, but not zero where weight decay is
+    part of the gradient, and counted as a step."""
     groups = optimizer.param_groups
     without = [[p for p in group["params"] if p.requires_grad and p not in optimizer.state] for group in groups]
     gradients = {parameter: parameter.grad for parameters in without for parameter in parameters}
