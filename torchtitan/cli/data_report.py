@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table as RichTable
+from rich.table import Table
 from rich.text import Text
 
 from torchtitan.cli.data_samples import Document, Row, Sample, Token
@@ -33,12 +33,8 @@ class Inspection:
     """Why a training run would be refused; empty: it would not."""
 
 
-class Table(NamedTuple):
-    """Cells of text."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+_Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""A title, the names of the columns, and the rows."""
 
 
 class Bin(NamedTuple):
@@ -59,13 +55,13 @@ class Bin(NamedTuple):
 # Numbers, for terminal and page alike.
 
 
-def _tables(summary: DataSummary) -> Iterator[Table]:
+def _tables(summary: DataSummary) -> Iterator[_Table]:
     """The data sets, and what happened to some of their rows."""
     counts = ("rows", "kept", "cut", "dropped", "tokens", "trained")
     columns = ("data set", "format", *counts, "share", "times read", "at most")
-    yield Table("Data sets", columns, [_set_cells(of_set) for of_set in summary.sets])
+    yield "Data sets", columns, [_set_cells(of_set) for of_set in summary.sets]
     if events := [cells for of_set in summary.sets for cells in _event_rows(of_set)]:
-        yield Table("Rows left out, cut or remarkable", ("data set", "what", "rows", "for example"), events)
+        yield "Rows left out, cut or remarkable", ("data set", "what", "rows", "for example"), events
 
 
 def _set_cells(of_set: SetSummary) -> list[str]:
@@ -150,8 +146,14 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
     console.print(Text(visible(inspection.title), style="bold"))
     _print_facts(console, inspection.facts)
     if summary := inspection.summary:
-        for table in _tables(summary):
-            _print_table(console, table)
+        for title, columns, rows in _tables(summary):
+            words = ("data set", "format", "what", "for example")
+            table = Table(title=title, title_justify="left", title_style="bold")
+            for column in columns:
+                table.add_column(column, justify="left" if column in words else "right", overflow="fold")
+            for row in rows:
+                table.add_row(*map(visible, row))
+            console.print(table)
         for of_set in summary.sets:
             _print_histogram(console, of_set, summary.max_length)
     print_samples(console, inspection.samples)
@@ -181,7 +183,7 @@ def print_samples(console: Console, samples: Sequence[Sample], *, in_windows: bo
         console.rule(Text(f"{number}"), style=_QUIET)
         texts = [_row_text(row, sample.name, colored=colored) for row in sample.rows]
         if len(texts) > 1:
-            side_by_side = RichTable(expand=True)
+            side_by_side = Table(expand=True)
             for row in sample.rows:
                 side_by_side.add_column(row.title, ratio=1, overflow="fold")
             side_by_side.add_row(*texts)
@@ -195,16 +197,6 @@ def print_samples(console: Console, samples: Sequence[Sample], *, in_windows: bo
 def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
     for name, value in facts:
         console.print(Text.assemble(f"  {name:<20}", visible(value)), soft_wrap=True)
-
-
-def _print_table(console: Console, table: Table) -> None:
-    words = ("data set", "format", "what", "for example")
-    shown = RichTable(title=table.title, title_justify="left", title_style="bold")
-    for column in table.columns:
-        shown.add_column(column, justify="left" if column in words else "right", overflow="fold")
-    for row in table.rows:
-        shown.add_row(*map(visible, row))
-    console.print(shown)
 
 
 def _print_histogram(console: Console, of_set: SetSummary, max_length: int) -> None:
@@ -294,8 +286,12 @@ def _lines(inspection: Inspection) -> Iterator[str]:
         yield f'<p class="refusal">Training would be refused: {_html(inspection.refusal)}</p>'
     yield from _fact_lines(inspection.facts)
     if summary := inspection.summary:
-        for table in _tables(summary):
-            yield from _table_lines(table)
+        for heading, columns, rows in _tables(summary):
+            yield f'<h2>{_html(heading)}</h2><div class="wide"><table><tr>'
+            yield "".join(f"<th>{_html(column)}</th>" for column in columns) + "</tr>"
+            for row in rows:
+                yield "<tr>" + "".join(f"<td>{_html(cell)}</td>" for cell in row) + "</tr>"
+            yield "</table></div>"
         for of_set in summary.sets:
             yield from _histogram_lines(of_set, summary.max_length)
     yield "<h2>Windows</h2>"
@@ -310,14 +306,6 @@ def _fact_lines(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
     for name, value in facts:
         yield f"<tr><th>{_html(name)}</th><td>{_html(value)}</td></tr>"
     yield "</table>"
-
-
-def _table_lines(table: Table) -> Iterator[str]:
-    yield f'<h2>{_html(table.title)}</h2><div class="wide"><table><tr>'
-    yield "".join(f"<th>{_html(column)}</th>" for column in table.columns) + "</tr>"
-    for row in table.rows:
-        yield "<tr>" + "".join(f"<td>{_html(cell)}</td>" for cell in row) + "</tr>"
-    yield "</table></div>"
 
 
 def _histogram_lines(of_set: SetSummary, max_length: int) -> Iterator[str]:

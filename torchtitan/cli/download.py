@@ -71,8 +71,16 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
     )
     from huggingface_hub.utils import validate_repo_id
 
-    repo_id = options.repo_id
-    api = HfApi()
+    repo_id, api = options.repo_id, HfApi()
+    page = f"{api.endpoint}/{repo_id}"
+    refusals: dict[type[Exception], str] = {  # the first that fits: a gated repository counts as not found too
+        GatedRepoError: f"{repo_id} is gated: accept its license on {page}, and set HF_TOKEN to a token of that "
+        "account",
+        RevisionNotFoundError: f"{repo_id} has no revision '{options.revision}'; see {page}",
+        RepositoryNotFoundError: f"there is no model '{repo_id}' on the hub, or it is private; check the name, or set "
+        "HF_TOKEN",
+        HFValidationError: f"{repo_id!r} is not the name of a repository (OWNER/NAME)",
+    }
     try:
         validate_repo_id(repo_id)
         # Asked first: without an answer, the library takes a folder that has any file in it for the repository's.
@@ -87,19 +95,8 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
             raise UserError(f"{repo_id} has none of the files that were asked for")
         _fetch(api, repo_id, info.sha, [files[name] for name in names], folder)
         print(f"downloaded {repo_id} to {folder}")
-    except GatedRepoError as error:
-        page = f"{api.endpoint}/{repo_id}"
-        raise UserError(
-            f"{repo_id} is gated: accept its license on {page}, and set HF_TOKEN to a token of that account"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise UserError(f"{repo_id} has no revision '{options.revision}'; see {api.endpoint}/{repo_id}") from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"there is no model '{repo_id}' on the hub, or it is private; check the name, or set HF_TOKEN"
-        ) from error
-    except HFValidationError as error:
-        raise UserError(f"{repo_id!r} is not the name of a repository (OWNER/NAME)") from error
+    except tuple(refusals) as error:
+        raise UserError(next(text for kind, text in refusals.items() if isinstance(error, kind))) from error
     except (HTTPError, LocalEntryNotFoundError, ConnectionError) as error:
         cause = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(

@@ -1,6 +1,7 @@
 """`MetricsProcessor`: measures a training run and reports its numbers to the console, a file and trackers."""
 
 import dataclasses
+import functools
 import logging
 import sys
 import time
@@ -33,17 +34,6 @@ class _Interval:
     excluded: float = 0.0
     data: float = 0.0
     n_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _FinishedStep:
-    """A step that is to be reported, and the interval that ended with it."""
-
-    step: int
-    end: float
-    interval: _Interval
-    values: dict[str, float]
-    extra: dict[str, float]
 
 
 class MetricsProcessor(Configurable):
@@ -119,7 +109,7 @@ class MetricsProcessor(Configurable):
         self.total_steps, self.world_size, self.rank = total_steps, world_size, rank
         self._clock = clock
         self._interval = _Interval(0, clock())
-        self._unreported: _FinishedStep | None = None  # the last step, where it was not due
+        self._unreported: Callable[[], None] | None = None  # reports the last step, where it was not due
         self._first_line: tuple[int, float] | None = None  # step and time; before it lies the warm-up
         self._peak: PeakFlops | None = None  # known once started
         self._sinks: list[Sink] = []
@@ -210,19 +200,22 @@ class MetricsProcessor(Configurable):
             return
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "n_tokens_seen": n_tokens_seen}
         interval = dataclasses.replace(self._interval)
-        self._unreported = _FinishedStep(step, self._clock(), interval, values, extra)
+        self._unreported = functools.partial(self._report, step, self._clock(), interval, values, extra)
         if self.should_log(step):
             self.flush()
 
     def flush(self) -> None:
         """Report the step of the last `log_step` where that was not due; to be called when training ends."""
-        finished, self._unreported = self._unreported, None
-        if finished is None:
-            return
-        step, end = finished.step, finished.end
-        values = finished.values | self._measure(finished)
-        self._for_each_sink(lambda sink: sink.write(step, values | finished.extra))
-        line = self.console_line(step, values, finished.extra, self._eta_seconds(step, end))
+        report, self._unreported = self._unreported, None
+        if report is not None:
+            report()
+
+    def _report(
+        self, step: int, end: float, interval: _Interval, values: dict[str, float], extra: dict[str, float]
+    ) -> None:
+        values = values | self._measure(step, end, interval)
+        self._for_each_sink(lambda sink: sink.write(step, values | extra))
+        line = self.console_line(step, values, extra, self._eta_seconds(step, end))
         logger.info("%s", line, extra={"is_colored": True})
         self._interval = _Interval(step, end)
         self._first_line = self._first_line or (step, end)
@@ -263,12 +256,11 @@ class MetricsProcessor(Configurable):
             return "  ".join(text for _, text in parts)
         return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in parts)
 
-    def _measure(self, finished: _FinishedStep) -> dict[str, float]:
+    def _measure(self, step: int, end: float, interval: _Interval) -> dict[str, float]:
         """The numbers of the interval that ends with a step: training only, what was excluded left out."""
         if self._peak is None:
             raise RuntimeError("MetricsProcessor.start(step) must be called before log_step")
-        interval = finished.interval
-        seconds = finished.end - interval.start - interval.excluded
+        seconds = end - interval.start - interval.excluded
         tokens_per_second = interval.n_tokens / seconds
         flops_per_device = self.flops_per_token * tokens_per_second / self.world_size
         return {
@@ -277,7 +269,7 @@ class MetricsProcessor(Configurable):
             "mfu": 100 * flops_per_device / self._peak.value,
             "memory_gib": memory_gib(self.device),
             "data_loading_fraction": interval.data / seconds,
-            "step_time": seconds / (finished.step - interval.step),
+            "step_time": seconds / (step - interval.step),
         }
 
     def _eta_seconds(self, step: int, now: float) -> float | None:

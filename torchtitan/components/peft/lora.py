@@ -59,6 +59,7 @@ class AdaptedLayer(ConvertedModule):
         scaling: factor of the adapter's output.
     """
 
+    weight: Tensor
     lora_A: nn.Parameter
     lora_B: nn.Parameter
 
@@ -86,6 +87,14 @@ class AdaptedLayer(ConvertedModule):
     def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
         """Those that the frozen weight and the bias have."""
         return {name: own[name].dtype for name in ("weight", "bias") if name in own}
+
+    def base_weight(self) -> Tensor:
+        """The frozen weight, in the plain layer's shape."""
+        return self.weight
+
+    def effective_weight(self) -> Tensor:
+        """The adapted matrix, with a gradient for the adapter."""
+        return self._merge(self.base_weight(), {name: getattr(self, name) for name in self.adapter})
 
     @abstractmethod
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
@@ -140,10 +149,6 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         self.weight = linear.weight.requires_grad_(False)
         self._start_with(weight=initializer_of(linear, "weight"))
 
-    def base_weight(self) -> Tensor:
-        """The frozen weight (out, in)."""
-        return self.weight
-
     def base_output(self, x: Tensor) -> Tensor:
         """What the plain layer computes, with its bias: (..., in) → (..., out)."""
         return F.linear(x, self.weight, self.bias)
@@ -174,10 +179,6 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         if self.bias is not None:
             product = product - self.bias
         return base + (scale - 1).to(base.dtype) * product + scale.to(base.dtype) * added
-
-    def effective_weight(self) -> Tensor:
-        """The adapted matrix (out, in), with a gradient for the adapter."""
-        return self._merge(self.base_weight(), {name: getattr(self, name) for name in self.adapter})
 
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         adapted = self._adapted(weight, adapter["lora_A"], adapter["lora_B"])
@@ -269,10 +270,6 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
         base = _look_up(tokens, self.weight)
         added = F.linear(_look_up(tokens, self.lora_A.T), self.lora_B) * self.scaling
         return base + added.to(base.dtype)
-
-    def effective_weight(self) -> Tensor:
-        """The adapted matrix (V, D), with a gradient for the adapter."""
-        return self._merge(self.weight, {"lora_A": self.lora_A, "lora_B": self.lora_B})
 
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         lora_A, lora_B = (adapter[name].to(weight.dtype) for name in ("lora_A", "lora_B"))
