@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,17 +29,6 @@ it is complete, and whether its digests are right. Of a folder that holds step-N
 these."""
 
 _EPILOG = "exit code: 0 all is well, 3 something is damaged or incomplete, 2 there is no checkpoint"
-
-
-@dataclass(frozen=True)
-class _Findings:
-    """What there is to say of one checkpoint."""
-
-    facts: Mapping[str, str]
-    states: States
-    faults: Sequence[str]
-    notes: Sequence[str]
-    """Why its model cannot be used, as it is now, though nothing is wrong with the checkpoint."""
 
 
 def inspect_checkpoint(args: Sequence[str]) -> int:
@@ -69,9 +57,12 @@ def _inspect(options: argparse.Namespace) -> int:
             return _print_list(listed)
         if itself := [info for info in folders.list_checkpoints(path.parent) if info.path.name == path.name]:
             return _print_list(itself)
-    findings = _examine(path, given_package(options), verify=options.verify)
-    _print_findings(path, findings, tensors=options.tensors)
-    return 3 if findings.faults else 0
+    family = given_package(options)
+    facts, states, faults = _examine(path, family, verify=options.verify)
+    _print_findings(path, facts, states, tensors=options.tensors)
+    for fault in faults or _unusable(path, family):
+        print_error("inspect", fault)
+    return 3 if faults else 0
 
 
 def _format_in(path: Path) -> "Format | None":
@@ -83,8 +74,8 @@ def _format_in(path: Path) -> "Format | None":
         return None
 
 
-def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> _Findings:
-    """Look at one checkpoint: what is wrong with it is among the findings, and `UserError` says that there is none."""
+def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> tuple[dict[str, str], States, list[str]]:
+    """A checkpoint's facts by name, its states, and what is wrong with it; `UserError` where there is none."""
     from torchtitan.components.checkpoint import folders
     from torchtitan.components.checkpoint.formats import open_source
     from torchtitan.components.checkpoint.formats.dcp import state_forms
@@ -107,8 +98,7 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> _Findi
     facts.setdefault("complete", "no" if faults else "yes")
     files = [file for file in path.rglob("*") if file.is_file()]
     facts["size"] = f"{sum(file.stat().st_size for file in files):,} bytes in {len(files)} files"
-    notes = [] if faults else _unusable(path, family)
-    return _Findings(facts, states, faults, notes)
+    return facts, states, faults
 
 
 def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
@@ -175,26 +165,24 @@ def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, ve
     return facts
 
 
-def _print_findings(path: Path, findings: _Findings, *, tensors: bool) -> None:
+def _print_findings(path: Path, facts: Mapping[str, str], states: States, *, tensors: bool) -> None:
     print(visible(str(path)))
-    for name, value in (*findings.facts.items(), *((name, _summary(of)) for name, of in findings.states.items())):
+    for name, value in (*facts.items(), *((name, _summary(of)) for name, of in states.items())):
         print(visible(f"  {name:<17}{value}"))
     if tensors:
         _print_table(
             ("tensor", "shape", "type", "bytes"),
             [
                 (
-                    f"{state}: {name}" if len(findings.states) > 1 else name,
+                    f"{state}: {name}" if len(states) > 1 else name,
                     " x ".join(map(str, forms[name].shape)) or "scalar",
                     _dtype_name(forms[name]),
                     f"{forms[name].n_bytes:,}",
                 )
-                for state, forms in findings.states.items()
+                for state, forms in states.items()
                 for name in sorted(forms)
             ],
         )
-    for fault in (*findings.faults, *findings.notes):
-        print_error("inspect", fault)
 
 
 def _summary(forms: "Mapping[str, TensorForm]") -> str:

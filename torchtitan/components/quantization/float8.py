@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.quantization.torchao_library import check_torchao, import_torchao
+from torchtitan.components.quantization import check_torchao, import_torchao
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import config_key
 from torchtitan.config.job_config import require_at_least

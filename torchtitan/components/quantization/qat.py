@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from torchtitan.components.quantization.torchao_library import check_torchao, import_torchao
+from torchtitan.components.quantization import check_torchao, import_torchao
 from torchtitan.config.configurable import config_key
 from torchtitan.config.job_config import require_at_least
 from torchtitan.protocols.initializer import initializers_of, with_initializers

@@ -18,8 +18,8 @@ from torchtitan.components.checkpoint.formats.convert import ForeignView
 from torchtitan.components.checkpoint.formats.export import GENERATION_CONFIG, config_json, format_for, prevailing_dtype
 from torchtitan.components.checkpoint.formats.huggingface import MAX_FILE_BYTES, share_out, write_file, write_index
 from torchtitan.components.checkpoint.formats.source import MakeTensor, TensorSource, as_type
+from torchtitan.components.quantization import import_torchao
 from torchtitan.components.quantization.qat import QAT, inference_config
-from torchtitan.components.quantization.torchao_library import import_torchao
 from torchtitan.components.tokenizer.auto_tokenizer import settle_for_auto_tokenizer
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter, TensorForm
