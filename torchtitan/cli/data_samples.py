@@ -88,12 +88,8 @@ def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> li
 
 def _rows(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> list[Row]:
     """All of a sample's inputs that have labels."""
-    shown = []
-    for prefix in (name.removesuffix("input") for name in row if name.endswith("input")):
-        inputs, labels, positions = (row.get(f"{prefix}{name}") for name in ("input", "labels", "positions"))
-        if inputs is not None and labels is not None:
-            shown.append(_row(prefix.rstrip("_"), inputs, labels, positions, names, tokenizer))
-    return shown
+    prefixes = [name.removesuffix("input") for name in row if name.endswith("input")]
+    return [_row(prefix, row, names, tokenizer) for prefix in prefixes if f"{prefix}labels" in row]
 
 
 def _prompt(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:
@@ -103,14 +99,8 @@ def _prompt(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:
     return Row("", [Document(names[0] if names else "", tokens)], n_positions, n_positions - len(ids))
 
 
-def _row(
-    title: str,
-    inputs: torch.Tensor,
-    labels: torch.Tensor,
-    positions: torch.Tensor | None,
-    names: Sequence[str],
-    tokenizer: Tokenizer,
-) -> Row:
+def _row(prefix: str, row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:
+    inputs, labels, positions = row[f"{prefix}input"], row[f"{prefix}labels"], row.get(f"{prefix}positions")
     starts = [0] if positions is None else sorted({0, *(positions == 0).nonzero().flatten().tolist()})
     n_data = len(inputs) - _n_padding(inputs, labels, None if positions is None else starts[-1])
     starts = [start for start in starts if start < n_data]
@@ -120,7 +110,7 @@ def _row(
         Document(name, _tokens(ids[start:stop], predicted[start:stop], tokenizer))
         for name, start, stop in zip(own_names, starts, [*starts, n_data][1:], strict=True)
     ]
-    return Row(title, documents, len(inputs), len(inputs) - n_data)
+    return Row(prefix.rstrip("_"), documents, len(inputs), len(inputs) - n_data)
 
 
 def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | None) -> int:

@@ -154,7 +154,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         progress: Progress = context.parent[PROGRESS]
         if operator == "+":
-            progress.spend(progress.size(left) + progress.size(right))
+            # The most frequent case, without calls.
+            n_left = len(left) if type(left) is str else progress.size(left)
+            progress.spend(n_left + (len(right) if type(right) is str else progress.size(right)))
             return left + right
         if operator == "%" and isinstance(left, str):
             _GROWING["%"](progress, left, right)

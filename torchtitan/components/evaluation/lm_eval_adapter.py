@@ -61,8 +61,7 @@ class TorchtitanLM(LM):
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Continue each context until one of the task's strings, a stop token, or the task's number of tokens."""
-        # One batch has one set of options.
-        same_options: dict[str, list[int]] = {}
+        same_options: dict[str, list[int]] = {}  # as one batch needs
         for index, request in enumerate(requests):
             same_options.setdefault(repr(request.args[1]), []).append(index)
         texts: dict[int, str] = {}

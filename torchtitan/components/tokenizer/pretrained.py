@@ -59,13 +59,14 @@ class PretrainedTokenizer(Tokenizer):
         settings = read_object(folder / "tokenizer_config.json")
         prefix, suffix = self._backend.added_ids()
         self.vocab_size = self._backend.vocab_size
-        self.bos_id = _special_id(folder, "bos", self._backend)
-        self.eos_id = _special_id(folder, "eos", self._backend)
-        for key in ("add_bos_token", "add_eos_token"):
-            if not isinstance(settings.get(key), bool | None):
-                raise UserError(f"'{folder / 'tokenizer_config.json'}' has {key} {settings[key]!r}, not true or false")
-        self.adds_bos = _adds(self.bos_id, settings.get("add_bos_token"), prefix)
-        self.adds_eos = _adds(self.eos_id, settings.get("add_eos_token"), suffix)
+        self.bos_id, self.eos_id = (_special_id(folder, kind, self._backend) for kind in ("bos", "eos"))
+        adds = []
+        for key, token_id, added in (("add_bos_token", self.bos_id, prefix), ("add_eos_token", self.eos_id, suffix)):
+            declared = settings.get(key)
+            if not isinstance(declared, bool | None):
+                raise UserError(f"'{folder / 'tokenizer_config.json'}' has {key} {declared!r}, not true or false")
+            adds.append(token_id is not None and (token_id in added if declared is None else declared))
+        self.adds_bos, self.adds_eos = adds
         parts = [type(self).__module__, type(self).__qualname__, type(self._backend).__name__]
         parts += [hashlib.sha256(self._backend.content).hexdigest()]
         parts += [str(x) for x in (self.bos_id, self.eos_id, self.adds_bos, self.adds_eos)]
@@ -137,8 +138,3 @@ def _named_id(token: Any, path: Path, kind: str, backend: HuggingFace | Tiktoken
     if token_id is None:
         raise UserError(f"'{path}' has {kind}_token {name!r}, which is no token of the tokenizer beside it")
     return token_id
-
-
-def _adds(token_id: int | None, declared: bool | None, added: list[int]) -> bool:
-    """Whether a token is added to a text: as the configuration declares, else as the tokenizer itself does."""
-    return token_id is not None and (token_id in added if declared is None else declared)
