@@ -121,7 +121,7 @@ class _Run(NamedTuple):
             yield loader
 
     def length(self, n_samples: int | None) -> "RunLength":
-        """What the trainer counts the steps of so many samples by."""
+        """The trainer's count of steps over `n_samples`."""
         from torchtitan.components.run_length import RunLength
 
         return RunLength(self.config.training, n_samples=n_samples, global_batch_size=self.samples_per_step)

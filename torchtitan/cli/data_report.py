@@ -44,7 +44,7 @@ class Bin(NamedTuple):
     high: int
     n_samples: int
     beyond: bool
-    """Whether they are longer than a sample may be."""
+    """True if they are longer than a sample may be."""
 
     @property
     def label(self) -> str:
@@ -113,7 +113,7 @@ def _share_beyond(of_set: SetSummary, max_length: int) -> float:
 
 
 def _counts_of(samples: Sequence[Sample], *, in_windows: bool = True) -> list[tuple[str, str]]:
-    """What the shown samples hold, by name."""
+    """Counts over the shown samples, by name."""
     rows = [row for sample in samples for row in sample.rows]
     documents = [document for row in rows for document in row.documents]
     n_tokens = sum(len(document.tokens) for document in documents)
@@ -132,11 +132,11 @@ _WIDTH_OF_A_FILE = 140
 _WIDTH_OF_BARS = 40
 _TRAINED, _SPECIAL, _QUIET = "bold green", "reverse", "dim"
 _MARKS = ("⟦", "⟧")
-"""Around what is trained, where there are no colors."""
+"""Around trained text if there are no colors."""
 
 
 def open_console() -> Console:
-    """Return standard output. What comes from the data is neither markup nor emoji there."""
+    """Return standard output. Text from the data is neither markup nor emoji there."""
     width = None if sys.stdout.isatty() else _WIDTH_OF_A_FILE
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
@@ -163,7 +163,7 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
 
 
 def print_samples(console: Console, samples: Sequence[Sample], *, in_windows: bool = True) -> None:
-    """Print the samples' documents, with what is trained colored, or else marked.
+    """Print the samples' documents, with trained tokens colored, or else marked.
 
     Args:
         console: see `open_console`.

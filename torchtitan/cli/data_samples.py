@@ -116,8 +116,8 @@ def _row(prefix: str, row: Batch, names: Sequence[str], tokenizer: Tokenizer) ->
 def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | None) -> int:
     """Positions at the end of a row that hold nothing: one token over and over, never predicting.
 
-    The last document is either padding or not. Where it is not known where documents begin (`last_start` is None),
-    padding is at least two positions.
+    The last document is either padding or not. If it is unknown where documents begin (`last_start` is None), padding
+    is at least two positions.
     """
     differs = ((inputs != inputs[-1]) | (labels != IGNORE_INDEX)).nonzero().flatten()
     begin = int(differs[-1]) + 1 if len(differs) else 0
@@ -146,7 +146,7 @@ def _tokens(ids: list[int], labels: list[int], tokenizer: Tokenizer) -> list[Tok
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """Return what each token adds to the text of all: a character that is split over tokens stands at the first one."""
+    """Return what each token adds to the text of all: a character split over tokens is in the first one's."""
     texts: list[str] = []
     before: list[int] = []  # decides, for one, whether the blank at the beginning of a text is dropped
     while (start := len(texts)) < len(ids):

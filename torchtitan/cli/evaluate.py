@@ -138,7 +138,7 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
         raise UserError(f"--output {output} cannot be written ({reason}): its content is printed instead") from error
     if output is None:
         print(text, flush=True)
-    # Long names go on in the next line: none is cut, however narrow the terminal is.
+    # Long names continue in the next line: none is cut, however narrow the terminal is.
     columns = [Column(name, overflow="fold") for name in ("task", "metric")]
     table = Table(*columns, Column("value", overflow="fold", justify="right"))
     for task, metrics in document["results"].items():

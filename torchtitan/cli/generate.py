@@ -202,7 +202,7 @@ class _Conversation:
         """Print what the model says to `text`, and a newline; both turns are remembered.
 
         Raises:
-            UserError: where the template or the model's context does not take another turn; nothing changes then.
+            UserError: if the template or the model's context does not take another turn; nothing changes then.
         """
         from torchtitan.components.generation import TextStream, generate
 

@@ -75,7 +75,7 @@ def _format_in(path: Path) -> "Format | None":
 
 
 def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> tuple[dict[str, str], States, list[str]]:
-    """A checkpoint's facts by name, its states, and what is wrong with it; `UserError` where there is none."""
+    """A checkpoint's facts by name, its states, and its faults; `UserError` if there is none."""
     from torchtitan.components.checkpoint import folders
     from torchtitan.components.checkpoint.formats import open_source
     from torchtitan.components.checkpoint.formats.dcp import state_forms

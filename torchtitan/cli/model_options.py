@@ -1,4 +1,4 @@
-"""What the sub-commands have in common: how they end, and for some a checkpoint's model to open."""
+"""Options and exit codes that sub-commands share, and the checkpoint's model that some of them open."""
 
 import argparse
 from collections.abc import Callable
@@ -106,7 +106,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_of(options: argparse.Namespace) -> "Sampling":
-    """How to draw tokens; `UserError` for a value that cannot be used."""
+    """The way to draw tokens; `UserError` for a value that cannot be used."""
     from torchtitan.components.generation import Sampling
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)

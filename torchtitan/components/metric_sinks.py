@@ -32,11 +32,11 @@ class Sink(ABC):
         """
 
     def sync(self) -> None:  # noqa: B027 (most sinks have nothing to do)
-        """Make what was written outlast a power failure, before a checkpoint is saved; raises as `write`."""
+        """Make all written numbers outlast a power failure, before a checkpoint is saved; raises as `write`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is left; raises as `write`."""
+        """Write the rest; raises as `write`."""
 
 
 class JsonLines(Sink):

@@ -27,7 +27,7 @@ _RESET, _DIM, _GREEN, _BLUE, _MAGENTA, _CYAN = (f"\033[{code}m" for code in (0, 
 
 @dataclass(slots=True)
 class _Interval:
-    """What was measured since the logged step `step`; times in seconds."""
+    """Measurements since the logged step `step`; times in seconds."""
 
     step: int
     start: float
@@ -109,7 +109,7 @@ class MetricsProcessor(Configurable):
         self.total_steps, self.world_size, self.rank = total_steps, world_size, rank
         self._clock = clock
         self._interval = _Interval(0, clock())
-        self._unreported: Callable[[], None] | None = None  # reports the last step, where it was not due
+        self._unreported: Callable[[], None] | None = None  # reports the last step, if it was not due
         self._first_line: tuple[int, float] | None = None  # step and time; before it lies the warm-up
         self._peak: PeakFlops | None = None  # known once started
         self._sinks: list[Sink] = []
@@ -162,7 +162,7 @@ class MetricsProcessor(Configurable):
     def exclude(self) -> Iterator[None]:
         """Around what is not training (validation, saving a checkpoint): neither its time nor its tokens count.
 
-        Enter it only when there is something to exclude, since it waits for the device to finish what is queued.
+        Enter it only when there is something to exclude, since it waits for the device to finish all queued work.
         """
         synchronize(self.device)  # training that is still queued on the device belongs to training
         before = dataclasses.replace(self._interval)

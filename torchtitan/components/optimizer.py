@@ -50,7 +50,7 @@ class Optimizer(Configurable):
         all_names: canonical names of the whole model's trained parameters, where `model_parts` are some of its stages.
 
     Raises:
-        UserError: where no parameter requires a gradient.
+        UserError: if no parameter requires a gradient.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -327,7 +327,7 @@ def check_early_step(
 
 
 def _is_for_muon(name: str, parameter: nn.Parameter) -> bool:
-    """Whether it is a map between spaces: not a vector, and not a table of vectors of the vocabulary."""
+    """True for a map between spaces: not a vector, and not a table of vectors of the vocabulary."""
     return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output)\.", name)
 
 

@@ -1,7 +1,7 @@
 """Jinja's sandbox for chat templates, with an allowance of work and text for one rendering.
 
 A template comes with a model, from anywhere. Jinja's own sandbox keeps it from running code, but lets it loop for hours
-and fill the memory. Here turns of loops, calls, filters, tests, operators and what is written each take a price from an
+and fill the memory. Here turns of loops, calls, filters, tests, operators and output each take a price from an
 allowance, by the sizes of the values and before the result is made, so that a template ends at the same place on every
 machine. Filters without a price, which templates do not use, are left out.
 """
@@ -78,7 +78,7 @@ class Progress:
 
     n_characters: int = 0
     marks: list[tuple[int, str]] = field(default_factory=list)
-    """Where each mark begins, and the text that it marks."""
+    """The begin of each mark, and the text that it marks."""
     allowance: int = field(default_factory=lambda: _ALLOWANCE)
     cpu_started: float = field(default_factory=time.thread_time)
     started: float = field(default_factory=time.monotonic)
@@ -375,7 +375,7 @@ _GROWING: dict[str, Callable[..., None]] = {
     "expandtabs": lambda progress, text, tabsize=8: progress.spend(text.count("\t") * _WIDEST),
     "translate": lambda progress, text, table: progress.spend(len(text) * progress.size(table)),
 }
-"""What takes the price of a method or filter whose text may be longer than all that it is given."""
+"""Prices of methods and filters whose text may be longer than all their arguments."""
 
 
 def _check_numbers(*values: Any) -> None:
@@ -384,12 +384,12 @@ def _check_numbers(*values: Any) -> None:
 
 
 def _own(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that the template gives, without Jinja's own."""
+    """The arguments that the template gives, without Jinja's own."""
     return {name: value for name, value in kwargs.items() if not name.startswith("_")}
 
 
 def _listed(value: Any) -> Any:
-    """What a generator gives as a list, which has a size."""
+    """A generator's items as a list, which has a size; any other value as it is."""
     return list(value) if isinstance(value, Iterator) else value
 
 

@@ -175,10 +175,10 @@ def resolve_chat_template(
 
     Args:
         name_or_path: empty: the model's own one. A name of `BUILT_IN_TEMPLATES`, whose BOS (if the tokenizer adds one)
-            and EOS become those of the tokenizer. Or a file: Jinja, or a `tokenizer_config.json` that has one.
+            and EOS become the tokenizer's. Or a file: Jinja, or a `tokenizer_config.json` that has one.
         folders: the model's, see `load_chat_template`.
         tokenizer: what the texts will be encoded with.
-        option: where the user sets `name_or_path`, for messages.
+        option: the option that sets `name_or_path`, for messages.
 
     Raises:
         UserError: if there is no such template, or it cannot be read or used with the tokenizer.
@@ -202,7 +202,7 @@ def load_chat_template(*folders: Path) -> ChatTemplate | None:
 
     Of several with names, in `additional_chat_templates/` or as a list, `tool_use` writes the conversations with tools,
     and `default` the others, as in transformers. The template can read the special tokens that `tokenizer_config.json`
-    names or, where it does not, `special_tokens_map.json`.
+    names, else `special_tokens_map.json`.
 
     Raises:
         UserError: if there is one that cannot be read, or whose part for tools is a link out of the folder.
@@ -227,7 +227,7 @@ def _built_in(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         )
     if not tokenizer.adds_bos:
         texts["bos_token"] = ""
-    # Written into it, so that it renders the same wherever it is read, whichever tokens are declared there.
+    # Written into it, so that it renders the same wherever it is read, whatever tokens are declared there.
     tokens = "".join(f"{{%- set {key} = {json.dumps(text)} %}}\n" for key, text in texts.items() if key in source)
     required = REQUIRED_TOKENS.get(name, ())
     return ChatTemplate(tokens + source, name=f"the built-in chat template {name}", required_tokens=required)
@@ -294,7 +294,7 @@ def _chosen_by_tools(default: str, with_tools: str, where: str) -> str:
 
 
 def _tokens_of(folders: Sequence[Path]) -> dict[str, str]:
-    """The special tokens that the folders declare; those of the first folder win."""
+    """The special tokens that the folders declare; the first folder wins."""
     texts = {}
     # The second file wins, as for the tokenizer's ids. (In transformers the first one wins where the second has no
     # `added_tokens_decoder`: that shows only where the two contradict each other.)

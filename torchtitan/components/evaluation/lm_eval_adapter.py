@@ -111,7 +111,7 @@ def evaluate_tasks(
 
     Args:
         model: to evaluate.
-        tasks: names of lm-eval's own tasks, or of those in YAML in the folder `include_path`.
+        tasks: names of lm-eval's own tasks, or of tasks in YAML in the folder `include_path`.
         include_path: None: there are no others.
         limit: examples of each task; None: all.
 

@@ -157,9 +157,9 @@ class PerplexityResult:
 def text_perplexity(
     scorer: Scorer, tokenizer: Tokenizer, text: str, progress: Progress | None = None
 ) -> PerplexityResult:
-    """Score every token of `text` once, with at least half of the model's context before it, where there is as much.
+    """Score every token of `text` once, with at least half of the model's context before it, if the text has that.
 
-    In front of the text stands BOS (or EOS, where there is no BOS), whatever the tokenizer's configuration says: it is
+    BOS (or EOS, if there is no BOS) precedes the text, whatever the tokenizer's configuration says: it is
     what the first token is predicted from, and is not scored itself.
 
     Raises:
@@ -187,7 +187,7 @@ def text_perplexity(
 def windows(ids: list[int], size: int) -> Iterator[Request]:
     """Requests that score all but the first of `ids` once, each of at most `size` predictions.
 
-    The first window predicts `size` tokens; each later one half as many, from the half before them on.
+    The first window predicts `size` tokens; each later one half of that, from the half before them on.
     """
     end = min(size + 1, len(ids))
     yield Request(ids[:1], ids[1:end])

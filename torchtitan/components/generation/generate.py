@@ -75,7 +75,7 @@ def generate(
         stop_ids: tokens that end a row. `on_token` is not told of them.
         on_token: told of each token as it is chosen.
         use_cache: keep keys and values; without, every token costs a forward pass of all before it.
-        group: of processes that must make their forward passes together (FSDP, tensor parallelism): they go on until
+        group: of processes that must make their forward passes together (FSDP, tensor parallelism): they continue until
             all rows of all are done. Each may have prompts of its own; under tensor parallelism all have the same.
 
     Raises:
@@ -184,7 +184,7 @@ class KVCache:
     """While it is entered, the model's attention reaches back to all tokens of the forward passes so far.
 
     Each pass is given the tokens that are new, with their positions, as `model(tokens_BL, positions_BL, packed=False)`;
-    `expect` says before it which of them are text, `advance` behind it how many are kept. Hooks on the model's
+    `expect` says before it which of them are text, `advance` after it how many are kept. Hooks on the model's
     attention store keys and values, and hand on all of them with their mask.
 
     A row may have padding in any slot, which nothing attends to but itself (a softmax over nothing would be NaN).
@@ -208,7 +208,7 @@ class KVCache:
         self._cleanup = ExitStack()
 
     def __enter__(self) -> "KVCache":
-        # A compiled block was traced without the hooks, and would go on without them.
+        # A compiled block was traced without the hooks, and would continue without them.
         self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))
         for module in self._modules:
             self._cleanup.callback(module.register_forward_pre_hook(self._attend_to_all).remove)

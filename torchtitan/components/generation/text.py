@@ -1,4 +1,4 @@
-"""What begins a text and what ends it, and its tokens as text as they come."""
+"""The tokens that begin and end a text, and the text of tokens as they come."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def start_id(tokenizer: Tokenizer) -> int:
 
 def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
     """The tokens that end a text: the tokenizer's EOS, and all that `eos_token_id` names in the first of `folders`
-    that says something, in `generation_config.json` or, where that says nothing, in `config.json`.
+    that says something, in `generation_config.json`, else in `config.json`.
 
     Raises:
         UserError: if such a file is not what it should be.

@@ -1,4 +1,4 @@
-"""`LoRA` and `QLoRA`: converters that put adapters beside the weights of a model, and train nothing else."""
+"""`LoRA` and `QLoRA`: converters that add adapters to the weights of a model, and train nothing else."""
 
 import math
 from collections.abc import Callable
@@ -144,8 +144,8 @@ class LoRA(LayerConverter):
         )
 
     def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
-        """Open the adapter in `adapter_path`, where there is one; raises as `AdapterSource`, and where the run goes on
-        with other adapters than that one."""
+        """Open the adapter in `adapter_path`, if any; raises as `AdapterSource`, and if the run continues with other
+        adapters."""
         path = self.config.adapter_path
         if path and given is None:
             AdapterSource(Path(path), self.config, converted_model(spec.model, [self]), spec)
@@ -158,7 +158,7 @@ class LoRA(LayerConverter):
             )
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
-        """Begin from the adapter in `adapter_path`, where there is one; raises as `read_adapter`."""
+        """Begin from the adapter in `adapter_path`, if any; raises as `read_adapter`."""
         if self.config.adapter_path:
             model = converted_model(spec.model, [self])
             read_adapter(Path(self.config.adapter_path), self.config, model, spec, model_parts)
@@ -188,7 +188,7 @@ class QLoRA(LoRA):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoRA.Config):
-        """Adapters beside weights in 4 bits (NF4): their size, and where they are."""
+        """Adapters of weights in 4 bits (NF4): their size, and where they are."""
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
         """Raise `UserError` as `LoRA.accepts`, and for a linear layer whose inputs are not whole blocks of NF4."""

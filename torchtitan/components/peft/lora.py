@@ -221,7 +221,7 @@ class QLoRALinear(LoRALinear):
         return unpack_weight(self.packed, self.scales, self.scale_ranges, self.lora_A.dtype)
 
     def base_output(self, x: Tensor) -> Tensor:
-        """What the plain layer computes with the weight in 4 bits, with its bias: (..., in) → (..., out)."""
+        """The plain layer's output with the weight in 4 bits and its bias: (..., in) → (..., out)."""
         y = quantized_linear(x, self.packed, self.scales, self.scale_ranges)
         return y if self.bias is None else y + self.bias
 

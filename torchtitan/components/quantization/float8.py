@@ -150,7 +150,7 @@ class Float8LinearConverter(LayerConverter):
         return with_initializers(converted, **initializers_of(layer))
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
-        """Where FSDP gathers float8: the scales for the first step; `UserError` where it cannot gather so."""
+        """Compute the scales for the first step if FSDP gathers float8; `UserError` if it cannot."""
         if self.config.fsdp_float8_all_gather:
             for part in model_parts:
                 self._check_shards(part)

@@ -26,7 +26,7 @@ class Tokenizer(Configurable, ABC):
     """Ids of the tokens that begin and end a text, if there are any."""
     adds_bos: bool
     adds_eos: bool
-    """Whether the model's own configuration puts them there."""
+    """True if the model's own configuration puts them there."""
     folder: Path | None = None
     """Where the files lie that it was read from: checkpoints carry a copy of them. None: it is not made of files."""
     n_added: int = 0

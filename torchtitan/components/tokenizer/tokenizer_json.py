@@ -75,11 +75,11 @@ class HuggingFace:
 
     @property
     def changed_files(self) -> dict[str, bytes]:
-        """File name → content, where that is no longer what the folder has."""
+        """File name → content of the files that differ from the folder's."""
         return {self.path.name: self.content} if self.is_changed else {}
 
     def add_special_tokens(self, tokens: Sequence[str]) -> int:
-        """Make `tokens` special tokens, with ids behind the last one where they have none; how many had none."""
+        """Make `tokens` special tokens, with ids after the last one if they have none; the number of such."""
         from tokenizers import AddedToken
 
         tokenizer = self._read()
@@ -125,7 +125,7 @@ class HuggingFace:
         return tokenizer
 
     def added_ids(self) -> tuple[list[int], list[int]]:
-        """The ids that the file puts in front of a text and behind it."""
+        """The ids that the file puts before a text and after it."""
         with reading(self.path):
             encoding = self._literal.encode("a")
             processed = self._post_processor.process(encoding) if self._post_processor else encoding
