@@ -100,7 +100,13 @@ def test_comparing_values_costs_their_sizes(monkeypatch):
     monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)
     double = "['', '']|map('default', {}, true)|list"
     loop = f"{{% for i in range(60) %}}{{% set n.x = {double.format('n.x')} %}}{{% set n.y = {double.format('n.y')} %}}"
-    for compared in ("n.x == n.y", "n.x is eq(n.y)", "n.x in [n.y]", "[n.x]|select('eq', n.y)|list"):
+    for compared in (
+        "n.x == n.y",
+        "n.x is eq(n.y)",
+        "n.x is in(seq=[n.y])",
+        "n.x in [n.y]",
+        "[n.x]|select('eq', n.y)|list",
+    ):
         with pytest.raises(UserError, match="takes too long"):
             rendered(f"{{% set n = namespace(x=[1], y=[1]) %}}{loop}{{% endfor %}}{{{{ {compared} }}}}")
 

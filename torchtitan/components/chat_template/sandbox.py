@@ -337,12 +337,12 @@ def _priced_test(name: str, plain: Callable[..., bool]) -> Callable[..., bool]:
     """Return a test that costs the sizes of what it looks at."""
 
     @jinja2.pass_context
-    def priced(context: jinja2.runtime.Context, value: Any, *args: Any) -> bool:
+    def priced(context: jinja2.runtime.Context, value: Any, *args: Any, **kwargs: Any) -> bool:
         progress = _progress(context)
-        progress.spend(progress.size(value) + progress.size(args))
+        progress.spend(progress.size([value, args, kwargs]))
         if name in ("divisibleby", "even", "odd") and isinstance(value, str):
             _GROWING["%"](progress, value, args)
-        return plain(value, *args)
+        return plain(value, *args, **kwargs)
 
     return priced
 
