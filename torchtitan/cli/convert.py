@@ -100,20 +100,30 @@ def _write(options: argparse.Namespace) -> None:
         partial.mkdir()  # its permissions are the usual ones, and those of the other are not
         write(partial)
         _put_in_place(partial, options)
-    _report(options, spec, n_tensors, time.perf_counter() - begun)
+    sizes = [file.stat().st_size for file in options.output.rglob("*") if file.is_file()]
+    print(
+        f"wrote {options.output} ({options.to}): {spec.name} {spec.flavor}, {n_tensors} tensors, "
+        f"{sum(sizes):,} bytes in {len(sizes)} files, {time.perf_counter() - begun:.1f} s"
+    )
 
 
 def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[ModelSpec, int, Callable[[Path], None]]":
     """The model, how many tensors are written, and what writes them into a folder."""
     from torchtitan.components.checkpoint.assets import asset_folder
+    from torchtitan.components.checkpoint.formats import export_checkpoint
     from torchtitan.components.data.progress import progress
     from torchtitan.models.pretrained import native_source
 
     spec, source = native_source(options.input, base=options.base, family=family)
+    export: Callable[..., None] = functools.partial(export_checkpoint, to=options.to)
+    if options.quantize:
+        from torchtitan.components.quantization.quantized_export import export_quantized
+
+        export = functools.partial(export_quantized, quantization=_quantization(options))
 
     def write(folder: Path) -> None:
         with progress(f"converting to {options.to}", sum(form.n_bytes for form in source.forms.values())) as advance:
-            _writer(options)(
+            export(
                 folder,
                 spec=spec,
                 source=source,
@@ -164,16 +174,6 @@ def _adapter(
 
     n_tensors = len(trained_names(model))
     return spec, n_tensors, lambda folder: write_adapter(folder, adapters[0].config, model, spec, read)
-
-
-def _writer(options: argparse.Namespace) -> Callable[..., None]:
-    if options.quantize:
-        from torchtitan.components.quantization.quantized_export import export_quantized
-
-        return functools.partial(export_quantized, quantization=_quantization(options))
-    from torchtitan.components.checkpoint.formats import export_checkpoint
-
-    return functools.partial(export_checkpoint, to=options.to)
 
 
 def _quantization(options: argparse.Namespace) -> "QAT.Config":
@@ -229,11 +229,3 @@ def _put_in_place(partial: Path, options: argparse.Namespace) -> None:
         marker = folders.Marker(step=step, kind="model_only", world_size=1)
         written = Path(str(folders.commit(partial, marker)))
     durable.rename(written, options.output)  # the system refuses a folder that is no longer empty
-
-
-def _report(options: argparse.Namespace, spec: "ModelSpec", n_tensors: int, seconds: float) -> None:
-    sizes = [file.stat().st_size for file in options.output.rglob("*") if file.is_file()]
-    print(
-        f"wrote {options.output} ({options.to}): {spec.name} {spec.flavor}, {n_tensors} tensors, "
-        f"{sum(sizes):,} bytes in {len(sizes)} files, {seconds:.1f} s"
-    )

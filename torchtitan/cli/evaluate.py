@@ -17,9 +17,6 @@ from torchtitan.tools.errors import UserError
 if TYPE_CHECKING:
     from torchtitan.components.evaluation import Progress, Scorer
 
-Results = dict[str, dict[str, Any]]
-"""Metrics by task."""
-
 
 def evaluate(args: Sequence[str]) -> int:
     """Evaluate on the tasks that the command line names; the exit code.
@@ -51,6 +48,7 @@ def evaluate(args: Sequence[str]) -> int:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from torchtitan.components.evaluation import Scorer
+    from torchtitan.components.generation import stop_ids
 
     files = [task for task in options.tasks if _is_file(task)]
     names = [task for task in options.tasks if not _is_file(task)]
@@ -59,7 +57,11 @@ def _evaluate(options: argparse.Namespace) -> None:
     scorer = Scorer(opened.model, batch_size=options.batch_size)
     results = {file: _evaluate_file(Path(file), scorer, opened, options.limit) for file in files}
     if names:
-        results |= _evaluate_lm_eval(names, scorer, opened, options)
+        from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
+
+        with _progress_bar("lm-eval") as progress:
+            model = TorchtitanLM(scorer, opened.tokenizer, stop_ids(opened.tokenizer, *opened.folders), progress)
+            results |= evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
     _report({"checkpoint": str(options.checkpoint), "results": results}, options.output)
 
 
@@ -98,16 +100,6 @@ def _evaluate_file(path: Path, scorer: "Scorer", opened: OpenedModel, limit: int
         if not text:
             raise UserError(f"'{path}' is empty: there is nothing to score")
         return dataclasses.asdict(text_perplexity(scorer, opened.tokenizer, text, progress))
-
-
-def _evaluate_lm_eval(names: list[str], scorer: "Scorer", opened: OpenedModel, options: argparse.Namespace) -> Results:
-    from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
-    from torchtitan.components.generation import stop_ids
-
-    ends = stop_ids(opened.tokenizer, *opened.folders)
-    with _progress_bar("lm-eval") as progress:
-        model = TorchtitanLM(scorer, opened.tokenizer, ends, progress)
-        return evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
 
 
 @contextmanager

@@ -57,7 +57,11 @@ def _generate(options: argparse.Namespace) -> None:
 
     sampling, texts = sampling_of(options), _prompts(options)
     opened = open_model(options)
-    prompts = [_prompt_ids(opened, text) for text in texts]
+    # BOS comes first as the model's own configuration says, and stands for an empty text.
+    prompts = [
+        opened.tokenizer.encode(text, add_eos=False) if text else [generation.start_id(opened.tokenizer)]
+        for text in texts
+    ]
     printer = _Printer(opened, texts, prompts, options.stop, as_json=options.json)
     started = time.perf_counter()
     generations = generation.generate(
@@ -82,13 +86,6 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompt_file {options.prompt_file} cannot be read: {error}") from error
     return texts or [""]
-
-
-def _prompt_ids(opened: OpenedModel, text: str) -> list[int]:
-    """BOS in front as the model's own configuration says, and of an empty text BOS alone."""
-    from torchtitan.components.generation import start_id
-
-    return opened.tokenizer.encode(text, add_eos=False) if text else [start_id(opened.tokenizer)]
 
 
 class _Printer:

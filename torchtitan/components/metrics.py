@@ -215,7 +215,11 @@ class MetricsProcessor(Configurable):
     ) -> None:
         values = values | self._measure(step, end, interval)
         self._for_each_sink(lambda sink: sink.write(step, values | extra))
-        line = self.console_line(step, values, extra, self._eta_seconds(step, end))
+        eta_seconds = None
+        if self._first_line is not None:  # at the pace since then, validation and checkpoints included
+            first_step, first_end = self._first_line
+            eta_seconds = (end - first_end) / (step - first_step) * (self.total_steps - step)
+        line = self.console_line(step, values, extra, eta_seconds)
         logger.info("%s", line, extra={"is_colored": True})
         self._interval = _Interval(step, end)
         self._first_line = self._first_line or (step, end)
@@ -271,13 +275,6 @@ class MetricsProcessor(Configurable):
             "data_loading_fraction": interval.data / seconds,
             "step_time": seconds / (step - interval.step),
         }
-
-    def _eta_seconds(self, step: int, now: float) -> float | None:
-        """Seconds to the last step at the pace since the first logged line, validation and checkpoints included."""
-        if self._first_line is None:
-            return None
-        first_step, first_time = self._first_line
-        return (now - first_time) / (step - first_step) * (self.total_steps - step)
 
     def _step_label(self, step: int) -> str:
         return f"step {step:{len(str(self.total_steps))}}/{self.total_steps}"

@@ -105,7 +105,9 @@ class Profiler(Configurable):
         if self._n_steps % self.config.profile_freq != 0:
             return
         if self._trace is not None:
-            self._save_trace(self._trace)
+            export = partial(_export, self._trace)
+            self._write("trace", self.config.save_traces_folder, f"step-{step}", "json", export)
+            self._trace.stop()
             self._trace = self._start_trace()
         if self.config.enable_memory_snapshot:
             self._save_snapshot(f"step-{step}")
@@ -141,10 +143,6 @@ class Profiler(Configurable):
         )
         trace.start()
         return trace
-
-    def _save_trace(self, trace: torch.profiler.profile) -> None:
-        self._write("trace", self.config.save_traces_folder, f"step-{self._step}", "json", partial(_export, trace))
-        trace.stop()
 
     def _save_snapshot(self, name: str) -> None:
         folder, dump = self.config.save_memory_snapshot_folder, torch.cuda.memory._dump_snapshot

@@ -61,10 +61,16 @@ def export_quantized(
         advance(view.forms[name].n_bytes)
         return as_written(name, tensor)
 
+    # As transformers' `TorchAoConfig` reads it.
+    config_to_dict = import_torchao("torchao.core.config").config_to_dict
     plain = [name for name in (*forms, *adapter.tied) if name not in quantized]
-    _write_description(
-        folder, config_json(spec, {}, prevailing_dtype(forms)), _config_entry(quantization, plain), assets
-    )
+    entry = {
+        "quant_method": "torchao",
+        "quant_type": {"default": config_to_dict(inference_config(quantization.group_size))},
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in plain],
+    }
+    config = config_json(spec, {}, prevailing_dtype(forms))
+    _write_description(folder, {**config, "quantization_config": entry}, assets)
     like = {name: as_written(name, torch.empty(f.shape, dtype=f.dtype, device="meta")) for name, f in forms.items()}
     _write_weights(folder, like, make, max_file_bytes)
 
@@ -86,21 +92,11 @@ def _quantize(matrix: Tensor, group_size: int) -> Tensor:
     return layer.weight.detach()
 
 
-def _config_entry(quantization: QAT.Config, plain: list[str]) -> dict[str, Any]:
-    """What config.json says of the quantization, as transformers' `TorchAoConfig` reads it."""
-    config_to_dict = import_torchao("torchao.core.config").config_to_dict
-    return {
-        "quant_method": "torchao",
-        "quant_type": {"default": config_to_dict(inference_config(quantization.group_size))},
-        "modules_to_not_convert": [name.removesuffix(".weight") for name in plain],
-    }
-
-
-def _write_description(folder: Path, config: dict[str, Any], entry: dict[str, Any], assets: Path | None) -> None:
+def _write_description(folder: Path, config: dict[str, Any], assets: Path | None) -> None:
     """Write all but the weights."""
     write_files(folder, files_in(assets))
     ids = token_ids(folder, assets / "config.json") if assets else {}
-    _write_json(folder / "config.json", {**config, **ids, "quantization_config": entry})
+    _write_json(folder / "config.json", {**config, **ids})
     if ids and not (folder / GENERATION_CONFIG).exists():
         _write_json(folder / GENERATION_CONFIG, ids)
     settle_for_auto_tokenizer(folder)

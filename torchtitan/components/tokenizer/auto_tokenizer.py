@@ -186,7 +186,8 @@ def _settled(folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, 
             settled.setdefault(key, theirs.id_to_token(token_id))
     if named or "added_tokens_decoder" in settled or (folder / "added_tokens.json").is_file():
         added = sorted(theirs.get_added_tokens_decoder().items())
-        settled["added_tokens_decoder"] = {str(token_id): _flags(token) for token_id, token in added}
+        flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        settled["added_tokens_decoder"] = {str(i): {flag: getattr(token, flag) for flag in flags} for i, token in added}
     if settled.get("tokenizer_class") != _GENERIC_CLASS:
         settled["tokenizer_class"] = _GENERIC_CLASS
         settled.setdefault("model_input_names", ["input_ids", "attention_mask"])
@@ -203,8 +204,3 @@ def _text_of(token: Any) -> Any:
     if isinstance(token, list):
         return [_text_of(each) for each in token]
     return token["content"] if isinstance(token, dict) and "content" in token else token
-
-
-def _flags(token: Any) -> dict[str, Any]:
-    names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-    return {name: getattr(token, name) for name in names}
