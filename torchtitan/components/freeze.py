@@ -39,11 +39,8 @@ class Freeze(ModelConverter):
         self._freeze(model)
 
     def convert(self, model: nn.Module) -> None:
-        """Freeze the chosen parameters in place, and log which they are.
-
-        Raises:
-            UserError: where a pattern finds no parameter, or nothing is left to freeze.
-        """
+        """Freeze the chosen parameters in place, and log their names; `UserError` if a pattern finds none, or none is
+        left to freeze."""
         frozen = self._freeze(model)
         n_frozen = sum(parameter.numel() for parameter in frozen.values())
         n_all = sum(parameter.numel() for parameter in model.parameters())

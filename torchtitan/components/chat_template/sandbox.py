@@ -127,10 +127,8 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Takes the prices of calls, operators and keys.
-
-    It remembers which attributes of a class are safe: to find out takes half of the time.
-    """
+    """Takes the prices of calls and operators, and remembers which attributes are safe: to find out takes half of the
+    time."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 

@@ -43,10 +43,6 @@ class ChatTemplate:
 
     source: str
     """As it was given: a published template that gets its marks here is exported without them."""
-    name: str
-    of_model: bool
-    required_tokens: tuple[str, ...]
-    variables: dict[str, str]
     literals: list[str]
     """The texts in it that it may write."""
     marks_generation: bool
@@ -119,7 +115,7 @@ class ChatTemplate:
         return rendered, [(start, start + len(text)) for start, text in marks]
 
     def end_of_turn(self) -> str:
-        """What it writes behind an answer, without white space; empty where nothing, or where that cannot be told."""
+        """Return the text after an answer, without white space; empty if there is none, or it cannot be found."""
         turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": _PROBE}]
         try:
             _, found, tail = self.render(turns, add_generation_prompt=False).rpartition(_PROBE)
@@ -128,7 +124,7 @@ class ChatTemplate:
         return tail.strip() if found else ""
 
     def end_of_turn_id(self, tokenizer: Tokenizer) -> int | None:
-        """The special token that it writes behind an answer, if there is one: there a model has to stop."""
+        """Return the special token after an answer, if there is one: a model has to stop there."""
         [ids] = tokenizer.tokenize([self.end_of_turn()], allow_special=True)
         return ids[0] if ids and ids[0] in tokenizer.special_ids else None
 

@@ -41,11 +41,8 @@ class Generation:
 
     ids: list[int] = field(default_factory=list)
     """The new tokens, with the stop token, if there was one, as the last."""
-
     logprobs: list[float] = field(default_factory=list)
-    """Natural logarithm of each new token's probability under the model itself, that is at temperature 1 and before
-    top_k and top_p."""
-
+    """Natural logarithm of each new token's probability at temperature 1, before top_k and top_p."""
     finish_reason: FinishReason = "length"
     """`stop`: by a stop token, or because `on_token` said so. `length`: it has max_new_tokens."""
 
