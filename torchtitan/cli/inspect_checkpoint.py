@@ -2,12 +2,12 @@
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.cli.model_options import add_module_option, given_package
+from torchtitan.cli.model_options import add_module_option, given_package, run_command
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
 from torchtitan.tools.terminal import print_error, visible
@@ -31,30 +31,9 @@ these."""
 _EPILOG = "exit code: 0 all is well, 3 something is damaged or incomplete, 2 there is no checkpoint"
 
 
-@dataclass(frozen=True)
-class _Findings:
-    """What there is to say of one checkpoint."""
-
-    facts: Mapping[str, str]
-    states: States
-    faults: Sequence[str]
-
-    notes: Sequence[str]
-    """Why its model cannot be used, as it is now, though nothing is wrong with the checkpoint."""
-
-
 def inspect_checkpoint(args: Sequence[str]) -> int:
     """Print what the command line asks for; 0 when all is well, 3 for a checkpoint that is damaged or incomplete, 2
     where there is none."""
-    options = _parse(args)
-    try:
-        return _inspect(options)
-    except UserError as error:
-        print_error("inspect", error)
-        return 2
-
-
-def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="torchtitan inspect", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a checkpoint, or of several")
     parser.add_argument("--tensors", action="store_true", help="list every tensor: name, shape, type, bytes")
@@ -65,27 +44,25 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
         help="read no more than is needed, and compare no file with its digest",
     )
     add_module_option(parser)
-    return parser.parse_args(args)
+    options = parser.parse_args(args)
+    return run_command("inspect", lambda: _inspect(options))
 
 
 def _inspect(options: argparse.Namespace) -> int:
     from torchtitan.components.checkpoint import catalog
 
     path: Path = options.checkpoint
-    if not _is_checkpoint(path):
+    if not catalog.has_marker(path) and _format_in(path) is None:
         if listed := catalog.list_checkpoints(path) or catalog.list_checkpoints(path / "checkpoint"):
             return _print_list(listed)
         if itself := [info for info in catalog.list_checkpoints(path.parent) if info.path.name == path.name]:
             return _print_list(itself)
-    findings = _examine(path, given_package(options), verify=options.verify)
-    _print_findings(path, findings, tensors=options.tensors)
-    return 3 if findings.faults else 0
-
-
-def _is_checkpoint(path: Path) -> bool:
-    from torchtitan.components.checkpoint import catalog
-
-    return catalog.has_marker(path) or _format_in(path) is not None
+    family = given_package(options)
+    facts, states, faults = _examine(path, family, verify=options.verify)
+    _print_findings(path, facts, states, tensors=options.tensors)
+    for fault in faults or _unusable(path, family):
+        print_error("inspect", fault)
+    return 3 if faults else 0
 
 
 def _format_in(path: Path) -> "Format | None":
@@ -97,13 +74,11 @@ def _format_in(path: Path) -> "Format | None":
         return None
 
 
-def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> _Findings:
-    """Look at one checkpoint.
-
-    Raises:
-        UserError: where there is none; what is wrong with one is among the findings.
-    """
+def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> tuple[dict[str, str], States, list[str]]:
+    """A checkpoint's facts by name, its states, and its faults; `UserError` if there is none."""
     from torchtitan.components.checkpoint import catalog
+    from torchtitan.components.checkpoint.dcp import state_forms
+    from torchtitan.components.weights import open_source
     from torchtitan.components.weights.sources import FORMAT_NAMES
     from torchtitan.models.pretrained import checkpoint_format
 
@@ -115,7 +90,7 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> _Findi
     facts |= _saved_by_a_run(path, found, faults, verify=verify)
     if not any(_PICKLE in fault for fault in faults):
         try:
-            states = _read_states(path, found)
+            states = state_forms(path) if found == "dcp" else {"model": open_source(path).forms}
         except UserError as error:
             faults.append(str(error))
     if found in ("hf", "meta"):
@@ -123,8 +98,7 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> _Findi
     facts.setdefault("complete", "no" if faults else "yes")
     files = [file for file in path.rglob("*") if file.is_file()]
     facts["size"] = f"{sum(file.stat().st_size for file in files):,} bytes in {len(files)} files"
-    notes = [] if faults else _unusable(path, family)
-    return _Findings(facts, states, faults, notes)
+    return facts, states, faults
 
 
 def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
@@ -141,16 +115,6 @@ def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
     except UserError as error:
         return [str(error)]
     return []
-
-
-def _read_states(path: Path, found: "Format | None") -> States:
-    if found == "dcp":
-        from torchtitan.components.checkpoint.dcp import state_forms
-
-        return state_forms(path)
-    from torchtitan.components.weights import open_source
-
-    return {"model": open_source(path).forms}
 
 
 def _faulty_descriptions(path: Path, found: str) -> list[str]:
@@ -201,38 +165,35 @@ def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, ve
     return facts
 
 
-def _print_findings(path: Path, findings: _Findings, *, tensors: bool) -> None:
+def _print_findings(path: Path, facts: Mapping[str, str], states: States, *, tensors: bool) -> None:
     print(visible(str(path)))
-    for name, value in (*findings.facts.items(), *((name, _summary(of)) for name, of in findings.states.items())):
+    for name, value in (*facts.items(), *((name, _summary(of)) for name, of in states.items())):
         print(visible(f"  {name:<17}{value}"))
     if tensors:
         _print_table(
             ("tensor", "shape", "type", "bytes"),
             [
-                (f"{state}: {name}" if len(findings.states) > 1 else name, *_described(forms[name]))
-                for state, forms in findings.states.items()
+                (
+                    f"{state}: {name}" if len(states) > 1 else name,
+                    " x ".join(map(str, forms[name].shape)) or "scalar",
+                    _dtype_name(forms[name]),
+                    f"{forms[name].n_bytes:,}",
+                )
+                for state, forms in states.items()
                 for name in sorted(forms)
             ],
         )
-    for fault in (*findings.faults, *findings.notes):
-        print_error("inspect", fault)
 
 
 def _summary(forms: "Mapping[str, TensorForm]") -> str:
     """One line for a state: how many tensors, values and bytes, and of which types."""
     if not forms:
         return "no tensors"
-    types: dict[str, int] = {}
-    for form in forms.values():
-        types[_dtype_name(form)] = types.get(_dtype_name(form), 0) + 1
+    types = Counter(map(_dtype_name, forms.values()))
     values = sum(form.shape.numel() for form in forms.values())
     n_bytes = sum(form.n_bytes for form in forms.values())
-    counts = ", ".join(f"{dtype} ({count})" for dtype, count in sorted(types.items(), key=lambda item: -item[1]))
+    counts = ", ".join(f"{dtype} ({count})" for dtype, count in types.most_common())
     return f"{len(forms)} tensors, {values:,} values, {n_bytes:,} bytes: {counts}"
-
-
-def _described(form: "TensorForm") -> tuple[str, str, str]:
-    return " x ".join(map(str, form.shape)) or "scalar", _dtype_name(form), f"{form.n_bytes:,}"
 
 
 def _dtype_name(form: "TensorForm") -> str:

@@ -35,19 +35,12 @@ class Freeze(ModelConverter):
     config: Config
 
     def check_model(self, model: nn.Module) -> None:
-        """Freeze the parameters of the model that is thrown away.
-
-        Raises:
-            UserError: as `convert`.
-        """
+        """Freeze the parameters of the model that is thrown away; raises as `convert`."""
         self._freeze(model)
 
     def convert(self, model: nn.Module) -> None:
-        """Freeze the chosen parameters in place, and log which they are.
-
-        Raises:
-            UserError: where a pattern finds no parameter, or nothing is left to freeze.
-        """
+        """Freeze the chosen parameters in place, and log their names; `UserError` if a pattern finds none, or none is
+        left to freeze."""
         frozen = self._freeze(model)
         n_frozen = sum(parameter.numel() for parameter in frozen.values())
         n_all = sum(parameter.numel() for parameter in model.parameters())
