@@ -52,7 +52,7 @@ def layer_of(name: str) -> str:
         ("import torch, torchtitan.tools.device", ["torchtitan.tools.device"]),
         ("from torchtitan import trainer", ["torchtitan.trainer"]),
         ("from torchtitan.cli.main import main", ["torchtitan.cli.main"]),
-        ("from . import job_config", ["torchtitan.config"]),
+        ("from . import sections", ["torchtitan.config"]),
         ("from .registry import suggest", ["torchtitan.config.registry"]),
         ("from .. import trainer", ["torchtitan.trainer"]),
         ("def f():\n    from ..cli.main import main", ["torchtitan.cli.main"]),

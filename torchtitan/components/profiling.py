@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 
 from torchtitan.config.configurable import Configurable
-from torchtitan.config.job_config import require_at_least
+from torchtitan.config.sections import require_at_least
 from torchtitan.tools import durable
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError

@@ -18,11 +18,11 @@ from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig
+from torchtitan.dry_run.memory_tracker import MemoryTracker
 from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
+from torchtitan.dry_run.observer import observing
+from torchtitan.dry_run.work_tracker import Work, WorkTracker
 from torchtitan.protocols import BaseModel
-from torchtitan.tools.memory_tracker import MemoryTracker
-from torchtitan.tools.operations import observing
-from torchtitan.tools.work_tracker import Work, WorkTracker
 from torchtitan.trainer import StepOutcome, Trainer
 
 

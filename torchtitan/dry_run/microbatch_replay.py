@@ -12,8 +12,8 @@ from torch.distributed.pipelining.stage import InferenceMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from torchtitan.distributed.pipeline import Pipeline
-from torchtitan.tools.memory_tracker import Allocation, MemoryTracker
-from torchtitan.tools.work_tracker import Work, WorkTracker
+from torchtitan.dry_run.memory_tracker import Allocation, MemoryTracker
+from torchtitan.dry_run.work_tracker import Work, WorkTracker
 
 
 @dataclass

@@ -5,8 +5,8 @@ from math import prod
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fake_trainer import FakeTrainer
-from torchtitan.tools.memory_tracker import MemoryKind
-from torchtitan.tools.work_tracker import CommunicationKind, Volume
+from torchtitan.dry_run.memory_tracker import MemoryKind
+from torchtitan.dry_run.work_tracker import CommunicationKind, Volume
 
 ON_HOST: tuple[MemoryKind, ...] = ("parameters", "gradients", "optimizer")
 """What `training.enable_cpu_offload` keeps in CPU memory."""

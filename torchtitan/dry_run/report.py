@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtitan.dry_run.fake_trainer import fake_trainer, without_data
+from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
 from torchtitan.dry_run.rank_report import RankReport, report_of
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.tools.memory_tracker import MEMORY_KINDS, MemoryKind
 from torchtitan.trainer import Trainer
 
 if TYPE_CHECKING:

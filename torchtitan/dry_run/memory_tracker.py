@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from torchtitan.tools.caching_allocator import CachingAllocator
-from torchtitan.tools.operations import Observer
+from torchtitan.dry_run.caching_allocator import CachingAllocator
+from torchtitan.dry_run.observer import Observer
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"]
 """What memory is for. The first four are what `MemoryTracker.label` said; `activations` is what was made outside of a

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_iter
 
-from torchtitan.tools.operations import Observer
+from torchtitan.dry_run.observer import Observer
 
 CommunicationKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive"]
 
