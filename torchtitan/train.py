@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.tools.errors import RunComplete, RunFailure, UserError
 from torchtitan.tools.logging import init_logger, logger
-from torchtitan.tools.signals import COMMAND_VARIABLE
-from torchtitan.tools.worker import end_with_launcher, is_launched, leave, report_failure
+from torchtitan.tools.process import COMMAND_VARIABLE, end_with_launcher, is_launched, leave, report_failure
 
 if TYPE_CHECKING:
     from torchtitan.config.manager import Job

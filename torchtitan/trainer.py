@@ -53,9 +53,8 @@ from torchtitan.protocols.conversion import convert_model, describe_converters, 
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.folder_lock import FolderLock, lock_folder
-from torchtitan.tools.garbage_collection import automatic_garbage_collection_off
 from torchtitan.tools.logging import logger
-from torchtitan.tools.signals import StopRequest
+from torchtitan.tools.process import StopRequest, automatic_garbage_collection_off
 from torchtitan.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:

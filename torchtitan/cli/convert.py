@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from torchtitan.cli.model_options import add_base_option, add_module_option, given_package
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import init_logger, logger
-from torchtitan.tools.terminal import print_error
+from torchtitan.tools.logging import init_logger, logger, print_error
 from torchtitan.tools.workplace import workplace
 
 if TYPE_CHECKING:

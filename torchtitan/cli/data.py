@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
-from torchtitan.tools.terminal import print_error, visible
+from torchtitan.tools.logging import logger, print_error, visible
 
 if TYPE_CHECKING:
     from torchtitan.components.data.dataloader import BaseDataLoader

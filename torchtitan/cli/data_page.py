@@ -15,7 +15,7 @@ from torchtitan.cli.data_tables import (
     share_beyond,
 )
 from torchtitan.components.data.summary import SetSummary
-from torchtitan.tools.terminal import visible
+from torchtitan.tools.logging import visible
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2em auto; max-width: 75em;

@@ -21,7 +21,7 @@ from torchtitan.cli.data_tables import (
     share_beyond,
 )
 from torchtitan.components.data.summary import SetSummary
-from torchtitan.tools.terminal import visible
+from torchtitan.tools.logging import visible
 
 _WIDTH_OF_A_FILE = 140
 _WIDTH_OF_BARS = 40

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.model_folder import DOWNLOADS, is_lfs_pointer
-from torchtitan.tools.terminal import print_error
+from torchtitan.tools.files import DOWNLOADS, is_lfs_pointer
+from torchtitan.tools.logging import print_error
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import HfApi, RepoSibling

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.tools.signals import LAUNCHER_VARIABLE, StopSignals, announce_stop
+from torchtitan.tools.process import LAUNCHER_VARIABLE, StopSignals, announce_stop
 
 _POLL_SECONDS = 0.1
 _MAX_REPORT_BYTES = 2**17

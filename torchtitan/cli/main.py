@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torchtitan
-from torchtitan.tools.signals import default_signals
-from torchtitan.tools.terminal import visible
+from torchtitan.tools.logging import visible
+from torchtitan.tools.process import default_signals
 
 
 class _Command(NamedTuple):

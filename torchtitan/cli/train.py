@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torchtitan.cli.launch import Hosts, environment_number, launch
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger
-from torchtitan.tools.signals import COMMAND_VARIABLE
+from torchtitan.tools.process import COMMAND_VARIABLE
 from torchtitan.train import exit_code_of, log_message, run
 
 PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"

@@ -24,6 +24,7 @@ from torchtitan.config.registry import (
 from torchtitan.config.value_types import describe, fits
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import regular_file
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
 """What is trained when nothing is named."""
@@ -182,8 +183,7 @@ def _wrong_node(problem: str, node: yaml.Node) -> yaml.YAMLError:
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
-    if path.exists() and not path.is_file():  # reading a pipe or a device may take forever
-        raise UserError(f"--config_file {path} is not a regular file; save its content in one")
+    regular_file(path, f"--config_file {path}")
     try:
         n_bytes = path.stat().st_size
         document = _load_yaml(path.read_text(encoding="utf-8")) if n_bytes <= _MOST_BYTES else None

@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.distributed.roll_call import TICK_SECONDS, Position, Process, RollCall, Verdict, verdict_alone
 from torchtitan.tools.logging import logger
-from torchtitan.tools.worker import is_launched, leave, report_failure
+from torchtitan.tools.process import is_launched, leave, report_failure
 
 HANG_EXIT_CODE = 3
 """That of a run that failed for a stated reason."""

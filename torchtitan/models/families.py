@@ -20,8 +20,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols import ModelSpec, ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ForeignFormat
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
-from torchtitan.tools.model_folder import no_folder
+from torchtitan.tools.files import no_folder, read_object
 
 DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
 """Format → name of the file next to the weights that describes the model."""

@@ -8,8 +8,7 @@ from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQ
 from torchtitan.components.chat_template.template import ChatTemplate
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
-from torchtitan.tools.model_folder import file_to_copy
+from torchtitan.tools.files import file_to_copy, read_object
 
 _WITH_TOOLS = "additional_chat_templates/tool_use.jinja"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

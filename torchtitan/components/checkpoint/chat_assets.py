@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.checkpoint.assets import token_ids
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.json_file import read_object
+from torchtitan.tools.files import read_object
 
 
 def chat_assets(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
+from torchtitan.tools.files import read_object
 
 
 def start_id(tokenizer: Tokenizer) -> int:

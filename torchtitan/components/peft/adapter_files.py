@@ -30,7 +30,7 @@ from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.sharding import features_of
 from torchtitan.protocols.state_dict_adapter import Same, Step, TensorForm, Transform, model_forms
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
+from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:

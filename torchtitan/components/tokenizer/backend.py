@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.model_folder import unreadable
+from torchtitan.tools.files import unreadable
 
 
 class Backend(Protocol):

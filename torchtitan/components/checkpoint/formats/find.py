@@ -7,7 +7,7 @@ from torchtitan.components.checkpoint import folders
 from torchtitan.components.checkpoint.formats import huggingface, meta, pickled
 from torchtitan.components.checkpoint.formats.source import TensorSource, some
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.model_folder import no_folder
+from torchtitan.tools.files import no_folder
 
 Format = Literal["dcp", "hf", "meta"]
 

@@ -23,7 +23,7 @@ from torchtitan.components.checkpoint.formats.source import (
 from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
+from torchtitan.tools.files import read_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

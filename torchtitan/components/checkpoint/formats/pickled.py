@@ -16,7 +16,7 @@ from torchtitan.components.checkpoint.formats.huggingface import files_of
 from torchtitan.components.checkpoint.formats.source import Slices, TensorSource, damaged, some, whole
 from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.model_folder import unreadable
+from torchtitan.tools.files import unreadable
 
 WEIGHTS = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.model_folder import unreadable
+from torchtitan.tools.files import unreadable
 
 Slices = tuple[slice, ...]
 """The part of a tensor that is read: for each dimension from where to where, without steps."""
