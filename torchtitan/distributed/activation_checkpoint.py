@@ -6,13 +6,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import (
+    attention_operations,
+    checkpoint_wrapper,
+    communication_operations,
+    functorch_config,
+)
 
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}
 """What a linear layer is computed by: without bias, with it, and on MPS."""
@@ -66,31 +70,16 @@ def _wrap_blocks(model: nn.Module, *, every: int = 1, **checkpoint_options: Any)
 def _show_compiled_functions_to_policies() -> None:
     """FlexAttention is a compiled function also in a block that is not; torch by default runs such code unseen by a
     policy, and would compute it again."""
-    import torch._inductor.config as inductor_config
+    from torchtitan.tools.torch_private import inductor_config
 
     inductor_config.wrap_inductor_compiled_regions = True
 
 
 @functools.cache
 def _always_kept() -> frozenset[Any]:
-    """Attention in all of torch's implementations, and communication that leaves each rank a part only: what is
-    gathered is large."""
-    ops: Any = torch.ops
-    higher_order: Any = torch.ops.higher_order
-    return frozenset(
-        {
-            ops.aten._scaled_dot_product_flash_attention.default,
-            ops.aten._scaled_dot_product_efficient_attention.default,
-            ops.aten._scaled_dot_product_cudnn_attention.default,
-            ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-            ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-            ops.aten._scaled_dot_product_attention_math_for_mps.default,
-            higher_order.flex_attention,
-            higher_order.inductor_compiled_code,
-            ops._c10d_functional.reduce_scatter_tensor.default,
-            ops._c10d_functional.all_to_all_single.default,
-        }
-    )
+    """Attention, and communication that leaves each rank a part only: what is gathered is large."""
+    compiled: Any = torch.ops.higher_order.inductor_compiled_code
+    return frozenset({*attention_operations(), *communication_operations(), compiled})
 
 
 def _keep_costly_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

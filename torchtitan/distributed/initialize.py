@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchtitan.protocols.initializer import DerivedRows, Initializer, initializer_of
+from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
 _CHUNK_ELEMENTS = 2**22
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

@@ -11,6 +11,7 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.context_parallel import LoadBalancer, SequenceShards
 from torchtitan.protocols import BaseModel
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import flatten_mesh, split_mesh
 
 
 @dataclass(frozen=True)
@@ -147,12 +148,12 @@ class ParallelDims:
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.dp_shard * self.cp, "tp": self.tp}
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         if sizes["fsdp"] > 1 and sizes["tp"] > 1:
-            mesh["fsdp", "tp"]._flatten()  # for DTensor to sum over both at once
+            flatten_mesh(mesh["fsdp", "tp"])  # for DTensor to sum over both at once
         return mesh
 
     def context_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The one dimension of context parallelism, inside that of "fsdp"."""
-        return mesh["fsdp"]._unflatten(0, (self.dp_shard, self.cp), ("dp_shard", "cp"))["cp"]
+        return split_mesh(mesh["fsdp"], (self.dp_shard, self.cp), ("dp_shard", "cp"))["cp"]
 
 
 def _product(degrees: Mapping[str, int]) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from torchtitan.config import CommConfig
 from torchtitan.distributed.attempt_store import attempt_store
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import process_groups, set_group_timeout
 
 _made_here = False  # whether this module made the process group, and so is to destroy it
 
@@ -115,10 +115,10 @@ def set_timeouts(seconds: float) -> None:
     """
     if not dist.is_initialized():
         return
-    for group in list(distributed_c10d._world.pg_map):
+    for group in process_groups():
         # PyTorch names them so, also those that it makes later, when a mesh is flattened.
         if group is dist.group.WORLD or group.group_desc.startswith("mesh_"):
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_group_timeout(timedelta(seconds=seconds), group)
 
 
 def destroy_process_group() -> None:

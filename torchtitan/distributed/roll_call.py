@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+
+from torchtitan.tools.torch_private import default_store
 
 TICK_SECONDS = 0.5
 
@@ -84,7 +85,7 @@ class RollCall:
         self._closed = threading.Event()
         # A store may outlive the processes (torchrun's does): the keys are those of this very group of processes.
         prefix = f"roll call of {processes[0]}, {processes[0].begun}"
-        own_connection = _get_default_store().clone()  # type: ignore[attr-defined]  # PyTorch's stubs lack it
+        own_connection = default_store().clone()
         self._store = dist.PrefixStore(prefix, own_connection)
         self.thread = threading.Thread(target=self._take_part, name="roll call", daemon=True)
         self.thread.start()

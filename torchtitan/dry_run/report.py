@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtitan.dry_run.fake_trainer import fake_trainer, without_data
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
@@ -16,6 +15,7 @@ from torchtitan.dry_run.rank_report import RankReport, report_of
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.torch_private import clear_sharding_cache
 from torchtitan.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
             dist.destroy_process_group()
         sys.excepthook = exception_hook
         # Torch remembers the process groups of one rank's mesh, and takes the next rank's for the same.
-        _clear_sharding_prop_cache()
+        clear_sharding_cache()
 
 
 def _document(config: Trainer.Config, world_size: int, reports: Sequence[RankReport]) -> dict[str, Any]:

@@ -16,10 +16,7 @@ from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -35,6 +32,7 @@ from torchtitan.components.checkpoint.formats.find import DCP_METADATA
 from torchtitan.components.checkpoint.formats.source import damaged
 from torchtitan.components.checkpoint.store import Folder, LocalFolder
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import FsspecReader, PyTorchFileReader, StorageInfo, set_element
 
 _MAX_DIMS = 64
 """The largest number of dimensions of a tensor in PyTorch."""
@@ -81,12 +79,12 @@ class Reader(dcp.FileSystemReader):
             self.fs, self.path = remote.fs, remote.path
         self.metadata = metadata
 
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+    def _slice_file(self, file: Any, sinfo: StorageInfo) -> IO[bytes]:
         """Return an entry's part of a file, unless its records would unpack to more than it has."""
         entry = super()._slice_file(file, sinfo)
         if entry.read(4) == b"PK\3\4":  # as torch.load tells a zip file
             entry.seek(0)
-            records: Any = torch._C.PyTorchFileReader(entry)
+            records: Any = PyTorchFileReader(entry)
             n_bytes = sum(records.get_record_size(name) for name in records.get_all_records())
             _require(n_bytes <= sinfo.length, f"{sinfo.relative_path} has compressed records")
         entry.seek(0)
@@ -211,7 +209,7 @@ def _checked(root: Any, sizes: Mapping[str, int]) -> Metadata:
 
 
 def _form(
-    name: str, record: Any, places: Mapping[MetadataIndex, _StorageInfo]
+    name: str, record: Any, places: Mapping[MetadataIndex, StorageInfo]
 ) -> TensorStorageMetadata | BytesStorageMetadata:
     if not _is_tensor(record):
         _require(type(record).__name__ == "BytesStorageMetadata", f"{name} is neither tensor nor text")
@@ -248,14 +246,14 @@ def _index(record: Any) -> MetadataIndex:
     return MetadataIndex(_text(fields["fqn"]), None if offset is None else _size(offset), index)
 
 
-def _place(record: Any, sizes: Mapping[str, int]) -> _StorageInfo:
+def _place(record: Any, sizes: Mapping[str, int]) -> StorageInfo:
     fields = _fields(record, "_StorageInfo")
     file, numbers = _text(fields["relative_path"]), (fields["offset"], fields["length"])
     _require(all(type(number) is int and 0 <= number < 2**63 for number in numbers), f"it has no place in {file}")
     _require(not fields.get("transform_descriptors"), f"{file} is compressed or encrypted, which is not supported")
     # Names that lead out of the folder are none of its files.
     _require(file in sizes, f"{file} is not in the folder")
-    return _StorageInfo(file, *numbers)
+    return StorageInfo(file, *numbers)
 
 
 def _saved_name(key: str, planner_data: Mapping[str, Any]) -> tuple[str, str]:
@@ -297,7 +295,7 @@ def _require(is_met: bool, otherwise: str) -> None:
         raise _DamageError(otherwise)
 
 
-def _needed(places: Collection[_StorageInfo]) -> dict[str, int]:
+def _needed(places: Collection[StorageInfo]) -> dict[str, int]:
     """Return the bytes that the files must have, by name, since no two places in a file overlap."""
     lengths: Counter[str] = Counter()
     for place in places:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
+from torchtitan.tools.torch_private import dtensor_like
+
 _ALIGNMENT = 64
 
 Entries = dict[str, torch.Tensor | str]
@@ -30,7 +32,7 @@ def stage(
         local = value.to_local() if isinstance(value, DTensor) else value
         staged = empty_like(local).copy_(local, non_blocking=True)
         # Not from_local, which would move the copy to the device of the mesh.
-        return DTensor(staged, value._spec, requires_grad=False) if isinstance(value, DTensor) else staged
+        return dtensor_like(staged, value) if isinstance(value, DTensor) else staged
 
     with torch.no_grad():
         staged = {name: {key: copy(value) for key, value in entries.items()} for name, entries in states.items()}
@@ -116,14 +118,14 @@ class SharedMemory:
 
     def _pin(self, n_bytes: int) -> None:
         if torch.cuda.is_available():
-            from torch.cuda._pin_memory_utils import pin_memory
+            from torchtitan.tools.torch_private import pin_memory
 
             pin_memory(self._address, n_bytes)
             self._pinned = True
 
     def _unpin(self) -> None:
         if self._pinned:
-            from torch.cuda._pin_memory_utils import unpin_memory
+            from torchtitan.tools.torch_private import unpin_memory
 
             self._pinned = False
             unpin_memory(self._address)

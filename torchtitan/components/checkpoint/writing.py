@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan.components.checkpoint.staging import Entries
 from torchtitan.components.checkpoint.store import Folder, LocalFolder
+from torchtitan.tools.torch_private import FsspecWriter
 
 if TYPE_CHECKING:
     from torchtitan.components.checkpoint.writer_process import WriterProcess

@@ -152,7 +152,7 @@ def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) ->
         UserError: where a dtype is too narrow for a value.
         OSError: where the file cannot be written.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torchtitan.tools.torch_private import FakeTensorMode
 
     with FakeTensorMode():
         tensors = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items()}

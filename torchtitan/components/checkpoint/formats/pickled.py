@@ -84,7 +84,7 @@ def tensors_in(file: Path) -> dict[str, Piece]:
     Raises:
         UserError: if the file is damaged, or holds anything but a dict of tensors.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torchtitan.tools.torch_private import FakeTensorMode
 
     try:
         _check_stored(file)
