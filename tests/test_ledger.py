@@ -7,12 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.training import tiny_config, train
-from torchtitan.components.ledger import Ledger, shortened
 from torchtitan.tools.errors import RunFailure
 from torchtitan.trainer import Trainer
+from torchtitan.trainer.ledger import Ledger, shortened
 
 
 @pytest.fixture
@@ -120,21 +119,20 @@ def test_a_line_is_there_before_its_checkpoint(tmp_path, data):
     train(tmp_path, Looking, dataloader__dataset=data, debug__ledger=True)
 
 
-def test_a_full_disk_ends_the_run(tmp_path, monkeypatch):
-    ledger = Ledger(tmp_path / "ledger.jsonl", lambda row: [f"row {int(row[0])}"], rank=0, is_batch_leader=True)
-    ledger.open(0)
-    ledger.take([{"documents": torch.tensor([[3, 4], [5, 6]])}, {"input": torch.zeros(1, 1)}])
-    ledger.write(1, 1)
-    assert read(tmp_path) == [{"step": 1, "data_step": 1, "documents": ["row 3", "row 5"]}]
+def test_a_full_disk_ends_the_run(tmp_path, data, monkeypatch):
+    class FullAfterOneStep(Trainer):
+        def complete_step(self, outcome):
+            super().complete_step(outcome)
+            (ledger,) = (callback for callback in self.callbacks if isinstance(callback, Ledger))
 
-    def full(document):
-        raise OSError(28, "No space left on device")
+            def full(document):
+                raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ledger._file, "append", full)
+            monkeypatch.setattr(ledger._file, "append", full)
+
     with pytest.raises(RunFailure, match=r"ledger\.jsonl' cannot be written: No space left"):
-        ledger.write(2, 2)
-    ledger.close()
-    ledger.close()
+        train(tmp_path, FullAfterOneStep, dataloader__dataset=data, debug__ledger=True)
+    assert [line["step"] for line in read(tmp_path)] == [1]
 
 
 def test_long_lists_are_shortened():

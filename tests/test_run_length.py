@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from torchtitan.components.run_length import RunLength
 from torchtitan.config import TrainingConfig
+from torchtitan.trainer.data_progress import RunLength
 
 
 def make(*, n_samples=None, batch=8, **config):

@@ -14,11 +14,11 @@ from tests.training import read_metrics, run, tiny_config, train
 from torchtitan.components.data.dataloader import BaseDataLoader
 from torchtitan.components.data.packing import IGNORE_INDEX, NO_DOCUMENT
 from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.components.sample_losses import SampleLosses, number_tokens
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.experiments.template.trainer import TemplateTrainer
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
+from torchtitan.trainer.sample_losses import SampleLosses, number_tokens
 
 
 class Documents(BaseDataLoader):

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torchtitan.components.data.dataloader import BaseDataLoader
     from torchtitan.components.data.packing import Batch
     from torchtitan.components.data.summary import DataSummary
-    from torchtitan.components.run_length import RunLength
     from torchtitan.components.tokenizer import Tokenizer
     from torchtitan.config.manager import Job
+    from torchtitan.trainer.data_progress import RunLength
 
 _USAGE = """usage: torchtitan data inspect|show [options]
 
@@ -141,7 +141,7 @@ class _Run(NamedTuple):
 
     def length(self, n_samples: int | None) -> "RunLength":
         """What the trainer counts steps by, of data with so many samples."""
-        from torchtitan.components.run_length import RunLength
+        from torchtitan.trainer.data_progress import RunLength
 
         return RunLength(self.config.training, n_samples=n_samples, global_batch_size=self.samples_per_step)
 
@@ -325,7 +325,7 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
 def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) -> "Batch | None":
     """The samples that the configuration decides, if their names are these, which stand for more than one sample each;
     None: there is no more to say than the names."""
-    from torchtitan.components.ledger import names_of
+    from torchtitan.trainer.ledger import names_of
 
     if not _follows_seed(loader):
         return None

@@ -248,6 +248,14 @@ class MetricsProcessor(Configurable):
         self._write(step, {"validation_loss": validation_loss, **extra})
         logger.info(f"{self._step_label(step)}  validation loss {validation_loss:.4f}{_listed(extra)}")
 
+    def log_evaluation(self, step: int, name: str, numbers: Mapping[str, float | None]) -> None:
+        """Report the numbers of an evaluation task after `step` on a line of its own, as `evaluation/NAME/NUMBER`."""
+        if not self._reports:
+            return
+        known = {f"evaluation/{name}/{key}": value for key, value in numbers.items() if value is not None}
+        self._write(step, known)
+        logger.info(f"{self._step_label(step)}  evaluation{_listed(known)}")
+
     def sync(self) -> None:
         """Make what was reported outlast a power failure; to be called before a checkpoint is saved."""
         for sink in self._sinks:

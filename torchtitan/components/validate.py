@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.measures import Measures
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
@@ -30,10 +31,13 @@ class Validator(Configurable):
         model_parts: put into evaluation mode meanwhile.
         dataloaders: name → loader over a set of validation data, once; each validation begins with it anew. The name ""
             is for the only set.
-        tokenizer: of the data, whose text is measured in bytes.
+        tokenizer: of the data, whose text is measured in bytes. None: the loss is not one of tokens, and there are no
+            bits per byte.
         batches_per_step: local batches of one rank that make up its share of a global batch.
         sums_of_batch: this rank's part of the summed loss of a batch as the loader gave it, a scalar on the device, and
-            of the number of its valid tokens.
+            of its weight, the number of its valid tokens.
+        measures: means that `sums_of_batch` measures besides; reported as `validation_NAME`.
+        counts_bytes: whether this rank counts the text of its samples; of ranks with the same ones, one does.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -89,9 +93,11 @@ class Validator(Configurable):
         *,
         model_parts: Sequence[nn.Module],
         dataloaders: Mapping[str, BaseDataLoader],
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         batches_per_step: int,
-        sums_of_batch: Callable[[Batch], tuple[Tensor, int]],
+        sums_of_batch: Callable[[Batch], tuple[Tensor, Tensor | int]],
+        measures: Measures | None = None,
+        counts_bytes: bool = True,
     ):
         super().__init__(config)
         self.model_parts = model_parts
@@ -99,6 +105,8 @@ class Validator(Configurable):
         self.sets = {name: _Set(loader) for name, loader in dataloaders.items()}
         self.max_batches = config.steps * batches_per_step if config.steps != -1 else None
         self.sums_of_batch = sums_of_batch
+        self.measures = measures or Measures((), device=torch.device("cpu"))
+        self.counts_bytes = counts_bytes
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether to validate after `step`."""
@@ -122,16 +130,17 @@ class Validator(Configurable):
             free_gathered_weights(part)
             part.train()
         of_sets = sum_over_ranks(of_sets)
-        measured = _means(of_sets.sum(dim=0))
+        measured = self._means(of_sets.sum(dim=0))
         for name, sums in zip(self.sets, of_sets, strict=True):
             if name:
-                measured |= {f"{key}/{name}": value for key, value in _means(sums).items()}
+                measured |= {f"{key}/{name}": value for key, value in self._means(sums).items()}
         seconds = time.perf_counter() - begun
         tokens_per_second = of_sets[:, 1].sum().item() / seconds
         return {**measured, "validation_time": seconds, "validation_tokens_per_second": tokens_per_second}
 
     def _sums(self, data: "_Set") -> Tensor:
-        """This rank's part of a set's summed loss, valid tokens and bytes, float64 (3,)."""
+        """This rank's part of a set's summed loss, weight, bytes and further measures, float64 (3 + 2 n,)."""
+        self.measures.take()
         data.loader.load_state_dict(data.beginning)
         # float64: a mean over many batches should not depend on their order or on the number of ranks.
         totals, n_bytes = torch.zeros(2, dtype=torch.float64), 0
@@ -139,13 +148,22 @@ class Validator(Configurable):
             # Of a stream, no rank knows when the others' shares end; until then it gets batches that count nothing.
             if data.loader.n_samples is None and on_all_ranks(data.loader.exhausted):
                 break
-            loss, n_tokens = self.sums_of_batch(batch)
-            totals += torch.tensor([loss.item(), n_tokens], dtype=torch.float64)
-            if data.n_bytes is None and n_tokens:  # it is another rank that counts samples which this one counts not
+            loss, weight = self.sums_of_batch(batch)
+            totals += torch.tensor([float(loss), float(weight)], dtype=torch.float64)
+            if data.n_bytes is None and self.counts_bytes and self.tokenizer:
                 n_bytes += count_bytes(batch, self.tokenizer)
         # The data is the same each time, and so is its size.
         data.n_bytes = n_bytes if data.n_bytes is None else data.n_bytes
-        return torch.cat([totals, torch.tensor([data.n_bytes], dtype=torch.float64)])
+        counted = torch.tensor([data.n_bytes], dtype=torch.float64)
+        return torch.cat([totals, counted, self.measures.take().to("cpu", torch.float64)])
+
+    def _means(self, sums: Tensor) -> dict[str, float]:
+        """Return the means of a set, or of all, from their sums over ranks."""
+        nats, weight, n_bytes, *measured = sums.tolist()
+        means = {"validation_loss": nats / weight if weight else math.nan}
+        if self.tokenizer:
+            means["validation_bits_per_byte"] = nats / math.log(2) / n_bytes if n_bytes else math.nan
+        return means | {f"validation_{name}": value for name, value in self.measures.means(measured).items()}
 
     def close(self) -> None:
         """End what the data loaders have started."""
@@ -168,14 +186,6 @@ def _split_name(text: str, default: str | None) -> tuple[str, str]:
     if match := re.fullmatch(r"([\w.-]+)=(.+)", text):
         return match[1], match[2]
     return Path(text).name if default is None else default, text
-
-
-def _means(sums: Tensor) -> dict[str, float]:
-    nats, n_tokens, n_bytes = sums.tolist()
-    return {
-        "validation_loss": nats / n_tokens if n_tokens else math.nan,
-        "validation_bits_per_byte": nats / math.log(2) / n_bytes if n_bytes else math.nan,
-    }
 
 
 def count_bytes(batch: Batch, tokenizer: Tokenizer) -> int:

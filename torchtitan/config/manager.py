@@ -1,7 +1,6 @@
 """`ConfigManager`: from the command line to one resolved configuration."""
 
 import argparse
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,18 +81,18 @@ class ConfigManager:
         arguments: dict[str, str] = {}
         if needs_assets(function):
             arguments[ASSETS_PARAMETER] = self._assets_path(config_name, overrides, document)
-        default = _call(function, arguments, module)
+        default: Any = _call(function, arguments, module)
         if not isinstance(default, Configurable.Config):
             raise UserError(
                 f"configuration '{config_name}' of module '{module}' returned {default!r}, not a Trainer.Config"
             )
+        default = default.registered(_registered_name(function)) if hasattr(default, "registered") else default
         known = leaves(default.to_dict())
         if document:
             _check_keys(document, list(known), selected.config_file)
             _check_values(document, types_by_key(default, type(default)), selected.config_file)
             _check_code(document, overrides, selected.config_file)
         words = _to_switches(overrides, {key for key, value in known.items() if isinstance(value, bool)})
-        default = _with_registered_name(default, function)
         return Job(module, config_name, self._parse(default, [*_to_flags(document), *words]))
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
@@ -156,13 +155,11 @@ def _call(function: Callable[..., object], arguments: dict[str, str], module: st
         raise import_failure(module, error) from error
 
 
-def _with_registered_name(config: Any, function: Callable[..., object]) -> Any:
-    """Return a configuration with the name that it is registered under, package.function, if it has a field for it. Of
-    the package's import path it has the last part only, since several paths may lead to the package."""
-    if not any(field.name == "registered_as" for field in dataclasses.fields(config)):
-        return config
+def _registered_name(function: Callable[..., object]) -> str:
+    """Return the name that a configuration is registered under, package.function. Of the package's import path it has
+    the last part only, since several paths may lead to the package."""
     package = function.__module__.removesuffix(".config_registry").rpartition(".")[2]
-    return dataclasses.replace(config, registered_as=f"{package}.{function.__name__}")
+    return f"{package}.{function.__name__}"
 
 
 class _PlainLoader(yaml.SafeLoader):

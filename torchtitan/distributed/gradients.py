@@ -37,6 +37,14 @@ def clip_grad_norm(
     return total
 
 
+@torch.no_grad()
+def divide_gradients(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
+    """Divide all gradients by a plain scalar tensor, in place."""
+    for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.div_(divisor.to(local.device, local.dtype))
+
+
 def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None = None) -> Tensor:
     """Euclidean norm of all gradients together over all ranks, a plain scalar tensor of at least float32."""
     device = gradients[0].device if gradients else torch.device("cpu")

@@ -19,7 +19,7 @@ from torchtitan.dry_run.memory_tracker import MemoryTracker
 from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
 from torchtitan.dry_run.observer import observing
 from torchtitan.dry_run.work_tracker import Work, WorkTracker
-from torchtitan.protocols import BaseModel
+from torchtitan.protocols import ModelSpec
 from torchtitan.tools.torch_private import FakeTensorMode, fsdp_parameters, gathered_weights
 from torchtitan.trainer import StepOutcome, Trainer
 
@@ -86,6 +86,7 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
         checkpoint=CheckpointManager.Config(),
         training=dataclasses.replace(config.training, epochs=None),
         compile=CompileConfig(),
+        callbacks=[],
     )
 
 
@@ -112,20 +113,20 @@ class FakeTrainer(Trainer):
     def lock_folder(self) -> None:
         """Nothing is written that another run could lose."""
 
-    def parallelize(self, model: BaseModel) -> list[nn.Module]:
+    def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
         """As ever, but that masks are not made, for they would be made of values; without one, attention is causal."""
-        parts = super().parallelize(model)
-        pattern = self.config.model_spec.sharding.mask
-        for module in [module for part in parts for name, module in part.named_modules() if fnmatchcase(name, pattern)]:
+        part = super().shard(part, spec, offloaded=offloaded)
+        for module in [module for name, module in part.named_modules() if fnmatchcase(name, spec.sharding.mask)]:
             module.forward = _no_mask
-        return parts
+        return part
 
     def init_weights(self) -> None:
         """Give the parameters fake memory, which needs no values."""
         with self.fake_mode:
-            for part in self.model_parts:
-                part.to_empty(device=self.device)
-                part.train()
+            for model in self.models.values():
+                for part in model.parts:
+                    part.to_empty(device=self.device)
+                    part.train(model.num_trained > 0)
 
     def build_checkpointer(self) -> Any:
         """None: there is nothing to save."""

@@ -35,7 +35,8 @@ class ModelSpec:
     """The model; `model.build()` constructs it. Its fields are `--model.<field>` on the command line."""
 
     loss: Configurable.Config
-    """The training loss, see `torchtitan.components.loss`. Its fields are `--loss.<field>`."""
+    """The training loss, unless a run chooses another (`Trainer.Config.loss`); see `torchtitan.components.loss`. Its
+    fields are `--loss.<field>`."""
 
     sharding: Suppress[ShardingPlan]
     """Which modules tensor and context parallelism split, and how."""

@@ -42,18 +42,26 @@ class Scorer:
     """Scores requests in batches of similar length.
 
     Args:
-        model: in one process, on the device to compute on; `max_seq_len` of its configuration is the longest sequence
-            that it is given.
+        model: whole; under FSDP, every rank scores the same requests.
         batch_size: requests per forward pass.
+        max_seq_len: the longest sequence that the model is given; None: `max_seq_len` of its configuration.
+        device: to compute on; None: the one that holds the parameters.
     """
 
-    def __init__(self, model: nn.Module, *, batch_size: int = 8):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_size: int = 8,
+        max_seq_len: int | None = None,
+        device: torch.device | None = None,
+    ):
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}, and must be at least 1")
         self.model = model
-        self.max_seq_len: int = model.config.max_seq_len  # type: ignore[union-attr,assignment]
+        self.max_seq_len: int = max_seq_len or model.config.max_seq_len  # type: ignore[union-attr,assignment]
         self.batch_size = batch_size
-        self._device = next(model.parameters()).device
+        self._device = device or next(model.parameters()).device
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Score]:

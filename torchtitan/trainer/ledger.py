@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -11,75 +12,60 @@ from torchtitan.components.data.packing import Batch
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import RunFailure
+from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.outcome import StepOutcome
 
 
-class Ledger:
+class Ledger(Callback):
     """Writes a line of `ledger.jsonl` for each step that was taken: the names of its documents, of all ranks, in their
-    global order. A step left out because its loss or gradients were not finite has none.
+    global order. A step skipped because its loss or gradients were not finite has none.
 
-    A line is on the disk before the checkpoint of its step is begun. A run that resumes after step N drops the lines of
-    later steps, which are done again, so that what the file says is what the weights have seen.
-
-        ledger.open(step)               # after a checkpoint was loaded, or not
-        for each step:
-            ledger.take(micro_batches)  # as they come from the loader
-            ...
-            ledger.write(step, data_step)  # if the step was taken
-            ledger.sync()           # if a checkpoint is to be saved
-        ledger.close()
-
-    Every rank makes these calls; rank 0 writes.
-
-    Args:
-        path: the file; one of an earlier run is set aside by a fresh run. None: nothing is written.
-        names: the names of a sample's documents by a row of the batch's `documents`, see
-            `BaseDataLoader.document_names`.
-        rank: this process's.
-        is_batch_leader: whether this rank stands for those that see the same samples.
+    A line is on disk before the checkpoint of its step is begun. A run that resumes after step N drops the lines of
+    later steps, which are done again, so that the file says what the weights have seen. Rank 0 writes. Without
+    `debug.ledger` nothing happens; a file of an earlier run is set aside by a fresh run.
     """
 
-    def __init__(self, path: Path | None, names: Callable[[Tensor], list[str]], *, rank: int, is_batch_leader: bool):
-        self.path = path
-        self.names = names
-        self.rank = rank
-        self.is_batch_leader = is_batch_leader
+    def __init__(self, config: Callback.Config, *, trainer: Any):
+        super().__init__(config, trainer=trainer)
+        self.enabled = trainer.config.debug.ledger
+        self.path = Path(trainer.config.dump_folder) / "ledger.jsonl"
         self._file: JsonLines | None = None
         self._taken: list[list[str]] = []
 
-    def open(self, step: int) -> None:
-        """Go on behind the line of `step`, the last finished one; 0 for a fresh run."""
-        if self.path and self.rank == 0:
-            self._file = JsonLines(self.path, step)
+    @contextlib.contextmanager
+    def around_run(self) -> Iterator[None]:
+        """Continue after the line of the last finished step."""
+        if self.enabled and self.trainer.rank == 0:
+            self._file = JsonLines(self.path, self.trainer.step)
+        yield
 
-    def take(self, micro_batches: Sequence[Batch]) -> None:
-        """The documents of the step in progress."""
-        self._taken = names_of(micro_batches, self.names) if self.path and self.is_batch_leader else []
+    def on_batches(self, micro_batches: Sequence[Batch]) -> None:
+        """Remember the documents of the step in progress."""
+        own = micro_batches if self.enabled and self.trainer.parallel_dims.is_batch_leader else []
+        self._taken = names_of(own, self.trainer.dataloader.document_names)
 
-    def write(self, step: int, data_step: int) -> None:
-        """Write the line of a step that is done.
-
-        Args:
-            step: counted from 1.
-            data_step: the same, counting also the steps' worth of data that were left out (`training.skip_data`).
+    def on_step(self, outcome: StepOutcome) -> None:
+        """Write the line of a step that was taken.
 
         Raises:
-            RunFailure: where the file cannot be written: a ledger with a gap would not be one.
+            RunFailure: if the file cannot be written: a ledger with a gap would not be one.
         """
-        if self.path is None:
+        if not (self.enabled and outcome.is_finite):
             return
         documents = in_global_order(self._taken)
         if self._file is not None:
+            step, data_step = self.trainer.step, self.trainer.run_length.data_step
             with self._writing():
                 self._file.append({"step": step, "data_step": data_step, "documents": documents})
 
-    def sync(self) -> None:
-        """Make the lines outlast a power failure; raises as `write` does."""
+    def before_save(self) -> None:
+        """Make the lines outlast a power failure; raises as `on_step` does."""
         if self._file is not None:
             with self._writing():
                 self._file.sync()
 
     def close(self) -> None:
-        """Close the file; it can be called twice."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,4 +1,4 @@
-"""`TrainerConfig`: everything that a run is configured by, and the checks of it that come before the run."""
+"""`RunConfig`: all that configures a run, and the checks that come before it."""
 
 import dataclasses
 import functools
@@ -41,10 +41,12 @@ from torchtitan.protocols.conversion import check_plain_form, describe_converter
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.evaluation import Evaluation
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainerConfig(Configurable.Config):
+class RunConfig(Configurable.Config):
     """A whole run. Each field is a section of the command line and of `--config_file`."""
 
     registered_as: Annotated[str, tyro.conf.Fixed] = ""
@@ -53,6 +55,9 @@ class TrainerConfig(Configurable.Config):
 
     model_spec: Annotated[ModelSpec, tyro.conf.arg(name="")]
     """The model and its loss."""
+
+    loss: Annotated[Configurable.Config | None, tyro.conf.Suppress] = None
+    """The training loss. None: the model's (`ModelSpec.loss`). Its fields are `--loss.<field>` either way."""
 
     hf_assets_path: str = ""
     """Folder with the tokenizer files of a model (tokenizer.json or tokenizer.model). Empty: the small tokenizer
@@ -103,15 +108,30 @@ class TrainerConfig(Configurable.Config):
     comm: CommConfig = field(default_factory=CommConfig)
     """Communication."""
 
+    callbacks: list[Callback.Config] = field(default_factory=lambda: [Evaluation.Config()])
+    """What else happens around the steps, in this order."""
+
     debug: DebugConfig = field(default_factory=DebugConfig)
     """Reproducibility."""
+
+    @property
+    def chosen_loss(self) -> Configurable.Config:
+        """The training loss: the run's own, else the model's."""
+        return self.loss or self.model_spec.loss
+
+    def registered(self, name: str) -> Self:
+        """Return a copy as the command line starts from it: under its registered name, with its loss as the model's,
+        whose fields are options."""
+        spec = dataclasses.replace(self.model_spec, loss=self.chosen_loss)
+        return dataclasses.replace(self, registered_as=name, model_spec=spec, loss=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration in the shape of the command line: `model` and `loss` are sections of their own."""
         document = Configurable.Config.to_dict(self)
-        document = {**document.pop("model_spec"), **document}
+        document = {**document.pop("model_spec"), **document, "loss": self.chosen_loss.to_dict()}
         del document["registered_as"]  # `module` and `config` of a configuration file
-        document["model_converters"] = {config_key(c): c.to_dict() for c in self.model_converters}
+        for name in ("model_converters", "callbacks"):
+            document[name] = {config_key(config): config.to_dict() for config in getattr(self, name)}
         return document
 
     def check(self, world_size: int, *, dry_run: bool = False) -> None:
@@ -126,9 +146,9 @@ class TrainerConfig(Configurable.Config):
             RunComplete: if the run has nothing left to train.
         """
         spec = self.model_spec
-        components: list[Configurable.Config] = [spec.model, spec.loss, self.tokenizer, self.dataloader]
+        components: list[Configurable.Config] = [spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
         components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.checkpoint]
-        components += [self.metrics, self.validator, self.profiling]
+        components += [self.metrics, self.validator, self.profiling, *self.callbacks]
         for component in components:
             component.validate()
         for section in (self.training, self.activation_checkpoint, self.comm, self.debug):

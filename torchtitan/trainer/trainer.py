@@ -1,7 +1,7 @@
 """The training loop. Read from top to bottom: what is built in which order, then what one step does."""
 
 import contextlib
-import gc
+import dataclasses
 import itertools
 import os
 import random
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy
 import torch
@@ -18,27 +18,23 @@ from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
 from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in, read_converters
+from torchtitan.components.checkpoint.identity import RunIdentity, base_weights
 from torchtitan.components.checkpoint.pretrained import export_huggingface, frozen_origin, load_initial_weights
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.store import is_url
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
-from torchtitan.components.ending import Ending, log_ending
-from torchtitan.components.ledger import Ledger, in_global_order, names_of, shortened
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.measures import Measures
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import trained_names
-from torchtitan.components.outcome import NonFiniteError as NonFiniteError
-from torchtitan.components.outcome import StepOutcome as StepOutcome
-from torchtitan.components.run_length import RunLength
-from torchtitan.components.sample_losses import SampleLosses
+from torchtitan.components.optimizer import Optimizer, trained_names
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
 from torchtitan.components.validate import Validator
 from torchtitan.config import Configurable
 from torchtitan.distributed import initialize_weights
-from torchtitan.distributed.compile import RecompileMonitor, compile_loss
+from torchtitan.distributed.compile import compile_loss
 from torchtitan.distributed.context_parallel import shard_sequences
-from torchtitan.distributed.gradients import clip_grad_norm
+from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
 from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
 from torchtitan.distributed.process_group import (
     destroy_process_group,
@@ -48,14 +44,20 @@ from torchtitan.distributed.process_group import (
     world_size,
 )
 from torchtitan.distributed.watchdog import Watchdog
-from torchtitan.protocols import BaseModel, ModelConverter
+from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import convert_model, describe_converters, describe_simulation
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.folder_lock import FolderLock, lock_folder
 from torchtitan.tools.logging import logger
-from torchtitan.tools.process import StopRequest, automatic_garbage_collection_off
-from torchtitan.trainer_config import TrainerConfig
+from torchtitan.tools.process import StopRequest
+from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
+from torchtitan.trainer.config import RunConfig
+from torchtitan.trainer.data_progress import RunLength
+from torchtitan.trainer.ledger import Ledger, in_global_order, names_of, shortened
+from torchtitan.trainer.models import RunModel
+from torchtitan.trainer.outcome import Ending, NonFiniteError, StepOutcome, log_ending
+from torchtitan.trainer.sample_losses import SampleLosses
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
@@ -69,10 +71,16 @@ class Trainer(Configurable):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(TrainerConfig):
+    class Config(RunConfig):
         """A whole run. Each field is a section of the command line and of `--config_file`."""
 
     config: Config
+
+    measures_named: ClassVar[tuple[str, ...]] = ()
+    """Names of means that `compute_loss` measures beside the loss by `measure`; metrics and validation report them."""
+
+    sequences_per_sample: ClassVar[int] = 1
+    """Sequences of `training.seq_len` tokens in a sample of the data, for the count of tokens."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -92,24 +100,24 @@ class Trainer(Configurable):
         self.dataloader = self.build_dataloader(config.dataloader, epochs=training.epochs)
         samples_per_pass = training.local_batch_size * self.parallel_dims.dp_degree
         self.gradient_accumulation_steps = self.global_batch_size // samples_per_pass
-        self.tokens_per_step = self.global_batch_size * training.seq_len
+        self.tokens_per_step = self.global_batch_size * training.seq_len * self.sequences_per_sample
         self.run_length = self.build_run_length()
         self.total_steps = self.run_length.last_step(0)
 
-        model = self.build_model()
-        self.num_parameters = model.num_parameters()
         self.converters: list[ModelConverter] = [converter.build() for converter in config.model_converters]
-        convert_model(model, self.converters, frozen_dtype=getattr(torch, training.mixed_precision_param))
-        self.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.flops_per_token = model.flops_per_token(training.seq_len)
         self.loss = self.build_loss()
         self.sample_losses = SampleLosses(self.loss, self.parallel_dims, wanted=self.dataloader.needs_sample_losses)
+        self.measures = Measures(self.measures_named, device=self.device, dtype=self.statistics_dtype)
+        self.weight = torch.zeros((), device=self.device, dtype=self.statistics_dtype)
         self.pipeline_plan = self.plan_pipeline()
-        all_names = trained_names(model) if self.pipeline_plan else None
-        self.model_parts = self.parallelize(model)
+        self.models = self.build_models()
+        main = self.models["model"]
+        self.model_parts = main.parts
+        self.num_parameters, self.num_trained = main.num_parameters, main.num_trained
+        self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.init_weights()
         self.pipeline = self.build_pipeline()
-        self.optimizer = config.optimizer.build(model_parts=self.model_parts, all_names=all_names)
+        self.optimizer = self.build_optimizer()
         self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.total_steps)
 
         self.step = 0
@@ -118,19 +126,12 @@ class Trainer(Configurable):
         self.checkpointer = self.build_checkpointer()
         self.checkpoint_loaded = False
         self.validator = self.build_validator()
-        self.recompile_monitor = RecompileMonitor()
         self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
-        self.ledger = Ledger(
-            Path(config.dump_folder) / "ledger.jsonl" if config.debug.ledger else None,
-            self.dataloader.document_names,
-            rank=self.rank,
-            is_batch_leader=self.parallel_dims.is_batch_leader,
-        )
         self.watchdog = Watchdog(
             first_step_seconds=config.comm.init_timeout_seconds, step_seconds=config.comm.step_timeout_seconds
         )
-        self.profiler = config.profiling.build(dump_folder=config.dump_folder, device=self.device, rank=self.rank)
+        self.callbacks = self.build_callbacks()
 
     # --- building ---------------------------------------------------------------------------------------------------
 
@@ -192,6 +193,72 @@ class Trainer(Configurable):
             )
         return RunLength(training, n_samples=samples, global_batch_size=self.global_batch_size)
 
+    def build_models(self) -> dict[str, RunModel]:
+        """Build the run's models by name, on the meta device and sharded: here "model", which the configuration
+        describes. A subclass adds others, each made by `build_other_model`."""
+        model, spec = self.build_model(), self.config.model_spec
+        num_parameters = model.num_parameters()
+        convert_model(model, self.converters, frozen_dtype=getattr(torch, self.config.training.mixed_precision_param))
+        facts = self._facts(model)
+        return {"model": RunModel(spec=spec, parts=self.parallelize(model), num_parameters=num_parameters, **facts)}
+
+    def build_other_model(
+        self,
+        spec: ModelSpec,
+        *,
+        weights: str = "",
+        trained: bool = False,
+        saved: bool = False,
+        offloaded: bool = False,
+    ) -> RunModel:
+        """Build a model beside the main one on the meta device, and shard it alike.
+
+        A trained one is updated by the same optimizer and schedule; a frozen one has the type that products are
+        computed in.
+
+        Args:
+            spec: what to build; a vocabulary size that is None becomes the main model's.
+            weights: checkpoint folder, in any format, to load from; empty: drawn with `debug.seed`.
+            trained: whether the optimizer changes it.
+            saved: whether checkpoints hold it; one that is trained must be saved.
+            offloaded: whether FSDP keeps its weights in CPU memory.
+
+        Raises:
+            UserError: under pipeline parallelism; for offloading without FSDP.
+        """
+        assert saved or not trained, "the weights of a trained model would be lost"
+        dims, training = self.parallel_dims, self.config.training
+        if dims.pp > 1:
+            raise UserError("--parallelism.pipeline_parallel_degree goes with a single model, and this run has several")
+        if offloaded and dims.dp_shard * dims.cp == 1:
+            raise UserError("a model can be offloaded by FSDP only: --parallelism.data_parallel_shard_degree above 1")
+        config = spec.model
+        if config.vocab_size is None:
+            spec = dataclasses.replace(
+                spec, model=dataclasses.replace(config, vocab_size=self.config.model_spec.model.vocab_size)
+            )
+        dtype = training.dtype if trained else training.mixed_precision_param
+        with torch.device("meta"):
+            model: BaseModel = spec.model.build().to(getattr(torch, dtype)).requires_grad_(trained)
+        facts = self._facts(model)
+        return RunModel(
+            spec=spec,
+            parts=[self.shard(model, spec, offloaded=offloaded)],
+            num_parameters=model.num_parameters(),
+            weights=weights,
+            saved=saved,
+            offloaded=offloaded,
+            **facts,
+        )
+
+    def _facts(self, model: BaseModel) -> dict[str, Any]:
+        """Return what can only be asked of a whole model, before it is sharded."""
+        return {
+            "num_trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "flops_per_token": model.flops_per_token(self.config.training.seq_len),
+            "trained_names": trained_names(model),
+        }
+
     def build_model(self) -> BaseModel:
         """The model on the meta device: no memory yet, in the type of the master weights."""
         config, training = self.config.model_spec.model, self.config.training
@@ -206,7 +273,7 @@ class Trainer(Configurable):
 
     def build_loss(self) -> Any:
         """The training loss: a function of hidden states, output weights and `labels_BL`."""
-        loss, config = self.config.model_spec.loss.build(), self.config.compile
+        loss, config = self.config.chosen_loss.build(), self.config.compile
         if config.enable and "loss" in config.components:
             compile_loss(loss, config)
         return loss
@@ -220,7 +287,8 @@ class Trainer(Configurable):
         config = self.config
         if self.parallel_dims.pp == 1:
             return None
-        if type(self).forward is not Trainer.forward and type(self).build_pipeline is Trainer.build_pipeline:
+        is_own = self.has_own_loss or type(self).forward is not Trainer.forward
+        if is_own and type(self).build_pipeline is Trainer.build_pipeline:
             raise UserError(
                 f"{type(self).__name__} has a forward pass of its own, and a pipeline has that of its stages: override "
                 "build_pipeline too, or train without --parallelism.pipeline_parallel_degree"
@@ -233,26 +301,43 @@ class Trainer(Configurable):
         if self.pipeline_plan:
             stages = self.pipeline_plan.stages_of_rank(self.parallel_dims.coordinate("pp"))
             parts = [take_stage(model, self.pipeline_plan.stages[stage]) for stage in stages]
-        return [
-            self.config.model_spec.parallelize(
-                part,
-                parallel_dims=self.parallel_dims,
-                mesh=self.mesh,
-                sharding=self.config.model_spec.sharding,
-                training=self.config.training,
-                parallelism=self.config.parallelism,
-                activation_checkpoint=self.config.activation_checkpoint,
-                compile=self.config.compile,
-            )
-            for part in parts
-        ]
+        return [self.shard(part, self.config.model_spec) for part in parts]
+
+    def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
+        """A model of `spec`, or a stage of it, with all parallelisms applied but that of pipelines."""
+        training = self.config.training
+        return spec.parallelize(
+            part,
+            parallel_dims=self.parallel_dims,
+            mesh=self.mesh,
+            sharding=spec.sharding,
+            training=dataclasses.replace(training, enable_cpu_offload=True) if offloaded else training,
+            parallelism=self.config.parallelism,
+            activation_checkpoint=self.config.activation_checkpoint,
+            compile=self.config.compile,
+        )
 
     def init_weights(self) -> None:
         """Give the parameters memory and their initial values."""
-        for part in self.model_parts:
-            part.to_empty(device="cpu" if self.config.training.enable_cpu_offload else self.device)
-            initialize_weights(part, self.config.debug.seed)
-            part.train()
+        for model in self.models.values():
+            offloaded = model.offloaded or self.config.training.enable_cpu_offload
+            for part in model.parts:
+                part.to_empty(device="cpu" if offloaded else self.device)
+                initialize_weights(part, self.config.debug.seed)
+                part.train(model.num_trained > 0)
+
+    def build_optimizer(self) -> Optimizer:
+        """The optimizer of all trained models; the parameters of others than the main one have its name in front."""
+        others = {name: model.parts for name, model in self.models.items() if name != "model" and model.num_trained}
+        named = [nn.ModuleDict({name: part}) for name, parts in others.items() for part in parts]
+        all_names = self.models["model"].trained_names if self.pipeline_plan else None
+        optimizer: Optimizer = self.config.optimizer.build(model_parts=[*self.model_parts, *named], all_names=all_names)
+        return optimizer
+
+    def build_callbacks(self) -> list[Callback]:
+        """What happens around the steps of every run, then `callbacks` of the configuration."""
+        own = [Ledger.Config(), RecompileWarning.Config(), Profiling.Config(), GarbageCollection.Config()]
+        return [config.build(trainer=self) for config in (*own, *self.config.callbacks)]
 
     def build_pipeline(self) -> Pipeline | None:
         """What runs this rank's pipeline stages together with those of the other ranks."""
@@ -305,26 +390,41 @@ class Trainer(Configurable):
             ),
             export=export if "hf" in spec.formats else None,
             frozen_from=frozen_origin(config.checkpoint, config.debug.seed),
-            identity=partial(config.identity, self.tokenizer),
+            identity=self.identity,
         )
 
+    def identity(self) -> RunIdentity:
+        """What must stay the same when the run resumes."""
+        identity = self.config.identity(self.tokenizer)
+        others = {f"weights of {name}": model.weights for name, model in self.models.items() if name != "model"}
+        properties = {**identity.properties, **{name: base_weights(path) for name, path in others.items()}}
+        return dataclasses.replace(identity, properties=properties)
+
     def states(self) -> dict[str, "Stateful"]:
-        """What checkpoints hold of the whole run, by name; a subclass with more models adds a `ModelState` of each."""
+        """What checkpoints hold of the whole run, by name."""
+        saved = {name: model for name, model in self.models.items() if model.saved}
         return {
-            "model": ModelState(self.model_parts),
+            **{name: ModelState(model.parts) for name, model in saved.items()},
             "optimizer": self.optimizer,
             "lr_scheduler": self.lr_scheduler,
             "trainer": self,
         }
 
     def initial_loads(self) -> dict[str, Callable[[], None]]:
-        """Name of a state → what loads its weights where the run begins; a subclass with more models adds theirs."""
+        """Name of a model → what loads the weights that it begins with; one that checkpoints do not hold begins with
+        them in a resumed run too."""
         config, spec, added = self.config.checkpoint, self.config.model_spec, self.tokenizer.added
+        loads: dict[str, Callable[[], None]] = {
+            name: partial(load_initial_weights, model.weights, model.spec, model.parts, [], added=added)
+            for name, model in self.models.items()
+            if name != "model" and model.weights
+        }
         path = config.initial_load_path
         is_other = path and not is_url(path) and (added or read_converters(path))
         if not (config.initial_load_in_hf or is_other or self.converters or config.trained_only):
-            return {}  # one of our own checkpoints that fits as it is, or none: the checkpointer itself loads it
-        return {"model": partial(load_initial_weights, path, spec, self.model_parts, self.converters, added=added)}
+            return loads  # one of our own checkpoints that fits as it is, or none: the checkpointer itself loads it
+        main = partial(load_initial_weights, path, spec, self.model_parts, self.converters, added=added)
+        return {"model": main, **loads}
 
     def build_validator(self) -> Validator | None:
         """The validator, where validation is on and there is data for it."""
@@ -338,9 +438,11 @@ class Trainer(Configurable):
         return self.config.validator.build(
             model_parts=self.model_parts,
             dataloaders={name: self.build_dataloader(config, epochs=1) for name, config in data.items()},
-            tokenizer=self.tokenizer,
+            tokenizer=None if self.has_own_loss else self.tokenizer,
             batches_per_step=self.gradient_accumulation_steps,
-            sums_of_batch=self.loss_and_tokens,
+            sums_of_batch=self.validation_sums,
+            measures=self.measures,
+            counts_bytes=self.parallel_dims.is_batch_leader,
         )
 
     def build_metrics(self) -> MetricsProcessor:
@@ -379,7 +481,7 @@ class Trainer(Configurable):
     def train(self) -> None:
         """Resume if there is something to resume from, then train to the end, or until asked to stop. A run that has
         nothing left to train says so."""
-        with automatic_garbage_collection_off(), self.giving_signals_back(), contextlib.closing(self.metrics):
+        with self.giving_signals_back(), contextlib.closing(self.metrics):
             try:
                 self.load_checkpoint()
             except RunComplete as complete:
@@ -387,10 +489,11 @@ class Trainer(Configurable):
                 return
             self.describe_run()
             self.metrics.start(self.step)
-            self.ledger.open(self.step)
             if self.validator and self.config.validator.at_start and self.step == 0:
                 self.validate()
-            with self.profiler, self.watchdog:
+            with self.watchdog, contextlib.ExitStack() as stack:
+                for callback in self.callbacks:
+                    stack.enter_context(callback.around_run())
                 ending = self.train_until_it_ends()
             self.finish(ending)
 
@@ -402,7 +505,9 @@ class Trainer(Configurable):
         set_timeouts(comm.init_timeout_seconds + comm.naming_seconds)
         while self.should_continue_training():
             step = self.step + 1
-            with self.watchdog.step(step), self.recompile_monitor.watch(step):
+            with self.watchdog.step(step), contextlib.ExitStack() as stack:
+                for callback in self.callbacks:
+                    stack.enter_context(callback.around_step(step))
                 self.prepare_converters(step)
                 outcome = self.train_step(batches)
             if step == first_step:
@@ -436,6 +541,8 @@ class Trainer(Configurable):
         for batch in micro_batches:
             with self.sample_losses.of(batch):
                 loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
+        if self.has_own_loss:
+            n_tokens = self.divide_by_weight(loss)
         self.watchdog.phase("gradient clipping")
         grad_norm = self.clip_gradients()
         self.watchdog.phase("reading the outcome")
@@ -457,7 +564,8 @@ class Trainer(Configurable):
             self.leave_out_data(batches)
             micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
         self.has_data = bool(micro_batches) and not self.dataloader.exhausted
-        self.ledger.take(micro_batches)
+        for callback in self.callbacks:
+            callback.on_batches(micro_batches)
         return micro_batches
 
     def leave_out_data(self, batches: Iterator[Batch]) -> None:
@@ -470,11 +578,19 @@ class Trainer(Configurable):
         if (last := self.run_length.data_step) >= first:
             logger.info("--training.skip_data: the data of steps %d to %d is left out", first, last)
 
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether a subclass computes the loss: its weight is known only after the forward passes, and divides the
+        gradients after the backward passes."""
+        return type(self).compute_loss is not Trainer.compute_loss
+
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
-        """Valid tokens of the global batch, on the device: what the summed loss of every rank is divided by."""
-        local = sum(self.count_own_tokens(batch) for batch in micro_batches)
+        """Divisor of the summed loss in each backward pass, a scalar on the device: valid tokens of the global batch,
+        or 1 for a loss of one's own."""
+        local = sum(self.count_own_tokens(batch) for batch in micro_batches) if not self.has_own_loss else 0
         # `full` runs on the device; copying a host tensor there would wait for it.
-        return sum_over_ranks(torch.full((), local, device=self.device, dtype=self.statistics_dtype))
+        counted = torch.full((), local, device=self.device, dtype=self.statistics_dtype)
+        return torch.ones_like(counted) if self.has_own_loss else sum_over_ranks(counted)
 
     def count_own_tokens(self, batch: Batch) -> int:
         """Valid tokens of a batch as the loader gave it; 0 on all but one of the ranks that have the same samples."""
@@ -491,12 +607,25 @@ class Trainer(Configurable):
         """The loss of a batch, summed over its valid tokens; tensor-parallel ranks all have the whole of it."""
         if self.pipeline:
             return self.pipeline.forward(batch)
-        (model,) = self.model_parts
-        with self.autocast():
-            return model(batch["input"], batch.get("positions"), head=self.loss, labels_BL=batch["labels"])
+        return self.models["model"](batch["input"], batch.get("positions"), head=self.loss, labels_BL=batch["labels"])
+
+    def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The summed loss of a batch, and the weight that sums of losses are divided by: here its valid tokens.
+
+        Training divides the sum over the global batch by the summed weight, and so does validation. A subclass may
+        compute any loss from any batch; ranks of one tensor-parallel group return the same.
+
+        Args:
+            batch: what `post_dataloading_process` returned.
+        """
+        return self.forward(batch), (batch["labels"] != IGNORE_INDEX).sum()
+
+    def measure(self, name: str, total: Tensor, weight: Tensor) -> None:
+        """Add to a mean of `measures_named`, in `compute_loss`: a batch's sum and weight, two scalars."""
+        self.measures.add(name, self.own_part(total), self.own_part(weight))
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
-        """Add a micro-batch's gradients; its part of the global batch's mean loss."""
+        """Add a micro-batch's gradients; its part of the global batch's loss, divided by `n_tokens`."""
         # Gradients are averaged over the ranks that see different tokens, but the loss is a sum over them.
         degree = self.parallel_dims.gradient_degree
 
@@ -506,13 +635,32 @@ class Trainer(Configurable):
 
         if self.pipeline:
             return self.pipeline.forward_backward(batch, scaled) / degree
-        loss = scaled(self.forward(batch))
+        with self.autocast():
+            summed_loss, weight = self.compute_loss(batch)
+        self.weight += self.own_part(weight)
+        loss = scaled(summed_loss)
         loss.backward()
         return loss.detach() / degree
 
-    def loss_and_tokens(self, batch: Batch) -> tuple[Tensor, int]:
-        """For validation: this rank's part of a batch's summed loss, and of the number of its valid tokens."""
-        return self.own_part(self.forward(self.post_dataloading_process(batch))), self.count_own_tokens(batch)
+    def divide_by_weight(self, loss: Tensor) -> Tensor:
+        """Divide gradients and `loss`, in place, by the weight of the global batch, and return that."""
+        weight = sum_over_ranks(self.weight)
+        divisor = torch.where(weight == 0, 1, weight)  # without weight everything is 0, and stays so
+        divide_gradients(self.trained_parameters(), divisor)
+        loss /= divisor.to(loss.dtype)
+        return weight
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters of all trained models."""
+        parts = [part for model in self.models.values() if model.num_trained for part in model.parts]
+        return [parameter for part in parts for parameter in part.parameters()]
+
+    def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """This rank's part of a batch's summed loss and weight; the batch is as the loader gave it."""
+        with self.autocast():
+            loss, weight = self.compute_loss(self.post_dataloading_process(batch))
+        is_counted = self.parallel_dims.coordinate("pp") == 0  # a pipeline's ranks all have the labels
+        return self.own_part(loss), self.own_part(weight) if is_counted else torch.zeros_like(weight)
 
     def own_part(self, loss: Tensor) -> Tensor:
         """What this rank adds to a sum over all ranks: nothing, where another one has the same loss."""
@@ -533,24 +681,24 @@ class Trainer(Configurable):
         """Scale gradients down to `training.max_norm`; their total norm before that, over all ranks."""
         if self.config.optimizer.early_step_in_backward:
             return self.optimizer.early_grad_norm()
-        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         pipeline = self.mesh.get_group("pp") if self.mesh and self.pipeline else None
-        return clip_grad_norm(parameters, self.config.training.max_norm, pipeline)
+        return clip_grad_norm(self.trained_parameters(), self.config.training.max_norm, pipeline)
 
     def read_outcome(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepOutcome:
         """Sum the loss over ranks, learn whether any of them was asked to stop, and read it all at once."""
         stop = self.stop_request is not None and self.stop_request.received
         flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data)]
-        local = [self.own_part(loss), *flags]
-        sums = sum_over_ranks(torch.stack([value.to(self.statistics_dtype) for value in local]))
+        local = torch.stack([value.to(self.statistics_dtype) for value in (self.own_part(loss), *flags)])
+        sums = sum_over_ranks(torch.cat([local, self.measures.take()]))
         norm_and_tokens = [value.to(self.device, self.statistics_dtype) for value in (grad_norm, n_tokens)]
-        values = torch.cat([sums, torch.stack(norm_and_tokens)]).tolist()
-        total_loss, ranks_to_stop, ranks_with_data, norm, tokens = values
+        values = torch.cat([torch.stack(norm_and_tokens), sums]).tolist()
+        norm, tokens, total_loss, ranks_to_stop, ranks_with_data, *measured = values
         return StepOutcome(
             loss=total_loss,
             grad_norm=norm,
             stop_requested=ranks_to_stop > 0,
             data_exhausted=ranks_with_data == 0 and tokens == 0,
+            measures=self.measures.means(measured),
         )
 
     def handle_nonfinite(self, outcome: StepOutcome, micro_batches: list[Batch]) -> None:
@@ -573,21 +721,20 @@ class Trainer(Configurable):
     # --- around a step ----------------------------------------------------------------------------------------------
 
     def complete_step(self, outcome: StepOutcome) -> None:
-        """Count the step, report it, tell ledger and data loader of it if it was taken, and do what is due after it:
-        garbage collection, validation, a checkpoint."""
+        """Count the step, report it, tell the data loader of it if it was taken, and do what is due after it:
+        callbacks, validation, a checkpoint."""
         self.step += 1
         self.run_length.count_batch()
         self.n_tokens_seen += self.tokens_per_step
-        if outcome.is_finite:
-            self.ledger.write(self.step, self.run_length.data_step)
+        for callback in self.callbacks:
+            callback.on_step(outcome)
         self.report(outcome)
         statistics = self.sample_losses.statistics(self.step, outcome.loss, outcome.grad_norm)
         if outcome.is_finite:
             self.dataloader.observe(statistics)
         self.lr_scheduler.step()
-        self.profiler.step(self.step)
-        if self.step % self.config.training.gc_freq == 0:
-            gc.collect(1)
+        for callback in self.callbacks:
+            callback.after_step(outcome)
         last = not self.should_continue_training()
         validation_loss = self.validate() if self.validator and self.validator.is_due(self.step, last=last) else None
         saving = self.checkpointer.is_due(self.step, last=last, validation_loss=validation_loss)
@@ -599,7 +746,8 @@ class Trainer(Configurable):
 
     def sync_records(self) -> None:
         """Make ledger and metrics outlast a power failure: a checkpoint that does counts on them."""
-        self.ledger.sync()
+        for callback in self.callbacks:
+            callback.before_save()
         self.metrics.sync()
 
     def validate(self) -> float:
@@ -619,6 +767,7 @@ class Trainer(Configurable):
             grad_norm=outcome.grad_norm,
             lr=self.lr_scheduler.lr,
             n_tokens_seen=self.n_tokens_seen,
+            **outcome.measures,
         )
 
     def finish(self, ending: Ending) -> None:
@@ -660,6 +809,18 @@ class Trainer(Configurable):
             f" ({self.parallel_dims})" if self.mesh else "",
             self.device,
         )
+        for name, model in list(self.models.items())[1:]:
+            kind = "trained" if model.num_trained else "frozen"
+            source = model.weights or f"seed {self.config.debug.seed}"
+            logger.info(
+                "%s: %s %s, %s parameters, %s, from %s",
+                name,
+                model.spec.name,
+                model.spec.flavor,
+                f"{model.num_parameters:,}",
+                kind,
+                source,
+            )
         if self.pipeline_plan:
             logger.info("%s", self.pipeline_plan)
 
@@ -690,7 +851,8 @@ class Trainer(Configurable):
             stack.callback(self.dataloader.close)
             if self.validator:
                 stack.callback(self.validator.close)
-            stack.callback(self.ledger.close)
+            for callback in self.callbacks:
+                stack.callback(callback.close)
 
     def listen_to_signals(self) -> None:
         """From now on, let SIGTERM and Ctrl-C end the run after the step in progress. Until the first step is made they

@@ -1,0 +1,8 @@
+"""The training loop, its configuration, and what only the loop uses."""
+
+from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.models import RunModel
+from torchtitan.trainer.outcome import NonFiniteError, StepOutcome
+from torchtitan.trainer.trainer import Trainer
+
+__all__ = ["Callback", "NonFiniteError", "RunModel", "StepOutcome", "Trainer"]

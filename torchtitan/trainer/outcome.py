@@ -1,0 +1,56 @@
+"""The result of a training step, and the end of a run."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.tools.errors import RunFailure
+from torchtitan.tools.logging import logger
+from torchtitan.tools.process import COMMAND_VARIABLE
+
+Ending = Literal["completed", "data ended", "stopped"]
+"""Why a run's loop ended."""
+
+
+class NonFiniteError(RunFailure):
+    """The loss or the gradient norm of a step was NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Numbers of a step on the host, from the one read of device values per step.
+
+    `loss` is the mean over the global batch, `grad_norm` the norm before clipping, and `measures` holds the means that
+    `compute_loss` measured beside the loss.
+    """
+
+    loss: float
+    grad_norm: float
+    stop_requested: bool
+    data_exhausted: bool
+    measures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may be taken."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def __str__(self) -> str:
+        return f"loss {self.loss}, gradient norm {self.grad_norm}"
+
+
+def log_ending(ending: Ending, step: int, total_steps: int, checkpoint: CheckpointManager.Config) -> None:
+    """Log how a run ended after `step` of `total_steps`, and how to resume it if it was stopped."""
+    if ending == "completed":
+        logger.info("training completed: %d steps", step)
+    elif ending == "data ended":
+        logger.info("the data ended after step %d, before step %d", step, total_steps)
+    elif checkpoint.saves:
+        command = os.environ.get(COMMAND_VARIABLE, "run it again")
+        logger.info("stopped after step %d; to resume: %s", step, command)
+    else:
+        missing = "--checkpoint.load_only forbids it" if checkpoint.enable else "--checkpoint.enable saves"
+        logger.warning("stopped after step %d; nothing is saved (%s)", step, missing)
