@@ -15,8 +15,7 @@ from typing import Any
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.registry import built_in_modules, installed_modules, trusted_module
 from torchtitan.distributed.parallelize import parallelize_decoder
-from torchtitan.models.common.block import DENSE_SHARDING
-from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder import DENSE_SHARDING, Decoder
 from torchtitan.protocols import ModelSpec, ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ForeignFormat
 from torchtitan.tools.errors import UserError

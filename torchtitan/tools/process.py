@@ -1,7 +1,6 @@
-"""The process of a run: requests to stop it, the launcher that started it, and its garbage collection."""
+"""The process of a run: requests to stop it, and the launcher that started it."""
 
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -144,15 +143,3 @@ def _wait_for_its_end() -> None:
     with contextlib.suppress(OSError):
         os.read(_LAUNCHER, 1)  # it never sends anything
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def automatic_garbage_collection_off() -> Iterator[None]:
-    """Within, garbage is collected only where the program says so; afterwards as before."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -139,6 +139,11 @@ def storage_key(storage: "torch.UntypedStorage") -> int:
     return storage._cdata
 
 
+def offset_in_file(storage: "torch.UntypedStorage") -> int | None:
+    """Return where a fake storage that `torch.load` made lies in its file: PyTorch documents this, and that alone."""
+    return getattr(storage, "_checkpoint_offset", None)
+
+
 def is_process_group(value: Any) -> bool:
     """Return whether an operation's argument is a process group, boxed for TorchScript."""
     import torch

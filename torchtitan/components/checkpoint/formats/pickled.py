@@ -17,6 +17,7 @@ from torchtitan.components.checkpoint.formats.source import Slices, TensorSource
 from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import unreadable
+from torchtitan.tools.torch_private import offset_in_file
 
 WEIGHTS = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
@@ -108,7 +109,7 @@ def tensors_in(file: Path) -> dict[str, Piece]:
     pieces, n_bytes = {}, file.stat().st_size
     for name, tensor in tensors.items():
         is_dense = tensor.layout == torch.strided
-        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if is_dense else None
+        start = offset_in_file(tensor.untyped_storage()) if is_dense else None
         if start is None or not tensor.is_contiguous():
             raise UserError(f"{file}: {name} does not lie in one piece; load the file and torch.save it again")
         piece = Piece(file, start + tensor.storage_offset() * tensor.itemsize, TensorForm.of(tensor))
