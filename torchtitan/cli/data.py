@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchtitan.components.data.packing import Batch
     from torchtitan.components.data.summary import DataSummary
     from torchtitan.components.tokenizer import Tokenizer
-    from torchtitan.config.manager import Job
+    from torchtitan.config.manager import ResolvedConfig
     from torchtitan.trainer.data_progress import RunLength
 
 _USAGE = """usage: torchtitan data inspect|show [options]
@@ -79,7 +79,7 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     )
 
 
-def _parse(parser: argparse.ArgumentParser, args: Sequence[str]) -> tuple[argparse.Namespace, "Job"]:
+def _parse(parser: argparse.ArgumentParser, args: Sequence[str]) -> tuple[argparse.Namespace, "ResolvedConfig"]:
     """The command's own options, and the configuration that the others give."""
     from torchtitan.config.manager import ConfigManager
 
@@ -166,7 +166,7 @@ def _data_parallel_degree(parallelism: Any) -> int:
     return ParallelDims.from_config(parallelism, max(processes, needed)).dp_degree
 
 
-def _inspect(options: argparse.Namespace, job: "Job") -> None:
+def _inspect(options: argparse.Namespace, job: "ResolvedConfig") -> None:
     from torchtitan.cli.data_page import page
     from torchtitan.cli.data_samples import Sample, samples_of
     from torchtitan.cli.data_tables import Inspection
@@ -239,7 +239,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _show(options: argparse.Namespace, job: "Job") -> None:
+def _show(options: argparse.Namespace, job: "ResolvedConfig") -> None:
     from torchtitan.cli.data_samples import samples_of
     from torchtitan.cli.data_view import open_console, print_samples
 

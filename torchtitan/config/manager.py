@@ -35,7 +35,7 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
-class Job:
+class ResolvedConfig:
     """A configuration and the names it was found under."""
 
     module: str
@@ -58,7 +58,7 @@ class ConfigManager:
     def __init__(self, prog: str = "torchtitan train"):
         self.prog = prog
 
-    def parse_args(self, args: Sequence[str]) -> Job:
+    def parse_args(self, args: Sequence[str]) -> ResolvedConfig:
         """Resolve `args`, the words of the command line after the command's own name.
 
         Raises:
@@ -93,7 +93,7 @@ class ConfigManager:
             _check_values(document, types_by_key(default, type(default)), selected.config_file)
             _check_code(document, overrides, selected.config_file)
         words = _to_switches(overrides, {key for key, value in known.items() if isinstance(value, bool)})
-        return Job(module, config_name, self._parse(default, [*_to_flags(document), *words]))
+        return ResolvedConfig(module, config_name, self._parse(default, [*_to_flags(document), *words]))
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
         """What the command line, or else the file, gives a configuration that is computed from a folder."""

@@ -1,4 +1,4 @@
-"""The sections of a job that belong to no single component: training, parallelism, communication, debugging."""
+"""The sections of a run's configuration that belong to no single component."""
 
 import re
 from collections.abc import Sequence
