@@ -14,8 +14,8 @@ import yaml
 
 from tests.conftest import PROJECT
 from torchtitan.config import Configurable
-from torchtitan.config.configurable import leaves, types_by_key
-from torchtitan.config.manager import ConfigManager
+from torchtitan.config.configurable import leaves
+from torchtitan.config.manager import ConfigManager, types_by_key
 from torchtitan.config.registry import built_in_modules, list_module, load_config_function, needs_assets
 from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.errors import UserError

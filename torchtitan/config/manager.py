@@ -1,17 +1,18 @@
 """`ConfigManager`: from the command line to one resolved configuration."""
 
 import argparse
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from torchtitan.config.configurable import Configurable, config_key, leaves, types_by_key
+from torchtitan.config.configurable import Configurable, config_key, describe, fits, leaves
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
     import_failure,
@@ -20,7 +21,6 @@ from torchtitan.config.registry import (
     needs_assets,
     suggest,
 )
-from torchtitan.config.value_types import describe, fits
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import regular_file
@@ -254,6 +254,32 @@ def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str)
         for item in value if isinstance(value, list) else []:
             if isinstance(item, str) and item.startswith("-") and not fits(item, float):
                 raise UserError(f"'{key}' in {path} has the item {item!r}, and an item cannot begin with '-'")
+
+
+def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
+    """Return the types of all values in a configuration by their keys on the command line: a field with
+    `tyro.conf.arg(name="")` adds nothing to them, and the items of a list of configurations are named by their classes.
+    """
+    children: Iterable[tuple[str, Any, Any]]
+    if dataclasses.is_dataclass(value):
+        hints = get_type_hints(type(value), include_extras=True)
+        names = [field.name for field in dataclasses.fields(value)]
+        children = (("" if _is_unnamed(hints[name]) else name, getattr(value, name), hints[name]) for name in names)
+    elif isinstance(value, Mapping):
+        children = ((name, item, get_args(declared)[1]) for name, item in value.items())
+    elif isinstance(value, list) and value and all(isinstance(item, Configurable.Config) for item in value):
+        children = ((config_key(item), item, type(item)) for item in value)
+    else:
+        return {key: declared}
+    types: dict[str, Any] = {}
+    for name, item, item_type in children:
+        types |= types_by_key(item, item_type, ".".join(part for part in (key, name) if part))
+    return types
+
+
+def _is_unnamed(declared: Any) -> bool:
+    annotations = get_args(declared)[1:] if get_origin(declared) is Annotated else ()
+    return any(getattr(annotation, "name", None) == "" for annotation in annotations)
 
 
 def _check_code(document: dict[str, Any], overrides: Sequence[str], path: str) -> None:

@@ -12,10 +12,10 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from torchtitan.tools.errors import UserError
 
@@ -38,8 +38,7 @@ _OWN_CODE = tuple(f"torchtitan.{folder}" for folder in ("components", *_BUILT_IN
 """The packages of this one that a checkpoint may name a part of."""
 
 
-@dataclass(frozen=True)
-class ModuleListing:
+class ModuleListing(NamedTuple):
     """What `torchtitan ls` shows of one module."""
 
     name: str
@@ -83,9 +82,7 @@ def list_module(name: str, folder: Path) -> ModuleListing:
     flavors: list[str] = []
     init = folder / "__init__.py"
     for node in ast.parse(init.read_text()).body if init.exists() else []:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
+        targets = getattr(node, "targets", [getattr(node, "target", None)])  # of `FLAVORS = …`, or `FLAVORS: … = …`
         named = any(isinstance(target, ast.Name) and target.id == "FLAVORS" for target in targets)
         if named and isinstance(value := getattr(node, "value", None), ast.Dict):
             flavors = [key.value for key in value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
@@ -154,7 +151,6 @@ def trusted_module(name: str) -> ModuleType | None:
 
 
 def _is_of(name: str, packages: Iterable[str]) -> bool:
-    """Return whether an import path is one of a package or of its parts."""
     is_path = all(part.isidentifier() for part in name.split("."))
     return is_path and any(f"{name}.".startswith(f"{package}.") for package in packages)
 
@@ -191,8 +187,7 @@ def _is_config(name: str, parameters: list[str]) -> bool:
 def _import_registry(module: str) -> ModuleType:
     built_in = built_in_modules()
     if module in built_in:
-        folder = built_in[module]
-        return _import(f"torchtitan.{folder.parent.name}.{module}.config_registry", module)
+        return _import(f"torchtitan.{built_in[module].parent.name}.{module}.config_registry", module)
     installed = installed_modules()
     if module in installed:
         return _import(f"{installed[module]}.config_registry", module)
