@@ -103,9 +103,14 @@ class ParallelDims:
     def coordinate(self, dimension: str) -> int:
         """This rank's place in a dimension of the mesh."""
         rank = dist.get_rank() if self.world_size > 1 else 0
-        names = list(self.sizes)
-        inner = prod(self.sizes[name] for name in names[names.index(dimension) + 1 :])
-        return rank // inner % self.sizes[dimension]
+        return self.coordinates(rank)[dimension]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the place of a rank in each dimension of the mesh."""
+        places = {}
+        for name, size in reversed(self.sizes.items()):
+            rank, places[name] = divmod(rank, size)
+        return places
 
     @property
     def dp_degree(self) -> int:

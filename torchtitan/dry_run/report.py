@@ -1,17 +1,19 @@
-"""The dry run itself, and how its results are shown."""
+"""The dry run itself, what it finds out about each rank, and how that is shown."""
 
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from torchtitan.dry_run.fake_trainer import fake_trainer, without_data
+from torchtitan.distributed import ParallelDims
+from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
-from torchtitan.dry_run.rank_report import RankReport, report_of
+from torchtitan.dry_run.work_tracker import CommunicationKind, Volume
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -35,6 +37,87 @@ _COLUMN_OF_KIND: dict[MemoryKind, str] = {
     "activations": "saved",
     "temporary": "other",
 }
+
+
+ON_HOST: tuple[MemoryKind, ...] = ("parameters", "gradients", "optimizer")
+"""What `training.enable_cpu_offload` keeps in CPU memory."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank communicates in one step; see `Volume`."""
+
+    kind: CommunicationKind
+    axis: str
+    """Mesh dimensions that the communicating ranks differ in, joined by `+`."""
+    calls: int
+    n_bytes: int
+    n_bytes_sent: int
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank, which stands for all with the same pipeline stages. Memory in bytes, work of one optimizer step."""
+
+    rank: int
+    stages: list[int]
+    """Numbers of its pipeline stages."""
+    parameters: int
+    """Elements of its part of the weights."""
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    peak: dict[MemoryKind, int]
+    """What is in device memory at the moment when that is most."""
+    peak_bytes: int
+    """Their sum."""
+    peak_reserved_bytes: int
+    """What PyTorch's CUDA allocator would have reserved by the end of the step, see `CachingAllocator`."""
+    communication: list[Traffic]
+    model_flops: float
+    """By the usual formula, evenly over all ranks: what model FLOP/s utilization counts."""
+    executed_flops: int
+    """Matrix products and attention that this rank computes, recomputed ones included."""
+
+
+def report_of(trainer: FakeTrainer) -> RankReport:
+    """The report of a trainer that has measured a step."""
+    memory, dims = trainer.memory, trainer.parallel_dims
+    not_on_device = ON_HOST if trainer.config.training.enable_cpu_offload else ()
+    held = memory.use().by_kind
+    peak = memory.peak(without=not_on_device)
+    plan = trainer.pipeline_plan
+    return RankReport(
+        rank=trainer.rank,
+        stages=plan.stages_of_rank(dims.coordinate("pp")) if plan else [0],
+        parameters=trainer.count_own_parameters(),
+        parameter_bytes=held["parameters"],
+        gradient_bytes=held["gradients"],
+        optimizer_bytes=held["optimizer"],
+        peak=peak.by_kind,
+        peak_bytes=peak.total,
+        peak_reserved_bytes=memory.reserved(without=not_on_device),
+        communication=_by_axis(trainer, dims),
+        model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
+        executed_flops=trainer.work.work.flops,
+    )
+
+
+def _by_axis(trainer: FakeTrainer, dims: ParallelDims) -> list[Traffic]:
+    volumes: dict[tuple[CommunicationKind, str], Volume] = {}
+    for (kind, ranks), volume in trainer.work.work.volumes.items():
+        key = (kind, axis_of(ranks, dims))
+        volumes[key] = volumes.get(key, Volume()) + volume
+    return [
+        Traffic(kind, axis, volume.calls, volume.n_bytes, round(volume.n_bytes_sent))
+        for (kind, axis), volume in sorted(volumes.items(), key=lambda item: -item[1].n_bytes)
+    ]
+
+
+def axis_of(ranks: tuple[int, ...], dims: ParallelDims) -> str:
+    """Return the mesh dimensions in which these ranks have different places: `dp_shard+cp`."""
+    places = [dims.coordinates(rank) for rank in ranks]
+    return "+".join(name for name in dims.sizes if len({place[name] for place in places}) > 1)
 
 
 def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
