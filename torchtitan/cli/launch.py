@@ -1,7 +1,7 @@
 """Starts the processes of a run on this host, and turns their fate into one exit code and at most one message.
 
-PyTorch's elastic agent (2.13), on which torchrun is built, could take its place but for four things, none of which is an
-option of its: its rendezvous opens the store on all network interfaces, and whoever reaches it can write to it; it
+PyTorch's elastic agent (2.13), on which torchrun is built, could take its place but for four things, none of which is
+an option of its: its rendezvous opens the store on all network interfaces, and whoever reaches it can write to it; it
 starts the workers again after every failure, a user's mistake included; it ends the ranks that are left after a failure
 by SIGTERM, our request to save and to stop; and it gives workers that are to stop a fixed time, where ours have as long
 as their last save takes, or until a second signal. Several hosts that are to restart use torchrun (docs/multinode.md).

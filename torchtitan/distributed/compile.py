@@ -24,11 +24,8 @@ def check_compile(config: CompileConfig) -> None:
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         raise UserError(f"--compile.backend is '{config.backend}', and torch knows {known}; to debug: aot_eager, eager")
-    if config.backend == "inductor" and device_type() == "cpu":
-        _check_cpp_compiler()
-
-
-def _check_cpp_compiler() -> None:
+    if config.backend != "inductor" or device_type() != "cpu":
+        return
     from torchtitan.tools.torch_private import InvalidCxxCompiler, get_cpp_compiler
 
     try:
@@ -43,12 +40,8 @@ def _check_cpp_compiler() -> None:
 def apply_compile(model: nn.Module, config: CompileConfig, parallelism: ParallelismConfig) -> None:
     """Compile the blocks in `model.layers`, each by itself and in place; blocks that are alike share the result.
 
-    After activation checkpointing, and before data parallelism, which communicates around a block.
-
-    Args:
-        model: has its blocks in `layers`, a `ModuleDict`, and in `mask` what makes their attention masks.
-        config: says with which backend.
-        parallelism: says in which order a pipeline computes.
+    After activation checkpointing, and before data parallelism, which communicates around a block. The model has in
+    `mask` what makes its attention masks.
     """
     # Memory of saved tensors is given to the first half of a backward pass, and the second would read what it left.
     functorch_config.donated_buffer = not parallelism.splits_backward

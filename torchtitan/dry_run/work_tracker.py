@@ -62,8 +62,7 @@ class Work:
     volumes: dict[Channel, Volume] = field(default_factory=dict)
 
     def __add__(self, other: "Work") -> "Work":
-        channels = [*self.volumes, *(channel for channel in other.volumes if channel not in self.volumes)]
-        return Work(self.flops + other.flops, {c: self[c] + other[c] for c in channels})
+        return Work(self.flops + other.flops, {c: self[c] + other[c] for c in self.volumes | other.volumes})
 
     def __sub__(self, other: "Work") -> "Work":
         return Work(self.flops - other.flops, {c: self[c] - other[c] for c in self.volumes})
