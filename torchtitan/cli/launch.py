@@ -40,11 +40,8 @@ class Hosts:
 
     @classmethod
     def from_environment(cls) -> "Hosts":
-        """Return what `NNODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` say, by default one host.
-
-        Raises:
-            UserError: for a value that cannot be used, or one that several hosts need and that is not set.
-        """
+        """Return what `NNODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` say, by default one host. Raises
+        `UserError` for a value that cannot be used, or one that several hosts need and that is not set."""
         count = environment_number("NNODES", default=1, minimum=1)
         if count == 1:
             return cls(count=1, rank=0, address="127.0.0.1", port=_free_port())

@@ -41,11 +41,8 @@ class Configurable:
             return self._owner(copy.deepcopy(self), **runtime)
 
         def validate(self) -> None:
-            """Find mistakes in the values, before anything is built; `build` calls it.
-
-            Raises:
-                torchtitan.tools.errors.UserError: for a value that cannot be used.
-            """
+            """Find mistakes in the values, before anything is built; `build` calls it. Raises `UserError` for a value
+            that cannot be used."""
 
         def to_dict(self) -> dict[str, Any]:
             """The configuration as JSON-ready values: nested dictionaries, lists, strings, numbers, booleans, None."""

@@ -15,7 +15,6 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 from torchtitan.config.configurable import Configurable, config_key, describe, fits, leaves
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
-    import_failure,
     is_trusted,
     load_config_function,
     needs_assets,
@@ -43,11 +42,8 @@ class ResolvedConfig:
     config: Any  # a Trainer.Config; this layer does not know the Trainer
 
     def save(self, path: Path) -> None:
-        """Write the resolved configuration as YAML that `--config_file` takes back.
-
-        Raises:
-            OSError: if it cannot be written.
-        """
+        """Write the resolved configuration as YAML that `--config_file` takes back. Raises `OSError` if it cannot be
+        written."""
         document = {"module": self.module, "config": self.config_name, **self.config.to_dict()}
         durable.write(path, yaml.safe_dump(document, sort_keys=False))
 
@@ -81,7 +77,10 @@ class ConfigManager:
         arguments: dict[str, str] = {}
         if needs_assets(function):
             arguments[ASSETS_PARAMETER] = self._assets_path(config_name, overrides, document)
-        default: Any = _call(function, arguments, module)
+        try:
+            default: Any = function(**arguments)
+        except ImportError as error:
+            raise import_failure(module, error) from error
         if not isinstance(default, Configurable.Config):
             raise UserError(
                 f"configuration '{config_name}' of module '{module}' returned {default!r}, not a Trainer.Config"
@@ -148,13 +147,6 @@ def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     )
 
 
-def _call(function: Callable[..., object], arguments: dict[str, str], module: str) -> object:
-    try:
-        return function(**arguments)
-    except ImportError as error:
-        raise import_failure(module, error) from error
-
-
 def _registered_name(function: Callable[..., object]) -> str:
     """Return the name that a configuration is registered under, package.function. Of the package's import path it has
     the last part only, since several paths may lead to the package."""
@@ -215,10 +207,7 @@ def _load_yaml(text: str) -> Any:
 
 def _check_expanded(node: yaml.Node, known: dict[int, int]) -> int:
     """Return how many nodes a node has with its aliases (`*name`) written out; `known` holds the sizes by identity.
-
-    Raises:
-        yaml.YAMLError: for a node that is inside of itself, or far too large.
-    """
+    Raises `YAMLError` for a node that is inside of itself, or far too large."""
     if known.setdefault(id(node), 0):
         return known[id(node)]
     children = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -316,11 +305,8 @@ def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:
 
 def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
     """The same command line with the one form of a boolean that tyro knows: `--checkpoint.enable true` and
-    `--checkpoint.enable=true` become `--checkpoint.enable`, and with `false`, `--checkpoint.no_enable`.
-
-    Raises:
-        UserError: for another value after `=`.
-    """
+    `--checkpoint.enable=true` become `--checkpoint.enable`, and with `false`, `--checkpoint.no_enable`. Raises
+    `UserError` for another value after `=`."""
     words: list[str] = []
     rest = list(args)
     while rest:

@@ -127,11 +127,8 @@ def _configurations(registry: ModuleType) -> dict[str, Callable[..., object]]:
 
 
 def import_package(module: str) -> ModuleType:
-    """The package that `--module module` names, imported together with its `config_registry.py`.
-
-    Raises:
-        UserError: as `load_config_function`.
-    """
+    """The package that `--module module` names, imported together with its `config_registry.py`. Raises `UserError` as
+    `load_config_function`."""
     return _package_of(_import_registry(module))
 
 

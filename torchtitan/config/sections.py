@@ -77,11 +77,8 @@ class TrainingConfig:
             ) from None
 
     def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
-        """Samples in one optimizer step over `data_parallel_degree` ranks.
-
-        Raises:
-            UserError: if the ranks' local batches do not divide `global_batch_size`.
-        """
+        """Samples in one optimizer step over `data_parallel_degree` ranks. Raises `UserError` if the ranks' local
+        batches do not divide `global_batch_size`."""
         one_pass = self.local_batch_size * data_parallel_degree
         if self.global_batch_size == -1:
             return one_pass

@@ -35,11 +35,7 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, config: ParallelismConfig, world_size: int) -> "ParallelDims":
-        """Resolve `-1` and check that the degrees multiply to `world_size`.
-
-        Raises:
-            UserError: if they do not.
-        """
+        """Resolve `-1` and check that the degrees multiply to `world_size`. Raises `UserError` if they do not."""
         config.validate()
         shard = config.data_parallel_shard_degree
         others = {
@@ -67,11 +63,8 @@ class ParallelDims:
         )
 
     def check_fits(self, model: BaseModel.Config, seq_len: int) -> None:
-        """Check that the model and the sequence can be shared out.
-
-        Raises:
-            UserError: for the first size that cannot, by name.
-        """
+        """Check that the model and the sequence can be shared out. Raises `UserError` for the first size that cannot,
+        by name."""
         for name, size in model.tensor_parallel_sizes.items():
             if size % self.tp:
                 raise UserError(f"--parallelism.tensor_parallel_degree {self.tp} does not divide --model.{name} {size}")

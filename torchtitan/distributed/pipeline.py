@@ -42,11 +42,8 @@ class PipelinePlan:
 
     @classmethod
     def from_config(cls, config: ParallelismConfig, model: BaseModel.Config, local_batch_size: int) -> "PipelinePlan":
-        """Share the modules of a model out to stages.
-
-        Raises:
-            UserError: where the model, the schedule, the stages and the batch do not fit together.
-        """
+        """Share the modules of a model out to stages. Raises `UserError` where the model, the schedule, the stages and
+        the batch do not fit together."""
         groups = model.pipeline_modules()
         named = config.module_fqns_per_model_part is not None
         stages = _stages_by_name(config, groups) if named else _stages_by_weight(config, groups)

@@ -85,11 +85,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
 def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
     """Find entries of the plan that do not fit the model, which is converted and still whole, and linear layers that
     cannot be split over `degree` ranks: inputs that a parameter holds in pieces, and parts that a layer cannot compute
-    with (`with_part_multiple`).
-
-    Raises:
-        UserError: for the first such entry, or the first such layer, by name.
-    """
+    with (`with_part_multiple`). Raises `UserError` for the first such entry, or the first such layer, by name."""
     for pattern, sharding in plan.tensor.items():
         parts = list(_parts(model, pattern))
         _check_entry(f"the sharding plan's entry '{pattern}': '{sharding}'", sharding, parts)

@@ -25,7 +25,7 @@ from torchtitan.trainer import StepOutcome, Trainer
 
 
 class VocabularySize(Tokenizer):
-    """A tokenizer of which nothing is known but the size of its vocabulary."""
+    """A tokenizer of which nothing is known but the size of its vocabulary; there is no text in a dry run."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Tokenizer.Config):
@@ -39,11 +39,9 @@ class VocabularySize(Tokenizer):
         self.vocab_size = config.vocab_size
 
     def tokenize(self, texts: Any, *, allow_special: bool) -> list[list[int]]:
-        """Not to be called: there is no text in a dry run."""
         raise NotImplementedError
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
-        """Not to be called: there is no text in a dry run."""
         raise NotImplementedError
 
 

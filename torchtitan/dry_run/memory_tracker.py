@@ -150,15 +150,8 @@ class MemoryTracker(Observer):
     def replay(
         self, start: int, end: int, twins: dict[Allocation, Allocation], omit: Sequence[Allocation | None]
     ) -> None:
-        """Pretend that what happened from moment `start` to `end` happens again, to memory of its own.
-
-        Args:
-            start: see `now`.
-            end: see `now`.
-            twins: allocations of an earlier replay that have not been freed; what is freed here is taken out, and what
-                is allocated and not freed is added.
-            omit: allocations that are not made again.
-        """
+        """Pretend that what happened from moment `start` to `end` (see `now`) happens again, to memory of its own, but
+        for the allocations in `omit`. `twins` holds what earlier replays allocated and did not free."""
         for allocation, sign in self._events[start:end]:
             if sign < 0 and allocation in twins:
                 self._free(twins.pop(allocation).owner)
@@ -212,7 +205,6 @@ class MemoryTracker(Observer):
             self._events.append((allocation, -1))
 
     def _note_backward_pass(self) -> None:
-        """Find out whether another backward pass has begun."""
         current = current_backward_pass()
         if current > self._latest_backward:
             self._latest_backward = current

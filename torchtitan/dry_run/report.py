@@ -28,6 +28,7 @@ Units = tuple[tuple[str, float], ...]
 
 _BYTES: Units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _OPERATIONS: Units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+_Row = tuple[Sequence[str], Sequence[float]]
 _WIDTH_OF_A_FILE = 120
 _COLUMN_OF_KIND: dict[MemoryKind, str] = {
     "parameters": "weights",
@@ -122,11 +123,8 @@ def axis_of(ranks: tuple[int, ...], dims: ParallelDims) -> str:
 
 def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     """Try one step of a run of `world_size` ranks in this process, without their memory: one report per rank with other
-    pipeline stages. They are printed, and written to `{dump_folder}/dry_run.json`.
-
-    Raises:
-        UserError: where the run itself would refuse its configuration, and for what cannot be tried without it.
-    """
+    pipeline stages. They are printed, and written to `{dump_folder}/dry_run.json`. Raises `UserError` where the run
+    itself would refuse its configuration, and for what cannot be tried without it."""
     _check(config)
     tried = without_data(config)
     tried.check(world_size, dry_run=True)
@@ -146,8 +144,8 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     for rank in range(0, world_size, world_size // pipeline_degree):
         reports.append(_try_rank(tried, rank, world_size))
         if pipeline_degree > 1:
-            name, (peak,) = _in_one_unit([[reports[-1].peak_bytes]], _BYTES)
-            logger.info("rank %d: %s %s at most", rank, *peak, name)
+            unit, size = _unit(reports[-1].peak_bytes, _BYTES)
+            logger.info("rank %d: %s %s at most", rank, _shown(reports[-1].peak_bytes / size), unit)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
     durable.write(path, json.dumps(_document(config, world_size, reports), indent=2) + "\n")
@@ -194,65 +192,45 @@ def _document(config: Trainer.Config, world_size: int, reports: Sequence[RankRep
 def _print(reports: Sequence[RankReport]) -> None:
     from rich.console import Console
 
+    kinds = [kind for kind in MEMORY_KINDS if any(report.peak[kind] for report in reports)]
+    held: list[_Row] = []
+    peaks: list[_Row] = []
+    messages: list[_Row] = []
+    work: list[_Row] = []
+    for report in reports:
+        rank, stages = str(report.rank), ", ".join(map(str, report.stages))
+        sizes = [report.parameter_bytes, report.gradient_bytes, report.optimizer_bytes]
+        held.append(([rank, stages, f"{report.parameters:,}"], sizes))
+        peaks.append(([rank], [*map(report.peak.__getitem__, kinds), report.peak_bytes, report.peak_reserved_bytes]))
+        for one in report.communication:
+            messages.append(([rank, one.kind, one.axis, f"{one.calls:,}"], [one.n_bytes, one.n_bytes_sent]))
+        work.append(([rank], [report.model_flops, report.executed_flops]))
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
-    for table in (_state_table(reports), _peak_table(reports), _communication_table(reports), _work_table(reports)):
-        console.print(table)
+    console.print(_table("Held by each rank", "rank stages parameters weights gradients optimizer", held))
+    columns = " ".join(_COLUMN_OF_KIND[kind] for kind in kinds)
+    console.print(_table("Peak of a step", f"rank {columns} allocated reserved", peaks))
+    console.print(_table("Communication of a step", "rank kind axis calls size sent", messages))
+    console.print(_table("Operations of a step", "rank model executed", work, _OPERATIONS))
 
 
-def _table(title: str, *columns: str) -> "Table":
+def _table(title: str, columns: str, rows: Sequence[_Row], units: Units = _BYTES) -> "Table":
+    """A table of words and, after them, numbers in one unit."""
     from rich.table import Table
 
+    largest = max((number for _, numbers in rows for number in numbers), default=0)
+    unit, size = _unit(largest, units)
+    title = f"{title} ({unit})"
     table = Table(title=title, title_justify="left", title_style="bold", min_width=len(title))
-    for column in columns:
+    for column in columns.split():
         table.add_column(column, justify="left" if column in ("kind", "axis") else "right")
+    for words, numbers in rows:
+        table.add_row(*words, *(_shown(number / size) for number in numbers))
     return table
 
 
-def _state_table(reports: Sequence[RankReport]) -> "Table":
-    sizes = [(report.parameter_bytes, report.gradient_bytes, report.optimizer_bytes) for report in reports]
-    unit, rows = _in_one_unit(sizes, _BYTES)
-    title = f"Held by each rank ({unit})"
-    table = _table(title, "rank", "stages", "parameters", "weights", "gradients", "optimizer")
-    for report, row in zip(reports, rows, strict=True):
-        table.add_row(str(report.rank), ", ".join(map(str, report.stages)), f"{report.parameters:,}", *row)
-    return table
-
-
-def _peak_table(reports: Sequence[RankReport]) -> "Table":
-    kinds = [kind for kind in MEMORY_KINDS if any(report.peak[kind] for report in reports)]
-    sizes = [
-        [*(report.peak[kind] for kind in kinds), report.peak_bytes, report.peak_reserved_bytes] for report in reports
-    ]
-    unit, rows = _in_one_unit(sizes, _BYTES)
-    columns = (*map(_COLUMN_OF_KIND.__getitem__, kinds), "allocated", "reserved")
-    table = _table(f"Peak of a step ({unit})", "rank", *columns)
-    for report, row in zip(reports, rows, strict=True):
-        table.add_row(str(report.rank), *row)
-    return table
-
-
-def _communication_table(reports: Sequence[RankReport]) -> "Table":
-    traffics = [(report.rank, traffic) for report in reports for traffic in report.communication]
-    unit, rows = _in_one_unit([(traffic.n_bytes, traffic.n_bytes_sent) for _, traffic in traffics], _BYTES)
-    table = _table(f"Communication of a step ({unit})", "rank", "kind", "axis", "calls", "size", "sent")
-    for (rank, traffic), row in zip(traffics, rows, strict=True):
-        table.add_row(str(rank), traffic.kind, traffic.axis, f"{traffic.calls:,}", *row)
-    return table
-
-
-def _work_table(reports: Sequence[RankReport]) -> "Table":
-    unit, rows = _in_one_unit([(report.model_flops, report.executed_flops) for report in reports], _OPERATIONS)
-    table = _table(f"Operations of a step ({unit})", "rank", "model", "executed")
-    for report, row in zip(reports, rows, strict=True):
-        table.add_row(str(report.rank), *row)
-    return table
-
-
-def _in_one_unit(rows: Sequence[Sequence[float]], units: Units) -> tuple[str, list[list[str]]]:
-    """The largest unit that the largest number has one of, and all numbers in it."""
-    largest = max((value for row in rows for value in row), default=0)
-    name, size = next((unit for unit in units if largest >= unit[1]), units[-1])
-    return name, [[_shown(value / size) for value in row] for row in rows]
+def _unit(number: float, units: Units) -> tuple[str, float]:
+    """The largest unit that the number has one of."""
+    return next((unit for unit in units if number >= unit[1]), units[-1])
 
 
 def _shown(value: float) -> str:

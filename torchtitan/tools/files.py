@@ -52,11 +52,8 @@ def regular_file(path: Path, name: str | None = None) -> Path:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one when nothing has this name.
-
-    Raises:
-        UserError: naming the file, if it does not hold a JSON object.
-    """
+    """Return the JSON object in a file, or an empty one when nothing has this name. Raises `UserError` naming the file,
+    if it does not hold a JSON object."""
     name = f"'{path}'"
     if not regular_file(path, name).exists():
         return {}
