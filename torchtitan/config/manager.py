@@ -15,6 +15,7 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 from torchtitan.config.configurable import Configurable, config_key, describe, fits, leaves
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
+    import_failure,
     is_trusted,
     load_config_function,
     needs_assets,
