@@ -71,10 +71,8 @@ def modules_on_disk() -> dict[str, Path]:
 
 
 def list_module(name: str, folder: Path) -> ModuleListing:
-    """Configurations and flavours of the module in `folder`, read from its source without importing it.
-
-    Configurations are the public functions of `config_registry.py` without parameters, or with `hf_assets_path`;
-    flavors are the keys of the dictionary `FLAVORS` in `__init__.py`, if it has one.
+    """Return what is in the module in `folder`, read from its source without importing it: configurations are public
+    functions of `config_registry.py` with `_PARAMETERS`, flavors the keys of the dictionary `FLAVORS` in `__init__.py`.
     """
     registry = ast.parse((folder / REGISTRY_FILE).read_text())
     functions = {node.name: node.args for node in registry.body if isinstance(node, ast.FunctionDef)}
@@ -90,14 +88,11 @@ def list_module(name: str, folder: Path) -> ModuleListing:
 
 
 def load_config_function(module: str, config: str) -> Callable[..., object]:
-    """The function that `--module module --config config` names; see `needs_assets` for what it is called with.
+    """Return the function that `--module module --config config` names; `needs_assets` says what it is called with.
 
-    Args:
-        module: a short name, a dotted import path, or a folder on disk that holds a `config_registry.py`.
-        config: a function there, with or without the module's name in front (`debugmodel`, `llama3_debugmodel`).
-
-    Raises:
-        UserError: if there is no such module or configuration, or importing it fails.
+    The module is a short name, a dotted import path, or a folder that holds a `config_registry.py`; the configuration
+    a function there, with or without the module's name in front (`debugmodel`, `llama3_debugmodel`). Raises `UserError`
+    if there is no such module or configuration, or importing it fails.
     """
     registry = _import_registry(module)
     functions = _configurations(registry)

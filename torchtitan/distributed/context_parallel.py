@@ -58,11 +58,8 @@ def shard_sequences(batch: Mapping[str, Tensor], shards: SequenceShards, rank: i
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, shards: SequenceShards) -> None:
     """Make a model's attention reach over the tokens of all ranks, in place; nothing changes in its weights.
 
-    Args:
-        model: whose batches `shard_sequences` shares out over `mesh`.
-        mesh: of the one dimension of context parallelism.
-        plan: names the attention and mask modules.
-        shards: which tokens a rank has.
+    Its batches are shared out by `shard_sequences` over `mesh`, which has the one dimension of context parallelism;
+    `plan` names the attention and mask modules.
     """
     rank = mesh.get_local_rank()
 

@@ -114,13 +114,8 @@ def end_with_launcher() -> None:
 
 
 def report_failure(code: int, text: str, *, passing: bool) -> None:
-    """Tell the launcher what to say; it says it for the rank that failed first. Later calls change nothing.
-
-    Args:
-        code: exit code that the launcher is to end with.
-        text: what it is to print.
-        passing: whether the same run may well succeed when it is started again.
-    """
+    """Tell the launcher the exit code to end with, what to say, and whether the same run may well succeed when it is
+    started again; it follows the rank that failed first. Later calls change nothing."""
     global _reported
     report = {"time": time.time(), "code": code, "text": text[-_MAX_REPORT_LENGTH:], "passing": passing}
     with _reporting:
