@@ -54,10 +54,6 @@ class Hosts:
         port = environment_number("MASTER_PORT", default=29500, minimum=1)
         return cls(count=count, rank=rank, address=os.environ["MASTER_ADDR"], port=port)
 
-    def at_another_port(self) -> "Hosts":
-        """For a restart: what a killed worker had started may still hold the port."""
-        return dataclasses.replace(self, port=_free_port())
-
 
 def environment_number(name: str, *, default: int, minimum: int) -> int:
     """Return an environment variable as a number; raises `UserError` if it is none, or below `minimum`."""
@@ -88,7 +84,8 @@ def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: i
                 break
             logger.error("%s", min(failures).text)
             logger.warning("restart %d of %d: all processes start again", restart, max_restarts)
-            hosts = hosts.at_another_port()
+            # At another port: what a killed worker had started may still hold this one.
+            hosts = dataclasses.replace(hosts, port=_free_port())
             failures = _run_once(workers, signals, args, hosts, processes)
     finally:
         _kill(workers)

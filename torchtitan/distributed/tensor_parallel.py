@@ -139,14 +139,9 @@ def apply_tensor_parallel(
 ) -> None:
     """Shard the modules that `plan` names over `mesh`, in place. Those that a pipeline stage lacks are skipped.
 
-    Args:
-        model: on the meta device, or with the same weights on every rank.
-        mesh: of the one dimension of tensor parallelism.
-        plan: see `ShardingPlan`.
-        disable_loss_parallel: hand whole hidden states and output weights to the model's head.
-
-    Raises:
-        UserError: as `check_parts`, and if a parameter belongs to no module in `plan`, by name.
+    The model is on the meta device, or has the same weights on every rank; with `disable_loss_parallel` its head gets
+    whole hidden states and output weights. Raises `UserError` as `check_parts`, and if a parameter belongs to no module
+    in `plan`, by name.
     """
     check_parts(model, plan, mesh.size())
     for pattern, sharding in plan.tensor.items():
