@@ -17,7 +17,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.measures import Measures
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
-from torchtitan.config.job_config import require_at_least
+from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import on_all_ranks, sum_over_ranks
 from torchtitan.tools.errors import UserError

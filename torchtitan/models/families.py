@@ -15,13 +15,11 @@ from typing import Any
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.registry import built_in_modules, installed_modules, trusted_module
 from torchtitan.distributed.parallelize import parallelize_decoder
-from torchtitan.models.common.block import DENSE_SHARDING
-from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder import DENSE_SHARDING, Decoder
 from torchtitan.protocols import ModelSpec, ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ForeignFormat
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
-from torchtitan.tools.model_folder import no_folder
+from torchtitan.tools.files import no_folder, read_object
 
 DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
 """Format → name of the file next to the weights that describes the model."""

@@ -1,4 +1,4 @@
-"""The decoder-only language model that families specialise: embedding, blocks, final norm, output head."""
+"""The decoder-only language model that families specialise, its blocks, and how parallelism splits them."""
 
 import math
 from collections.abc import Callable
@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.attention import AttentionMask, CausalMask
-from torchtitan.models.common.block import BlockDesign, TransformerBlock
+from torchtitan.models.common.attention import AttentionMask, CausalMask, GroupedQueryAttention
+from torchtitan.models.common.feed_forward import SwiGLU
 from torchtitan.models.common.norm import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
 from torchtitan.protocols.converted_module import effective_weight
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel, count_elements
+from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.errors import UserError
 
 _MOST = {
@@ -29,6 +30,42 @@ _MOST_PARAMETERS = 2**44
 Head = Callable[..., Tensor]
 """What is computed from the last hidden states (B, L, D) and the output weights (V, D): logits, or the loss itself.
 What it needs beside them is given to the model by name, and handed on to it."""
+
+
+_INIT_STD = 0.02
+
+DENSE_SHARDING = ShardingPlan(
+    tensor={
+        "tok_embeddings": "vocabulary",
+        "layers.*.attention_norm": "sequence",
+        "layers.*.attention": "whole sequence",
+        "layers.*.attention.wq": "columns",
+        "layers.*.attention.wk": "columns",
+        "layers.*.attention.wv": "columns",
+        "layers.*.attention.q_norm": "heads",
+        "layers.*.attention.k_norm": "heads",
+        "layers.*.attention.wo": "rows",
+        "layers.*.ffn_norm": "sequence",
+        "layers.*.feed_forward": "whole sequence",
+        "layers.*.feed_forward.w1": "columns",
+        "layers.*.feed_forward.w3": "columns",
+        "layers.*.feed_forward.w2": "rows",
+        "norm": "sequence",
+        "output": "columns",
+    },
+    attention="layers.*.attention.attend",
+    mask="mask",
+)
+"""The plan for every `Decoder` of `TransformerBlock`s; the parts that a model leaves out are None in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDesign:
+    """Differences of a family's blocks from Llama's; the sizes are in `Decoder.Config`."""
+
+    qk_norm: bool = False
+    """Normalize each head of queries and keys by its root mean square before RoPE, with weights that all heads of a
+    layer share."""
 
 
 class Decoder(BaseModel):
@@ -222,3 +259,34 @@ class Decoder(BaseModel):
                 has_gradient |= is_trained
             flops += attention * (3 if has_gradient else 1)
         return flops
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each normalized before and added to the residual stream."""
+
+    def __init__(self, config: Decoder.Config, index: int, design: BlockDesign):
+        super().__init__()
+        std = depth_scaled_std(index, _INIT_STD)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = GroupedQueryAttention(
+            dim=config.dim,
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=config.resolved_head_dim,
+            qk_norm_eps=config.norm_eps if design.qk_norm else None,
+            init_std=_INIT_STD,
+            out_init_std=std,
+        )
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = SwiGLU(dim=config.dim, hidden_dim=config.ffn_dim, init_std=_INIT_STD, out_init_std=std)
+
+    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
+        """(B, L, dim) → (B, L, dim)."""
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope, mask)
+        return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
+
+
+def depth_scaled_std(index: int, base: float = 0.02) -> float:
+    """Standard deviation of the initial projections that write to the residual stream in layer `index` (from 0):
+    `base / sqrt(2 (index + 1))`, so that the stream's variance grows slowly with depth (after GPT-2's 1 / sqrt(N))."""
+    return base / (2 * (index + 1)) ** 0.5

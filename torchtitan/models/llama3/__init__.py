@@ -1,6 +1,6 @@
 """Llama 3, 3.1 and 3.2 in their published sizes, and a small one that trains on a laptop."""
 
-from torchtitan.models.common.block import DENSE_SHARDING
+from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import Family
 from torchtitan.models.llama3 import hugging_face, meta

@@ -1,7 +1,6 @@
 """Qwen3, its dense models ("Qwen3 Technical Report", arXiv:2505.09388)."""
 
-from torchtitan.models.common.block import BlockDesign
-from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder import BlockDesign, Decoder
 
 
 class Qwen3Model(Decoder):
