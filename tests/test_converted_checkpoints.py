@@ -30,9 +30,9 @@ from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.models.pretrained import load_model, native_source
 from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.conversion import converted_model, describe_converters, differences
-from torchtitan.protocols.converted_module import ConvertedModule
+from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import Constant, DerivedRows, initializer_of, with_initializers
-from torchtitan.protocols.layer_converter import LayerConverter
+from torchtitan.protocols.model import ConvertedModule
 from torchtitan.protocols.sharding import with_features
 from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools.errors import UserError

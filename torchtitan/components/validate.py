@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.measures import Measures
+from torchtitan.components.loss import IGNORE_INDEX, Measures
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.config.job_config import require_at_least

@@ -23,8 +23,7 @@ from torchtitan.components.checkpoint.pretrained import export_huggingface, froz
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.store import is_url
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.measures import Measures
+from torchtitan.components.loss import IGNORE_INDEX, Measures
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import Optimizer, trained_names
 from torchtitan.components.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from torchtitan.components.peft.adapter_files import AdapterSource, read_adapter
 from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear
 from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.protocols.conversion import converted_model
-from torchtitan.protocols.layer_converter import LayerConverter
+from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger

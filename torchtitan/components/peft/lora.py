@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtitan.distributed.gradients import row_norms
-from torchtitan.protocols.converted_module import ConvertedModule
 from torchtitan.protocols.initializer import (
     Constant,
     DerivedRows,
@@ -24,6 +23,7 @@ from torchtitan.protocols.initializer import (
     initializers_of,
     with_initializers,
 )
+from torchtitan.protocols.model import ConvertedModule
 from torchtitan.protocols.sharding import with_features
 
 

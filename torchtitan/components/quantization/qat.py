@@ -22,8 +22,8 @@ from torch import nn
 
 from torchtitan.components.quantization.torchao_library import check_torchao, import_torchao
 from torchtitan.config.configurable import config_key
+from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import initializers_of, with_initializers
-from torchtitan.protocols.layer_converter import LayerConverter
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import without_numbers

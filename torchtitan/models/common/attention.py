@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.norm import RMSNorm
+from torchtitan.models.common.layers import RMSNorm
 from torchtitan.models.common.rope import apply_rope
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 

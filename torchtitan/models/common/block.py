@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import AttentionMask, GroupedQueryAttention
-from torchtitan.models.common.feed_forward import SwiGLU
-from torchtitan.models.common.norm import RMSNorm
+from torchtitan.models.common.layers import RMSNorm, SwiGLU
 from torchtitan.protocols.sharding import ShardingPlan
 
 if TYPE_CHECKING:

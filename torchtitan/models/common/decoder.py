@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from torchtitan.models.common.attention import AttentionMask, CausalMask
 from torchtitan.models.common.block import BlockDesign, TransformerBlock
-from torchtitan.models.common.norm import RMSNorm
+from torchtitan.models.common.layers import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
-from torchtitan.protocols.converted_module import effective_weight
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
-from torchtitan.protocols.model import BaseModel, count_elements
+from torchtitan.protocols.model import BaseModel, count_elements, effective_weight
 from torchtitan.tools.errors import UserError
 
 _MOST = {

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torchtitan.components.checkpoint.formats.convert import View
 from torchtitan.components.checkpoint.formats.load import check_fit
 from torchtitan.components.checkpoint.formats.source import Slices, TensorSource, whole
-from torchtitan.protocols.converted_module import ConvertedModule, converted_modules
+from torchtitan.protocols.converter import ModelConverter
 from torchtitan.protocols.initializer import DerivedRows
-from torchtitan.protocols.model_converter import ModelConverter
+from torchtitan.protocols.model import ConvertedModule, converted_modules
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import TensorForm
 
