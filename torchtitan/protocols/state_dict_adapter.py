@@ -1,6 +1,7 @@
 """How a family's weights are called and laid out in other formats: a table, used in both directions.
 
-A row says which tensors of ours ("native") are which of another format's ("foreign"), and what lies between them.
+A row says which tensors of ours ("native") are which of another format's ("foreign"), and what lies between them. An
+adapter is the table of one model configuration; where tensors lie in files is none of its business.
 """
 
 from abc import ABC, abstractmethod
@@ -29,28 +30,31 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorForm":
-        """The form of a tensor; of a DTensor, the whole one's."""
+        """The form of that tensor; of a DTensor, that of the whole."""
         return cls(tensor.shape, tensor.dtype)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the tensor's values."""
+        """Size of the tensor's values."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 def model_forms(config: BaseModel.Config) -> dict[str, TensorForm]:
-    """Name → form of every tensor of the model that `config` builds, in its order; allocates nothing."""
+    """Name → form of every tensor of the model that `config` builds, in its own order; nothing is allocated."""
     with torch.device("meta"):
         model = config.build()
     return {name: TensorForm.of(tensor) for name, tensor in model.state_dict().items()}
 
 
 class Transform(ABC):
-    """What lies between the tensors of a row: a rearrangement, exact to the bit, of meta tensors too."""
+    """What lies between the tensors of a row: a rearrangement, exact to the bit, without memory of its own.
+
+    Works on tensors of the meta device too, which is how the shapes on the other side are found.
+    """
 
     rows_only: ClassVar[bool] = False
-    """Whether it makes one tensor of one by moving rows, so that it fits whatever else has one entry per row, as an
-    adapter of the weight or the norms of its rows."""
+    """Whether it makes one tensor of one, and only moves rows: then it does the same to whatever else has one entry per
+    row, as the adapter of a weight and the norms of its rows have."""
 
     @abstractmethod
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
@@ -68,18 +72,20 @@ class Same(Transform):
     rows_only = True
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """The tensor as it is."""
         return tensors
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The tensor as it is."""
         return tensors
 
 
 @dataclass(frozen=True)
 class RopePermutation(Transform):
-    """Rows of a query or key projection, where the other format rotates neighboring elements of a head.
+    """Rows of a query or key projection, where the other format rotates neighbouring pairs of a head's elements.
 
-    Our pair is elements i and i + head_dim / 2, as in Hugging Face's format; in Meta's, as in the RoPE paper
-    (arXiv:2104.09864, section 3.2), it is elements 2i and 2i + 1.
+    Ours rotates element i with i + head_dim / 2 (`torchtitan.models.common.rope`), as Hugging Face's does; in Meta's
+    checkpoints, as in the RoPE paper (arXiv:2104.09864, section 3.2), that pair are elements 2i and 2i + 1.
     """
 
     rows_only = True
@@ -87,9 +93,11 @@ class RopePermutation(Transform):
     head_dim: int
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """Rows of each head: all first elements of the pairs, then all second ones."""
         return [self._permute(tensor, (self.head_dim // 2, 2)) for tensor in tensors]
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Rows of each head: the two elements of a pair beside each other."""
         return [self._permute(tensor, (2, self.head_dim // 2)) for tensor in tensors]
 
     def _permute(self, tensor: Tensor, order: tuple[int, int]) -> Tensor:
@@ -98,15 +106,17 @@ class RopePermutation(Transform):
 
 @dataclass(frozen=True)
 class Concatenated(Transform):
-    """Several tensors of ours that the other format has fused into one along `dim`."""
+    """Several tensors of ours that the other format has fused into one, one after the other along `dim`."""
 
     dim: int
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """The pieces of the fused tensor, each as long along `dim` as its shape says."""
         (fused,) = tensors
         return list(fused.split([shape[self.dim] for shape in shapes], dim=self.dim))
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The fused tensor."""
         return [torch.cat(tensors, dim=self.dim)]
 
 
@@ -117,9 +127,11 @@ class Stacked(Transform):
     dim: int
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        """The stack."""
         return [torch.stack(tensors, dim=self.dim)]
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Its slices."""
         (stack,) = tensors
         return list(stack.unbind(self.dim))
 
@@ -131,9 +143,11 @@ class Repeated(Transform):
     times: int
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return tensors[:1]  # that the others equal it is for the adapter's `tied` to say
+        """The first; that the others equal it is for the adapter's `tied` to say."""
+        return tensors[:1]
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The tensor, several times."""
         return tensors * self.times
 
 
@@ -161,8 +175,9 @@ class StateDictAdapter:
     Args:
         rows: every tensor of the model, once; a row with `*` in its names is one of each layer.
         n_layers: how many layers there are.
-        ignored: foreign tensors that may be there and carry nothing, as RoPE's frequencies; `*` as in rows.
-        tied: foreign tensor that may be there → the one it must equal; whoever reads compares the two (`check_tied`).
+        ignored: foreign tensors that may be there and carry nothing (RoPE frequencies, which are computed); `*` as in
+            rows.
+        tied: foreign tensor → the one it must equal. May be there; whoever reads compares the two (`check_tied`).
 
     Attributes:
         steps: the rows with `*` replaced by each layer's number.
@@ -190,14 +205,14 @@ class StateDictAdapter:
 
     @property
     def foreign_names(self) -> list[str]:
-        """The other format's tensors, in the order of the table, without those that may be absent."""
+        """The other format's tensors, in the order of the table, without those that only may be there."""
         return [name for step in self.steps for name in step.foreign]
 
     def foreign_forms(self, native: Mapping[str, TensorForm]) -> dict[str, TensorForm]:
         """Name → form of the other format's tensors, for a model whose tensors have the forms `native`.
 
         Raises:
-            UserError: if `native` lacks tensors of the table or has others.
+            UserError: where `native` lacks tensors of the table or has others.
         """
         _check_names("the weights", native, self.native_names, allowed=())
         forms: dict[str, TensorForm] = {}
@@ -211,7 +226,7 @@ class StateDictAdapter:
         """The steps that make a model with the forms `native` from a checkpoint with the forms `foreign`.
 
         Raises:
-            UserError: naming the tensors that are missing, surplus or of another shape.
+            UserError: naming the tensors that are missing, that the model has no place for, or of another shape.
         """
         expected = self.foreign_forms(native)
         _check_names("the checkpoint", foreign, list(expected), allowed={*self._ignored, *self.tied})
@@ -226,7 +241,11 @@ class StateDictAdapter:
 
 
 def check_tied(name: str, tensor: Tensor, tied_to: str, original: Tensor) -> None:
-    """Raise `UserError`, naming both, if a tensor of a checkpoint differs from the one that the model uses instead."""
+    """Make sure that a tensor of a checkpoint equals the one that the model uses in its place.
+
+    Raises:
+        UserError: naming both, where they differ.
+    """
     if tensor.shape != original.shape or not torch.equal(tensor, original):
         raise UserError(
             f"the checkpoint's {name} differs from {tied_to}, and the model has the same weights for both; "
@@ -236,20 +255,20 @@ def check_tied(name: str, tensor: Tensor, tied_to: str, original: Tensor) -> Non
 
 @dataclass(frozen=True)
 class ForeignFormat:
-    """A family's weights in another format, and the file that describes the model."""
+    """What a family says of another format: its tensors, and the file that describes the model."""
 
     adapter: Callable[[Any], StateDictAdapter]
     """Model configuration → the table of its tensors."""
 
     to_foreign: Callable[[Any], dict[str, Any]]
-    """Model configuration → what it says in config.json (hf) or params.json (meta). Raises `UserError` for what the
-    format cannot express."""
+    """Model configuration → content of config.json (hf) or params.json (meta), as far as it follows from it. Raises
+    `UserError` for what the format cannot express."""
 
     from_foreign: Callable[[Mapping[str, Any]], BaseModel.Config]
-    """That content → model configuration. Raises `UserError` naming what the family does not compute."""
+    """That content → model configuration. Raises `UserError` naming what it asks for and the family does not have."""
 
     model_types: tuple[str, ...] = ()
-    """The `model_type`s of config.json that are this family."""
+    """Those `model_type` of a config.json that are this family."""
 
 
 def _expand(name: str, n_layers: int) -> list[str]:
@@ -275,5 +294,6 @@ def _check_names(owner: str, found: Iterable[str], expected: Sequence[str], allo
 
 
 def _some(items: Sequence[str]) -> str:
+    """The first few, and how many there are."""
     more = f", … ({len(items)} in all)" if len(items) > _NAMED_IN_ERRORS else ""
     return ", ".join(items[:_NAMED_IN_ERRORS]) + more
