@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan.components.optimizer import trained_names
 from torchtitan.distributed.parallelize import free_gathered_weights
-from torchtitan.protocols import ModelSpec
+from torchtitan.protocols import BaseModel, ModelSpec
 
 
 @dataclass(kw_only=True)
@@ -53,3 +54,12 @@ class RunModel:
             output = model(*args, **kwargs)
         free_gathered_weights(model)
         return output
+
+
+def facts_of(model: BaseModel, seq_len: int) -> dict[str, Any]:
+    """Return the fields of a `RunModel` that only a whole model can tell, before it is sharded."""
+    return {
+        "num_trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "flops_per_token": model.flops_per_token(seq_len),
+        "trained_names": trained_names(model),
+    }

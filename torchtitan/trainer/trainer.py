@@ -1,60 +1,40 @@
-"""The training loop. Read from top to bottom: what is built in which order, then what one step does."""
+"""The training loop. Read from top to bottom: the order in which a run is built, then what one step does."""
 
 import contextlib
 import dataclasses
 import itertools
-import os
-import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
 from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in, read_converters
 from torchtitan.components.checkpoint.identity import RunIdentity, base_weights
 from torchtitan.components.checkpoint.pretrained import export_huggingface, frozen_origin, load_initial_weights
-from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.store import is_url
-from torchtitan.components.data.dataloader import BaseDataLoader, Batch
+from torchtitan.components.data.dataloader import Batch
 from torchtitan.components.loss import IGNORE_INDEX, Measures
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import Optimizer, trained_names
-from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
 from torchtitan.components.validate import Validator
-from torchtitan.config import Configurable
-from torchtitan.distributed import initialize_weights
-from torchtitan.distributed.compile import compile_loss
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
-from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
 from torchtitan.distributed.process_group import (
     destroy_process_group,
-    init_process_group,
     set_timeouts,
     sum_over_ranks,
     world_size,
 )
 from torchtitan.distributed.watchdog import Watchdog
-from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
-from torchtitan.protocols.conversion import convert_model, describe_converters, describe_simulation
-from torchtitan.tools.device import device_type
-from torchtitan.tools.errors import RunComplete, UserError
-from torchtitan.tools.folder_lock import FolderLock, lock_folder
+from torchtitan.protocols.conversion import describe_converters, describe_simulation
+from torchtitan.tools.errors import RunComplete
 from torchtitan.tools.logging import logger
 from torchtitan.tools.signals import StopRequest
+from torchtitan.trainer.builder import RunBuilder
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
-from torchtitan.trainer.config import RunConfig
-from torchtitan.trainer.data_progress import RunLength
 from torchtitan.trainer.ledger import Ledger, in_global_order, names_of, shortened
-from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.outcome import Ending, NonFiniteError, StepOutcome, log_ending
 from torchtitan.trainer.sample_losses import SampleLosses
 
@@ -62,18 +42,12 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
 
 
-class Trainer(Configurable):
+class Trainer(RunBuilder):
     """Builds every part of a run from its configuration, then trains.
 
-    Each part is built by a short method, in the order of `__init__`; a subclass overrides what it changes, and nothing
-    else. `docs/extending.md` shows how.
+    Both are made of short methods; a subclass overrides the ones it changes, and nothing else. `docs/extending.md`
+    shows how.
     """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RunConfig):
-        """A whole run. Each field is a section of the command line and of `--config_file`."""
-
-    config: Config
 
     measures_named: ClassVar[tuple[str, ...]] = ()
     """Names of means that `compute_loss` measures beside the loss by `measure`; metrics and validation report them."""
@@ -81,11 +55,13 @@ class Trainer(Configurable):
     sequences_per_sample: ClassVar[int] = 1
     """Sequences of `training.seq_len` tokens in a sample of the data, for the count of tokens."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: RunBuilder.Config):
         super().__init__(config)
         training = config.training
+        self.has_own_loss = type(self).compute_loss is not Trainer.compute_loss
+        self.has_own_forward = self.has_own_loss or type(self).forward is not Trainer.forward
         self.device = self.init_distributed()
-        self.folder_lock: FolderLock | None = None
+        self.folder_lock = None
         self.lock_folder()
         # Counts and sums that the host reads; float32 cannot count beyond 2**24 tokens, and is all that MPS has.
         self.statistics_dtype = torch.float32 if self.device.type == "mps" else torch.float64
@@ -103,7 +79,7 @@ class Trainer(Configurable):
         self.run_length = self.build_run_length()
         self.total_steps = self.run_length.last_step(0)
 
-        self.converters: list[ModelConverter] = [converter.build() for converter in config.model_converters]
+        self.converters = [converter.build() for converter in config.model_converters]
         self.loss = self.build_loss()
         self.sample_losses = SampleLosses(self.loss, self.parallel_dims, wanted=self.dataloader.needs_sample_losses)
         self.measures = Measures(self.measures_named, device=self.device, dtype=self.statistics_dtype)
@@ -131,308 +107,6 @@ class Trainer(Configurable):
             first_step_seconds=config.comm.init_timeout_seconds, step_seconds=config.comm.step_timeout_seconds
         )
         self.callbacks = self.build_callbacks()
-
-    # --- building ---------------------------------------------------------------------------------------------------
-
-    def init_distributed(self) -> torch.device:
-        """Join the process group; the device of this rank."""
-        return init_process_group(device_type(), self.config.comm)
-
-    def lock_folder(self) -> None:
-        """Keep other runs out of the dump folder until `close`; rank 0 holds the lock for all.
-
-        Raises:
-            UserError: on every rank, where another run is in the folder.
-        """
-
-        def take() -> None:
-            self.folder_lock = lock_folder(Path(self.config.dump_folder))
-
-        Ranks(dist.group.WORLD if dist.is_initialized() else None).first_decides(take)
-
-    def init_random_state(self) -> None:
-        """Seed every generator, each rank its own; make algorithms deterministic if asked to."""
-        debug = self.config.debug
-        seed = debug.seed + self.rank
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)  # all that it takes
-        torch.manual_seed(seed)
-        self.was_deterministic = torch.are_deterministic_algorithms_enabled()
-        if debug.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-
-    def build_tokenizer(self) -> Tokenizer:
-        """The tokenizer in `hf_assets_path`."""
-        tokenizer: Tokenizer = self.config.tokenizer.build(path=self.config.hf_assets_path)
-        warn_of_other_ids(tokenizer)
-        return tokenizer
-
-    def build_dataloader(self, config: BaseDataLoader.Config, *, epochs: int | None) -> BaseDataLoader:
-        """A loader of this rank's share of the data."""
-        return config.build(
-            tokenizer=self.tokenizer,
-            seq_len=self.config.training.seq_len,
-            local_batch_size=self.config.training.local_batch_size,
-            dp_rank=self.parallel_dims.dp_rank,
-            dp_world_size=self.parallel_dims.dp_degree,
-            seed=self.config.debug.seed,
-            epochs=epochs,
-            global_batch_size=self.global_batch_size,
-        )
-
-    def build_run_length(self) -> RunLength:
-        """What tells the last step: `training.steps`, or where `training.epochs` end if the data's size is known."""
-        training, samples = self.config.training, self.dataloader.n_samples
-        if training.epochs is not None and samples is None and self.config.optimizer.early_step_in_backward:
-            # The end of a stream is found only after a backward pass.
-            raise UserError(
-                "--optimizer.early_step_in_backward does not go with --training.epochs of a stream: the step that "
-                "finds its end would change the weights (--training.steps ends a run too)"
-            )
-        return RunLength(training, n_samples=samples, global_batch_size=self.global_batch_size)
-
-    def build_models(self) -> dict[str, RunModel]:
-        """Build the run's models by name, on the meta device and sharded: here "model", which the configuration
-        describes. A subclass adds others, each made by `build_other_model`."""
-        model, spec = self.build_model(), self.config.model_spec
-        num_parameters = model.num_parameters()
-        convert_model(model, self.converters, frozen_dtype=getattr(torch, self.config.training.mixed_precision_param))
-        facts = self._facts(model)
-        return {"model": RunModel(spec=spec, parts=self.parallelize(model), num_parameters=num_parameters, **facts)}
-
-    def build_other_model(
-        self,
-        spec: ModelSpec,
-        *,
-        weights: str = "",
-        trained: bool = False,
-        saved: bool = False,
-        offloaded: bool = False,
-    ) -> RunModel:
-        """Build a model beside the main one on the meta device, and shard it alike.
-
-        A trained one is updated by the same optimizer and schedule; a frozen one has the type that products are
-        computed in.
-
-        Args:
-            spec: what to build; a vocabulary size that is None becomes the main model's.
-            weights: checkpoint folder, in any format, to load from; empty: drawn with `debug.seed`.
-            trained: whether the optimizer changes it.
-            saved: whether checkpoints hold it; one that is trained must be saved.
-            offloaded: whether FSDP keeps its weights in CPU memory.
-
-        Raises:
-            UserError: under pipeline parallelism; for offloading without FSDP.
-        """
-        assert saved or not trained, "the weights of a trained model would be lost"
-        dims, training = self.parallel_dims, self.config.training
-        if dims.pp > 1:
-            raise UserError("--parallelism.pipeline_parallel_degree goes with a single model, and this run has several")
-        if offloaded and dims.dp_shard * dims.cp == 1:
-            raise UserError("a model can be offloaded by FSDP only: --parallelism.data_parallel_shard_degree above 1")
-        config = spec.model
-        if config.vocab_size is None:
-            spec = dataclasses.replace(
-                spec, model=dataclasses.replace(config, vocab_size=self.config.model_spec.model.vocab_size)
-            )
-        dtype = training.dtype if trained else training.mixed_precision_param
-        with torch.device("meta"):
-            model: BaseModel = spec.model.build().to(getattr(torch, dtype)).requires_grad_(trained)
-        facts = self._facts(model)
-        return RunModel(
-            spec=spec,
-            parts=[self.shard(model, spec, offloaded=offloaded)],
-            num_parameters=model.num_parameters(),
-            weights=weights,
-            saved=saved,
-            offloaded=offloaded,
-            **facts,
-        )
-
-    def _facts(self, model: BaseModel) -> dict[str, Any]:
-        """Return what can only be asked of a whole model, before it is sharded."""
-        return {
-            "num_trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "flops_per_token": model.flops_per_token(self.config.training.seq_len),
-            "trained_names": trained_names(model),
-        }
-
-    def build_model(self) -> BaseModel:
-        """The model on the meta device: no memory yet, in the type of the master weights."""
-        config, training = self.config.model_spec.model, self.config.training
-        if training.seq_len > config.max_seq_len:
-            logger.warning(
-                "training.seq_len %d is beyond the %d tokens that the model is made for",
-                training.seq_len,
-                config.max_seq_len,
-            )
-        with torch.device("meta"):
-            return config.build().to(getattr(torch, training.dtype))
-
-    def build_loss(self) -> Any:
-        """The training loss: a function of hidden states, output weights and `labels_BL`.
-
-        Raises:
-            UserError: if a loss whose weight is not known beforehand is to divide gradients that are used up.
-        """
-        if self.has_own_loss and self.config.optimizer.early_step_in_backward:
-            raise UserError(
-                "--optimizer.early_step_in_backward uses each gradient before it can be divided by the weight of the "
-                f"global batch, which {type(self).__name__}.compute_loss gives"
-            )
-        loss, config = self.config.chosen_loss.build(), self.config.compile
-        if config.enable and "loss" in config.components:
-            compile_loss(loss, config)
-        return loss
-
-    def plan_pipeline(self) -> PipelinePlan | None:
-        """Which modules make up each pipeline stage; None without pipeline parallelism.
-
-        Raises:
-            UserError: for a trainer with a forward pass of its own, which a pipeline would not call.
-        """
-        config = self.config
-        if self.parallel_dims.pp == 1:
-            return None
-        is_own = self.has_own_loss or type(self).forward is not Trainer.forward
-        if is_own and type(self).build_pipeline is Trainer.build_pipeline:
-            raise UserError(
-                f"{type(self).__name__} has a forward pass of its own, and a pipeline has that of its stages: override "
-                "build_pipeline too, or train without --parallelism.pipeline_parallel_degree"
-            )
-        return PipelinePlan.from_config(config.parallelism, config.model_spec.model, config.training.local_batch_size)
-
-    def parallelize(self, model: BaseModel) -> list[nn.Module]:
-        """The model, shared out over the ranks; a list, since a pipeline rank may hold several stages of it."""
-        parts: list[nn.Module] = [model]
-        if self.pipeline_plan:
-            stages = self.pipeline_plan.stages_of_rank(self.parallel_dims.coordinate("pp"))
-            parts = [take_stage(model, self.pipeline_plan.stages[stage]) for stage in stages]
-        return [self.shard(part, self.config.model_spec) for part in parts]
-
-    def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
-        """A model of `spec`, or a stage of it, with all parallelisms applied but that of pipelines."""
-        training = self.config.training
-        return spec.parallelize(
-            part,
-            parallel_dims=self.parallel_dims,
-            mesh=self.mesh,
-            sharding=spec.sharding,
-            training=dataclasses.replace(training, enable_cpu_offload=True) if offloaded else training,
-            parallelism=self.config.parallelism,
-            activation_checkpoint=self.config.activation_checkpoint,
-            compile=self.config.compile,
-        )
-
-    def init_weights(self) -> None:
-        """Give the parameters memory and their initial values."""
-        for model in self.models.values():
-            offloaded = model.offloaded or self.config.training.enable_cpu_offload
-            for part in model.parts:
-                part.to_empty(device="cpu" if offloaded else self.device)
-                initialize_weights(part, self.config.debug.seed)
-                part.train(model.num_trained > 0)
-
-    def build_optimizer(self) -> Optimizer:
-        """The optimizer of all trained models; the parameters of others than the main one have its name in front."""
-        others = {name: model.parts for name, model in self.models.items() if name != "model" and model.num_trained}
-        named = [nn.ModuleDict({name: part}) for name, parts in others.items() for part in parts]
-        all_names = self.models["model"].trained_names if self.pipeline_plan else None
-        optimizer: Optimizer = self.config.optimizer.build(model_parts=[*self.model_parts, *named], all_names=all_names)
-        return optimizer
-
-    def build_callbacks(self) -> list[Callback]:
-        """What happens around the steps of every run, then `callbacks` of the configuration."""
-        own = [Ledger.Config(), RecompileWarning.Config(), Profiling.Config(), GarbageCollection.Config()]
-        return [config.build(trainer=self) for config in (*own, *self.config.callbacks)]
-
-    def build_pipeline(self) -> Pipeline | None:
-        """What runs this rank's pipeline stages together with those of the other ranks."""
-        if self.pipeline_plan is None:
-            return None
-        assert self.mesh is not None
-        config, dims = self.config, self.parallel_dims
-        hidden = torch.empty(
-            config.parallelism.pipeline_parallel_microbatch_size,
-            config.training.seq_len // (dims.cp * dims.tp),
-            config.model_spec.model.dim,
-            dtype=getattr(torch, config.training.mixed_precision_param),
-            device="meta",
-            requires_grad=True,
-        )
-        return Pipeline(
-            self.pipeline_plan,
-            self.model_parts,
-            mesh=self.mesh["pp"],
-            device=self.device,
-            hidden=hidden,
-            head=self.loss,
-        )
-
-    def build_checkpointer(self) -> CheckpointManager:
-        """The checkpointer over everything that a resumed run needs."""
-        config, spec = self.config, self.config.model_spec
-        assets = self.tokenizer.folder
-        of_data = {name: text.encode() for name, text in self.dataloader.assets().items()}
-        changed_files = {**self.tokenizer.changed_files, **of_data}
-        files = files_in(assets) if config.checkpoint.saves else {}
-        export = partial(
-            export_huggingface,
-            spec=spec,
-            assets=assets,
-            changed_files=changed_files,
-            converters=self.converters,
-            dtype=getattr(torch, dtype) if (dtype := config.checkpoint.export_dtype) and self.converters else None,
-        )
-        return config.checkpoint.build(
-            dump_folder=config.dump_folder,
-            states=self.states(),
-            rank_states={"dataloader": self.dataloader, "random": RandomState()},
-            initial_loads=self.initial_loads(),
-            assets=CheckpointAssets.of(
-                spec,
-                {**files, **changed_files},
-                converters=describe_converters(config.model_converters),
-                simulated=describe_simulation(config.model_converters),
-            ),
-            export=export if "hf" in spec.formats else None,
-            frozen_from=frozen_origin(config.checkpoint, config.debug.seed),
-            identity=self.identity,
-        )
-
-    def identity(self) -> RunIdentity:
-        """What must stay the same when the run resumes."""
-        identity = self.config.identity(self.tokenizer)
-        others = {f"weights of {name}": model.weights for name, model in self.models.items() if name != "model"}
-        properties = {**identity.properties, **{name: base_weights(path) for name, path in others.items()}}
-        return dataclasses.replace(identity, properties=properties)
-
-    def states(self) -> dict[str, "Stateful"]:
-        """What checkpoints hold of the whole run, by name."""
-        saved = {name: model for name, model in self.models.items() if model.saved}
-        return {
-            **{name: ModelState(model.parts) for name, model in saved.items()},
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.lr_scheduler,
-            "trainer": self,
-        }
-
-    def initial_loads(self) -> dict[str, Callable[[], None]]:
-        """Name of a model → what loads the weights that it begins with; one that checkpoints do not hold begins with
-        them in a resumed run too."""
-        config, spec, added = self.config.checkpoint, self.config.model_spec, self.tokenizer.added
-        loads: dict[str, Callable[[], None]] = {
-            name: partial(load_initial_weights, model.weights, model.spec, model.parts, [], added=added)
-            for name, model in self.models.items()
-            if name != "model" and model.weights
-        }
-        path = config.initial_load_path
-        is_other = path and not is_url(path) and (added or read_converters(path))
-        if not (config.initial_load_in_hf or is_other or self.converters or config.trained_only):
-            return loads  # one of our own checkpoints that fits as it is, or none: the checkpointer itself loads it
-        main = partial(load_initial_weights, path, spec, self.model_parts, self.converters, added=added)
-        return {"model": main, **loads}
 
     def build_validator(self) -> Validator | None:
         """The validator, where validation is on and there is data for it."""
@@ -465,6 +139,11 @@ class Trainer(Configurable):
             rank=self.rank,
             run_config=self.config.to_dict(),
         )
+
+    def build_callbacks(self) -> list[Callback]:
+        """What happens around the steps of every run, then `callbacks` of the configuration."""
+        own = [Ledger.Config(), RecompileWarning.Config(), Profiling.Config(), GarbageCollection.Config()]
+        return [config.build(trainer=self) for config in (*own, *self.config.callbacks)]
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -585,12 +264,6 @@ class Trainer(Configurable):
             self.run_length.count_batch()
         if (last := self.run_length.data_step) >= first:
             logger.info("--training.skip_data: the data of steps %d to %d is left out", first, last)
-
-    @property
-    def has_own_loss(self) -> bool:
-        """Whether a subclass computes the loss: its weight is known only after the forward passes, and divides the
-        gradients after the backward passes."""
-        return type(self).compute_loss is not Trainer.compute_loss
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
         """Divisor of the summed loss in each backward pass, a scalar on the device: valid tokens of the global batch,
@@ -834,12 +507,71 @@ class Trainer(Configurable):
         if self.pipeline_plan:
             logger.info("%s", self.pipeline_plan)
 
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-        return dist.get_rank() if dist.is_initialized() else 0
-
     # --- state ------------------------------------------------------------------------------------------------------
+
+    def build_checkpointer(self) -> CheckpointManager:
+        """The checkpointer over everything that a resumed run needs."""
+        config, spec = self.config, self.config.model_spec
+        assets = self.tokenizer.folder
+        of_data = {name: text.encode() for name, text in self.dataloader.assets().items()}
+        changed_files = {**self.tokenizer.changed_files, **of_data}
+        files = files_in(assets) if config.checkpoint.saves else {}
+        export = partial(
+            export_huggingface,
+            spec=spec,
+            assets=assets,
+            changed_files=changed_files,
+            converters=self.converters,
+            dtype=getattr(torch, dtype) if (dtype := config.checkpoint.export_dtype) and self.converters else None,
+        )
+        return config.checkpoint.build(
+            dump_folder=config.dump_folder,
+            states=self.states(),
+            rank_states={"dataloader": self.dataloader, "random": RandomState()},
+            initial_loads=self.initial_loads(),
+            assets=CheckpointAssets.of(
+                spec,
+                {**files, **changed_files},
+                converters=describe_converters(config.model_converters),
+                simulated=describe_simulation(config.model_converters),
+            ),
+            export=export if "hf" in spec.formats else None,
+            frozen_from=frozen_origin(config.checkpoint, config.debug.seed),
+            identity=self.identity,
+        )
+
+    def states(self) -> dict[str, "Stateful"]:
+        """What checkpoints hold of the whole run, by name."""
+        saved = {name: model for name, model in self.models.items() if model.saved}
+        return {
+            **{name: ModelState(model.parts) for name, model in saved.items()},
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "trainer": self,
+        }
+
+    def initial_loads(self) -> dict[str, Callable[[], None]]:
+        """Name of a model → what loads the weights that it begins with; one that checkpoints do not hold begins with
+        them in a resumed run too."""
+        config, spec, added = self.config.checkpoint, self.config.model_spec, self.tokenizer.added
+        loads: dict[str, Callable[[], None]] = {
+            name: partial(load_initial_weights, model.weights, model.spec, model.parts, [], added=added)
+            for name, model in self.models.items()
+            if name != "model" and model.weights
+        }
+        path = config.initial_load_path
+        is_other = path and not is_url(path) and (added or read_converters(path))
+        if not (config.initial_load_in_hf or is_other or self.converters or config.trained_only):
+            return loads  # one of our own checkpoints that fits as it is, or none: the checkpointer itself loads it
+        main = partial(load_initial_weights, path, spec, self.model_parts, self.converters, added=added)
+        return {"model": main, **loads}
+
+    def identity(self) -> RunIdentity:
+        """What must stay the same when the run resumes."""
+        identity = self.config.identity(self.tokenizer)
+        others = {f"weights of {name}": model.weights for name, model in self.models.items() if name != "model"}
+        properties = {**identity.properties, **{name: base_weights(path) for name, path in others.items()}}
+        return dataclasses.replace(identity, properties=properties)
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's own state; a subclass adds what it needs to resume."""

@@ -1,0 +1,281 @@
+"""How the parts of a run are built from its configuration: the methods that `Trainer.__init__` calls."""
+
+import dataclasses
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.data.dataloader import BaseDataLoader
+from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
+from torchtitan.config import Configurable
+from torchtitan.distributed import ParallelDims, initialize_weights
+from torchtitan.distributed.compile import compile_loss
+from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
+from torchtitan.distributed.process_group import init_process_group
+from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
+from torchtitan.protocols.conversion import convert_model
+from torchtitan.tools.device import device_type
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.folder_lock import FolderLock, lock_folder
+from torchtitan.tools.logging import logger
+from torchtitan.trainer.config import RunConfig
+from torchtitan.trainer.data_progress import RunLength
+from torchtitan.trainer.models import RunModel, facts_of
+
+
+class RunBuilder(Configurable):
+    """Builds the parts of a run, each by a short method, in the order in which `Trainer.__init__` calls them. A
+    subclass of `Trainer` overrides the ones it changes."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RunConfig):
+        """A whole run. Each field is a section of the command line and of `--config_file`."""
+
+    config: Config
+    device: torch.device
+    folder_lock: FolderLock | None
+    parallel_dims: ParallelDims
+    mesh: DeviceMesh | None
+    tokenizer: Tokenizer
+    dataloader: BaseDataLoader
+    global_batch_size: int
+    converters: list[ModelConverter]
+    loss: Any
+    pipeline_plan: PipelinePlan | None
+    has_own_loss: bool
+    """Whether a subclass computes the loss, whose weight is then known only after the forward passes."""
+    has_own_forward: bool
+    """Whether a subclass has a forward pass of its own, for its own loss or not."""
+    models: dict[str, RunModel]
+    """Sharded, and from `init_weights` on with memory; "model" is the one that the configuration describes."""
+    model_parts: list[nn.Module]
+    """Of "model"; several only under pipeline parallelism."""
+
+    def init_distributed(self) -> torch.device:
+        """Join the process group; the device of this rank."""
+        return init_process_group(device_type(), self.config.comm)
+
+    def lock_folder(self) -> None:
+        """Keep other runs out of the dump folder until `close`; rank 0 holds the lock for all.
+
+        Raises:
+            UserError: on every rank, where another run is in the folder.
+        """
+
+        def take() -> None:
+            self.folder_lock = lock_folder(Path(self.config.dump_folder))
+
+        Ranks(dist.group.WORLD if dist.is_initialized() else None).first_decides(take)
+
+    def init_random_state(self) -> None:
+        """Seed every generator, each rank its own; make algorithms deterministic if asked to."""
+        debug = self.config.debug
+        seed = debug.seed + self.rank
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)  # all that it takes
+        torch.manual_seed(seed)
+        self.was_deterministic = torch.are_deterministic_algorithms_enabled()
+        if debug.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+    def build_tokenizer(self) -> Tokenizer:
+        """The tokenizer in `hf_assets_path`."""
+        tokenizer: Tokenizer = self.config.tokenizer.build(path=self.config.hf_assets_path)
+        warn_of_other_ids(tokenizer)
+        return tokenizer
+
+    def build_dataloader(self, config: BaseDataLoader.Config, *, epochs: int | None) -> BaseDataLoader:
+        """A loader of this rank's share of the data."""
+        return config.build(
+            tokenizer=self.tokenizer,
+            seq_len=self.config.training.seq_len,
+            local_batch_size=self.config.training.local_batch_size,
+            dp_rank=self.parallel_dims.dp_rank,
+            dp_world_size=self.parallel_dims.dp_degree,
+            seed=self.config.debug.seed,
+            epochs=epochs,
+            global_batch_size=self.global_batch_size,
+        )
+
+    def build_run_length(self) -> RunLength:
+        """What tells the last step: `training.steps`, or where `training.epochs` end if the data's size is known."""
+        training, samples = self.config.training, self.dataloader.n_samples
+        if training.epochs is not None and samples is None and self.config.optimizer.early_step_in_backward:
+            # The end of a stream is found only after a backward pass.
+            raise UserError(
+                "--optimizer.early_step_in_backward does not go with --training.epochs of a stream: the step that "
+                "finds its end would change the weights (--training.steps ends a run too)"
+            )
+        return RunLength(training, n_samples=samples, global_batch_size=self.global_batch_size)
+
+    def build_models(self) -> dict[str, RunModel]:
+        """Build the run's models by name, sharded and without memory: here "model", which the configuration describes.
+        A subclass adds others, each made by `build_other_model`."""
+        model, spec = self.build_model(), self.config.model_spec
+        num_parameters = model.num_parameters()
+        dtype = getattr(torch, self.config.training.mixed_precision_param)
+        convert_model(model, self.converters, frozen_dtype=dtype)
+        facts = facts_of(model, self.config.training.seq_len)
+        return {"model": RunModel(spec=spec, parts=self.parallelize(model), num_parameters=num_parameters, **facts)}
+
+    def build_other_model(
+        self,
+        spec: ModelSpec,
+        *,
+        weights: str = "",
+        trained: bool = False,
+        saved: bool = False,
+        offloaded: bool = False,
+    ) -> RunModel:
+        """Build a model beside the main one, sharded like it.
+
+        A trained one is updated by the same optimizer and schedule; a frozen one has the type that products are
+        computed in.
+
+        Args:
+            spec: what to build; a vocabulary size of None is the main model's.
+            weights: checkpoint folder, in any format, to load from; empty: drawn with `debug.seed`.
+            trained: whether the optimizer changes it; it must then be saved.
+            saved: whether checkpoints hold it.
+            offloaded: whether FSDP keeps its weights in CPU memory.
+
+        Raises:
+            UserError: under pipeline parallelism; for offloading without FSDP.
+        """
+        assert saved or not trained, "the weights of a trained model would be lost"
+        dims, training = self.parallel_dims, self.config.training
+        if dims.pp > 1:
+            raise UserError("--parallelism.pipeline_parallel_degree goes with a single model, and this run has several")
+        if offloaded and dims.dp_shard * dims.cp == 1:
+            raise UserError("a model is offloaded by FSDP only: --parallelism.data_parallel_shard_degree above 1")
+        vocab_size = spec.model.vocab_size or self.config.model_spec.model.vocab_size
+        spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=vocab_size))
+        dtype = training.dtype if trained else training.mixed_precision_param
+        with torch.device("meta"):
+            model: BaseModel = spec.model.build().to(getattr(torch, dtype)).requires_grad_(trained)
+        facts = {"num_parameters": model.num_parameters(), **facts_of(model, training.seq_len)}
+        parts = [self.shard(model, spec, offloaded=offloaded)]
+        return RunModel(spec=spec, parts=parts, weights=weights, saved=saved, offloaded=offloaded, **facts)
+
+    def build_model(self) -> BaseModel:
+        """The model on the meta device: no memory yet, in the type of the master weights."""
+        config, training = self.config.model_spec.model, self.config.training
+        if training.seq_len > config.max_seq_len:
+            logger.warning(
+                "training.seq_len %d is beyond the %d tokens that the model is made for",
+                training.seq_len,
+                config.max_seq_len,
+            )
+        with torch.device("meta"):
+            return config.build().to(getattr(torch, training.dtype))
+
+    def build_loss(self) -> Any:
+        """The training loss: a function of hidden states, output weights and `labels_BL`.
+
+        Raises:
+            UserError: if a loss whose weight is not known beforehand is to divide gradients that are used up.
+        """
+        if self.has_own_loss and self.config.optimizer.early_step_in_backward:
+            raise UserError(
+                "--optimizer.early_step_in_backward uses each gradient before it can be divided by the weight of the "
+                f"global batch, which {type(self).__name__}.compute_loss gives"
+            )
+        loss, config = self.config.chosen_loss.build(), self.config.compile
+        if config.enable and "loss" in config.components:
+            compile_loss(loss, config)
+        return loss
+
+    def plan_pipeline(self) -> PipelinePlan | None:
+        """Which modules make up each pipeline stage; None without pipeline parallelism.
+
+        Raises:
+            UserError: for a trainer with a forward pass of its own, which a pipeline would not call.
+        """
+        config = self.config
+        if self.parallel_dims.pp == 1:
+            return None
+        if self.has_own_forward and type(self).build_pipeline is RunBuilder.build_pipeline:
+            raise UserError(
+                f"{type(self).__name__} has a forward pass of its own, and a pipeline has that of its stages: override "
+                "build_pipeline too, or train without --parallelism.pipeline_parallel_degree"
+            )
+        return PipelinePlan.from_config(config.parallelism, config.model_spec.model, config.training.local_batch_size)
+
+    def parallelize(self, model: BaseModel) -> list[nn.Module]:
+        """The model, shared out over the ranks; a list, since a pipeline rank may hold several stages of it."""
+        parts: list[nn.Module] = [model]
+        if self.pipeline_plan:
+            stages = self.pipeline_plan.stages_of_rank(self.parallel_dims.coordinate("pp"))
+            parts = [take_stage(model, self.pipeline_plan.stages[stage]) for stage in stages]
+        return [self.shard(part, self.config.model_spec) for part in parts]
+
+    def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
+        """A model of `spec`, or a stage of it, with all parallelisms applied but that of pipelines."""
+        training = self.config.training
+        return spec.parallelize(
+            part,
+            parallel_dims=self.parallel_dims,
+            mesh=self.mesh,
+            sharding=spec.sharding,
+            training=dataclasses.replace(training, enable_cpu_offload=True) if offloaded else training,
+            parallelism=self.config.parallelism,
+            activation_checkpoint=self.config.activation_checkpoint,
+            compile=self.config.compile,
+        )
+
+    def init_weights(self) -> None:
+        """Give the parameters memory and their initial values."""
+        for model in self.models.values():
+            offloaded = model.offloaded or self.config.training.enable_cpu_offload
+            for part in model.parts:
+                part.to_empty(device="cpu" if offloaded else self.device)
+                initialize_weights(part, self.config.debug.seed)
+                part.train(model.num_trained > 0)
+
+    def build_optimizer(self) -> Optimizer:
+        """The optimizer of all trained models; the parameters of others than the main one have its name in front."""
+        others = {name: model.parts for name, model in self.models.items() if name != "model" and model.num_trained}
+        named = [nn.ModuleDict({name: part}) for name, parts in others.items() for part in parts]
+        all_names = self.models["model"].trained_names if self.pipeline_plan else None
+        optimizer: Optimizer = self.config.optimizer.build(model_parts=[*self.model_parts, *named], all_names=all_names)
+        return optimizer
+
+    def build_pipeline(self) -> Pipeline | None:
+        """What runs this rank's pipeline stages together with those of the other ranks."""
+        if self.pipeline_plan is None:
+            return None
+        assert self.mesh is not None
+        config, dims = self.config, self.parallel_dims
+        hidden = torch.empty(
+            config.parallelism.pipeline_parallel_microbatch_size,
+            config.training.seq_len // (dims.cp * dims.tp),
+            config.model_spec.model.dim,
+            dtype=getattr(torch, config.training.mixed_precision_param),
+            device="meta",
+            requires_grad=True,
+        )
+        return Pipeline(
+            self.pipeline_plan,
+            self.model_parts,
+            mesh=self.mesh["pp"],
+            device=self.device,
+            hidden=hidden,
+            head=self.loss,
+        )
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return dist.get_rank() if dist.is_initialized() else 0
