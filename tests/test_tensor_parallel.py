@@ -20,8 +20,7 @@ from tests.equivalence.workers import Workers
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel, check_parts
-from torchtitan.models.common.block import DENSE_SHARDING
-from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder import DENSE_SHARDING, Decoder
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3.model import Qwen3Model

@@ -24,7 +24,7 @@ _SAME = (
 )
 
 _EXTRA = "torchtitan"
-"""Key of params.json, of ours, for what Meta's do not say; Meta's reader passes over keys that it does not know."""
+"""Our own key of params.json, for what Meta's do not say; Meta's reader passes over keys that it does not know."""
 
 _SCALING_FACTOR = 8.0
 """Meta's code has no other, though it published Llama 3.2 (32 in its config.json) in this format too."""
@@ -36,7 +36,7 @@ _KNOWN = {
 
 
 def adapter(config: Llama3Model.Config) -> StateDictAdapter:
-    """The table of a model's weights. Meta rotates neighbouring elements, and writes tied weights twice."""
+    """The table of a model's weights. Meta rotates neighboring elements, and writes tied weights twice."""
     permutation = RopePermutation(config.resolved_head_dim)
     names = ("tok_embeddings.weight", "output.weight")
     if config.tie_embeddings:
@@ -55,9 +55,8 @@ def adapter(config: Llama3Model.Config) -> StateDictAdapter:
 def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
     """The model that a params.json describes.
 
-    The context that a model was trained for is not in the file: it is taken as 131072 with scaled RoPE, otherwise 8192,
-    and 4096 where there is no base of RoPE either, as in Llama 2's. That, and the factor of scaled RoPE, are logged
-    where our own key does not say them.
+    The context that it was trained for is not in the file: 131072 with scaled RoPE, otherwise 8192, and 4096 without a
+    base of RoPE, as in Llama 2's. That, and the factor of scaled RoPE, are logged if our own key does not say them.
 
     Raises:
         UserError: for a missing size, or what this model does not compute.
@@ -82,11 +81,7 @@ def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
 
 
 def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
-    """The params.json of a model, with what Meta's keys do not say under a key of ours, which Meta's code ignores.
-
-    Raises:
-        UserError: for a model that Meta's code cannot compute.
-    """
+    """The params.json of a model; raises `UserError` for one that Meta's code cannot compute."""
     _check_expressible(config)
     multiple_of, multiplier = _ffn_parameters(config.dim, config.ffn_dim)
     document: dict[str, Any] = {
@@ -115,8 +110,7 @@ def _config(document: Mapping[str, Any]) -> Llama3Model.Config:
     description = Description("params.json", document)
     dim, n_heads = (description.whole_number(key) for key in ("dim", "n_heads"))
     scaled = description.flag("use_scaled_rope", default=False)
-    # Llama 1 and 2, whose base was 10,000, do not say it.
-    theta = description.number("rope_theta", default=10_000.0)
+    theta = description.number("rope_theta", default=10_000.0)  # of Llama 1 and 2, which do not say it
     unscaled_context = 8192 if "rope_theta" in document else 4096
     multiplier = description.number("ffn_dim_multiplier") if description.has("ffn_dim_multiplier") else None
     config = Llama3Model.Config(
