@@ -35,11 +35,8 @@ class Freeze(ModelConverter):
     config: Config
 
     def convert(self, model: nn.Module) -> None:
-        """Freeze the chosen parameters in place, and log which they are.
-
-        Raises:
-            UserError: if a pattern finds no parameter, or nothing is left to freeze.
-        """
+        """Freeze the chosen parameters in place, and log which they are; raise `UserError` if a pattern finds none, or
+        nothing is left."""
         config, key = self.config, config_key(self.config)
         option = f"--model_converters.{key}"
         parameters = dict(model.named_parameters())
