@@ -28,7 +28,7 @@ class Freeze(ModelConverter):
         """Regular expressions: parameters whose names they find are trained nevertheless."""
 
         def validate(self) -> None:
-            """Raise `UserError` for what is no regular expression, and where nothing is included."""
+            """Raise `UserError` for what is no regular expression, and if nothing is included."""
             consequence = "nothing would be frozen; give patterns of parameters' names (^tok_embeddings)"
             check_choice(f"--model_converters.{config_key(self)}", self.include, self.exclude, consequence)
 

@@ -25,9 +25,8 @@ def convert_model(
     Args:
         model: the plain model.
         converters: what `Trainer.Config.model_converters` built.
-        frozen_dtype: type of the frozen weights of linear layers if a converter `freezes`: the one that their products
-            are computed in. Other modules keep theirs: an embedding's type, for one, is also the hidden states'. None:
-            all do.
+        frozen_dtype: type of the frozen weights of linear layers if a converter `freezes`. Other modules keep theirs:
+            an embedding's, for one, is also the hidden states'. None: all do.
 
     Raises:
         UserError: if a converter does not find what it is to convert, or nothing is left to train.
@@ -55,24 +54,22 @@ def converted_model(config: BaseModel.Config, converters: Sequence[ModelConverte
     Raises:
         UserError: as `convert_model`.
     """
-    with torch.device("meta"):
-        model: BaseModel = config.build()
-    with only_warnings():
-        convert_model(model, [converter for converter in converters if converter.changes_weights])
-    return model
+    return _converted(config, [converter for converter in converters if converter.changes_weights])
 
 
-def check_plain_form(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> None:
-    """Make sure that the plain model can be made of one to which `converters` have been applied.
-
-    Raises:
-        UserError: if a converter changes tensors without saying so; it names the tensors.
-    """
+def _converted(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> BaseModel:
     with torch.device("meta"):
         model: BaseModel = config.build()
     with only_warnings():
         convert_model(model, converters)
-    ours, known = (tensor_shapes(of).items() for of in (model, converted_model(config, converters)))
+    return model
+
+
+def check_plain_form(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> None:
+    """Raise `UserError`, naming the tensors, if one of `converters` changes the model's without saying so: the plain
+    model could not be made of them."""
+    models = (_converted(config, converters), converted_model(config, converters))
+    ours, known = (tensor_shapes(model).items() for model in models)
     if unknown := sorted({name for name, _ in ours ^ known}):
         raise UserError(
             f"the model_converters change the model's tensors ({', '.join(unknown[:5])}), and the one that does has no "
@@ -106,26 +103,15 @@ def _describe(config: Configurable.Config) -> Description:
 
 
 def saved_config(saved: Iterable[Description], converter: ModelConverter) -> Configurable.Config | None:
-    """Return the configuration that `saved` has of a converter of this one's class, or None.
-
-    Raises:
-        UserError: if it has a field that is not there any more.
-    """
+    """Return the configuration that `saved` has of a converter of this one's class, or None; raise `UserError` if it
+    has a field that is not there any more."""
     configs = [said.get("config", {}) for said in saved if said.get("class") == import_path(type(converter))]
     return type(converter).Config.from_dict(configs[0]) if configs else None
 
 
 def differences(saved: Sequence[Description], converters: Iterable[ModelConverter]) -> list[str]:
-    """Say why weights that were saved with some converters do not mean the same in a run with others, as far as options
-    say it; names and shapes of the tensors say the rest.
-
-    Args:
-        saved: what `describe_converters` returned for the ones.
-        converters: the run's.
-
-    Raises:
-        UserError: as `saved_config`.
-    """
+    """Say why weights do not mean the same with the run's `converters` as with the `saved` ones, as far as options say
+    it; names and shapes of the tensors say the rest. Raises `UserError` as `saved_config`."""
     ours = {import_path(type(converter)): converter for converter in converters if converter.changes_weights}
     theirs = {str(said.get("class")) for said in saved}
     found = [f"the run lacks {path}" for path in sorted(theirs - ours.keys())]
@@ -149,11 +135,7 @@ def meaning_of(config: Configurable.Config) -> dict[str, Any]:
 
 
 def described_converters(descriptions: Iterable[Description], said_by: str) -> list[ModelConverter]:
-    """Return the converters that `describe_converters` was given.
-
-    Args:
-        descriptions: what it returned.
-        said_by: what holds them, for the messages.
+    """Return the converters that `describe_converters` was given, from what it returned; `said_by` holds that.
 
     Raises:
         UserError: naming one that must not be imported (`torchtitan.config.registry.trusted_module`), cannot be, or is

@@ -27,7 +27,7 @@ _CONVERTED_BY = "converted_by"
 class ModelConverter(Configurable):
     """Rewrites modules in place. Listed in `Trainer.Config.model_converters`, applied in that order.
 
-    Every hook but `check_model` does nothing unless overridden. They are called in this order: `convert`; where the run
+    Every hook but `check_model` does nothing unless overridden. They are called in this order: `convert`; when the run
     begins, `load_initial_weights`; `post_init_hook`; for every step, `pre_step_hook` and `post_optimizer_hook`.
     """
 
@@ -60,43 +60,30 @@ class ModelConverter(Configurable):
             called in a dry run, which computes nothing."""
 
     def check_model(self, model: nn.Module) -> None:
-        """Convert a model on the meta device that is thrown away, before any process starts, without a log line.
-
-        Raises:
-            UserError: as `convert`.
-        """
+        """Convert a model on the meta device that is thrown away, before any process starts, without a log line."""
         with only_warnings():
             self.convert(model)
 
     def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
-        """Raise `UserError`, before any process starts, for what `load_initial_weights` could not load.
-
-        Args:
-            spec: the plain model.
-            given: this converter's configuration in the checkpoint that the run begins with as it is, if it changes
-                weights; `load_initial_weights` is not called then. None: there is none.
-        """
+        """Raise `UserError`, before any process starts, for what `load_initial_weights` could not load for the plain
+        model `spec`. If the run begins with a checkpoint of a model that this converter has changed, `given` is its
+        configuration there, and `load_initial_weights` is not called."""
 
     def convert(self, model: nn.Module) -> None:
-        """Rewrite a model on the meta device, once, before any parallelization.
-
-        Raises:
-            UserError: if the model has nothing that could be converted as the configuration says.
-        """
+        """Rewrite a model on the meta device, once, before any parallelization; raise `UserError` if it has nothing
+        that could be converted as the configuration says."""
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
-        """Load what else begins with values from a file, where the run begins and the plain model has its weights. A
+        """Load what else begins with values from a file, when the run begins and the plain model has its weights. A
         resumed run calls it only if the checkpoint lacks frozen weights (`checkpoint.trained_only`)."""
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
         """Called once before training, when weights have been initialized or loaded."""
 
     def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
-        """Called before each training step with its number, from 1; a resumed run goes on counting.
-
-        A step that finds no data did not take place: this is called once more then, with the number of the last one
-        that did (or 0), so that a last validation computes as that step.
-        """
+        """Called before each training step with its number, from 1; a resumed run goes on counting. After a step that
+        finds no data it is called with the last one's number (or 0), so that a last validation computes as that
+        step."""
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
         """Called after each optimizer step."""
@@ -104,14 +91,9 @@ class ModelConverter(Configurable):
     def write_beside_export(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
-        """Write what of the conversion is of use by itself into a folder inside an exported model's; in one process.
-
-        Args:
-            folder: the plain model's Hugging Face folder.
-            spec: the plain model.
-            model: the converted one, on the meta device; `requires_grad` says which parameters were trained, if known.
-            read: name of a tensor of the converted model → that tensor, whole.
-        """
+        """Write what of the conversion is of use by itself into a folder inside `folder`, the plain model's exported
+        one; called in one process. `model` is the converted one, on the meta device, `requires_grad` saying which
+        parameters were trained, if known; `read` gives a tensor of it by name, whole."""
 
 
 class LayerConverter(ModelConverter):
@@ -138,18 +120,15 @@ class LayerConverter(ModelConverter):
         """Regular expressions: layers whose names they find are not converted."""
 
         def validate(self) -> None:
-            """Raise `UserError` for what is no regular expression, and where nothing is included."""
+            """Raise `UserError` for what is no regular expression, and if nothing is included."""
             option = f"--model_converters.{config_key(self)}"
             check_choice(option, self.include, self.exclude, "nothing would be converted")
 
     config: Config
 
     def convert(self, model: nn.Module) -> None:
-        """Replace the chosen layers of a model on the meta device, in place, and log which they are.
-
-        Raises:
-            UserError: if a pattern finds no layer, nothing is left to convert, or another converter has been here.
-        """
+        """Replace the chosen layers of a model on the meta device, in place, and log which they are; raise `UserError`
+        if a pattern finds no layer, nothing is left to convert, or another converter has been here."""
         key, chosen = config_key(self.config), self.select(model)
         for name, layer in chosen.items():
             converted = self.convert_layer(name, layer)
@@ -160,11 +139,7 @@ class LayerConverter(ModelConverter):
         logger.info("%s: %d layers converted: %s; as they were: %s", key, len(chosen), _in_words(chosen), remaining)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the layers that the patterns choose, by name.
-
-        Raises:
-            UserError: as `convert`.
-        """
+        """Return the layers that the patterns choose, by name; raise `UserError` as `convert`."""
         config, key = self.config, config_key(self.config)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, self.layer_types)}
         if not self.converts_head:

@@ -26,13 +26,9 @@ class CausalMask(nn.Module):
     def forward(
         self, positions_BL: Tensor | None, query_tokens_L: Tensor | None = None, key_tokens_K: Tensor | None = None
     ) -> AttentionMask:
-        """The mask for samples of L tokens, of which this process may have a part.
-
-        Args:
-            positions_BL: positions that start at 0 with every document; None: each sample is one document.
-            query_tokens_L: place in the sample of each token here; None: all of them, in order.
-            key_tokens_K: place in the sample of each key; given with `query_tokens_L`.
-        """
+        """The mask for samples of L tokens, from positions that start at 0 with every document; None: each sample is
+        one document. Of a process that has a part of the samples, `query_tokens_L` and `key_tokens_K` are the places in
+        the sample of its tokens and of their keys."""
         if positions_BL is None:
             assert query_tokens_L is None, "a part of a sample comes with positions"
             return None

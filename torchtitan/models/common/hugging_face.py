@@ -151,10 +151,13 @@ def _from_config_json(
             for value in given if isinstance(given, list) else [given]:
                 _require(key, value, only)
     sizes = {field: description.whole_number(key) for key, field in _SIZES.items()}
+    dim, n_heads = sizes["dim"], sizes["n_heads"]
+    head_dim = description.whole_number("head_dim") if description.has("head_dim") else dim // n_heads
+    has_kv_heads = description.has("num_key_value_heads")  # null is the number of query heads
     config = build(
         **{**sizes, "max_seq_len": _context(description, kind)},
-        n_kv_heads=_kv_heads(description),
-        head_dim=_head_dim(description),
+        n_kv_heads=description.whole_number("num_key_value_heads") if has_kv_heads else n_heads,
+        head_dim=None if head_dim * n_heads == dim else head_dim,
         norm_eps=description.number("rms_norm_eps", default=1e-6),
         tie_embeddings=description.flag("tie_word_embeddings", default=False),
         rope=_rope(description),
@@ -204,18 +207,6 @@ def _require(key: str, value: Any, only: Any) -> None:
     is_same = value == only and isinstance(value, bool) == isinstance(only, bool)
     if not is_same and not (value is None and key in _NULLABLE):
         raise UserError(f"config.json: {key} is {value!r}, which this family does not support (only {only!r})")
-
-
-def _kv_heads(description: Description) -> int:
-    is_said = description.has("num_key_value_heads")  # null is the number of query heads
-    return description.whole_number("num_key_value_heads" if is_said else "num_attention_heads")
-
-
-def _head_dim(description: Description) -> int | None:
-    """None where the heads together are as wide as the model."""
-    dim, n_heads = description.whole_number("hidden_size"), description.whole_number("num_attention_heads")
-    head_dim = description.whole_number("head_dim") if description.has("head_dim") else dim // n_heads
-    return None if head_dim * n_heads == dim else head_dim
 
 
 def _context(description: Description, kind: ModelType) -> int:

@@ -22,12 +22,8 @@ def small_run(
     spec: ModelSpec,
     trainer: type[ConfigT] = Trainer.Config,  # type: ignore[assignment]
 ) -> ConfigT:
-    """Pre-training of a small model on the built-in stories: about a minute on two CPU cores, no network.
-
-    Args:
-        spec: the model.
-        trainer: the `Config` of the trainer that does it.
-    """
+    """Pre-training of a small model on the built-in stories: about a minute on two CPU cores, no network. `trainer` is
+    the `Config` of the trainer that does it."""
     return trainer(
         model_spec=spec,
         training=TrainingConfig(steps=100, seq_len=256, local_batch_size=8, mixed_precision_param="float32"),

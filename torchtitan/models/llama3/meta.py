@@ -53,11 +53,8 @@ def adapter(config: Llama3Model.Config) -> StateDictAdapter:
 
 
 def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
-    """The model that a params.json describes. A warning names what Meta's keys do not say, if our own key does not.
-
-    Raises:
-        UserError: for a missing size, or what this model does not compute.
-    """
+    """The model that a params.json describes; a warning names what neither Meta's keys nor our own say. Raises
+    `UserError` for a missing size, or what this model does not compute."""
     if unknown := sorted(document.keys() - _KNOWN):
         raise UserError(f"params.json: not supported by this family: {', '.join(unknown)}")
     description = Description("params.json", document)
