@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.processes import run_processes
 from tests.training import run, tiny_config
 from torchtitan.cli.main import main
-from torchtitan.components.checkpoint import folders
+from torchtitan.components.checkpoint import catalog
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.components.peft.adapter_files import (
     CONFIG,
@@ -37,8 +37,8 @@ from torchtitan.protocols.model import converted_modules
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
     ForeignFormat,
+    KeyMapping,
     RopePermutation,
-    Row,
     StateDictAdapter,
 )
 from torchtitan.tools.errors import UserError
@@ -293,7 +293,7 @@ def permuted_table(config) -> StateDictAdapter:
     permutation = RopePermutation(config.resolved_head_dim)
     return StateDictAdapter(
         [
-            Row(f"{ours}.weight", f"{theirs}.weight", *([permutation] if ours.endswith(("wq", "wk")) else []))
+            KeyMapping(f"{ours}.weight", f"{theirs}.weight", *([permutation] if ours.endswith(("wq", "wk")) else []))
             for ours, theirs in rows.items()
         ],
         n_layers=config.n_layers,
@@ -380,8 +380,8 @@ def fused_table(config) -> StateDictAdapter:
     """Queries, keys and values in one tensor, as many families have them."""
     steps = permuted_table(dataclasses.replace(config, n_layers=1)).steps
     qkv = tuple(f"layers.0.attention.{name}.weight" for name in ("wq", "wk", "wv"))
-    rows = [Row(step.native, step.foreign, step.transform) for step in steps if step.native[0] not in qkv]
-    fused = Row(qkv, "model.layers.0.self_attn.qkv_proj.weight", Concatenated(0))
+    rows = [KeyMapping(step.native, step.foreign, step.transform) for step in steps if step.native[0] not in qkv]
+    fused = KeyMapping(qkv, "model.layers.0.self_attn.qkv_proj.weight", Concatenated(0))
     return StateDictAdapter([*rows, fused], n_layers=1)
 
 
@@ -485,7 +485,7 @@ def test_a_run_exports_its_adapter_beside_the_merged_model(runs):
     with torch.no_grad():
         torch.testing.assert_close(theirs(TOKENS).logits, open_base(exported)(TOKENS).logits, **EQUAL)
     assert all(adapters_in(exported / "adapter")[KEY_OF_B].abs().amax(dim=0) > 0)
-    assert folders.verify(exported) == []
+    assert catalog.verify(exported) == []
 
 
 def test_a_run_begins_from_an_adapter(runs, tmp_path):

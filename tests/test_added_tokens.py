@@ -15,15 +15,13 @@ from tests.test_formats_in_runs import FLOAT32, LAST_IN_HF, from_folder, make_pr
 from tests.training import tiny_config, train
 from torchtitan.cli.convert import convert
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template, resolve_chat_template
-from torchtitan.components.checkpoint.assets import asset_folder
-from torchtitan.components.checkpoint.chat_assets import chat_assets
-from torchtitan.components.checkpoint.formats import GrownVocabulary, TensorSource
-from torchtitan.components.checkpoint.formats.source import Slices, whole
-from torchtitan.components.checkpoint.pretrained import native_source
 from torchtitan.components.generation import stop_ids
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
+from torchtitan.components.weights import ResizedEmbedding, TensorSource
+from torchtitan.components.weights.assets import asset_folder, chat_assets
+from torchtitan.components.weights.pretrained import native_source
 from torchtitan.models.pretrained import load_model
-from torchtitan.protocols.state_dict_adapter import TensorForm
+from torchtitan.protocols.tensor_source import Slices, TensorForm, whole
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -127,12 +125,14 @@ class Recorded(TensorSource):
 class TestGrownVocabulary:
     """20 rows and 3 added ones; `n_padding`: how many rows the source has behind the 20 that are in use."""
 
-    def grown(self, dtype: torch.dtype = torch.float32, n_padding: int = 0) -> tuple[Recorded, GrownVocabulary, Tensor]:
+    def grown(
+        self, dtype: torch.dtype = torch.float32, n_padding: int = 0
+    ) -> tuple[Recorded, ResizedEmbedding, Tensor]:
         torch.manual_seed(0)
         source = Recorded(torch.randn(20 + n_padding, 6, dtype=dtype))
         mean = source.tensor[:20].double().mean(dim=0).to(dtype)
         expected = torch.cat([source.tensor[:20], mean.expand(3, 6), source.tensor[23:]])
-        return source, GrownVocabulary(source, ["w"], range(20, 23)), expected
+        return source, ResizedEmbedding(source, ["w"], range(20, 23)), expected
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_new_rows_are_the_mean(self, dtype):
@@ -156,7 +156,7 @@ class TestGrownVocabulary:
 
     def test_a_tensor_that_lacks_other_rows_too_stays_short(self):
         source = Recorded(torch.randn(20, 6))
-        assert GrownVocabulary(source, ["w"], range(21, 23)).forms == source.forms
+        assert ResizedEmbedding(source, ["w"], range(21, 23)).forms == source.forms
 
 
 def means_of(tensor: Tensor, n: int) -> Tensor:

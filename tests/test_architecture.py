@@ -76,6 +76,24 @@ def test_dependencies_point_downwards():
     assert upwards == []
 
 
+def test_files_of_checkpoints_and_weights_import_each_other_in_one_direction():
+    """Also where an import is deferred or for types only; and checkpoints know nothing of weights' formats."""
+    imported: dict[str, set[str]] = {}
+    for path in (PACKAGE / "components").glob("*/*.py"):
+        own = path.relative_to(PROJECT).with_suffix("").as_posix().replace("/", ".")
+        if own.split(".")[2] in ("checkpoint", "weights") and path.stem != "__init__":
+            tree, package = ast.parse(path.read_text()), own.rpartition(".")[0]
+            froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+            names = {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+            imported[own] = names | set(imports_of(tree, package))
+    upwards = [own for own, names in imported.items() if ".checkpoint." in own and any(".weights" in n for n in names)]
+    assert len(imported) > 15 and upwards == []
+    left = dict(imported)
+    while free := [own for own, names in left.items() if not names & left.keys() - {own}]:
+        left = {own: names for own, names in left.items() if own not in free}
+    assert left == {}
+
+
 def test_every_package_is_in_a_layer():
     found = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     found |= {path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"}

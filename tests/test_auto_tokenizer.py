@@ -19,11 +19,11 @@ from tests.test_formats_in_runs import LAST_IN_HF
 from tests.training import train
 from torchtitan.cli.convert import convert
 from torchtitan.components.chat_template import resolve_chat_template
-from torchtitan.components.checkpoint.formats import TensorSource, export_checkpoint
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
 from torchtitan.components.data.finetuning.conversation import Conversation
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import _GENERIC_MODEL_TYPES, warn_of_other_ids
+from torchtitan.components.weights import TensorSource, export_checkpoint
 from torchtitan.models.llama3 import model_registry
 from torchtitan.protocols.state_dict_adapter import model_forms
 

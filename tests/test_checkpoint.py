@@ -35,11 +35,10 @@ from torchtitan.components.checkpoint import (
     CheckpointSaveError,
     ModelState,
     RandomState,
-    folders,
+    async_save,
+    catalog,
+    dcp,
     list_checkpoints,
-    staging,
-    storage,
-    writing,
 )
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -171,13 +170,13 @@ def test_resume_is_bit_identical_to_never_having_stopped(tmp_path: Path, async_m
 
 def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = threading.Event()
-    write = writing.write
+    write = dcp.save
 
     def write_late(*args: Any) -> None:
         assert changed.wait(timeout=60)
         write(*args)
 
-    monkeypatch.setattr(writing, "write", write_late)
+    monkeypatch.setattr(dcp, "save", write_late)
     run = Run(tmp_path, async_mode="async")
     run.train(1)
     at_save = run.snapshot()
@@ -701,9 +700,9 @@ def test_value_without_json_form_is_named(tmp_path: Path) -> None:
 
 def test_ranks_with_different_settings_are_merged() -> None:
     """Two pipeline stages, each with the optimizer settings of its own parameters."""
-    first = storage.encode("optimizer", {"param_groups.a.lr": 0.1, "state.a.step": torch.ones(())})
-    second = storage.encode("optimizer", {"param_groups.b.lr": 0.2})
-    assert storage.decode(first | second, {}) == {
+    first = dcp.encode("optimizer", {"param_groups.a.lr": 0.1, "state.a.step": torch.ones(())})
+    second = dcp.encode("optimizer", {"param_groups.b.lr": 0.2})
+    assert dcp.decode(first | second, {}) == {
         "param_groups.a.lr": 0.1,
         "param_groups.b.lr": 0.2,
         "state.a.step": torch.ones(()),
@@ -866,22 +865,22 @@ def _memory_that_does_not_suffice(rank: int, folder: Path) -> None:
     def fail(*args: Any) -> None:
         raise MemoryError("too large")
 
-    stage = staging.stage
+    stage = async_save.stage
     if rank == 1:
-        staging.stage = fail
+        async_save.stage = fail
     try:
         run = _sharded(folder, async_mode="async")
         run.manager.save(3)
         assert "step-3 could not be saved: MemoryError: too large" in run.manager._saver.failure
     finally:
-        staging.stage = stage
+        async_save.stage = stage
 
 
 def _unforeseen_errors_on_every_rank(folder: Path) -> None:
     def fail(*args: Any) -> None:
         raise error  # on rank 0, which alone starts a save
 
-    start_partial, folders.start_partial = folders.start_partial, fail
+    start_partial, catalog.start_partial = catalog.start_partial, fail
     try:
         for async_mode in ("disabled", "async"):
             run = _sharded(folder, async_mode=async_mode)
@@ -894,7 +893,7 @@ def _unforeseen_errors_on_every_rank(folder: Path) -> None:
                 run.manager.save(4)
                 run.manager.wait()
     finally:
-        folders.start_partial = start_partial
+        catalog.start_partial = start_partial
 
 
 def _train_and_fail(rank: int, folder: Path) -> None:

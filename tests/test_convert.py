@@ -17,20 +17,21 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.processes import run_processes
 from torchtitan.cli.main import main
-from torchtitan.components.checkpoint import ModelState, folders
-from torchtitan.components.checkpoint.formats import (
+from torchtitan.components.checkpoint import ModelState, catalog
+from torchtitan.components.checkpoint.dcp import DcpSource
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.weights import (
     HuggingFaceSource,
     TensorSource,
     export_checkpoint,
     format_of,
     load_weights,
 )
-from torchtitan.components.checkpoint.formats.dcp import DcpSource
-from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import Llama3Model, model_spec
 from torchtitan.models.pretrained import native_source
-from torchtitan.protocols.state_dict_adapter import TensorForm, model_forms
+from torchtitan.protocols.state_dict_adapter import model_forms
+from torchtitan.protocols.tensor_source import TensorForm
 
 transformers = pytest.importorskip("transformers")
 
@@ -161,8 +162,8 @@ def test_a_tokenizer_that_cannot_be_read_goes_along(tmp_path):
 def test_a_checkpoint_for_a_run(tmp_path):
     save_reference(tmp_path / "hf", tied=True, dtype=torch.float32)
     assert convert("--to", "dcp", tmp_path / "hf", tmp_path / "v1.5") == 0
-    info = folders.open_checkpoint(tmp_path / "v1.5")
-    assert (info.step, info.kind, folders.verify(tmp_path / "v1.5")) == (0, "model_only", [])
+    info = catalog.open_checkpoint(tmp_path / "v1.5")
+    assert (info.step, info.kind, catalog.verify(tmp_path / "v1.5")) == (0, "model_only", [])
     spec, source = native_source(tmp_path / "v1.5")
     assert dict(source.forms) == model_forms(spec.model)
 
@@ -382,7 +383,7 @@ def large_model(tmp_path_factory) -> Path:
         (folder / f"{format}.partial").mkdir()
         export_checkpoint(folder / f"{format}.partial", format, spec, ConstantSource(forms), folder)
         if format == "dcp":
-            folders.commit(folder / "dcp.partial", folders.Marker(step=0, kind="model_only", world_size=1))
+            catalog.commit(folder / "dcp.partial", catalog.Marker(step=0, kind="model_only", world_size=1))
         else:
             (folder / f"{format}.partial").rename(folder / format)
     return folder

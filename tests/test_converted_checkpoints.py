@@ -20,13 +20,12 @@ from tests.processes import run_processes
 from tests.test_formats_in_runs import from_folder, make_pretrained, weights_of
 from tests.training import read_metrics, run, tiny_config
 from torchtitan.cli.main import main
-from torchtitan.components.checkpoint import CheckpointManager, CheckpointSaveError, ModelState, folders
-from torchtitan.components.checkpoint.formats import ConvertedView, HuggingFaceSource, PlainView, TensorSource
-from torchtitan.components.checkpoint.formats.dcp import DcpSource
-from torchtitan.components.checkpoint.formats.source import slice_shape
-from torchtitan.components.checkpoint.pretrained import frozen_origin, is_as_saved
+from torchtitan.components.checkpoint import CheckpointManager, CheckpointSaveError, ModelState, catalog
+from torchtitan.components.checkpoint.dcp import DcpSource
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
+from torchtitan.components.weights import ConvertedView, HuggingFaceSource, PlainView, TensorSource
+from torchtitan.components.weights.pretrained import frozen_weights, is_as_saved
 from torchtitan.models.pretrained import load_model, native_source
 from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.conversion import converted_model, describe_converters, differences
@@ -34,7 +33,7 @@ from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import Constant, DerivedRows, initializer_of, with_initializers
 from torchtitan.protocols.model import ConvertedModule
 from torchtitan.protocols.sharding import with_features
-from torchtitan.protocols.state_dict_adapter import TensorForm
+from torchtitan.protocols.tensor_source import TensorForm, slice_shape
 from torchtitan.tools.errors import UserError
 
 FLOAT32 = {"training__mixed_precision_param": "float32"}
@@ -396,11 +395,11 @@ def test_what_converters_write_beside_is_of_the_checkpoint(tmp_path, capsys):
     written = folder / "beside" / "lengths.json"
     assert len(json.loads(written.read_text())) == 64
     assert "converters" not in json.loads((folder / "assets" / "model.json").read_text())
-    assert folders.verify(folder) == []
+    assert catalog.verify(folder) == []
     written.write_text("[]")
-    assert folders.verify(folder) == [f"beside/lengths.json has 2 bytes, and not {written_bytes(folder)}"]
+    assert catalog.verify(folder) == [f"beside/lengths.json has 2 bytes, and not {written_bytes(folder)}"]
     written.unlink()
-    assert folders.verify(folder) == ["beside/lengths.json is missing"]
+    assert catalog.verify(folder) == ["beside/lengths.json is missing"]
     assert main(["convert", str(step(tmp_path, 2)), str(tmp_path / "out"), "--to", "hf"]) == 0
     expected = DcpSource(step(tmp_path, 2)).read("layers.0.attention.wq.length").tolist()
     assert json.loads((tmp_path / "out" / "beside" / "lengths.json").read_text()) == expected
@@ -521,14 +520,14 @@ def test_an_adapter_to_begin_from_is_opened_where_the_run_begins(adapted, tmp_pa
 
 def test_a_checkpoint_to_begin_from_is_digested_once(adapted, tmp_path, monkeypatch):
     digested: list[str] = []
-    find_damage = folders.find_damage
+    find_damage = catalog.find_damage
 
     def counted(folder, ranks, *, only=None):
         if only is None:
             digested.append(str(folder))
         return find_damage(folder, ranks, only=only)
 
-    monkeypatch.setattr(folders, "find_damage", counted)
+    monkeypatch.setattr(catalog, "find_damage", counted)
     path = step(adapted, 2)
     everything = {"checkpoint__no_initial_load_model_only": True}
     for converters, options in (([LORA], {}), ([DORA], {}), ([], {}), ([LORA], everything)):
@@ -585,7 +584,7 @@ def test_frozen_weights_of_a_folder_are_the_same_however_it_is_named(tmp_path, m
     (tmp_path / "link").symlink_to("base")
     monkeypatch.chdir(tmp_path)
     paths = [str(tmp_path / "base"), "base", "base/../base", "link"]
-    assert len({frozen_origin(CheckpointManager.Config(initial_load_path=path), seed=0).words for path in paths}) == 1
+    assert len({frozen_weights(CheckpointManager.Config(initial_load_path=path), seed=0).words for path in paths}) == 1
 
 
 class Silent(ModelConverter):
@@ -630,7 +629,7 @@ def test_trained_weights_only(adapted, tmp_path, capsys):
             config.check(world_size=1)
         with pytest.raises(UserError, match=f"base weights was {sources[0]} and is {name}"):
             config.build().load_checkpoint()
-    with pytest.raises(UserError, match="holds trained weights only; begin from"):
+    with pytest.raises(UserError, match="holds trained weights only; the others are .* take one of its run"):
         begin(tmp_path / "next", [LORA], **FLOAT32, checkpoint__initial_load_path=path)
     assert main(["inspect", str(path)]) == 0
     assert f"initial_load_path {sources[0]}" in capsys.readouterr().out
@@ -770,7 +769,7 @@ def test_trained_only_without_a_converted_weight(tmp_path):
     # There is no adapter that could be made of it.
     with pytest.raises(UserError, match="take one of its run that holds all weights"):
         native_source(path)
-    with pytest.raises(UserError, match="begin from a checkpoint of its run that holds all weights"):
+    with pytest.raises(UserError, match="take one of its run that holds all weights"):
         begin(tmp_path / "next", [Still.Config()], checkpoint__initial_load_path=path)
     with pytest.raises(UserError, match="checkpoint.trained_only: all weights are trained"):
         train(tmp_path / "all", [], **SAVING, checkpoint__trained_only=True)
@@ -802,14 +801,14 @@ def test_an_end_that_fails_leaves_what_a_run_resumes_from(tmp_path, monkeypatch)
     def fail(*args: Any) -> None:
         raise OSError("No space left")
 
-    monkeypatch.setattr(resumed.checkpointer._saver, "_export", fail)
+    monkeypatch.setattr(resumed.checkpointer._saver, "export", fail)
     with pytest.raises(CheckpointSaveError, match="step-2 could not be saved: OSError: No space left"):
         resumed.checkpointer.save(2, last=True)
     resumed.close()
-    assert [(info.path.name, info.kind) for info in folders.list_checkpoints(tmp_path / "checkpoint")] == [
+    assert [(info.path.name, info.kind) for info in catalog.list_checkpoints(tmp_path / "checkpoint")] == [
         ("step-2", "full")
     ]
-    assert folders.verify(step(tmp_path, 2)) == []
+    assert catalog.verify(step(tmp_path, 2)) == []
 
 
 def test_a_store_that_cannot_rename_keeps_what_a_run_resumes_from(tmp_path, caplog):
@@ -823,7 +822,7 @@ def test_a_store_that_cannot_rename_keeps_what_a_run_resumes_from(tmp_path, capl
     resumed.checkpointer.save(2, last=True)
     resumed.close()
     assert "step 2 is saved with trained weights only, and stays so" in caplog.text
-    assert [info.kind for info in folders.list_checkpoints(resumed.checkpointer.folder)] == ["full"]
+    assert [info.kind for info in catalog.list_checkpoints(resumed.checkpointer.folder)] == ["full"]
 
 
 KILLED = """
@@ -849,7 +848,7 @@ def test_killed_and_resumed(tmp_path):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    newest = folders.resumable(folders.folder_at(tmp_path / "killed" / "checkpoint"))[-1].step
+    newest = catalog.resumable(catalog.folder_at(tmp_path / "killed" / "checkpoint"))[-1].step
     options = {**SAVING, "checkpoint__trained_only": True, "checkpoint__interval": 1, "lr_scheduler__total_steps": 400}
     runs = {name: train(tmp_path / name, [LORA], **options, training__steps=newest + 2) for name in ("killed", "left")}
     assert_equal(whole_weights(runs["killed"]), whole_weights(runs["left"]))

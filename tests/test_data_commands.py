@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tests.training import TINY, flags
+from torchtitan.cli.data_report import histogram, print_samples
 from torchtitan.cli.data_samples import samples_of, token_texts
-from torchtitan.cli.data_tables import histogram
-from torchtitan.cli.data_view import print_samples
 from torchtitan.cli.main import main
 from torchtitan.components.data.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import PretrainedTokenizer

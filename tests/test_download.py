@@ -93,7 +93,7 @@ def test_pickled_weights_where_there_are_no_others(hub):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (http_error(errors.GatedRepoError), "a/b is gated: accept its licence on {hub}/a/b, and set HF_TOKEN"),
+        (http_error(errors.GatedRepoError), "a/b is gated: accept its license on {hub}/a/b, and set HF_TOKEN"),
         (http_error(errors.RepositoryNotFoundError), "there is no model 'a/b' on the hub, or it is private"),
         (http_error(errors.RevisionNotFoundError), "a/b has no revision 'x'"),
         (http_error(errors.HfHubHTTPError, "503 Server Error\nmore"), "cannot be reached (503 Server Error); check"),

@@ -26,17 +26,16 @@ from torchtitan.components.checkpoint import (
     CheckpointManager,
     CheckpointSaveError,
     ModelState,
-    folders,
+    async_save,
+    catalog,
     list_checkpoints,
     load_model_state,
     manifest,
-    staging,
     verify,
 )
+from torchtitan.components.checkpoint.async_save import Export, SharedMemory
+from torchtitan.components.checkpoint.filesystem import LocalFolder, folder_at
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.saver import Export
-from torchtitan.components.checkpoint.staging import SharedMemory
-from torchtitan.components.checkpoint.store import LocalFolder, folder_at
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -261,10 +260,10 @@ def _errors_that_cannot_be_sent(ranks: Ranks) -> None:
 
     error: Any = RuntimeError("of a client")
     with pytest.raises(OSError, match="RuntimeError.'of a client'"):
-        ranks.first_decides(fail)
+        ranks.broadcast_from_rank0(fail)
     error = UserError("what to do")
     with pytest.raises(UserError, match="^what to do$"):
-        ranks.together(fail)
+        ranks.all_ranks_or_raise(fail)
 
 
 def _digest_on_two_ranks(folder: Path) -> None:
@@ -295,7 +294,7 @@ def _digest_on_two_ranks(folder: Path) -> None:
     if rank == 0:
         flip_byte(folder / "checkpoint/step-2/__1_0.distcp")
     dist.barrier()
-    assert verify(folder / "checkpoint/step-2") == folders.verify(folder / "checkpoint/step-2", ranks)
+    assert verify(folder / "checkpoint/step-2") == catalog.verify(folder / "checkpoint/step-2", ranks)
     assert Run(folder).manager.load() == 1
 
     unshared = Run(folder, folder="memory://each/has/its/own")  # as a disk of each host's own
@@ -567,7 +566,7 @@ def test_memory_that_does_not_suffice(
         raise RuntimeError("not enough memory")
 
     with monkeypatch.context() as while_small:
-        while_small.setattr(staging, "stage", fail)
+        while_small.setattr(async_save, "stage", fail)
         run.manager.save(1, validation_loss=1.0)
     assert "step-1 could not be saved: RuntimeError: not enough memory" in log.text
     run.manager.save(2, validation_loss=2.0)
@@ -584,7 +583,7 @@ def test_shared_memory_that_cannot_grow_stays(monkeypatch: pytest.MonkeyPatch) -
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(staging.mmap, "mmap", fail)
+    monkeypatch.setattr(async_save.mmap, "mmap", fail)
     with pytest.raises(OSError, match="Cannot allocate"):
         memory.reserve({"state": {"large": torch.ones(1000)}})
     assert not unpinned and memory.n_bytes == 64
@@ -840,7 +839,7 @@ def test_a_best_that_could_not_be_saved_is_none(
         raise OSError("disk full")
 
     with monkeypatch.context() as while_full:
-        while_full.setattr(folders, "commit", fail)
+        while_full.setattr(catalog, "commit", fail)
         run.manager.save(2, validation_loss=3.0)
         assert run.manager.is_due(3, validation_loss=4.0)  # without waiting in between
     run.manager.save(3, validation_loss=4.0)

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.equivalence.__main__ import BEGIN, END, as_markdown, cells, choose_layouts, parse_arguments, write_docs
+from tests.equivalence.__main__ import COLUMNS, cells, choose_layouts, parse_arguments
 from tests.equivalence.layouts import PROBLEM, Layout, all_layouts
 from tests.equivalence.matrix import Matrix, Row
 from tests.equivalence.random_layouts import draw_layouts
 from tests.equivalence.runs import TOLERANCE, Differences, InconsistentRanks, Outcome, compare, merge_weights
+from tests.tables import Row as TableRow
+from tests.tables import as_markdown, markers, write_docs
 from tests.training import RaggedDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.distributed import ParallelDims
@@ -267,10 +269,11 @@ def test_verdicts(row, passed, verdict):
 
 def test_the_table_goes_between_the_markers(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"# Title\n{BEGIN}\nold\n{END}\nend\n")
-    table = as_markdown([make_row(differences=CLOSE)])
-    write_docs(page, table)
-    assert page.read_text() == f"# Title\n{BEGIN}\n{table}\n{END}\nend\n"
+    begin, end = markers("matrix")
+    page.write_text(f"# Title\n{begin}\nold\n{end}\nend\n")
+    table = as_markdown(COLUMNS, [TableRow(cells(make_row(differences=CLOSE)))])
+    write_docs(page, "matrix", table)
+    assert page.read_text() == f"# Title\n{begin}\n{table}\n{end}\nend\n"
     assert table.splitlines()[-1] == "| TP 2 | 2 | 1e-07 | 2e-07 | 0e+00 | 3e-08 | equal |"
 
 

@@ -19,8 +19,7 @@ from torchtitan.components.evaluation import (
     read_questions,
     text_perplexity,
 )
-from torchtitan.components.evaluation.multiple_choice import encode_pairs
-from torchtitan.components.evaluation.perplexity import windows
+from torchtitan.components.evaluation.tasks import encode_pairs, windows
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError

@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.processes import run_processes
-from torchtitan.components.checkpoint.formats import (
+from torchtitan.components.checkpoint.dcp import DcpSource, state_forms, write_dcp
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.weights import (
     ConvertedSource,
     ForeignView,
     MetaSource,
@@ -26,19 +28,11 @@ from torchtitan.components.checkpoint.formats import (
     load_weights,
     open_source,
     write_huggingface,
-    write_huggingface_index,
     write_meta,
 )
-from torchtitan.components.checkpoint.formats.dcp import DcpSource, state_forms, write_dcp
-from torchtitan.components.checkpoint.formats.load import local_slices
-from torchtitan.protocols.state_dict_adapter import (
-    Concatenated,
-    RopePermutation,
-    Row,
-    Stacked,
-    StateDictAdapter,
-    TensorForm,
-)
+from torchtitan.components.weights.load import local_slices
+from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping, RopePermutation, Stacked, StateDictAdapter
+from torchtitan.protocols.tensor_source import TensorForm
 from torchtitan.tools.errors import UserError
 
 WRITERS = {"hf": write_huggingface, "meta": write_meta, "dcp": write_dcp}
@@ -204,10 +198,13 @@ def test_several_processes_can_share_the_files(tmp_path):
     tensors = example()
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     save(alone, "hf", tensors, max_file_bytes=200)
-    for rank in range(2):
-        with pytest.raises(UserError):  # not all is there yet
-            open_source(save(shared, "hf", tensors, max_file_bytes=200, only_files=lambda i, rank=rank: i % 2 == rank))
-    write_huggingface_index(shared, forms_of(tensors), max_file_bytes=200)
+    for rank in (1, 0):  # the first writes the index in the end
+        ranks = Ranks()
+        ranks.rank, ranks.size = rank, 2
+        save(shared, "hf", tensors, max_file_bytes=200, ranks=ranks)
+        if rank:
+            with pytest.raises(UserError):  # not all is there yet
+                open_source(shared)
     files = {path.name: path.read_bytes() for path in alone.iterdir()}
     assert {path.name: path.read_bytes() for path in shared.iterdir()} == files
 
@@ -388,10 +385,10 @@ class CountingSource(TensorSource):
 
 
 ROWS = [
-    Row("embedding", "embed"),
-    Row("layers.*.q", "l.*.q", RopePermutation(4)),
-    Row(("layers.*.gate", "layers.*.up"), "l.*.gate_up", Concatenated(0)),
-    Row("layers.*.experts", tuple(f"l.*.experts.{i}" for i in range(3)), Stacked(0)),
+    KeyMapping("embedding", "embed"),
+    KeyMapping("layers.*.q", "l.*.q", RopePermutation(4)),
+    KeyMapping(("layers.*.gate", "layers.*.up"), "l.*.gate_up", Concatenated(0)),
+    KeyMapping("layers.*.experts", tuple(f"l.*.experts.{i}" for i in range(3)), Stacked(0)),
 ]
 
 
@@ -436,10 +433,10 @@ def test_dtypes_are_those_of_the_files():
 
 
 def test_tied_weights_are_compared_piece_by_piece(monkeypatch):
-    import torchtitan.components.checkpoint.formats.convert as convert
+    import torchtitan.components.weights.views as convert
 
     monkeypatch.setattr(convert, "_COMPARED_ELEMENTS", 4)
-    adapter = StateDictAdapter([Row("embedding", "embed")], n_layers=0, tied={"head": "embed"})
+    adapter = StateDictAdapter([KeyMapping("embedding", "embed")], n_layers=0, tied={"head": "embed"})
     embedding = torch.randn(5, 2)
     tensors = {"embed": embedding, "head": embedding.clone()}
     ConvertedSource(CountingSource(tensors), adapter, {"embedding": TensorForm.of(embedding)})

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.training import launch, read_metrics, tiny_config, train
 from torchtitan.components.checkpoint import ModelState, list_checkpoints
-from torchtitan.components.checkpoint.pretrained import load_pretrained
+from torchtitan.components.weights.pretrained import load_pretrained
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from tests.training import train
-from torchtitan.cli.chat import chat
-from torchtitan.cli.generate import generate
+from torchtitan.cli.generate import chat, generate
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template, resolve_chat_template
 from torchtitan.components.generation import generate as generate_ids
 from torchtitan.components.tokenizer import PretrainedTokenizer

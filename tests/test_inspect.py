@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 
 from tests.training import train
 from torchtitan.cli.main import main
-from torchtitan.components.checkpoint import folders
-from torchtitan.components.checkpoint.formats import write_huggingface, write_meta
-from torchtitan.components.checkpoint.formats.dcp import write_dcp
-from torchtitan.protocols.state_dict_adapter import TensorForm
+from torchtitan.components.checkpoint import catalog
+from torchtitan.components.checkpoint.dcp import write_dcp
+from torchtitan.components.weights import write_huggingface, write_meta
+from torchtitan.protocols.tensor_source import TensorForm
 
 TENSORS = {"b.weight": torch.randn(4, 6), "a.weight": torch.randn(3).bfloat16(), "c": torch.tensor(1.5)}
 FORMS = {name: TensorForm.of(tensor) for name, tensor in TENSORS.items()}
@@ -20,9 +20,9 @@ FORMS = {name: TensorForm.of(tensor) for name, tensor in TENSORS.items()}
 
 def save_step(folder: Path, step: int, **marker) -> Path:
     """A checkpoint as a run saves it, of a model alone."""
-    partial = folders.start_partial(folder, step)
+    partial = catalog.start_partial(folder, step)
     write_dcp(Path(str(partial)), FORMS, TENSORS.__getitem__)
-    return Path(str(folders.commit(partial, folders.Marker(step=step, kind="model_only", world_size=1, **marker))))
+    return Path(str(catalog.commit(partial, catalog.Marker(step=step, kind="model_only", world_size=1, **marker))))
 
 
 def inspect(capsys, *words: object) -> tuple[int, str, str]:
@@ -76,10 +76,10 @@ def test_every_format_and_its_tensors(tmp_path, capsys):
 
 
 def test_a_hugging_face_model_that_a_run_saved(tmp_path, capsys):
-    partial = folders.start_partial(tmp_path, 3)
+    partial = catalog.start_partial(tmp_path, 3)
     write_huggingface(Path(str(partial)), FORMS, TENSORS.__getitem__)
     partial.write("config.json", b"{}")
-    folders.commit(partial, folders.Marker(step=3, kind="huggingface", world_size=1))
+    catalog.commit(partial, catalog.Marker(step=3, kind="huggingface", world_size=1))
     code, output, _ = inspect(capsys, tmp_path / "step-3")
     found = facts(output)
     assert (code, found["format"], found["kind"], found["digests"]) == (0, "Hugging Face", "huggingface", "verified")

@@ -12,6 +12,7 @@ from typing import Any, Self
 import pytest
 import torch
 
+from tests import tables
 from tests.kill_test import __main__ as command
 from tests.kill_test import campaign
 from tests.kill_test.attempts import Attempt, AttemptFailed, Event, Moment, draw_moment, furthest_save
@@ -443,7 +444,7 @@ class TestCommand:
     ) -> None:
         page = tmp_path / "docs/checkpoints.md"
         page.parent.mkdir()
-        page.write_text(f"# Checkpoints\n{command.BEGIN}\n")
+        page.write_text(f"# Checkpoints\n{tables.markers('kill')[0]}\n")
         monkeypatch.setattr(command, "PAGE", page)
         monkeypatch.setattr(command, "PROJECT", tmp_path)
         assert command.main(words) == 2
@@ -455,13 +456,15 @@ class TestCommand:
 
     def test_the_table_is_put_between_its_markers(self, tmp_path: Path) -> None:
         page = tmp_path / "page.md"
-        page.write_text(f"before\n{command.BEGIN}\nold\n{command.END}\nafter\n")
+        begin, end = tables.markers("kill")
+        page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
         passed = Outcome(MODE["1 process, async"], kills=20, kills_in_save=9, resumed_steps=[0, 3, 3])
         rounded = Difference(2e-7, "loss of line 3")
         elastic = Outcome(MODE["1, 2 or 4 processes, async"], lines=rounded, state=replace(rounded, value=1.0))
-        command.write_docs(page, command.as_markdown([passed, elastic]))
+        rows = [tables.Row(command.cells(outcome)) for outcome in (passed, elastic)]
+        tables.write_docs(page, "kill", tables.as_markdown(command.COLUMNS, rows))
         lines = page.read_text().splitlines()
-        assert lines[:2] == ["before", command.BEGIN] and lines[-2:] == [command.END, "after"]
+        assert lines[:2] == ["before", begin] and lines[-2:] == [end, "after"]
         assert lines[4] == "| 1 process, async | 20 | 9 | 0, 3, 3 | identical | identical |"
         assert lines[5] == "| 1, 2 or 4 processes, async | 0 | 0 |  | equal to 2e-07 | DIFFERENT by 1e+00 |"
 
@@ -474,7 +477,7 @@ class TestCommand:
 
     def test_where_the_numbers_are_from(self) -> None:
         arguments = command.parse_arguments(["--kills", "3", "--only", "^1 process, async$", "--dataset", "a/b.txt"])
-        told = command.describe(arguments)
+        told = tables.describe("tests.kill_test", arguments, "kills", "seed", "only", "dataset")
         assert told.startswith(
             "`python -m tests.kill_test --kills 3 --seed 0 --only '^1 process, async$' --dataset b.txt`, 2"
         )

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.test_pretrained import ODD, SHAPES, assert_identical, assert_same_logits, reference_of
 from torchtitan.cli.main import main
-from torchtitan.components.checkpoint.formats import open_source
+from torchtitan.components.weights import open_source
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError

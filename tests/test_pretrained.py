@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchtitan.components.checkpoint import folders
-from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in
-from torchtitan.components.checkpoint.formats import ForeignView, HuggingFaceSource, load_weights
+from torchtitan.components.checkpoint import catalog
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
+from torchtitan.components.weights import ForeignView, HuggingFaceSource, load_weights
+from torchtitan.components.weights.assets import CheckpointAssets, files_in
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import FLAVORS, FORMATS, Llama3Model
 from torchtitan.models.pretrained import load_model, native_source, spec_of
@@ -364,15 +364,15 @@ class TestWhatDoesNotFit:
 class TestOurOwnFormat:
     @pytest.fixture
     def folder(self, tmp_path):
-        from torchtitan.components.checkpoint.formats.dcp import write_dcp
+        from torchtitan.components.checkpoint.dcp import write_dcp
 
         reference_of(ODD).save_pretrained(tmp_path / "hf")
         spec, source = native_source(tmp_path / "hf")
-        partial = folders.start_partial(tmp_path, 3)
+        partial = catalog.start_partial(tmp_path, 3)
         path = Path(str(partial))
         write_dcp(path, source.forms, source.read)
         CheckpointAssets.of(spec, files_in(EMBEDDED_TOKENIZER)).write(path)
-        return Path(str(folders.commit(partial, folders.Marker(step=3, kind="model_only", world_size=1))))
+        return Path(str(catalog.commit(partial, catalog.Marker(step=3, kind="model_only", world_size=1))))
 
     def test_a_damaged_one_is_not_opened(self, folder):
         file = next(folder.glob("*.distcp"))

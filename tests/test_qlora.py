@@ -16,8 +16,7 @@ from tests.equivalence.runs import UnitVariance, merge_weights
 from tests.equivalence.workers import Workers
 from tests.training import RaggedDataLoader, read_metrics, run, tiny_config
 from torchtitan.components.peft import LoRA, QLoRA
-from torchtitan.components.peft.lora import LoRALinear
-from torchtitan.components.peft.qlora import QLoRALinear
+from torchtitan.components.peft.lora import LoRALinear, QLoRALinear
 from torchtitan.components.quantization.nf4 import NF4, pack, unpack
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.distributed.tensor_parallel import _share_parameters

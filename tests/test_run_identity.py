@@ -14,9 +14,9 @@ import torch
 from tests.test_formats_in_runs import make_pretrained
 from tests.training import TINY, flags, launch, read_metrics, run, tiny_config
 from torchtitan.cli.main import main
-from torchtitan.components.checkpoint import folders, list_checkpoints
+from torchtitan.components.checkpoint import catalog, list_checkpoints
 from torchtitan.components.checkpoint.identity import RunIdentity
-from torchtitan.components.checkpoint.marker import Marker
+from torchtitan.components.checkpoint.manifest import Marker
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.trainer import Trainer
@@ -135,7 +135,7 @@ def test_other_training_is_not_complete(torchtitan: Torchtitan, from_hf: dict[st
 def test_an_end_whose_run_is_unknown_is_not_replaced(torchtitan: Torchtitan, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "checkpoint"
     marker = Marker(step=4, kind="model_only", world_size=1)
-    path = Path(str(folders.commit(folders.start_partial(folder, 4), marker)))
+    path = Path(str(catalog.commit(catalog.start_partial(folder, 4), marker)))
     before = contents(path)
     code, printed = torchtitan(**TINY, **SAVING)
     assert code == 2 and "does not say which run it belongs to" in printed, printed

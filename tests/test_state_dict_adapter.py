@@ -7,16 +7,16 @@ from torchtitan.models.common.rope import RoPEConfig, apply_rope, rope_cos_sin
 from torchtitan.models.llama3 import FORMATS, Llama3Model
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
+    Identity,
+    KeyMapping,
     Repeated,
     RopePermutation,
-    Row,
-    Same,
     Stacked,
     StateDictAdapter,
-    TensorForm,
     check_tied,
     model_forms,
 )
+from torchtitan.protocols.tensor_source import TensorForm
 from torchtitan.tools.errors import UserError
 
 
@@ -31,7 +31,7 @@ def form(*shape: int, dtype: torch.dtype = torch.float32) -> TensorForm:
 @pytest.mark.parametrize(
     ("transform", "native", "foreign"),
     [
-        (Same(), [(3, 4)], [(3, 4)]),
+        (Identity(), [(3, 4)], [(3, 4)]),
         (RopePermutation(6), [(12, 5)], [(12, 5)]),
         (Concatenated(0), [(2, 5), (4, 5), (1, 5)], [(7, 5)]),
         (Concatenated(1), [(5, 2), (5, 3)], [(5, 5)]),
@@ -39,7 +39,7 @@ def form(*shape: int, dtype: torch.dtype = torch.float32) -> TensorForm:
         (Stacked(1), [(4, 2, 5)], [(4, 5), (4, 5)]),
         (Repeated(2), [(3, 4)], [(3, 4), (3, 4)]),
     ],
-    ids=lambda value: repr(value) if isinstance(value, (Same, RopePermutation, Concatenated, Stacked)) else None,
+    ids=lambda value: repr(value) if isinstance(value, (Identity, RopePermutation, Concatenated, Stacked)) else None,
 )
 def test_there_and_back_is_exact_on_every_device(transform, native, foreign):
     for device in ("cpu", "meta"):
@@ -85,9 +85,9 @@ def test_the_permutation_is_that_of_the_definition():
 
 def fused() -> StateDictAdapter:
     rows = [
-        Row(("layers.*.q", "layers.*.k"), "h.*.qk", Concatenated(0)),
-        Row("layers.*.experts", ("h.*.expert0", "h.*.expert1"), Stacked(0)),
-        Row("norm", "ln"),
+        KeyMapping(("layers.*.q", "layers.*.k"), "h.*.qk", Concatenated(0)),
+        KeyMapping("layers.*.experts", ("h.*.expert0", "h.*.expert1"), Stacked(0)),
+        KeyMapping("norm", "ln"),
     ]
     return StateDictAdapter(rows, n_layers=2, ignored=["h.*.inv_freq"], tied={"head": "ln"})
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from torchtitan.components.checkpoint.assets import files_in
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
-from torchtitan.components.tokenizer.backend import reading
 from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
+from torchtitan.components.tokenizer.tokenizer_json import reading
+from torchtitan.components.weights.assets import files_in
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.llama3 import FLAVORS, FORMATS
 from torchtitan.models.llama3.model import Llama3Model

@@ -32,12 +32,13 @@ from tests.test_inspect import FORMS, TENSORS, facts, inspect, save_step
 from tests.training import train
 from torchtitan.cli.main import main
 from torchtitan.components.chat_template import load_chat_template
-from torchtitan.components.checkpoint import folders, storage
-from torchtitan.components.checkpoint.formats import format_of, open_source, write_huggingface, write_meta
-from torchtitan.components.checkpoint.marker import marker_content
+from torchtitan.components.checkpoint import catalog
+from torchtitan.components.checkpoint import dcp as states_in_dcp
+from torchtitan.components.checkpoint.filesystem import LocalFolder, folder_at
+from torchtitan.components.checkpoint.manifest import marker_content
+from torchtitan.components.checkpoint.metadata import read_metadata
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.reading import read_metadata
-from torchtitan.components.checkpoint.store import LocalFolder, folder_at
+from torchtitan.components.weights import format_of, open_source, write_huggingface, write_meta
 from torchtitan.tools.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -78,11 +79,11 @@ def change_metadata(step: Path, change: Callable[[Metadata], object]) -> None:
 
 def forge(step: Path) -> None:
     """Give a changed checkpoint a manifest and a marker that fit it."""
-    marker = folders.open_checkpoint(step).marker
+    marker = catalog.open_checkpoint(step).marker
     assert marker
     for name in ("complete.json", "manifest.json"):
         (step / name).unlink()
-    folders.commit(step.rename(step.with_name(f"{step.name}.partial")), marker)
+    catalog.commit(step.rename(step.with_name(f"{step.name}.partial")), marker)
 
 
 def put_bytes(step: Path, name: str, payload: object) -> None:
@@ -352,12 +353,12 @@ def test_damage_to_the_newest_metadata_falls_back(tmp_path, canary, trained):
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"files": {"a": 7}}', b"[" * 100_000])
 def test_a_forged_marker_of_what_is_no_manifest(tmp_path, content):
     step = save_step(tmp_path, 7)
-    marker = folders.open_checkpoint(step).marker
+    marker = catalog.open_checkpoint(step).marker
     assert marker
     (step / "manifest.json").write_bytes(content)
     forged = dataclasses.replace(marker, manifest=hashlib.sha256(content).hexdigest())
     (step / "complete.json").write_bytes(marker_content(forged))
-    assert folders.verify(step) == ["manifest.json is damaged (it lists no files)"]
+    assert catalog.verify(step) == ["manifest.json is damaged (it lists no files)"]
 
 
 class TestTwoFormats:
@@ -521,17 +522,17 @@ def load_notes(folder: Path) -> None:
         "damaged": "damaged/.metadata cannot be read, it is damaged",
     }.items():
         with pytest.raises(UserError, match=message) as caught:
-            storage.load(folder_at(folder / name), {}, {"note": note}, ranks.rank, ranks)
+            states_in_dcp.load(folder_at(folder / name), {}, {"note": note}, ranks.rank, ranks)
         assert len(set(ranks.gather(str(caught.value)))) == 1
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:
             patch.setattr(LocalFolder, "read", None)  # the first rank reads .metadata for all
-        storage.load(folder_at(folder / "good"), {}, {"note": note}, ranks.rank, ranks)
+        states_in_dcp.load(folder_at(folder / "good"), {}, {"note": note}, ranks.rank, ranks)
     assert note.text == f"of rank {ranks.rank}"
 
 
 def test_each_rank_says_the_same_of_a_bad_checkpoint(tmp_path):
-    notes = {f"note.rank{rank}": storage.encode("note", {"text": f"of rank {rank}"}) for rank in range(2)}
+    notes = {f"note.rank{rank}": states_in_dcp.encode("note", {"text": f"of rank {rank}"}) for rank in range(2)}
     for name, of_second in {"good": notes["note.rank1"], "bad": {"json-0": "{"}, "lacking": {}, "damaged": {}}.items():
         dcp.save({**notes, "note.rank1": of_second}, checkpoint_id=tmp_path / name)
     (tmp_path / "damaged/.metadata").write_bytes(b"")

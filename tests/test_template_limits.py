@@ -64,6 +64,10 @@ def growing(start: str, value: str) -> str:
         "{{ 'a'|indent(10**12, true) }}",
         "{{ [1]|tojson(indent=10**12) }}",
         "{{ 1.5|round(10**9, 'ceil') }}",
+        "{{ '%1000000000d' is odd }}",
+        "{{ '%1000000000d' is divisibleby(7) }}",
+        "{{ [[1, 2]]|map('tojson', separators=['x'*9999*99, ':'])|list|length }}",
+        "{{ ('a'*99999)|replace(new='x'*9999, old='a') }}",
     ],
 )
 def test_what_would_not_end_is_refused(source, monkeypatch):
@@ -96,13 +100,31 @@ def test_comparing_values_costs_their_sizes(monkeypatch):
     monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)
     double = "['', '']|map('default', {}, true)|list"
     loop = f"{{% for i in range(60) %}}{{% set n.x = {double.format('n.x')} %}}{{% set n.y = {double.format('n.y')} %}}"
-    for compared in ("n.x == n.y", "n.x is eq(n.y)", "n.x in [n.y]", "[n.x]|select('eq', n.y)|list"):
+    for compared in (
+        "n.x == n.y",
+        "n.x is eq(n.y)",
+        "n.x is in(seq=[n.y])",
+        "n.x in [n.y]",
+        "[n.x]|select('eq', n.y)|list",
+    ):
         with pytest.raises(UserError, match="takes too long"):
             rendered(f"{{% set n = namespace(x=[1], y=[1]) %}}{loop}{{% endfor %}}{{{{ {compared} }}}}")
 
 
 @pytest.mark.parametrize(
-    "use", ["|upper", "|trim", "|safe", "|replace('a', 'b')", "|indent", "|format", "|string", "|tojson", "|join"]
+    "use",
+    [
+        "|upper",
+        "|trim",
+        "|safe",
+        "|replace('a', 'b')",
+        "|indent",
+        "|format",
+        "|string",
+        "|tojson",
+        "|join",
+        " is lower",
+    ],
 )
 def test_a_text_of_a_value_costs_the_sizes_of_its_parts(use, monkeypatch):
     monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)

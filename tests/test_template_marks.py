@@ -14,11 +14,11 @@ import tokenizers
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.chat_template.marks import with_marks
-from torchtitan.components.checkpoint.chat_assets import chat_assets
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation
 from torchtitan.components.data.finetuning.loss_mask import TrainOn
 from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.components.weights.assets import chat_assets
 
 Message = dict[str, Any]
 

@@ -3,21 +3,20 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from tests.conftest import PROJECT
 from tests.equivalence.layouts import Layout, Options, all_layouts
 from tests.equivalence.matrix import Matrix, Row
 from tests.equivalence.random_layouts import draw_layouts
 from tests.equivalence.runs import TOLERANCE
+from tests.tables import Row as TableRow
+from tests.tables import as_markdown, print_table, write_docs
 
 PAGE = PROJECT / "docs" / "parallelism.md"
-BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 COLUMNS = ("layout", "processes", "loss", "gradient norm", "validation", "weights", "verdict")
 
 
@@ -50,9 +49,10 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     rows = run(layouts, extra)
-    Console(width=None if sys.stdout.isatty() else 200).print(as_table(rows))
+    shown = [TableRow(cells(row), failed=not row.passed) for row in rows]
+    print_table(f"largest relative differences from a single process (at most {TOLERANCE:.0e})", COLUMNS, shown)
     if arguments.write_docs:
-        write_docs(PAGE, as_markdown(rows))
+        write_docs(PAGE, "matrix", as_markdown(COLUMNS, shown))
     return 0 if rows and all(row.passed for row in rows) else 1
 
 
@@ -94,29 +94,6 @@ def cells(row: Row) -> tuple[str, ...]:
         d = row.differences
         numbers = tuple(f"{value:.0e}" for value in (d.loss, d.grad_norm, d.validation_loss, d.weights))  # type: ignore[assignment]
     return (row.layout.name, str(row.layout.processes), *numbers, row.verdict)
-
-
-def as_table(rows: Iterable[Row]) -> Table:
-    """For the terminal."""
-    table = Table(*COLUMNS, title=f"largest relative differences from a single process (at most {TOLERANCE:.0e})")
-    for row in rows:
-        table.add_row(*cells(row), style=None if row.passed else "red")
-    return table
-
-
-def as_markdown(rows: Iterable[Row]) -> str:
-    """For the documentation."""
-    head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    return "\n".join([*head, *("| " + " | ".join(cells(row)) + " |" for row in rows)])
-
-
-def write_docs(page: Path, table: str) -> None:
-    """Put the table between the markers of a page, which is made if it is not there."""
-    text = page.read_text() if page.exists() else f"# Parallelism\n\n{BEGIN}\n{END}\n"
-    before, found_begin, rest = text.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    assert found_begin and found_end, f"{page} lacks the markers {BEGIN} and {END}"
-    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """`python -m tests.hostile_inputs`: tries hostile and damaged files, and prints a table of how torchtitan took them."""
 
 import argparse
-import datetime
 import importlib
 import multiprocessing
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -17,35 +15,33 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from tests.conftest import PROJECT
 from tests.hostile_inputs import world
 from tests.hostile_inputs.attempt import DEFECTS, Verdict, attempt, draw, last_loss, run
 from tests.hostile_inputs.mutators import CANARY
 from tests.hostile_inputs.subjects import SUBJECTS, Subject
+from tests.tables import Row, as_markdown, describe, print_table, write_docs
 from torchtitan.components import metrics
 from torchtitan.tools.device import peak_flops
 
 PAGE = PROJECT / "docs" / "security.md"
-BEGIN, END = "<!-- hostile:begin -->", "<!-- hostile:end -->"
 MEMORY = Path("/dev/shm")
 """A folder whose files need no disk, if the system has one."""
 
 IMPORTED = (
-    "torchtitan.cli.chat",
     "torchtitan.cli.convert",
+    "torchtitan.cli.generate",
     "torchtitan.cli.inspect_checkpoint",
     "torchtitan.train",
     "torchtitan.models.llama3.config_registry",
-    "torchtitan.components.checkpoint.storage",
-    "torchtitan.components.checkpoint.formats.dcp",
+    "torchtitan.components.checkpoint.dcp",
     "datasets",
 )
 """Modules that most commands import."""
 
 VERDICTS: tuple[Verdict, ...] = ("refused", "accepted", *DEFECTS)
+COLUMNS = ("file", "cases", *VERDICTS)
 Counts = Mapping[str, Counter[Verdict]]
 
 
@@ -72,10 +68,12 @@ def main(words: Sequence[str] | None = None) -> int:
         print("\n".join(subject.name for subject in subjects))
         return 0
     counts = try_cases(subjects, arguments.cases, arguments.seed, arguments.verbose)
-    Console(width=None if sys.stdout.isatty() else 200).print(as_table(counts))
+    rows = rows_of(counts)
+    print_table("hostile and damaged files", COLUMNS, rows)
     failed = any(counts[name][defect] for name in counts for defect in DEFECTS)
     if arguments.write_docs and not failed:
-        write_docs(f"{describe(arguments)}\n\n{as_markdown(counts)}")
+        source = describe("tests.hostile_inputs", arguments, "cases", "seed", "only")
+        write_docs(PAGE, "hostile", f"{source}\n\n{as_markdown(COLUMNS, rows, counts=True)}")
     return 1 if failed else 0
 
 
@@ -150,39 +148,16 @@ def _undamaged(base: Path, workplace: Path, subject: Subject) -> float | None:
     return loss
 
 
-def describe(arguments: argparse.Namespace) -> str:
-    """Say which command made the table, when, and where."""
-    words = ["--cases", str(arguments.cases), "--seed", str(arguments.seed)]
-    words += ["--only", arguments.only] if arguments.only else []
-    machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    return f"`{shlex.join(['python', '-m', 'tests.hostile_inputs', *words])}`, {datetime.date.today()}, {machine}:"
-
-
-def _rows(counts: Counts) -> list[list[str]]:
-    total: Counter[Verdict] = sum(counts.values(), Counter())
-    named = {**counts, "all": total}
-    return [[name, str(count.total()), *(str(count[verdict]) for verdict in VERDICTS)] for name, count in named.items()]
-
-
-def as_table(counts: Counts) -> Table:
-    """Return the table for the terminal."""
-    table = Table("file", "cases", *VERDICTS, title="hostile and damaged files")
-    for row in _rows(counts):
-        table.add_row(*row, style="red" if any(map(int, row[4:])) else None)
-    return table
-
-
-def as_markdown(counts: Counts) -> str:
-    """Return the table for the documentation."""
-    columns = ("file", "cases", *VERDICTS)
-    head = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
-    return "\n".join([*head, *("| " + " | ".join(row) + " |" for row in _rows(counts))])
-
-
-def write_docs(table: str) -> None:
-    """Put the table between the markers of the page."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+def rows_of(counts: Counts) -> list[Row]:
+    """Return the table's rows, the last with the sums."""
+    named = {**counts, "all": sum(counts.values(), Counter())}
+    return [
+        Row(
+            [name, str(count.total()), *(str(count[verdict]) for verdict in VERDICTS)],
+            failed=any(count[defect] for defect in DEFECTS),
+        )
+        for name, count in named.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan.components.checkpoint.manifest import MANIFEST, write_manifest
-from torchtitan.components.checkpoint.marker import MARKER, marker_content, read_marker
+from torchtitan.components.checkpoint.filesystem import LocalFolder
+from torchtitan.components.checkpoint.manifest import MANIFEST, MARKER, marker_content, read_marker, write_manifest
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.store import LocalFolder
 
 Replacement = Callable[[Path, random.Random], None]
 

@@ -1,32 +1,24 @@
 """`python -m tests.kill_test`: kills and resumes runs, prints a table of them, and writes it into the documentation."""
 
 import argparse
-import datetime
-import os
-import platform
 import random
 import re
-import shlex
 import shutil
 import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
-from rich.console import Console
-from rich.table import Table
 
 from tests.conftest import PROJECT
 from tests.kill_test.campaign import Campaign, Outcome
 from tests.kill_test.disks import Disk
 from tests.kill_test.modes import MODES, ROUNDING, Mode
 from tests.kill_test.records import Difference
+from tests.tables import Row, as_markdown, describe, markers, print_table, write_docs
 
 PAGE = PROJECT / "docs" / "checkpoints.md"
-BEGIN, END = "<!-- kill:begin -->", "<!-- kill:end -->"
 COLUMNS = ("mode", "kills", "inside a save", "resumed after step", "logged numbers", "last checkpoint")
 
 
@@ -54,9 +46,12 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP: one process reads a checkpoint
     outcomes, failed = run(modes, arguments)
-    Console(width=None if sys.stdout.isatty() else 200).print(as_table(outcomes))
+    rows = [Row(cells(outcome), failed=not outcome.passed) for outcome in outcomes]
+    title = f"killed runs and ones left alone; differences are relative, and {ROUNDING:.0e} is allowed for rounding"
+    print_table(title, COLUMNS, rows)
     if arguments.write_docs and not failed:
-        write_docs(PAGE, f"{describe(arguments)}\n\n{as_markdown(outcomes)}")
+        source = describe("tests.kill_test", arguments, "kills", "seed", "only", "dataset")
+        write_docs(PAGE, "kill", f"{source}\n\n{as_markdown(COLUMNS, rows)}")
     return 1 if failed else 0
 
 
@@ -66,7 +61,7 @@ def find_mistake(arguments: argparse.Namespace, modes: Sequence[Mode]) -> str:
         return f"no mode is named like --only '{arguments.only}'; --list names them"
     if arguments.kills < 1:
         return f"--kills is {arguments.kills}, and must be at least 1"
-    if arguments.write_docs and (missing := [marker for marker in (BEGIN, END) if marker not in PAGE.read_text()]):
+    if arguments.write_docs and (missing := [marker for marker in markers("kill") if marker not in PAGE.read_text()]):
         return f"--write-docs: {PAGE.relative_to(PROJECT)} has no marker {' and no marker '.join(missing)}"
     return ""
 
@@ -119,15 +114,6 @@ def verdict(outcome: Outcome) -> str:
     return ", ".join([*map(str.rstrip, texts), *outcome.faults])
 
 
-def describe(arguments: argparse.Namespace) -> str:
-    """Where the table's numbers are from."""
-    words = ["--kills", str(arguments.kills), "--seed", str(arguments.seed)]
-    words += ["--only", arguments.only] if arguments.only else []
-    words += ["--dataset", arguments.dataset.name] if arguments.dataset else []
-    machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    return f"`{shlex.join(['python', '-m', 'tests.kill_test', *words])}`, {datetime.date.today()}, {machine}:"
-
-
 def cells(outcome: Outcome) -> tuple[str, ...]:
     """An outcome's text, by `COLUMNS`."""
     steps = ", ".join(map(str, outcome.resumed_steps))
@@ -140,27 +126,6 @@ def as_text(outcome: Outcome, difference: Difference) -> str:
     if difference.value == 0:
         return "identical"
     return f"{'equal to' if difference.value <= outcome.mode.tolerance else 'DIFFERENT by'} {difference.value:.0e}"
-
-
-def as_table(outcomes: Iterable[Outcome]) -> Table:
-    """For the terminal."""
-    title = f"killed runs and ones left alone; differences are relative, and {ROUNDING:.0e} is allowed for rounding"
-    table = Table(*COLUMNS, title=title)
-    for outcome in outcomes:
-        table.add_row(*cells(outcome), style=None if outcome.passed else "red")
-    return table
-
-
-def as_markdown(outcomes: Iterable[Outcome]) -> str:
-    """For the documentation."""
-    head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    return "\n".join([*head, *("| " + " | ".join(cells(outcome)) + " |" for outcome in outcomes)])
-
-
-def write_docs(page: Path, table: str) -> None:
-    """Put the table between the markers of a page, which has both."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.cli.model_options import add_base_option, add_module_option, given_package
+from torchtitan.cli.model_options import add_base_option, add_module_option, given_package, run_command
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import init_logger, logger
-from torchtitan.tools.terminal import print_error
+from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.logging import logger
 from torchtitan.tools.workplace import workplace
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from torchtitan.components.quantization.qat import QAT
     from torchtitan.protocols import ModelSpec
 
-_EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 _FORMATS = ("hf", "meta", "dcp")
 
 _OF_QUANTIZE = ("group_size", "exclude")
@@ -40,19 +38,6 @@ Memory: about the largest tensor."""
 def convert(args: Sequence[str]) -> int:
     """Convert what the command line says; 0 when OUTPUT is complete, 2 for a user's mistake, 3 where it cannot be
     written. OUTPUT exists only when it is complete."""
-    init_logger()
-    options = _parse(args)
-    options.output = options.output.absolute()
-    try:
-        _convert(options)
-    except UserError as error:
-        return _fail(str(error), 2)
-    except OSError as error:
-        return _fail(f"converting to {options.output} failed: {error}", 3)
-    return 0
-
-
-def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="torchtitan convert", description=_DESCRIPTION)
     parser.add_argument("input", metavar="INPUT", type=Path, help="folder of the checkpoint to read")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="folder to write; must not exist, or be empty")
@@ -61,7 +46,9 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--from", dest="source", choices=_FORMATS, help="format of INPUT (default: found by its files)")
     parser.add_argument("--to", required=True, choices=(*_FORMATS, "peft"), help="format of OUTPUT")
     parser.add_argument(
-        "--export_dtype", choices=_EXPORT_DTYPES, help="type of the weights in OUTPUT (default: as in INPUT)"
+        "--export_dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="type of the weights in OUTPUT (default: as in INPUT)",
     )
     parser.add_argument(
         "--max_shard_size",
@@ -87,12 +74,24 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
         help="--quantize: regular expressions, each searched in the layers' names (layers.0.feed_forward.w2): what "
         "they find is not quantized",
     )
-    return parser.parse_args(args)
+    options = parser.parse_args(args)
+    options.output = options.output.absolute()
+    return run_command("convert", lambda: _convert(options))
 
 
 def _convert(options: argparse.Namespace) -> None:
+    try:
+        _write(options)
+    except OSError as error:
+        raise RunFailure(f"converting to {options.output} failed: {error}") from error
+
+
+def _write(options: argparse.Namespace) -> None:
+    import torch
+
     begun = time.perf_counter()
     family = given_package(options)
+    options.dtype = getattr(torch, options.export_dtype) if options.export_dtype else None
     _check(options, family)
     spec, n_tensors, write = (_adapter if options.to == "peft" else _model)(options, family)
     durable.make_folder(options.output.parent)
@@ -101,25 +100,35 @@ def _convert(options: argparse.Namespace) -> None:
         partial.mkdir()  # its permissions are the usual ones, and those of the other are not
         write(partial)
         _put_in_place(partial, options)
-    _report(options, spec, n_tensors, time.perf_counter() - begun)
+    sizes = [file.stat().st_size for file in options.output.rglob("*") if file.is_file()]
+    print(
+        f"wrote {options.output} ({options.to}): {spec.name} {spec.flavor}, {n_tensors} tensors, "
+        f"{sum(sizes):,} bytes in {len(sizes)} files, {time.perf_counter() - begun:.1f} s"
+    )
 
 
 def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[ModelSpec, int, Callable[[Path], None]]":
     """The model, how many tensors are written, and what writes them into a folder."""
-    from torchtitan.components.checkpoint.assets import asset_folder
     from torchtitan.components.data.progress import progress
+    from torchtitan.components.weights import export_checkpoint
+    from torchtitan.components.weights.assets import asset_folder
     from torchtitan.models.pretrained import native_source
 
     spec, source = native_source(options.input, base=options.base, family=family)
+    export: Callable[..., None] = functools.partial(export_checkpoint, to=options.to)
+    if options.quantize:
+        from torchtitan.components.quantization.quantized_export import export_quantized
+
+        export = functools.partial(export_quantized, quantization=_quantization(options))
 
     def write(folder: Path) -> None:
         with progress(f"converting to {options.to}", sum(form.n_bytes for form in source.forms.values())) as advance:
-            _writer(options)(
+            export(
                 folder,
                 spec=spec,
                 source=source,
                 assets=asset_folder(options.input),
-                dtype=_dtype(options),
+                dtype=options.dtype,
                 max_file_bytes=int(options.max_shard_size * 2**30),
                 advance=advance,
             )
@@ -130,21 +139,17 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[M
 def _adapter(
     options: argparse.Namespace, family: "ModuleType | None"
 ) -> "tuple[ModelSpec, int, Callable[[Path], None]]":
-    """As `_model`, of a model's adapter alone.
-
-    Raises:
-        UserError: where the checkpoint does not have one, or more has been trained.
-    """
-    from torchtitan.components.checkpoint.assets import read_converters
-    from torchtitan.components.checkpoint.formats import format_of, open_source
-    from torchtitan.components.checkpoint.formats.dcp import optimized_names
-    from torchtitan.components.checkpoint.formats.source import as_type
+    """As `_model`, of a model's adapter alone; `UserError` where there is none, or more has been trained."""
+    from torchtitan.components.checkpoint.dcp import optimized_names
     from torchtitan.components.optimizer import trained_names
     from torchtitan.components.peft import LoRA
     from torchtitan.components.peft.adapter_files import CONFIG, write_adapter
     from torchtitan.components.peft.converter import EXPORTED, check_complete
+    from torchtitan.components.weights import format_of, open_source
+    from torchtitan.components.weights.assets import read_converters
     from torchtitan.models.pretrained import spec_of
     from torchtitan.protocols.conversion import converted_model, described_converters
+    from torchtitan.protocols.tensor_source import as_type
 
     checkpoint: Path = options.input
     descriptions = read_converters(checkpoint) if format_of(checkpoint) == "dcp" else []
@@ -165,39 +170,20 @@ def _adapter(
     check_complete(model, trained)
 
     def read(name: str) -> "torch.Tensor":
-        return as_type(name, source.read(name), _dtype(options) or source.forms[name].dtype)
+        return as_type(name, source.read(name), options.dtype or source.forms[name].dtype)
 
     n_tensors = len(trained_names(model))
     return spec, n_tensors, lambda folder: write_adapter(folder, adapters[0].config, model, spec, read)
 
 
-def _dtype(options: argparse.Namespace) -> "torch.dtype | None":
-    """The type of the floating-point weights that are written; None: as they are."""
-    import torch
-
-    return getattr(torch, options.export_dtype) if options.export_dtype else None
-
-
-def _writer(options: argparse.Namespace) -> Callable[..., None]:
-    """What writes the checkpoint."""
-    if options.quantize:
-        from torchtitan.components.quantization.quantized_export import export_quantized
-
-        return functools.partial(export_quantized, quantization=_quantization(options))
-    from torchtitan.components.checkpoint.formats import export_checkpoint
-
-    return functools.partial(export_checkpoint, to=options.to)
-
-
 def _quantization(options: argparse.Namespace) -> "QAT.Config":
-    """Which layers are quantized, and how finely: as is given and, what is not, as the run that saved the checkpoint
-    has simulated it. Says what that was."""
-    from torchtitan.components.checkpoint.assets import read_simulation
+    """Which layers are quantized, and how finely: as given or, where not, as the run that saved INPUT simulated it."""
     from torchtitan.components.quantization.qat import QAT
+    from torchtitan.components.weights.assets import read_converters
     from torchtitan.protocols.conversion import described_converters
 
     given = {name: getattr(options, name) for name in _OF_QUANTIZE if getattr(options, name) is not None}
-    converters = described_converters(read_simulation(options.input), str(options.input))
+    converters = described_converters(read_converters(options.input, "simulated"), str(options.input))
     simulated = next((converter.config for converter in converters if isinstance(converter, QAT)), None)
     if simulated is None:
         return QAT.Config(**given)
@@ -212,7 +198,7 @@ def _quantization(options: argparse.Namespace) -> "QAT.Config":
 
 def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
     """Find mistakes before anything is read or written."""
-    from torchtitan.components.checkpoint.pretrained import check_digests
+    from torchtitan.components.weights.pretrained import check_digests
     from torchtitan.models.pretrained import checkpoint_format
 
     if options.max_shard_size <= 0:
@@ -234,25 +220,12 @@ def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
 
 
 def _put_in_place(partial: Path, options: argparse.Namespace) -> None:
-    from torchtitan.components.checkpoint import folders
-    from torchtitan.components.checkpoint.formats import format_of
+    from torchtitan.components.checkpoint import catalog
+    from torchtitan.components.weights import format_of
 
     written = partial
     if options.to == "dcp":
-        step = folders.open_checkpoint(options.input).step if format_of(options.input) == "dcp" else 0
-        marker = folders.Marker(step=step, kind="model_only", world_size=1)
-        written = Path(str(folders.commit(partial, marker)))
+        step = catalog.open_checkpoint(options.input).step if format_of(options.input) == "dcp" else 0
+        marker = catalog.Marker(step=step, kind="model_only", world_size=1)
+        written = Path(str(catalog.commit(partial, marker)))
     durable.rename(written, options.output)  # the system refuses a folder that is no longer empty
-
-
-def _report(options: argparse.Namespace, spec: "ModelSpec", n_tensors: int, seconds: float) -> None:
-    sizes = [file.stat().st_size for file in options.output.rglob("*") if file.is_file()]
-    print(
-        f"wrote {options.output} ({options.to}): {spec.name} {spec.flavor}, {n_tensors} tensors, "
-        f"{sum(sizes):,} bytes in {len(sizes)} files, {seconds:.1f} s"
-    )
-
-
-def _fail(message: str, code: int) -> int:
-    print_error("convert", message)
-    return code

@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,61 +33,47 @@ _USAGE = """usage: torchtitan data inspect|show [options]
 Both take the options of `torchtitan train`; `torchtitan data inspect --help` lists them all."""
 
 
+_DESCRIPTIONS = {
+    "inspect": "Show what a configuration would train on: counts, lengths, what is left out and why, and the first "
+    "windows, with the trained tokens marked. No model is built.",
+    "show": "Show the documents of a training step, with the trained tokens marked: those that the run's ledger names "
+    "(--debug.ledger), or else those that the configuration and its seed decide.",
+}
+
+
 def data(args: Sequence[str]) -> int:
     """Run the sub-command that the command line names; the exit code, 2 for a user's mistake."""
-    words = list(args)
-    if not words or words[0] in ("-h", "--help"):
+    command, *words = args or ["--help"]
+    if command in ("-h", "--help"):
         print(_USAGE)
         return 0
-    commands: dict[str, Callable[[Sequence[str]], int]] = {"inspect": inspect, "show": show}
-    if words[0] not in commands:
-        print_error("data", f"unknown command '{words[0]}' (there are: {', '.join(commands)})")
+    if command not in _DESCRIPTIONS:
+        print_error("data", f"unknown command '{command}' (there are: {', '.join(_DESCRIPTIONS)})")
         return 2
-    return commands[words[0]](words[1:])
+    return run_command(f"data {command}", lambda: _parse_and_run(command, words))
 
 
-def inspect(args: Sequence[str]) -> int:
-    """Show what the configuration would train on; no model is built. The exit code."""
-    parser = _parser(
-        "inspect",
-        "Show what a configuration would train on: counts, lengths, what is left out and why, and the first windows, "
-        "with the trained tokens marked. No model is built.",
-    )
-    parser.add_argument("--samples", type=int, default=5, metavar="N", help="windows to show (default: 5)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write all that, token by token, as a page too")
-    parser.add_argument("--seed", type=int, metavar="S", help="order of the samples (default: --debug.seed, the run's)")
-    return run_command("data inspect", lambda: _inspect(*_parse(parser, args)))
-
-
-def show(args: Sequence[str]) -> int:
-    """Show the documents of a training step; the exit code."""
-    parser = _parser(
-        "show",
-        "Show the documents of a training step, with the trained tokens marked: those that the run's ledger names "
-        "(--debug.ledger), or else those that the configuration and its seed decide.",
-    )
-    parser.add_argument("--step", type=int, metavar="N", help="number of the step, from 1")
-    return run_command("data show", lambda: _show(*_parse(parser, args)))
-
-
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=f"torchtitan data {command}",
-        description=description,
-        epilog="All options of `torchtitan train` are taken too.",
-        allow_abbrev=False,
-        add_help=False,
-    )
-
-
-def _parse(parser: argparse.ArgumentParser, args: Sequence[str]) -> tuple[argparse.Namespace, "Job"]:
-    """The command's own options, and the configuration that the others give."""
+def _parse_and_run(command: str, args: Sequence[str]) -> None:
+    """Take the command's own options, and the configuration from the others."""
     from torchtitan.config.manager import ConfigManager
 
+    parser = argparse.ArgumentParser(
+        f"torchtitan data {command}", description=_DESCRIPTIONS[command], allow_abbrev=False, add_help=False
+    )
+    parser.epilog = "All options of `torchtitan train` are taken too."
+    if command == "inspect":
+        parser.add_argument("--samples", type=int, default=5, metavar="N", help="windows to show (default: 5)")
+        parser.add_argument("--html", type=Path, metavar="FILE", help="write all that, token by token, as a page too")
+        parser.add_argument(
+            "--seed", type=int, metavar="S", help="order of the samples (default: --debug.seed, the run's)"
+        )
+    else:
+        parser.add_argument("--step", type=int, metavar="N", help="number of the step, from 1")
     options, others = parser.parse_known_args(args)
     if {"-h", "--help"} & set(others):
         print(parser.format_help(), flush=True)
-    return options, ConfigManager(parser.prog).parse_args(others)
+    job = ConfigManager(parser.prog).parse_args(others)
+    (_inspect if command == "inspect" else _show)(options, job)
 
 
 class _Run(NamedTuple):
@@ -109,10 +95,8 @@ class _Run(NamedTuple):
 
     @contextmanager
     def loader(self, n_samples: int, *, place: int = 0) -> "Iterator[BaseDataLoader]":
-        """A loader whose first batch is the `place`-th part, from 0, of the run's order in parts of `n_samples`.
-
-        That is what rank number `place` reads first: the loaders' order does not depend on how many ranks there are.
-        """
+        """A loader whose first batch is the `place`-th part, from 0, of the run's order in parts of `n_samples`: what
+        rank number `place` reads first, since the order does not depend on how many ranks there are."""
         from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 
         config, level = self.config, logger.level
@@ -136,12 +120,8 @@ class _Run(NamedTuple):
         with closing(loader):
             yield loader
 
-    def total_steps(self, loader: "BaseDataLoader") -> int:
-        """The last step, as far as it is known before training: that of the trainer."""
-        return self.length(loader.n_samples).last_step(0)
-
     def length(self, n_samples: int | None) -> "RunLength":
-        """What the trainer counts steps by, of data with so many samples."""
+        """The trainer's count of steps over `n_samples`."""
         from torchtitan.trainer.data_progress import RunLength
 
         return RunLength(self.config.training, n_samples=n_samples, global_batch_size=self.samples_per_step)
@@ -156,22 +136,20 @@ def _data_parallel_degree(parallelism: Any) -> int:
 
     processes = environment_number("NNODES", default=1, minimum=1)
     processes *= environment_number("NGPU", default=max(1, torch.cuda.device_count()), minimum=1)
-    degrees = (
+    kinds = (
         "data_parallel_replicate",
         "data_parallel_shard",
         "context_parallel",
         "tensor_parallel",
         "pipeline_parallel",
     )
-    needed = math.prod(max(1, getattr(parallelism, f"{name}_degree")) for name in degrees)
+    needed = math.prod(max(1, getattr(parallelism, f"{kind}_degree")) for kind in kinds)
     return ParallelDims.from_config(parallelism, max(processes, needed)).dp_degree
 
 
 def _inspect(options: argparse.Namespace, job: "Job") -> None:
-    from torchtitan.cli.data_page import page
+    from torchtitan.cli.data_report import Inspection, open_console, page, print_inspection
     from torchtitan.cli.data_samples import Sample, samples_of
-    from torchtitan.cli.data_tables import Inspection
-    from torchtitan.cli.data_view import open_console, print_inspection
 
     if options.samples < 1:
         raise UserError(f"--samples must be at least 1, not {options.samples}")
@@ -183,8 +161,14 @@ def _inspect(options: argparse.Namespace, job: "Job") -> None:
         job.config.debug.seed = options.seed
     run = _Run.of(job.config)
     with run.loader(1) as loader:
-        n_samples = run.length(loader.n_samples).samples_read_at(run.total_steps(loader), 0)
-        summary, refusal = loader.summary(n_samples), _refusal(loader, n_samples)
+        length = run.length(loader.n_samples)
+        n_steps = length.last_step(0)
+        n_samples = length.samples_read_at(n_steps, 0)
+        summary, refusal = loader.summary(n_samples), ""
+        try:
+            loader.check_repetitions(n_samples)
+        except UserError as error:  # the trainer would not begin
+            refusal = str(error)
         # Behind the end of small data, it begins again.
         n_shown = min(options.samples, summary.windows_per_epoch) if summary else options.samples
         samples: list[Sample] = []
@@ -193,7 +177,7 @@ def _inspect(options: argparse.Namespace, job: "Job") -> None:
                 samples += samples_of(batch, loader, run.tokenizer)
         inspection = Inspection(
             title=f"Data of {job.module} {job.config_name}",
-            facts=_facts(run, run.total_steps(loader), summary),
+            facts=_facts(run, n_steps, summary),
             summary=summary,
             samples=samples,
             refusal=refusal,
@@ -205,15 +189,6 @@ def _inspect(options: argparse.Namespace, job: "Job") -> None:
         except OSError as error:
             raise UserError(f"--html {options.html} cannot be written: {error.strerror}") from error
         print(f"\nwritten to {options.html}")
-
-
-def _refusal(loader: "BaseDataLoader", n_samples: int) -> str:
-    """Why the trainer would not begin, if it would not."""
-    try:
-        loader.check_repetitions(n_samples)
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def _facts(run: _Run, n_steps: int, summary: "DataSummary | None") -> list[tuple[str, str]]:
@@ -241,8 +216,8 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _show(options: argparse.Namespace, job: "Job") -> None:
+    from torchtitan.cli.data_report import open_console, print_samples
     from torchtitan.cli.data_samples import samples_of
-    from torchtitan.cli.data_view import open_console, print_samples
 
     if options.step is None or options.step < 1:
         raise UserError(f"--step says which step to show, a number from 1, not {options.step}")
@@ -267,11 +242,7 @@ def _show(options: argparse.Namespace, job: "Job") -> None:
 
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:
-    """Return the entry of a step in the ledger.
-
-    Raises:
-        UserError: there is none, also because the step was not taken.
-    """
+    """The entry of a step in the ledger; `UserError` where there is none, also because the step was not taken."""
     steps, damaged = [], []
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -293,7 +264,7 @@ def _ledger_line(path: Path, step: int) -> dict[str, Any]:
 
 
 def _ledger_entry(text: str) -> dict[str, Any] | None:
-    """Return a line of the ledger; None if it is damaged, as the last one of a run that was killed may be."""
+    """A line of the ledger; None if it is damaged, as the last one of a run that was killed may be."""
     try:
         match json.loads(text):
             case {"step": int(), "data_step": int(data_step), "documents": [*names]} as line if data_step >= 1:
@@ -304,18 +275,15 @@ def _ledger_entry(text: str) -> dict[str, Any] | None:
 
 
 def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
-    """The step's samples by the configuration alone: the loader's first batch.
-
-    Raises:
-        UserError: the order is not decided by it, or ends before.
-    """
+    """The step's samples by the configuration alone, the loader's first batch; `UserError` where it does not decide
+    them, or the run ends before."""
     from torchtitan.components.data.packing import NO_DOCUMENT
 
     if not _follows_seed(loader):
         raise UserError(
             f"which documents step {step} has is not decided before it: a run with --debug.ledger keeps account of them"
         )
-    if step > (n_steps := run.total_steps(loader)):
+    if step > (n_steps := run.length(loader.n_samples).last_step(0)):
         raise UserError(f"there is no step {step}: the run has {n_steps:,}")
     batch = next(loader, None)
     if batch is None or (batch["documents"][:, 0] == NO_DOCUMENT).all():
@@ -334,10 +302,8 @@ def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) 
     if names_of([planned], loader.document_names) == [names]:
         return planned
     logger.warning(
-        "the configuration gives step %d other documents, with %d windows per step (NGPU says on how many processes): "
-        "here are the names alone",
-        step,
-        run.samples_per_step,
+        f"the configuration gives step {step} other documents, with {run.samples_per_step} windows per step (NGPU says "
+        "on how many processes): here are the names alone"
     )
     return None
 

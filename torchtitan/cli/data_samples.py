@@ -65,11 +65,7 @@ class Sample:
 
 
 def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> list[Sample]:
-    """The rows of a batch, without those that only fill it up.
-
-    Raises:
-        UserError: the batch holds nothing that is known here.
-    """
+    """Return the rows of a batch, without those that only fill it up; `UserError` if it holds nothing known here."""
     samples = []
     for index in range(len(next(iter(batch.values())))):
         row = {name: value[index] for name, value in batch.items()}
@@ -92,12 +88,8 @@ def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> li
 
 def _rows(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> list[Row]:
     """All of a sample's inputs that have labels."""
-    shown = []
-    for prefix in (name.removesuffix("input") for name in row if name.endswith("input")):
-        inputs, labels, positions = (row.get(f"{prefix}{name}") for name in ("input", "labels", "positions"))
-        if inputs is not None and labels is not None:
-            shown.append(_row(prefix.rstrip("_"), inputs, labels, positions, names, tokenizer))
-    return shown
+    prefixes = [name.removesuffix("input") for name in row if name.endswith("input")]
+    return [_row(prefix, row, names, tokenizer) for prefix in prefixes if f"{prefix}labels" in row]
 
 
 def _prompt(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:
@@ -107,14 +99,8 @@ def _prompt(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:
     return Row("", [Document(names[0] if names else "", tokens)], n_positions, n_positions - len(ids))
 
 
-def _row(
-    title: str,
-    inputs: torch.Tensor,
-    labels: torch.Tensor,
-    positions: torch.Tensor | None,
-    names: Sequence[str],
-    tokenizer: Tokenizer,
-) -> Row:
+def _row(prefix: str, row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:
+    inputs, labels, positions = row[f"{prefix}input"], row[f"{prefix}labels"], row.get(f"{prefix}positions")
     starts = [0] if positions is None else sorted({0, *(positions == 0).nonzero().flatten().tolist()})
     n_data = len(inputs) - _n_padding(inputs, labels, None if positions is None else starts[-1])
     starts = [start for start in starts if start < n_data]
@@ -124,15 +110,14 @@ def _row(
         Document(name, _tokens(ids[start:stop], predicted[start:stop], tokenizer))
         for name, start, stop in zip(own_names, starts, [*starts, n_data][1:], strict=True)
     ]
-    return Row(title, documents, len(inputs), len(inputs) - n_data)
+    return Row(prefix.rstrip("_"), documents, len(inputs), len(inputs) - n_data)
 
 
 def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | None) -> int:
     """Positions at the end of a row that hold nothing: one token over and over, never predicting.
 
-    Args:
-        last_start: where the last document begins, which is either padding or not; None: it is not known where
-            documents begin, and padding is at least two positions.
+    The last document is either padding or not. If it is unknown where documents begin (`last_start` is None), padding
+    is at least two positions.
     """
     differs = ((inputs != inputs[-1]) | (labels != IGNORE_INDEX)).nonzero().flatten()
     begin = int(differs[-1]) + 1 if len(differs) else 0
@@ -142,10 +127,8 @@ def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | Non
 
 
 def _tokens(ids: list[int], labels: list[int], tokenizer: Tokenizer) -> list[Token]:
-    """The tokens of a document, from the inputs and what each of them is to predict.
-
-    A label is the next input. One that is not, as behind the last input, is put where it would stand.
-    """
+    """The tokens of a document, from the inputs and the label of each: the next input. A label that is not, as behind
+    the last input, is put where it would stand."""
     shown: list[tuple[int, bool, int]] = []
     for position, token in enumerate(ids):
         is_label = position > 0 and labels[position - 1] == token
@@ -163,10 +146,7 @@ def _tokens(ids: list[int], labels: list[int], tokenizer: Tokenizer) -> list[Tok
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """What each token adds to the text of all of them.
-
-    A character that is split over tokens stands at the first one, and the others of them have an empty text.
-    """
+    """Return what each token adds to the text of all: a character split over tokens is in the first one's."""
     texts: list[str] = []
     before: list[int] = []  # decides, for one, whether the blank at the beginning of a text is dropped
     while (start := len(texts)) < len(ids):

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.model_folder import DOWNLOADS, is_lfs_pointer
-from torchtitan.tools.terminal import print_error
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import HfApi, RepoSibling
@@ -44,19 +44,6 @@ _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]|/(/|$)|^(/|[A-Za-z]:|$)|(^|/)\.{1,2}(/|
 def download(args: Sequence[str]) -> int:
     """Download what the command line names; 0 when all of it is there, 2 where the hub does not give it, 3 where it
     cannot be written."""
-    options = _parse(args)
-    folder = options.dest or DOWNLOADS / options.repo_id.rpartition("/")[2]
-    try:
-        _download(options, folder)
-    except UserError as error:
-        return _fail(str(error), 2)
-    except OSError as error:
-        return _fail(f"{folder} cannot be written: {error.strerror or error}", 3)
-    print(f"downloaded {options.repo_id} to {folder}")
-    return 0
-
-
-def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="torchtitan download", description=_DESCRIPTION)
     parser.add_argument("repo_id", metavar="REPO_ID", help="name of the repository: OWNER/NAME")
     parser.add_argument("--revision", help="branch, tag or commit (default: the newest of the main branch)")
@@ -66,7 +53,9 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
     what.add_argument(
         "--original", action="store_true", help="weights in Meta's format (the folder original), instead of safetensors"
     )
-    return parser.parse_args(args)
+    options = parser.parse_args(args)
+    folder = options.dest or DOWNLOADS / options.repo_id.rpartition("/")[2]
+    return run_command("download", lambda: _download(options, folder))
 
 
 def _download(options: argparse.Namespace, folder: Path) -> None:
@@ -82,8 +71,16 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
     )
     from huggingface_hub.utils import validate_repo_id
 
-    repo_id = options.repo_id
-    api = HfApi()
+    repo_id, api = options.repo_id, HfApi()
+    page = f"{api.endpoint}/{repo_id}"
+    refusals: dict[type[Exception], str] = {  # the first that fits: a gated repository counts as not found too
+        GatedRepoError: f"{repo_id} is gated: accept its license on {page}, and set HF_TOKEN to a token of that "
+        "account",
+        RevisionNotFoundError: f"{repo_id} has no revision '{options.revision}'; see {page}",
+        RepositoryNotFoundError: f"there is no model '{repo_id}' on the hub, or it is private; check the name, or set "
+        "HF_TOKEN",
+        HFValidationError: f"{repo_id!r} is not the name of a repository (OWNER/NAME)",
+    }
     try:
         validate_repo_id(repo_id)
         # Asked first: without an answer, the library takes a folder that has any file in it for the repository's.
@@ -97,19 +94,9 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
         if not names:
             raise UserError(f"{repo_id} has none of the files that were asked for")
         _fetch(api, repo_id, info.sha, [files[name] for name in names], folder)
-    except GatedRepoError as error:
-        page = f"{api.endpoint}/{repo_id}"
-        raise UserError(
-            f"{repo_id} is gated: accept its licence on {page}, and set HF_TOKEN to a token of that account"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise UserError(f"{repo_id} has no revision '{options.revision}'; see {api.endpoint}/{repo_id}") from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"there is no model '{repo_id}' on the hub, or it is private; check the name, or set HF_TOKEN"
-        ) from error
-    except HFValidationError as error:
-        raise UserError(f"{repo_id!r} is not the name of a repository (OWNER/NAME)") from error
+        print(f"downloaded {repo_id} to {folder}")
+    except tuple(refusals) as error:
+        raise UserError(next(text for kind, text in refusals.items() if isinstance(error, kind))) from error
     except (HTTPError, LocalEntryNotFoundError, ConnectionError) as error:
         cause = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(
@@ -117,7 +104,7 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
         ) from error
     except OSError as error:
         if error.errno is not None:
-            raise
+            raise RunFailure(f"{folder} cannot be written: {error.strerror or error}") from error
         cause = str(error).split("\n")[0]  # of the library's own: a file has not the size that was announced
         raise UserError(f"{repo_id} did not arrive whole ({cause}); run this again") from error
 
@@ -129,7 +116,11 @@ def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[Re
     """
     from filelock import FileLock, Timeout
 
-    missing = {file.rfilename: file for file in files if not _is_there(folder / file.rfilename, file)}
+    def is_there(file: "RepoSibling") -> bool:
+        path = folder / file.rfilename
+        return path.is_file() and _digest(path, file) == _expected(file)
+
+    missing = {file.rfilename: file for file in files if not is_there(file)}
     if not missing:
         return
     arriving = folder / _ARRIVING
@@ -153,8 +144,8 @@ def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[Re
 
 @contextlib.contextmanager
 def _answer_of(api: "HfApi") -> Iterator[None]:
-    """Around calls that read what the hub answers: what the library raises at an answer of another form becomes a
-    `UserError`. The library does not check the form, so that these errors are Python's own."""
+    """Around calls that read what the hub answers. The library does not check its form: Python's own errors at another
+    form become a `UserError`."""
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
@@ -164,10 +155,6 @@ def _answer_of(api: "HfApi") -> Iterator[None]:
             raise
         cause = f"{type(error).__name__}: {error}".split("\n")[0]
         raise UserError(f"{api.endpoint} does not answer like the Hugging Face hub ({cause})") from error
-
-
-def _is_there(path: Path, file: "RepoSibling") -> bool:
-    return path.is_file() and _digest(path, file) == _expected(file)
 
 
 def _check(path: Path, file: "RepoSibling", name: str) -> None:
@@ -190,7 +177,7 @@ def _check(path: Path, file: "RepoSibling", name: str) -> None:
 
 
 def _expected(file: "RepoSibling") -> str | None:
-    """The digest that the hub has of a file: SHA-256 where it is in LFS, else that which git has of its content."""
+    """The digest that the hub has of a file: SHA-256 where it is in LFS, else git's."""
     return file.lfs.sha256 if file.lfs else file.blob_id
 
 
@@ -216,8 +203,3 @@ def _wanted(names: Sequence[str], options: argparse.Namespace) -> list[str]:
 def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """Those at the top of the repository that a pattern fits."""
     return [name for name in names if "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
-
-
-def _fail(message: str, code: int) -> int:
-    print_error("download", message)
-    return code

@@ -17,9 +17,6 @@ from torchtitan.tools.errors import UserError
 if TYPE_CHECKING:
     from torchtitan.components.evaluation import Progress, Scorer
 
-Results = dict[str, dict[str, Any]]
-"""Metrics by task."""
-
 
 def evaluate(args: Sequence[str]) -> int:
     """Evaluate on the tasks that the command line names; the exit code.
@@ -51,17 +48,20 @@ def evaluate(args: Sequence[str]) -> int:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from torchtitan.components.evaluation import Scorer
+    from torchtitan.components.generation import stop_ids
 
     files = [task for task in options.tasks if _is_file(task)]
     names = [task for task in options.tasks if not _is_file(task)]
     _check(options, files, names)
     opened = open_model(options)
     scorer = Scorer(opened.model, batch_size=options.batch_size)
-    results: Results = {}
-    for file in files:
-        results[file] = _evaluate_file(Path(file), scorer, opened, options.limit)
+    results = {file: _evaluate_file(Path(file), scorer, opened, options.limit) for file in files}
     if names:
-        results |= _evaluate_lm_eval(names, scorer, opened, options)
+        from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
+
+        with _progress_bar("lm-eval") as progress:
+            model = TorchtitanLM(scorer, opened.tokenizer, stop_ids(opened.tokenizer, *opened.folders), progress)
+            results |= evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
     _report({"checkpoint": str(options.checkpoint), "results": results}, options.output)
 
 
@@ -102,16 +102,6 @@ def _evaluate_file(path: Path, scorer: "Scorer", opened: OpenedModel, limit: int
         return dataclasses.asdict(text_perplexity(scorer, opened.tokenizer, text, progress))
 
 
-def _evaluate_lm_eval(names: list[str], scorer: "Scorer", opened: OpenedModel, options: argparse.Namespace) -> Results:
-    from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
-    from torchtitan.components.generation import stop_ids
-
-    ends = stop_ids(opened.tokenizer, *opened.folders)
-    with _progress_bar("lm-eval") as progress:
-        model = TorchtitanLM(scorer, opened.tokenizer, ends, progress)
-        return evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
-
-
 @contextmanager
 def _progress_bar(name: str) -> "Iterator[Progress]":
     """A bar on standard error, and what moves it."""
@@ -127,24 +117,22 @@ def _progress_bar(name: str) -> "Iterator[Progress]":
 
 def _report(document: dict[str, Any], output: Path | None) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     # What took long to compute is safe before anything else can fail.
     text = json.dumps(_finite(document), indent=2, default=str, allow_nan=False)
+    try:
+        if output is not None:
+            durable.write(output, text + "\n")
+    except OSError as error:
+        print(text, flush=True)
+        reason = error.strerror or error
+        raise UserError(f"--output {output} cannot be written ({reason}): its content is printed instead") from error
     if output is None:
         print(text, flush=True)
-    else:
-        try:
-            durable.write(output, text + "\n")
-        except OSError as error:
-            print(text, flush=True)
-            raise UserError(
-                f"--output {output} cannot be written ({error.strerror or error}): its content is printed instead"
-            ) from error
-    table = Table()
-    for column in ("task", "metric", "value"):
-        # Long names go on in the next line: none is cut, however narrow the terminal is.
-        table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")
+    # Long names continue in the next line: none is cut, however narrow the terminal is.
+    columns = [Column(name, overflow="fold") for name in ("task", "metric")]
+    table = Table(*columns, Column("value", overflow="fold", justify="right"))
     for task, metrics in document["results"].items():
         table.add_section()
         for index, (name, value) in enumerate(metrics.items()):

@@ -1,10 +1,10 @@
-"""`torchtitan generate`: continues text with a checkpoint's model."""
+"""`torchtitan generate` and `torchtitan chat`: text from a checkpoint's model."""
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from torchtitan.cli.model_options import (
     sampling_of,
 )
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.terminal import for_output
+from torchtitan.tools.terminal import for_output, print_error
 
 if TYPE_CHECKING:
     from torchtitan.components.generation import Generation
@@ -57,7 +57,11 @@ def _generate(options: argparse.Namespace) -> None:
 
     sampling, texts = sampling_of(options), _prompts(options)
     opened = open_model(options)
-    prompts = [encode_prompt(opened, text) for text in texts]
+    # BOS comes first as the model's own configuration says, and stands for an empty text.
+    prompts = [
+        opened.tokenizer.encode(text, add_eos=False) if text else [generation.start_id(opened.tokenizer)]
+        for text in texts
+    ]
     printer = _Printer(opened, texts, prompts, options.stop, as_json=options.json)
     started = time.perf_counter()
     generations = generation.generate(
@@ -74,11 +78,14 @@ def _generate(options: argparse.Namespace) -> None:
     _report_speed(prompts, generations, (printer.first_token_time or ended) - started, ended - started)
 
 
-def encode_prompt(opened: OpenedModel, text: str) -> list[int]:
-    """Token ids to continue: BOS in front as the model's own configuration says, and of an empty text BOS alone."""
-    from torchtitan.components.generation import start_id
-
-    return opened.tokenizer.encode(text, add_eos=False) if text else [start_id(opened.tokenizer)]
+def _prompts(options: argparse.Namespace) -> list[str]:
+    texts: list[str] = list(options.prompt)
+    if options.prompt_file is not None:
+        try:
+            texts.append(options.prompt_file.read_text(encoding="utf-8").removesuffix("\n"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompt_file {options.prompt_file} cannot be read: {error}") from error
+    return texts or [""]
 
 
 class _Printer:
@@ -119,16 +126,6 @@ class _Printer:
         sys.stdout.flush()
 
 
-def _prompts(options: argparse.Namespace) -> list[str]:
-    texts: list[str] = list(options.prompt)
-    if options.prompt_file is not None:
-        try:
-            texts.append(options.prompt_file.read_text(encoding="utf-8").removesuffix("\n"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt_file {options.prompt_file} cannot be read: {error}") from error
-    return texts or [""]
-
-
 def _report_speed(
     prompts: list[list[int]], generations: "list[Generation]", first_seconds: float, seconds: float
 ) -> None:
@@ -139,3 +136,110 @@ def _report_speed(
     if later > 0 and seconds > first_seconds:
         words.append(f"generated: {new} tokens, {later / (seconds - first_seconds):,.0f} tokens/s")
     print("; ".join(words), file=sys.stderr)
+
+
+def chat(args: Sequence[str]) -> int:
+    """Answer the lines of standard input, one after the other; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="torchtitan chat",
+        description="Talk with a model, in the format of its own chat template. Each line of standard input is a "
+        "message, each answer goes to standard output as it comes; /reset starts over, /exit or Ctrl-D ends.",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message that stands before the conversation")
+    parser.add_argument(
+        "--template",
+        default="",
+        metavar="NAME|FILE",
+        help="use this format instead of the chat template in the checkpoint: chatml, llama3, mistral, alpaca, or a "
+        "file in Jinja",
+    )
+    add_sampling_options(parser)
+    add_model_options(parser)
+    options = parser.parse_args(args)
+    return run_command("chat", lambda: _chat(options))
+
+
+def _chat(options: argparse.Namespace) -> None:
+    conversation = _Conversation(options)
+    for line in _lines():
+        if line == "/exit":
+            return
+        if line == "/reset":
+            conversation.reset()
+        elif line:
+            try:
+                conversation.answer(line)
+            except UserError as error:
+                print_error("chat", error)
+
+
+class _Conversation:
+    """The turns so far; each answer is printed as it comes."""
+
+    def __init__(self, options: argparse.Namespace):
+        from torchtitan.components.chat_template import resolve_chat_template
+        from torchtitan.components.generation import stop_ids
+
+        self._sampling = sampling_of(options)
+        self._opened = opened = open_model(options)
+        self._template = resolve_chat_template(options.template, opened.folders, opened.tokenizer, option="--template")
+        end, end_id = self._template.end_of_turn(), self._template.end_of_turn_id(opened.tokenizer)
+        self._stop_ids = stop_ids(opened.tokenizer, *opened.folders) | ({end_id} if end_id is not None else set())
+        # Where the vocabulary lacks it, the model has to spell it.
+        self._stop = [*options.stop, *([end] if end and end_id is None else [])]
+        self._max_new_tokens: int = options.max_new_tokens
+        self._system = [{"role": "system", "content": options.system}] if options.system else []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self._messages = list(self._system)
+
+    def answer(self, text: str) -> None:
+        """Print what the model says to `text`, and a newline; both turns are remembered.
+
+        Raises:
+            UserError: if the template or the model's context does not take another turn; nothing changes then.
+        """
+        from torchtitan.components.generation import TextStream, generate
+
+        messages = [*self._messages, {"role": "user", "content": text}]
+        rendered = self._template.render(messages, add_generation_prompt=True)
+        prompt = self._opened.tokenizer.encode(rendered, add_bos=False, add_eos=False, allow_special=True)
+        context = self._opened.context
+        if len(prompt) >= context:
+            raise UserError(
+                f"the conversation has {len(prompt)} tokens, and the model's context {context}; /reset starts over"
+            )
+        stream = TextStream(self._opened.tokenizer, prompt, self._stop)
+
+        def on_token(row: int, token: int) -> bool:
+            print(for_output(stream.push(token)), end="", flush=True)
+            return stream.stopped
+
+        generate(
+            self._opened.model,
+            [prompt],
+            max_new_tokens=min(self._max_new_tokens, context - len(prompt)),
+            sampling=self._sampling,
+            stop_ids=self._stop_ids,
+            on_token=on_token,
+        )
+        print(for_output(stream.finish()), flush=True)
+        self._messages = [*messages, {"role": "assistant", "content": stream.text}]
+
+
+def _lines() -> Iterator[str]:
+    """The lines of standard input, with a prompt on standard error where it is a terminal."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin)
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    console.print("each line is a message; /reset starts over, /exit or Ctrl-D ends", style="dim")
+    while True:
+        try:
+            yield console.input("[bold]> [/bold]").strip()
+        except EOFError:
+            return

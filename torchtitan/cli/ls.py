@@ -7,7 +7,7 @@ from torchtitan.config.registry import list_module, modules_on_disk
 
 
 def ls(args: Sequence[str]) -> int:
-    """Print modules with their configurations and flavours; the exit code."""
+    """Print modules with their configurations and flavors; the exit code."""
     parser = argparse.ArgumentParser(
         prog="torchtitan ls", description="List modules, their configurations (--config) and their model flavors."
     )

@@ -2,40 +2,33 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torchtitan
 from torchtitan.tools.signals import default_signals
 from torchtitan.tools.terminal import visible
 
-
-class _Command(NamedTuple):
-    function: str  # "module:name"; imported on demand, since `ls`, for one, needs no torch and answers at once
-    summary: str
-
-
+# A function by its module is imported on demand: `ls`, for one, needs no torch and answers at once.
 _COMMANDS = {
-    "train": _Command(
-        "train:train", "train a model (torchtitan train --module llama3 --config debugmodel; --help lists every option)"
+    "train": (
+        "train:train",
+        "train a model (torchtitan train --module llama3 --config debugmodel; --help lists every option)",
     ),
-    "generate": _Command("generate:generate", "continue a text with the model of a checkpoint"),
-    "chat": _Command("chat:chat", "talk to the model of a checkpoint"),
-    "eval": _Command("evaluate:evaluate", "measure the model of a checkpoint on questions, on a text, or by lm-eval"),
-    "data": _Command("data:data", "look at what a configuration trains on (data inspect), or a step did (data show)"),
-    "inspect": _Command(
-        "inspect_checkpoint:inspect_checkpoint", "say what a checkpoint holds, and whether it is whole"
-    ),
-    "convert": _Command("convert:convert", "write a checkpoint in another format (hf, meta, dcp)"),
-    "download": _Command("download:download", "fetch a model's files from the Hugging Face hub"),
-    "ls": _Command("ls:ls", "list modules, their configurations and flavors"),
-    "new": _Command("new:new", "start an experiment, or a training script of your own"),
+    "generate": ("generate:generate", "continue a text with the model of a checkpoint"),
+    "chat": ("generate:chat", "talk to the model of a checkpoint"),
+    "eval": ("evaluate:evaluate", "measure the model of a checkpoint on questions, on a text, or by lm-eval"),
+    "data": ("data:data", "look at what a configuration trains on (data inspect), or a step did (data show)"),
+    "inspect": ("inspect_checkpoint:inspect_checkpoint", "say what a checkpoint holds, and whether it is whole"),
+    "convert": ("convert:convert", "write a checkpoint in another format (hf, meta, dcp)"),
+    "download": ("download:download", "fetch a model's files from the Hugging Face hub"),
+    "ls": ("ls:ls", "list modules, their configurations and flavors"),
+    "new": ("new:new", "start an experiment, or a training script of your own"),
 }
 
 _USAGE = "\n".join(
     [
         "usage: torchtitan COMMAND [options]\n\ncommands:",
-        *(f"  {name:<10}{command.summary}" for name, command in _COMMANDS.items()),
+        *(f"  {name:<10}{summary}" for name, (_, summary) in _COMMANDS.items()),
         "\n`torchtitan COMMAND --help` explains a command, `torchtitan --version` says which version this is.",
     ]
 )
@@ -47,9 +40,11 @@ def main(args: Sequence[str] | None = None) -> int:
     name = words[0] if words else "--help"
     if "--list" in words and name in ("--list", "train"):
         name, words = "ls", ["ls"]
-    with default_signals():
-        if name in _COMMANDS:
-            return _function(_COMMANDS[name])(words[1:])
+    if name in _COMMANDS:
+        module, _, function = _COMMANDS[name][0].partition(":")
+        with default_signals():
+            code: int = getattr(importlib.import_module(f"torchtitan.cli.{module}"), function)(words[1:])
+            return code
     if name in ("-h", "--help"):
         print(_USAGE)
         return 0
@@ -61,12 +56,6 @@ def main(args: Sequence[str] | None = None) -> int:
     message = f"unknown command '{name}'{suggest(name, _COMMANDS)} (there are: {', '.join(_COMMANDS)})"
     print(visible(f"torchtitan: {message}"), file=sys.stderr)
     return 2
-
-
-def _function(command: _Command) -> Callable[[Sequence[str]], int]:
-    module, _, name = command.function.partition(":")
-    function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(f"torchtitan.cli.{module}"), name)
-    return function
 
 
 if __name__ == "__main__":

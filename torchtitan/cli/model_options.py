@@ -1,11 +1,11 @@
-"""What `generate`, `chat` and `eval` have in common: a checkpoint to open, with its tokenizer."""
+"""Options and exit codes that sub-commands share, and the checkpoint's model that some of them open."""
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import init_logger
 from torchtitan.tools.terminal import print_error
 
@@ -22,12 +22,9 @@ class OpenedModel(NamedTuple):
     """A model to use, and what came with it."""
 
     model: "nn.Module"
-
     tokenizer: "Tokenizer"
-
     folders: tuple[Path, ...]
     """Where a chat template and generation_config.json are looked up: beside the model, then beside the tokenizer."""
-
     context: int
     """Tokens that the model attends over."""
 
@@ -81,11 +78,7 @@ def add_module_option(group: "argparse._ActionsContainer") -> None:
 
 
 def given_package(options: argparse.Namespace) -> "ModuleType | None":
-    """The package that `--module` names; None: it names none.
-
-    Raises:
-        UserError: if there is no such package, or importing it fails.
-    """
+    """The package that `--module` names, if any; `UserError` if there is none, or importing it fails."""
     from torchtitan.config.registry import import_package
 
     return import_package(options.module) if options.module else None
@@ -113,11 +106,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_of(options: argparse.Namespace) -> "Sampling":
-    """How to draw tokens.
-
-    Raises:
-        UserError: for a value that cannot be used.
-    """
+    """The way to draw tokens; `UserError` for a value that cannot be used."""
     from torchtitan.components.generation import Sampling
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
@@ -126,11 +115,7 @@ def sampling_of(options: argparse.Namespace) -> "Sampling":
 
 
 def open_model(options: argparse.Namespace) -> OpenedModel:
-    """Load what the options name.
-
-    Raises:
-        UserError: if it is not there, or not a model.
-    """
+    """Load what the options name; `UserError` if it is not there, or not a model."""
     import torch
 
     from torchtitan.components.tokenizer import PretrainedTokenizer
@@ -156,19 +141,19 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
     return OpenedModel(loaded.model, tokenizer, folders, loaded.spec.model.max_seq_len)
 
 
-def run_command(command: str, run: Callable[[], None]) -> int:
-    """Call `run`; the exit code: 2 for a user's mistake, whose message goes to standard error."""
+def run_command(command: str, run: Callable[[], int | None]) -> int:
+    """Call `run`, which may give an exit code; 2 for a user's mistake and 3 for a failure, with its message on standard
+    error."""
     init_logger()
     try:
-        run()
-    except UserError as error:
+        return run() or 0
+    except (UserError, RunFailure) as error:
         print_error(command, error)
-        return 2
-    return 0
+        return 2 if isinstance(error, UserError) else 3
 
 
 def _refuse_a_folder_of_checkpoints(path: Path) -> None:
-    from torchtitan.components.checkpoint.folders import list_checkpoints
+    from torchtitan.components.checkpoint.catalog import list_checkpoints
 
     for folder in (path, path / "checkpoint"):
         if complete := [info for info in list_checkpoints(folder) if info.complete]:

@@ -24,9 +24,6 @@ class LRScheduler(Configurable):
         optimizer: whose rates are set. The peak rates of a torch optimizer are the `initial_lr` of its groups, or their
             `lr` when the schedule is built.
         training_steps: length of the schedule, unless `total_steps` says otherwise.
-
-    Raises:
-        UserError: see `Config.validate`.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -32,14 +32,11 @@ class Sink(ABC):
         """
 
     def sync(self) -> None:  # noqa: B027 (most sinks have nothing to do)
-        """Make what was written outlast a power failure, if it lies on a disk: a checkpoint is to be saved.
-
-        Raises `OSError` as `write` does.
-        """
+        """Make all written numbers outlast a power failure, before a checkpoint is saved; raises as `write`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is left. Raises `OSError` as `write` does."""
+        """Write the rest; raises as `write`."""
 
 
 class JsonLines(Sink):
@@ -61,7 +58,7 @@ class JsonLines(Sink):
         self.append({"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()})
 
     def append(self, document: Mapping[str, Any]) -> None:
-        """Write a line of JSON-ready values, among them its `step`. Raises `OSError` as `write` does."""
+        """Write a line of JSON-ready values, among them its `step`; raises as `write`."""
         line = (json.dumps(document) + "\n").encode()
         end = self._file.seek(0, os.SEEK_END)
         try:
@@ -144,8 +141,7 @@ class WandB(Sink):
 
 def set_aside(path: Path) -> None:
     """Rename `path`, which an earlier run wrote, to the next free of `name-1`, `name-2`, ..."""
-    aside = _free_name(path)
-    path.rename(aside)
+    aside = path.rename(_free_name(path))
     logger.info(f"{path} is from an earlier run: renamed to {aside.name}")
 
 

@@ -1,6 +1,7 @@
 """`MetricsProcessor`: measures a training run and reports its numbers to the console, a file and trackers."""
 
 import dataclasses
+import functools
 import logging
 import sys
 import time
@@ -26,28 +27,17 @@ _RESET, _DIM, _GREEN, _BLUE, _MAGENTA, _CYAN = (f"\033[{code}m" for code in (0, 
 
 @dataclass(slots=True)
 class _Interval:
-    """What was measured since the last logged step; times in seconds."""
+    """Measurements since the logged step `step`; times in seconds."""
 
-    step: int  # the step it begins after
+    step: int
     start: float
     excluded: float = 0.0
     data: float = 0.0
     n_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _FinishedStep:
-    """A step that is to be reported, and the interval that ended with it."""
-
-    step: int
-    end: float
-    interval: _Interval
-    values: dict[str, float]
-    extra: dict[str, float]
-
-
 class MetricsProcessor(Configurable):
-    """Measures the steps of a run and reports them.
+    """Measures the steps of a run and reports them, see `docs/metrics.md`.
 
         metrics.start(step)                     # after a checkpoint was loaded, or not
         for step in range(step + 1, total_steps + 1):
@@ -63,7 +53,6 @@ class MetricsProcessor(Configurable):
         metrics.close()
 
     Every rank makes these calls; rank 0 writes to the sinks, and the ranks whose logger speaks print a line.
-    `docs/metrics.md` defines each number.
 
     Args of `Config.build`:
         dump_folder: the run's folder; `metrics.jsonl` is written there.
@@ -71,13 +60,9 @@ class MetricsProcessor(Configurable):
         compute_dtype: the type that matrix products compute in; MFU is measured against its peak.
         flops_per_token: floating-point operations of a training step (forward and backward) per token.
         total_steps: the last step, which the ETA counts down to.
-        world_size: number of devices that share the work.
-        rank: this process's.
+        world_size, rank: how many devices share the work, and which of them this is.
         run_config: the run's configuration, for W&B.
         clock: a monotonic clock in seconds.
-
-    Raises:
-        UserError: see `Config.validate`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -119,17 +104,12 @@ class MetricsProcessor(Configurable):
         clock: Callable[[], float] = time.perf_counter,
     ):
         super().__init__(config)
-        self.dump_folder = Path(dump_folder)
-        self.device = device
-        self.compute_dtype = compute_dtype
-        self.flops_per_token = flops_per_token
-        self.total_steps = total_steps
-        self.world_size = world_size
-        self.rank = rank
-        self.run_config = run_config or {}
+        self.dump_folder, self.run_config = Path(dump_folder), run_config or {}
+        self.device, self.compute_dtype, self.flops_per_token = device, compute_dtype, flops_per_token
+        self.total_steps, self.world_size, self.rank = total_steps, world_size, rank
         self._clock = clock
         self._interval = _Interval(0, clock())
-        self._unreported: _FinishedStep | None = None  # the last step, where it was not due
+        self._unreported: Callable[[], None] | None = None  # reports the last step, if it was not due
         self._first_line: tuple[int, float] | None = None  # step and time; before it lies the warm-up
         self._peak: PeakFlops | None = None  # known once started
         self._sinks: list[Sink] = []
@@ -182,8 +162,7 @@ class MetricsProcessor(Configurable):
     def exclude(self) -> Iterator[None]:
         """Around what is not training (validation, saving a checkpoint): neither its time nor its tokens count.
 
-        Enter it only when there is something to exclude: it waits for the device to finish what is queued, and the host
-        then cannot run ahead.
+        Enter it only when there is something to exclude, since it waits for the device to finish all queued work.
         """
         synchronize(self.device)  # training that is still queued on the device belongs to training
         before = dataclasses.replace(self._interval)
@@ -214,29 +193,33 @@ class MetricsProcessor(Configurable):
             loss: mean over the valid tokens of the global batch.
             grad_norm: norm of the gradient before clipping.
             lr: learning rate of this step.
-            n_tokens_seen: tokens processed since step 1, padding included, all ranks together.
-            extra: more numbers of your own, reported under their names.
+            n_tokens_seen: tokens since step 1, padding included, all ranks together.
+            extra: numbers of your own by name.
         """
         if not self._reports:
             return
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "n_tokens_seen": n_tokens_seen}
         interval = dataclasses.replace(self._interval)
-        self._unreported = _FinishedStep(step, self._clock(), interval, values, extra)
+        self._unreported = functools.partial(self._report, step, self._clock(), interval, values, extra)
         if self.should_log(step):
             self.flush()
 
     def flush(self) -> None:
-        """Report the step of the last `log_step` where that was not due; outside of `exclude`.
+        """Report the step of the last `log_step` where that was not due; to be called when training ends."""
+        report, self._unreported = self._unreported, None
+        if report is not None:
+            report()
 
-        To be called when training ends: wherever it ends (the data, a request to stop), its last step has a line.
-        """
-        finished, self._unreported = self._unreported, None
-        if finished is None:
-            return
-        step, end = finished.step, finished.end
-        values = finished.values | self._measure(finished)
-        self._write(step, values | finished.extra)
-        line = self.console_line(step, values, finished.extra, self._eta_seconds(step, end))
+    def _report(
+        self, step: int, end: float, interval: _Interval, values: dict[str, float], extra: dict[str, float]
+    ) -> None:
+        values = values | self._measure(step, end, interval)
+        self._for_each_sink(lambda sink: sink.write(step, values | extra))
+        eta_seconds = None
+        if self._first_line is not None:  # at the pace since then, validation and checkpoints included
+            first_step, first_end = self._first_line
+            eta_seconds = (end - first_end) / (step - first_step) * (self.total_steps - step)
+        line = self.console_line(step, values, extra, eta_seconds)
         logger.info("%s", line, extra={"is_colored": True})
         self._interval = _Interval(step, end)
         self._first_line = self._first_line or (step, end)
@@ -245,7 +228,7 @@ class MetricsProcessor(Configurable):
         """Report a validation after `step` on a line of its own; leaves the timers of training alone."""
         if not self._reports:
             return
-        self._write(step, {"validation_loss": validation_loss, **extra})
+        self._for_each_sink(lambda sink: sink.write(step, {"validation_loss": validation_loss, **extra}))
         logger.info(f"{self._step_label(step)}  validation loss {validation_loss:.4f}{_listed(extra)}")
 
     def log_evaluation(self, step: int, name: str, numbers: Mapping[str, float | None]) -> None:
@@ -253,25 +236,17 @@ class MetricsProcessor(Configurable):
         if not self._reports:
             return
         known = {f"evaluation/{name}/{key}": value for key, value in numbers.items() if value is not None}
-        self._write(step, known)
+        self._for_each_sink(lambda sink: sink.write(step, known))
         logger.info(f"{self._step_label(step)}  evaluation{_listed(known)}")
 
     def sync(self) -> None:
         """Make what was reported outlast a power failure; to be called before a checkpoint is saved."""
-        for sink in self._sinks:
-            try:
-                sink.sync()
-            except OSError as error:
-                self._warn(sink, error)
+        self._for_each_sink(lambda sink: sink.sync())
 
     def close(self) -> None:
         """Report a last step that is not reported yet (an error may have ended the loop), and close the sinks."""
         self.flush()
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except OSError as error:
-                self._warn(sink, error)
+        self._for_each_sink(lambda sink: sink.close())
         self._sinks = []
 
     def console_line(
@@ -293,12 +268,11 @@ class MetricsProcessor(Configurable):
             return "  ".join(text for _, text in parts)
         return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in parts)
 
-    def _measure(self, finished: _FinishedStep) -> dict[str, float]:
+    def _measure(self, step: int, end: float, interval: _Interval) -> dict[str, float]:
         """The numbers of the interval that ends with a step: training only, what was excluded left out."""
         if self._peak is None:
             raise RuntimeError("MetricsProcessor.start(step) must be called before log_step")
-        interval = finished.interval
-        seconds = finished.end - interval.start - interval.excluded
+        seconds = end - interval.start - interval.excluded
         tokens_per_second = interval.n_tokens / seconds
         flops_per_device = self.flops_per_token * tokens_per_second / self.world_size
         return {
@@ -307,30 +281,20 @@ class MetricsProcessor(Configurable):
             "mfu": 100 * flops_per_device / self._peak.value,
             "memory_gib": memory_gib(self.device),
             "data_loading_fraction": interval.data / seconds,
-            "step_time": seconds / (finished.step - interval.step),
+            "step_time": seconds / (step - interval.step),
         }
-
-    def _eta_seconds(self, step: int, now: float) -> float | None:
-        """Seconds to the last step at the pace since the first logged line, validation and checkpoints included."""
-        if self._first_line is None:
-            return None
-        first_step, first_time = self._first_line
-        return (now - first_time) / (step - first_step) * (self.total_steps - step)
 
     def _step_label(self, step: int) -> str:
         return f"step {step:{len(str(self.total_steps))}}/{self.total_steps}"
 
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
+    def _for_each_sink(self, act: Callable[[Sink], None]) -> None:
         for sink in self._sinks:
             try:
-                sink.write(step, values)
+                act(sink)
             except OSError as error:
-                self._warn(sink, error)
-
-    def _warn(self, sink: Sink, error: OSError) -> None:
-        if sink not in self._failed_sinks:
-            self._failed_sinks.append(sink)
-            logger.warning(f"{type(sink).__name__} cannot write metrics: {error}; training goes on")
+                if sink not in self._failed_sinks:
+                    self._failed_sinks.append(sink)
+                    logger.warning(f"{type(sink).__name__} cannot write metrics: {error}; training goes on")
 
 
 def _listed(extra: Mapping[str, float]) -> str:

@@ -9,18 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.gradients import laid_out_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
+from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_pattern, without_numbers
-
-_VOCABULARY_MATRICES = re.compile(r"(^|\.)(tok_embeddings|output)\.")
-"""Two-dimensional, but tables of vectors rather than maps between spaces: Muon is not for them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,11 +47,10 @@ class Optimizer(Configurable):
         config: which optimizer, and its hyper-parameters.
         model_parts: the model, or the pipeline stages of it that this rank holds, with their weights: the moments lie
             where they lie. Parameters that require no gradient are left out.
-        all_names: canonical names of the trained parameters of the whole model, where `model_parts` are only some of
-            its stages; None: they are all of it.
+        all_names: canonical names of the whole model's trained parameters, where `model_parts` are some of its stages.
 
     Raises:
-        UserError: see `Config.validate`; also where no parameter requires a gradient.
+        UserError: if no parameter requires a gradient.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -133,7 +129,11 @@ class Optimizer(Configurable):
         self._row_norms: list[Tensor] = []
         self._updated_early: set[nn.Parameter] = set()
         if config.early_step_in_backward:
-            self._step_in_backward()
+            for optimizer in self.optimizers:
+                for index, group in enumerate(optimizer.param_groups):
+                    for parameter in group["params"]:
+                        hook = functools.partial(self._use_gradient, optimizer, index)
+                        parameter.register_post_accumulate_grad_hook(hook)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -158,32 +158,21 @@ class Optimizer(Configurable):
             optimizer.zero_grad(set_to_none=True)
 
     def warn_of_idle_parameters(self) -> None:
-        """Name the trained parameters that a step's backward passes gave no gradient, whatever rank has them; a
-        collective, after the step or before, but not behind `zero_grad`."""
+        """Name the trained parameters, of any rank, that a step's backward passes gave no gradient. A collective, to be
+        called before `zero_grad`."""
         own = [
             canonical_name(name)
             for part in self.model_parts
             for name, parameter in part.named_parameters()
             if parameter.requires_grad and parameter.grad is None and parameter not in self._updated_early
         ]
-        of_ranks: list[list[str]] = [own]
-        if dist.is_initialized():
-            of_ranks = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(of_ranks, own)
-        if idle := sorted({name for names in of_ranks for name in names}):
+        if idle := sorted({name for names in gather_objects(own) for name in names}):
             logger.warning("trained, but without a gradient: %s", ", ".join(without_numbers(idle)))
 
     def early_grad_norm(self) -> Tensor:
         """With `early_step_in_backward`, what `clip_grad_norm` would have measured: the total norm over all ranks of
         the gradients that were used since the last `zero_grad`. A collective; a scalar tensor."""
         return total_norm(self._row_norms)
-
-    def _step_in_backward(self) -> None:
-        for optimizer in self.optimizers:
-            for index, group in enumerate(optimizer.param_groups):
-                for parameter in group["params"]:
-                    hook = functools.partial(self._use_gradient, optimizer, index)
-                    parameter.register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
     def _use_gradient(self, optimizer: torch.optim.Optimizer, group_index: int, parameter: nn.Parameter) -> None:
@@ -210,7 +199,12 @@ class Optimizer(Configurable):
         """
         config = self.config
         if config.name == "Muon":
-            muon, rest = self._split_for_muon(groups)
+            muon, rest = (
+                self._group_settings(
+                    {key: [m for m in members if _is_for_muon(*m) is chosen] for key, members in groups.items()}
+                )
+                for chosen in (True, False)
+            )
             momentum = 0.95 if config.momentum is None else config.momentum
             made: list[torch.optim.Optimizer] = []
             if muon:
@@ -249,8 +243,7 @@ class Optimizer(Configurable):
         return groups
 
     def _warn_of_idle_groups(self, names: Sequence[str]) -> None:
-        """A pattern that was meant for some of these parameters, the trained ones, and takes none is a typo, stands
-        behind a wider one, or means frozen ones. The default groups were meant for whatever is trained."""
+        """Warn of a pattern that takes none of the trained parameters; the default groups may."""
         taken, default = {self._group_of(name) for name in names}, _default_param_groups()
         for key, group in self.config.param_groups.items():
             if key not in taken and group != default.get(key):
@@ -260,23 +253,14 @@ class Optimizer(Configurable):
     def _group_settings(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[dict[str, Any]]:
         settings = []
         for key, members in groups.items():
+            if not members:
+                continue
             group = self.config.param_groups.get(key)
             lr = self.config.lr if group is None or group.lr is None else group.lr
             decay = self.config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
             parameters = [parameter for _, parameter in members]
             settings.append({"params": parameters, "lr": lr, "weight_decay": decay})
         return settings
-
-    def _split_for_muon(
-        self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        muon: dict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-        rest: dict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-        for key, members in groups.items():
-            for name, parameter in members:
-                is_matrix = parameter.ndim == 2 and not _VOCABULARY_MATRICES.search(name)
-                (muon if is_matrix else rest)[key].append((name, parameter))
-        return self._group_settings(muon), self._group_settings(rest)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The moments under canonical parameter names, whatever the order or grouping: they can be resharded."""
@@ -342,18 +326,20 @@ def check_early_step(
             raise UserError(f"--optimizer.early_step_in_backward does not go with {conflict}")
 
 
+def _is_for_muon(name: str, parameter: nn.Parameter) -> bool:
+    """True for a map between spaces: not a vector, and not a table of vectors of the vocabulary."""
+    return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output)\.", name)
+
+
 def trained_names(model: nn.Module) -> list[str]:
     """Canonical names of a model's trained parameters."""
     return [canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter that has no moments its moments now, all zero, and not in its first step.
-
-    A checkpoint then holds the same tensors whenever it is saved, also for a parameter that has had no gradient yet.
-    Torch would make up for those itself when it is asked for a `state_dict`, but with moments that are not zero where
-    weight decay is part of the gradient, and counted as a step.
-    """
+    """Give every parameter that has no moments its moments now, all zero, so that a checkpoint holds the same tensors
+    whenever it is saved. Torch would make up missing ones for a `state_dict` too, but not zero where weight decay is
+    part of the gradient, and counted as a step."""
     groups = optimizer.param_groups
     without = [[p for p in group["params"] if p.requires_grad and p not in optimizer.state] for group in groups]
     gradients = {parameter: parameter.grad for parameters in without for parameter in parameters}

@@ -35,9 +35,6 @@ class Profiler(Configurable):
         dump_folder: the run's folder.
         device: what this rank computes on.
         rank: this process's.
-
-    Raises:
-        UserError: see `Config.validate`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -66,13 +63,10 @@ class Profiler(Configurable):
         """Folder of the memory snapshots inside the dump folder."""
 
         def validate(self) -> None:
-            """Check the numbers, and what the device can do.
-
-            Raises:
-                UserError: for a cycle shorter than its parts, or a memory snapshot on anything but CUDA.
-            """
-            require_at_least(1, profiling__profile_freq=self.profile_freq)
-            require_at_least(1, profiling__profiler_active=self.profiler_active)
+            """Raise `UserError` for a cycle shorter than its parts, or a memory snapshot on anything but CUDA."""
+            require_at_least(
+                1, profiling__profile_freq=self.profile_freq, profiling__profiler_active=self.profiler_active
+            )
             require_at_least(0, profiling__profiler_warmup=self.profiler_warmup)
             if self.profiler_warmup + self.profiler_active > self.profile_freq:
                 raise UserError(
@@ -89,9 +83,7 @@ class Profiler(Configurable):
 
     def __init__(self, config: Config, *, dump_folder: str, device: torch.device, rank: int = 0):
         super().__init__(config)
-        self.dump_folder = Path(dump_folder)
-        self.device = device
-        self.rank = rank
+        self.dump_folder, self.device, self.rank = Path(dump_folder), device, rank
         self._step = 0
         self._n_steps = 0
         self._trace: torch.profiler.profile | None = None
@@ -113,7 +105,9 @@ class Profiler(Configurable):
         if self._n_steps % self.config.profile_freq != 0:
             return
         if self._trace is not None:
-            self._save_trace(self._trace)
+            export = partial(_export, self._trace)
+            self._write("trace", self.config.save_traces_folder, f"step-{step}", "json", export)
+            self._trace.stop()
             self._trace = self._start_trace()
         if self.config.enable_memory_snapshot:
             self._save_snapshot(f"step-{step}")
@@ -149,10 +143,6 @@ class Profiler(Configurable):
         )
         trace.start()
         return trace
-
-    def _save_trace(self, trace: torch.profiler.profile) -> None:
-        self._write("trace", self.config.save_traces_folder, f"step-{self._step}", "json", partial(_export, trace))
-        trace.stop()
 
     def _save_snapshot(self, name: str) -> None:
         folder, dump = self.config.save_memory_snapshot_folder, torch.cuda.memory._dump_snapshot

@@ -4,10 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from torchtitan.components.weights import Format, MetaSource, TensorSource, load_weights, pretrained
+from torchtitan.components.weights.assets import DESCRIPTION, asset_folder, read_model_json
+from torchtitan.components.weights.export import prevailing_dtype
+from torchtitan.components.weights.load import check_types
+from torchtitan.components.weights.sources import format_of, formats_in
 from torchtitan.models.families import (
     DESCRIPTIONS,
     family_with,
@@ -17,9 +22,6 @@ from torchtitan.models.families import (
 )
 from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools.errors import UserError
-
-if TYPE_CHECKING:
-    from torchtitan.components.checkpoint.formats import Format, TensorSource
 
 _FOREIGN_FLAVOR = "pretrained"
 """The flavor of a model whose sizes are those of a checkpoint in another format."""
@@ -39,21 +41,12 @@ class LoadedModel:
     """Folder with its tokenizer's files."""
 
 
-def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> "Format":
-    """The format of the checkpoint in the folder `path`.
+def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> Format:
+    """Return the format of the checkpoint in the folder `path`; raise `UserError` if there is none.
 
-    Where there are no weights, an error about the model that a config.json describes comes first: nobody need fetch the
-    weights of one that is not supported.
-
-    Args:
-        path: the checkpoint's folder.
-        family: as of `spec_of`.
-
-    Raises:
-        UserError: where there is no checkpoint.
+    If there are no weights, an error about the model that a config.json describes comes first: nobody need fetch the
+    weights of one that is not supported. `family` is as of `spec_of`.
     """
-    from torchtitan.components.checkpoint.formats.find import format_of, formats_in
-
     try:
         return format_of(path)
     except UserError:
@@ -63,7 +56,7 @@ def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> "Fo
 
 
 def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
-    """The specification of the model whose checkpoint, in any format, lies in the folder `path`.
+    """Return the specification of the model whose checkpoint, in any format, lies in the folder `path`.
 
     Args:
         path: the checkpoint's folder.
@@ -71,11 +64,8 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
             `torchtitan.models.families`.
 
     Raises:
-        UserError: where there is no checkpoint, or no family of models computes what it describes.
+        UserError: if there is no checkpoint, or no family of models computes what it describes.
     """
-    from torchtitan.components.checkpoint.assets import DESCRIPTION, read_model_json
-    from torchtitan.components.checkpoint.formats import MetaSource
-
     folder = Path(path)
     found = checkpoint_format(folder, family)
     if found == "hf":
@@ -98,19 +88,14 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
 
 def native_source(
     path: str | Path, *, base: Path | None = None, family: ModuleType | None = None
-) -> "tuple[ModelSpec, TensorSource]":
-    """The model of a checkpoint in any format, and its weights under our names and in our layout.
+) -> tuple[ModelSpec, TensorSource]:
+    """Return the model of a checkpoint in any format, and its weights under our names and in our layout.
 
-    Args:
-        path: the checkpoint's folder.
-        base: for one of trained weights only, the folder of the others, where they have moved.
-        family: as of `spec_of`.
+    For a checkpoint of trained weights only, `base` is the folder of the others, if they have moved.
 
     Raises:
-        UserError: as `spec_of`; and where the tensors are not those of the model, or are not all to be had.
+        UserError: as `spec_of`; and if the tensors are not those of the model, or are not all to be had.
     """
-    from torchtitan.components.checkpoint import pretrained
-
     spec = spec_of(path, family)
     return spec, pretrained.native_source(path, spec, base=base)
 
@@ -123,7 +108,7 @@ def load_model(
     base: Path | None = None,
     family: ModuleType | None = None,
 ) -> LoadedModel:
-    """The model of a checkpoint in any format, with its weights, read one tensor at a time.
+    """Return the model of a checkpoint in any format, with its weights, read one tensor at a time.
 
     Args:
         path: the checkpoint's folder.
@@ -133,16 +118,10 @@ def load_model(
         family: as of `spec_of`.
 
     Raises:
-        UserError: as `native_source`; where a checkpoint of ours is damaged, or its weights are quantized.
+        UserError: as `native_source`; if a checkpoint of ours is damaged, or its weights are quantized.
     """
-    from torchtitan.components.checkpoint.assets import asset_folder
-    from torchtitan.components.checkpoint.formats import load_weights
-    from torchtitan.components.checkpoint.formats.export import prevailing_dtype
-    from torchtitan.components.checkpoint.formats.load import check_types
-    from torchtitan.components.checkpoint.pretrained import check_digests
-
     checkpoint_format(path, family)
-    check_digests(path)
+    pretrained.check_digests(path)
     spec, source = native_source(path, base=base, family=family)
     with torch.device("meta"):
         model: BaseModel = spec.model.build()
@@ -155,12 +134,8 @@ def load_model(
 def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the specification of the model that the config.json in `folder` describes, and the content of that file.
 
-    Args:
-        folder: may have no weights.
-        family: as of `spec_of`.
-
     Raises:
-        UserError: if there is no such file, or no family computes the model.
+        UserError: if there is no such file, or no family (see `spec_of`) computes the model.
     """
     family, document = read_config_json(folder, family)
     return _foreign_spec(family, "hf", document), document

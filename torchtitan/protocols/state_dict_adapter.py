@@ -13,34 +13,15 @@ import torch
 from torch import Tensor
 
 from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.tensor_source import TensorForm, some
 from torchtitan.tools.errors import UserError
 
 Names = str | tuple[str, ...]
 """One tensor's name or several; `*` stands for every layer's number."""
 
-_NAMED_IN_ERRORS = 5
-
-
-@dataclass(frozen=True)
-class TensorForm:
-    """What is known of a tensor without reading it."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorForm":
-        """The form of that tensor; of a DTensor, that of the whole."""
-        return cls(tensor.shape, tensor.dtype)
-
-    @property
-    def n_bytes(self) -> int:
-        """Size of the tensor's values."""
-        return self.shape.numel() * self.dtype.itemsize
-
 
 def model_forms(config: BaseModel.Config) -> dict[str, TensorForm]:
-    """Name → form of every tensor of the model that `config` builds, in its own order; nothing is allocated."""
+    """Return name → form of every tensor of the model that `config` builds, in its order; nothing is allocated."""
     with torch.device("meta"):
         model = config.build()
     return {name: TensorForm.of(tensor) for name, tensor in model.state_dict().items()}
@@ -66,23 +47,21 @@ class Transform(ABC):
 
 
 @dataclass(frozen=True)
-class Same(Transform):
+class Identity(Transform):
     """One tensor, the same in both."""
 
     rows_only = True
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """The tensor as it is."""
         return tensors
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensor as it is."""
         return tensors
 
 
 @dataclass(frozen=True)
 class RopePermutation(Transform):
-    """Rows of a query or key projection, where the other format rotates neighbouring pairs of a head's elements.
+    """Rows of a query or key projection, if the other format rotates neighboring pairs of a head's elements.
 
     Ours rotates element i with i + head_dim / 2 (`torchtitan.models.common.rope`), as Hugging Face's does; in Meta's
     checkpoints, as in the RoPE paper (arXiv:2104.09864, section 3.2), that pair are elements 2i and 2i + 1.
@@ -111,12 +90,10 @@ class Concatenated(Transform):
     dim: int
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """The pieces of the fused tensor, each as long along `dim` as its shape says."""
         (fused,) = tensors
         return list(fused.split([shape[self.dim] for shape in shapes], dim=self.dim))
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The fused tensor."""
         return [torch.cat(tensors, dim=self.dim)]
 
 
@@ -127,11 +104,9 @@ class Stacked(Transform):
     dim: int
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """The stack."""
         return [torch.stack(tensors, dim=self.dim)]
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Its slices."""
         (stack,) = tensors
         return list(stack.unbind(self.dim))
 
@@ -147,21 +122,20 @@ class Repeated(Transform):
         return tensors[:1]
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensor, several times."""
         return tensors * self.times
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyMapping:
     """Tensors of ours, those of the other format that hold the same, and what lies between them."""
 
     native: Names
     foreign: Names
-    transform: Transform = Same()
+    transform: Transform = Identity()
 
 
 @dataclass(frozen=True)
-class Step:
+class TensorConversion:
     """One row for one layer: reading the tensors of one side is enough to make those of the other."""
 
     native: tuple[str, ...]
@@ -175,18 +149,16 @@ class StateDictAdapter:
     Args:
         rows: every tensor of the model, once; a row with `*` in its names is one of each layer.
         n_layers: how many layers there are.
-        ignored: foreign tensors that may be there and carry nothing (RoPE frequencies, which are computed); `*` as in
-            rows.
+        ignored: foreign tensors that may be there and carry nothing, such as RoPE frequencies; `*` as in rows.
         tied: foreign tensor → the one it must equal. May be there; whoever reads compares the two (`check_tied`).
 
     Attributes:
         steps: the rows with `*` replaced by each layer's number.
-        tied: as given.
     """
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[KeyMapping],
         *,
         n_layers: int,
         ignored: Iterable[str] = (),
@@ -200,19 +172,18 @@ class StateDictAdapter:
 
     @property
     def native_names(self) -> list[str]:
-        """Our tensors, in the order of the table."""
         return [name for step in self.steps for name in step.native]
 
     @property
     def foreign_names(self) -> list[str]:
-        """The other format's tensors, in the order of the table, without those that only may be there."""
+        """The other format's tensors, without those that only may be there."""
         return [name for step in self.steps for name in step.foreign]
 
     def foreign_forms(self, native: Mapping[str, TensorForm]) -> dict[str, TensorForm]:
-        """Name → form of the other format's tensors, for a model whose tensors have the forms `native`.
+        """Return name → form of the other format's tensors, for a model whose tensors have the forms `native`.
 
         Raises:
-            UserError: where `native` lacks tensors of the table or has others.
+            UserError: if `native` lacks tensors of the table or has others.
         """
         _check_names("the weights", native, self.native_names, allowed=())
         forms: dict[str, TensorForm] = {}
@@ -222,8 +193,8 @@ class StateDictAdapter:
             forms |= {name: TensorForm.of(tensor) for name, tensor in zip(step.foreign, made, strict=True)}
         return forms
 
-    def plan(self, foreign: Mapping[str, TensorForm], native: Mapping[str, TensorForm]) -> list[Step]:
-        """The steps that make a model with the forms `native` from a checkpoint with the forms `foreign`.
+    def plan(self, foreign: Mapping[str, TensorForm], native: Mapping[str, TensorForm]) -> list[TensorConversion]:
+        """Return the steps that make a model with the forms `native` from a checkpoint with the forms `foreign`.
 
         Raises:
             UserError: naming the tensors that are missing, that the model has no place for, or of another shape.
@@ -236,16 +207,12 @@ class StateDictAdapter:
             if foreign[name].shape != form.shape
         ]
         if misshapen:
-            raise UserError(f"the checkpoint's tensors do not fit the model: {_some(misshapen)}")
+            raise UserError(f"the checkpoint's tensors do not fit the model: {some(misshapen)}")
         return self.steps
 
 
 def check_tied(name: str, tensor: Tensor, tied_to: str, original: Tensor) -> None:
-    """Make sure that a tensor of a checkpoint equals the one that the model uses in its place.
-
-    Raises:
-        UserError: naming both, where they differ.
-    """
+    """Raise `UserError` unless a tensor of a checkpoint equals the one that the model uses in its place."""
     if tensor.shape != original.shape or not torch.equal(tensor, original):
         raise UserError(
             f"the checkpoint's {name} differs from {tied_to}, and the model has the same weights for both; "
@@ -275,25 +242,19 @@ def _expand(name: str, n_layers: int) -> list[str]:
     return [name.replace("*", str(index)) for index in range(n_layers)] if "*" in name else [name]
 
 
-def _expand_row(row: Row, n_layers: int) -> list[Step]:
+def _expand_row(row: KeyMapping, n_layers: int) -> list[TensorConversion]:
     native = (row.native,) if isinstance(row.native, str) else row.native
     foreign = (row.foreign,) if isinstance(row.foreign, str) else row.foreign
     columns = [_expand(name, n_layers) for name in (*native, *foreign)]
     lines = zip(*columns, strict=True)
-    return [Step(line[: len(native)], line[len(native) :], row.transform) for line in lines]
+    return [TensorConversion(line[: len(native)], line[len(native) :], row.transform) for line in lines]
 
 
 def _check_names(owner: str, found: Iterable[str], expected: Sequence[str], allowed: Iterable[str]) -> None:
     there, known = set(found), {*expected, *allowed}
     missing = [name for name in expected if name not in there]
     surplus = [name for name in found if name not in known]
-    faults = [f"missing from {owner}: {_some(missing)}"] if missing else []
-    faults += [f"in {owner}, and not in the model: {_some(surplus)}"] if surplus else []
+    faults = [f"missing from {owner}: {some(missing)}"] if missing else []
+    faults += [f"in {owner}, and not in the model: {some(surplus)}"] if surplus else []
     if faults:
         raise UserError("; ".join(faults))
-
-
-def _some(items: Sequence[str]) -> str:
-    """The first few, and how many there are."""
-    more = f", … ({len(items)} in all)" if len(items) > _NAMED_IN_ERRORS else ""
-    return ", ".join(items[:_NAMED_IN_ERRORS]) + more

@@ -76,7 +76,7 @@ class RunBuilder(Configurable):
         def take() -> None:
             self.folder_lock = lock_folder(Path(self.config.dump_folder))
 
-        Ranks(dist.group.WORLD if dist.is_initialized() else None).first_decides(take)
+        Ranks(dist.group.WORLD if dist.is_initialized() else None).broadcast_from_rank0(take)
 
     def init_random_state(self) -> None:
         """Seed every generator, each rank its own; make algorithms deterministic if asked to."""

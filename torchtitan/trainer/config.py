@@ -11,9 +11,8 @@ import torch
 import tyro
 
 from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.checkpoint.identity import RunIdentity, base_weights, content
-from torchtitan.components.checkpoint.pretrained import check_start
-from torchtitan.components.checkpoint.start import check_owner
+from torchtitan.components.checkpoint.identity import RunIdentity, content
+from torchtitan.components.checkpoint.resume import check_owner
 from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
@@ -21,6 +20,8 @@ from torchtitan.components.optimizer import Optimizer, check_early_step
 from torchtitan.components.profiling import Profiler
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.components.validate import Validator
+from torchtitan.components.weights.pretrained import check_start
+from torchtitan.components.weights.sources import base_weights, format_of
 from torchtitan.config import (
     ActivationCheckpointConfig,
     CommConfig,
@@ -166,6 +167,8 @@ class RunConfig(Configurable.Config):
         if self.checkpoint.enable and not dry_run:
             check_owner(self.checkpoint, self.checkpoint.place(self.dump_folder), identity)
         start = self.checkpoint.find_start(self.dump_folder)
+        if start is None and self.checkpoint.initial_load_in_hf:
+            format_of(self.checkpoint.initial_load_path)  # raises if there are no weights
         tokenizer = build_tokenizer()
         resolved = self.resolve(tokenizer)
         resolved.check_conversion(n_added_tokens=tokenizer.n_added)

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
-from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in, read_converters
-from torchtitan.components.checkpoint.identity import RunIdentity, base_weights
-from torchtitan.components.checkpoint.pretrained import export_huggingface, frozen_origin, load_initial_weights
-from torchtitan.components.checkpoint.store import is_url
+from torchtitan.components.checkpoint.filesystem import is_url
+from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.data.dataloader import Batch
 from torchtitan.components.loss import IGNORE_INDEX, Measures
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import Validator
+from torchtitan.components.weights.assets import CheckpointAssets, files_in, read_converters
+from torchtitan.components.weights.export import export_huggingface
+from torchtitan.components.weights.pretrained import frozen_weights, load_initial_weights
+from torchtitan.components.weights.sources import base_weights
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
 from torchtitan.distributed.process_group import (
@@ -536,7 +538,7 @@ class Trainer(RunBuilder):
                 simulated=describe_simulation(config.model_converters),
             ),
             export=export if "hf" in spec.formats else None,
-            frozen_from=frozen_origin(config.checkpoint, config.debug.seed),
+            frozen_from=frozen_weights(config.checkpoint, config.debug.seed),
             identity=self.identity,
         )
 

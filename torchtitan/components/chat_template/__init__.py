@@ -1,7 +1,8 @@
 """Chat templates: the text that a model's conversations are trained on, as Jinja templates beside the tokenizer."""
 
-from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES
-from torchtitan.components.chat_template.files import load_chat_template, resolve_chat_template
-from torchtitan.components.chat_template.template import ChatTemplate, Message, Span
-
-__all__ = ["BUILT_IN_TEMPLATES", "ChatTemplate", "Message", "Span", "load_chat_template", "resolve_chat_template"]
+from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES as BUILT_IN_TEMPLATES
+from torchtitan.components.chat_template.template import ChatTemplate as ChatTemplate
+from torchtitan.components.chat_template.template import Message as Message
+from torchtitan.components.chat_template.template import Span as Span
+from torchtitan.components.chat_template.template import load_chat_template as load_chat_template
+from torchtitan.components.chat_template.template import resolve_chat_template as resolve_chat_template

@@ -58,15 +58,12 @@ To call a function, write its name and its arguments as a JSON object between <t
 {%- endif %}
 """
 
-_LLAMA3 = (
-    _REFUSE_TOOLS
-    + """\
+_LLAMA3 = """\
+REFUSE_TOOLS
 {{- "<|begin_of_text|>" }}
 {%- for message in messages %}
     {%- if message.role not in ["system", "user", "assistant"] %}
-        """
-    + _REFUSE_ROLE
-    + """
+        REFUSE_ROLE
     {%- endif %}
     {{- "<|start_header_id|>" + message.role + "<|end_header_id|>\n\n" }}
     {%- if message.role == "assistant" %}
@@ -79,13 +76,11 @@ _LLAMA3 = (
     {{- "<|start_header_id|>assistant<|end_header_id|>\n\n" }}
 {%- endif %}
 """
-)
 
 # The system message stands before the first question: in front of the last one, as in Mistral's own template, it would
 # move with every turn.
-_MISTRAL = (
-    _REFUSE_TOOLS
-    + """\
+_MISTRAL = """\
+REFUSE_TOOLS
 {{- bos_token }}
 {%- set ns = namespace(system="") %}
 {%- for message in messages %}
@@ -97,17 +92,13 @@ _MISTRAL = (
     {%- elif message.role == "assistant" and not ns.system %}
         {%- generation %}{{ " " + message.content | trim + eos_token }}{% endgeneration %}
     {%- else %}
-        """
-    + _REFUSE_ROLE
-    + """
+        REFUSE_ROLE
     {%- endif %}
 {%- endfor %}
 """
-)
 
-_ALPACA = (
-    _REFUSE_TOOLS
-    + """\
+_ALPACA = """\
+REFUSE_TOOLS
 {{- bos_token }}
 {%- if messages[0].role != "system" %}
     {{- "Below is an instruction that describes a task. " }}
@@ -123,19 +114,19 @@ _ALPACA = (
         {%- generation %}{{ message.content + eos_token }}{% endgeneration %}
         {{- "\n\n" if not loop.last }}
     {%- else %}
-        """
-    + _REFUSE_ROLE
-    + """
+        REFUSE_ROLE
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- "### Response:\n" }}
 {%- endif %}
 """
-)
 
 BUILT_IN_TEMPLATES: Mapping[str, str] = MappingProxyType(
-    {"chatml": _CHATML, "llama3": _LLAMA3, "mistral": _MISTRAL, "alpaca": _ALPACA}
+    {
+        name: text.replace("REFUSE_TOOLS\n", _REFUSE_TOOLS).replace("REFUSE_ROLE", _REFUSE_ROLE)
+        for name, text in (("chatml", _CHATML), ("llama3", _LLAMA3), ("mistral", _MISTRAL), ("alpaca", _ALPACA))
+    }
 )
 """Name → template, which reads `bos_token` and `eos_token`: `resolve_chat_template` sets them for a tokenizer.
 

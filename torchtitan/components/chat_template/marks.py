@@ -95,7 +95,7 @@ _EDITS = {digest: known.edits for known in _KNOWN for digest in known.digests}
 
 def with_marks(source: str) -> str:
     """The template with generation marks if it is known, else as it is."""
-    text = _normalized(source)
+    text = source.replace("\r\n", "\n").removesuffix("\n")  # Jinja makes no difference between them
     edits = _EDITS.get(hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest())
     if edits is None:
         return source
@@ -103,8 +103,3 @@ def with_marks(source: str) -> str:
         assert old in text, f"the edit of {old!r} is not for this template"
         text = text.replace(old, new)
     return text
-
-
-def _normalized(source: str) -> str:
-    """Without what Jinja ignores too: the form of newlines, and a newline at the end."""
-    return source.replace("\r\n", "\n").removesuffix("\n")

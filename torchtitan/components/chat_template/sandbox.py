@@ -1,18 +1,16 @@
-"""Jinja's sandbox for chat templates, with a limit on the work and memory of one rendering.
+"""Jinja's sandbox for chat templates, with an allowance of work and text for one rendering.
 
 A template comes with a model, from anywhere. Jinja's own sandbox keeps it from running code, but lets it loop for hours
-and fill the memory. Here every step and every value costs a part of an allowance, by its size and before
-it is made, so that the same template ends at the same place everywhere: turns of loops, calls, operators that make
-values, lists and dictionaries, and what is written. A rarely used few of Jinja's filters, which would need bounds of
-their own, are left out. What remains: one expression that compares two long lists, or sorts one, can take minutes.
+and fill the memory. Here turns of loops, calls, filters, tests, operators and output each take a price from an
+allowance, by the sizes of the values and before the result is made, so that a template ends at the same place on every
+machine. Filters without a price, which templates do not use, are left out.
 """
 
 import functools
 import json
-import operator
 import re
 import time
-from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import BuiltinMethodType
@@ -32,10 +30,10 @@ PROGRESS = "its progress"
 """The variable with the `Progress` of a rendering. No template can name it, since the name has a blank."""
 
 _ALLOWANCE = 2**28
-"""Of one rendering; a conversation of a thousand turns takes a few hundredths."""
+"""For one rendering; a conversation of a thousand turns takes a few hundredths."""
 
 _SECONDS = 10.0
-"""Of the processor's time that one rendering may take, for what costs more than it seems."""
+"""CPU time of one rendering, for what costs more than it seems."""
 
 _STEP, _ITEM, _GROWTH = 512, 64, 16
 """The price of a turn of a loop or a call, of an item of a list, and of a character that a filter may escape; any other
@@ -44,41 +42,26 @@ character costs 1."""
 _WIDEST = 9999
 """The largest number that a method of a value may be given, such as a width."""
 
-_LEFT_OUT = (
-    *("batch", "center", "filesizeformat", "forceescape", "pprint", "random", "slice", "striptags", "urlize"),
-    *("wordwrap", "xmlattr"),
-)
+_LAZY = ("list", "map", "reject", "rejectattr", "reverse", "select", "selectattr")
+"""Filters that take the items of a value one by one."""
 
 _LIGHT = ("abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "round")
-"""Filters that look at a text once, and of another value at its outside alone."""
+"""Filters that look at a text once, and at no part of another value."""
 
 _TEXT = ("capitalize", "format", "indent", "lower", "replace", "safe", "title", "trim", "upper")
 """Filters that make a text of any value, and look at it once."""
 
 _DEEP = (
-    *("dictsort", "e", "escape", "groupby", "max", "min", "sort", "string", "sum", "truncate", "unique", "urlencode"),
-    *("tojson", "wordcount"),
+    *("dictsort", "e", "escape", "groupby", "join", "max", "min", "sort", "string", "sum", "truncate", "unique"),
+    *("tojson", "urlencode", "wordcount"),
 )
 """Filters that look at all parts of a value, and may make a longer text of it."""
 
-_COMPARING = (
-    "==",
-    "eq",
-    "equalto",
-    "!=",
-    "ne",
-    "<",
-    "lt",
-    "lessthan",
-    "<=",
-    "le",
-    ">",
-    "gt",
-    "greaterthan",
-    ">=",
-    "ge",
-    "in",
+_FREE_TESTS = (
+    *("boolean", "callable", "defined", "escaped", "false", "filter", "float", "integer", "iterable", "mapping"),
+    *("none", "number", "sameas", "sequence", "string", "test", "true", "undefined"),
 )
+"""Tests that look at no part of a value. Any other is priced, and takes no text that `%` would format."""
 
 _OF_DICTIONARIES = frozenset(dir(dict))
 
@@ -95,20 +78,16 @@ class Progress:
 
     n_characters: int = 0
     marks: list[tuple[int, str]] = field(default_factory=list)
-    """Of each mark, where it begins, and what it marks."""
+    """The begin of each mark, and the text that it marks."""
     allowance: int = field(default_factory=lambda: _ALLOWANCE)
-    started: float = field(default_factory=time.thread_time)
-    began: float = field(default_factory=time.monotonic)
+    cpu_started: float = field(default_factory=time.thread_time)
+    started: float = field(default_factory=time.monotonic)
 
     def spend(self, amount: int) -> None:
         """Take `amount` from the allowance; raise `TooMuchError` if less is left."""
         self.allowance -= amount
         if self.allowance < 0:
             raise TooMuchError
-
-    def has_taken_long(self) -> bool:
-        """Return whether the time is over. Only the thread's own time counts: the process may have been stopped."""
-        return time.thread_time() > self.started + _SECONDS
 
     def size(self, value: Any) -> int:
         """Return the length of a value as text, counting a part each time it occurs; raise `TooMuchError` beyond the
@@ -117,11 +96,9 @@ class Progress:
             return len(value)
         if isinstance(value, int):
             return value.bit_length() // 8
-        if isinstance(value, (KeysView, ValuesView, ItemsView)):
-            value = list(value)
         if isinstance(value, Mapping):
-            value = [part for item in value.items() for part in item]
-        if not isinstance(value, (list, tuple)):
+            value = value.items()
+        if not isinstance(value, (list, tuple, KeysView, ValuesView, ItemsView)):
             return _ITEM
         size = _ITEM * len(value)
         for item in value:
@@ -150,17 +127,17 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Asks for a price at each call.
+    """Takes the prices of calls and operators, and remembers which attributes are safe: to find out takes half of the
+    time."""
 
-    It remembers what is safe, which the class of an object decides: to find that out takes half of the time.
-    """
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, **options: Any):
         super().__init__(**options)
         self._safe: dict[tuple[type, str], bool] = {}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Jinja's way for a message's keys too would be to ask for an attribute, and to fail at that."""
+        """Look a message's key up at once, where Jinja would ask for an attribute first, and fail."""
         if type(obj) is dict and attribute in obj and attribute not in _OF_DICTIONARIES:
             return obj[attribute]
         return super().getattr(obj, attribute)
@@ -172,14 +149,35 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._safe[key] = not makes_bytes and super().is_safe_attribute(obj, attr, value)
         return self._safe[key]
 
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        progress: Progress = context.parent[PROGRESS]
+        if operator == "+":
+            # The most frequent case, without calls.
+            n_left = len(left) if type(left) is str else progress.size(left)
+            progress.spend(n_left + (len(right) if type(right) is str else progress.size(right)))
+            return left + right
+        if operator == "%" and isinstance(left, str):
+            _GROWING["%"](progress, left, right)
+        elif isinstance(left, int) and isinstance(right, int):
+            n_bits = left.bit_length()
+            if (n_bits * abs(right) if operator == "**" else n_bits + right.bit_length()) > _WIDEST:
+                raise TooMuchError
+        elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
+            times, repeated = (left, right) if isinstance(left, int) else (right, left)
+            progress.spend(abs(times) * progress.size(repeated))
+        return super().call_binop(context, operator, left, right)
+
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
         progress = _progress(__context)
         progress.spend(_STEP)
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `str.format`
         if isinstance(method, BuiltinMethodType):
-            if isinstance(method.__self__, str):
-                progress.spend(len(method.__self__) * (_ITEM if "split" in method.__name__ else 1))
-                args = _checked(progress, method.__name__, method.__self__, args, kwargs)
+            name, text = method.__name__, method.__self__
+            if isinstance(text, str):
+                args = tuple(_listed(value) for value in args)
+                progress.spend(len(text) * (_ITEM if "split" in name else 1))
+                if name in _GROWING:
+                    _GROWING[name](progress, text, *args, **_own(kwargs))
             if method is __obj:
                 _check_numbers(*args, *kwargs.values())
         result = super().call(__context, __obj, *args, **kwargs)
@@ -197,27 +195,23 @@ class _Namespace(jinja2.utils.Namespace):
 def environment() -> _Sandbox:
     """Return the environment that compiles templates; see `bounded`."""
     made = _Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_sized
     )
-    for name in _LEFT_OUT:
-        del made.filters[name]
+    made.filters = {name: made.filters[name] for name in (*_LAZY, *_LIGHT, *_TEXT, *_DEEP)}
     del made.globals["lipsum"]
-    made.globals["namespace"] = _Namespace
     tests: dict[str, Any] = made.tests
-    tests |= {name: _compared(tests[name]) for name in _COMPARING}
-    made.filters |= {name: _checked_filter(name, made.filters[name]) for name in ("replace", "join", "format")}
-    made.filters |= {"tojson": _to_json, "indent": _indent, "round": _round}
-    made.filters |= {name: _paid(made, name) for name in tuple(made.filters)}
-    made.filters |= _OPERATORS
+    tests |= {name: _priced_test(name, test) for name, test in tests.items() if name not in _FREE_TESTS}
+    made.filters |= {"tojson": _to_json, "round": _round}
+    made.filters |= {name: _priced_filter(made, name) for name in tuple(made.filters)}
+    made.filters |= {_TURN: _turn, _SIZED: _sized, _JOINED: _joined}
     # One time for all that is rendered: the texts of a conversation and of its beginnings have to agree.
-    made.globals |= {"raise_exception": _refuse, "strftime_now": functools.partial(_date, datetime.now())}
+    date = functools.partial(_date, datetime.now())
+    made.globals |= {"namespace": _Namespace, "raise_exception": _refuse, "strftime_now": date}
     return made
 
 
 def bounded(tree: nodes.Template, made: _Sandbox) -> nodes.Template:
-    """Return `tree` with the calls that take prices from the allowance."""
+    """Return `tree` with the filters that take prices which `made` does not."""
     _Bounds().visit(tree)
     tree.set_environment(made)
     return tree
@@ -234,32 +228,27 @@ def literals(tree: nodes.Node) -> list[str]:
     return texts + [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
 
 
-class _Bounds(NodeTransformer):
-    """Puts a filter of `_OPERATORS` around, or in place of, each expression that makes a value, and into each loop.
+_TURN, _SIZED, _JOINED = "a turn", "sized values", "joined texts"
+"""Filters that `_Bounds` puts into a template, by names that no template can spell. They are the cheapest way to call a
+function from there."""
 
-    Filters are the cheapest way to call a function from a template: Jinja calls them directly.
-    """
+
+class _Bounds(NodeTransformer):
+    """Puts a price on the turns of loops, and on lists, dictionaries, comparisons and joined texts."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         written = sum(len(text) for child in node.body for text in literals(child))
         self.generic_visit(node)
         price = nodes.Const(_STEP + written, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(_filter("a step", price), lineno=node.lineno))
-        return node
-
-    def visit_Output(self, node: nodes.Output) -> nodes.Node:
-        self.generic_visit(node)
-        free = (nodes.TemplateData, nodes.Const)
-        paid = [isinstance(of, free) or isinstance(of, nodes.Filter) and of.name in _OPERATORS for of in node.nodes]
-        node.nodes = [of if is_paid else _filter("written", of) for of, is_paid in zip(node.nodes, paid, strict=True)]
+        node.body.insert(0, nodes.ExprStmt(_filter(_TURN, price), lineno=node.lineno))
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
         if not any(isinstance(side, nodes.Const) for side in (node.expr, *(of.expr for of in node.ops))):
-            node.expr = _filter("sized", node.expr)
+            node.expr = _filter(_SIZED, node.expr)
             for of in node.ops:
-                of.expr = _filter("sized", of.expr)
+                of.expr = _filter(_SIZED, of.expr)
         return node
 
     def visit_FilterBlock(self, node: nodes.FilterBlock | nodes.AssignBlock) -> nodes.Node:
@@ -272,35 +261,18 @@ class _Bounds(NodeTransformer):
 
     def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
-        if getattr(node, "ctx", "load") == "store" or all(
-            isinstance(item, nodes.Const) for item in node.iter_child_nodes()
-        ):
-            return node
-        return _filter("sized", node)
+        is_constant = all(isinstance(item, nodes.Const) for item in node.iter_child_nodes())
+        return node if is_constant or getattr(node, "ctx", "load") == "store" else _filter(_SIZED, node)
 
     visit_Tuple = visit_Dict = visit_List
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filter("~", nodes.List(node.nodes, lineno=node.lineno))
-
-    def visit_Add(self, node: nodes.Add) -> nodes.Node:
-        self.generic_visit(node)
-        left = node.left
-        if isinstance(left, nodes.Filter) and left.name == "+":  # a sum of several is one call
-            left.args.append(node.right)
-            return left
-        return _filter("+", left, node.right)
-
-    def visit_Mul(self, node: nodes.BinExpr) -> nodes.Node:
-        self.generic_visit(node)
-        return _filter(node.operator, node.left, node.right)
-
-    visit_Mod = visit_Pow = visit_Mul
+        return _filter(_JOINED, nodes.List(node.nodes, lineno=node.lineno))
 
 
-def _filter(name: str, node: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+def _filter(name: str, node: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 def _progress(context: jinja2.runtime.Context) -> Progress:
@@ -309,152 +281,99 @@ def _progress(context: jinja2.runtime.Context) -> Progress:
 
 
 @jinja2.pass_context
-def _written(context: jinja2.runtime.Context, value: Any) -> Any:
-    progress = _progress(context)
-    progress.spend(len(value) if type(value) is str else progress.size(value))
-    return value
-
-
-@jinja2.pass_context
-def _step(context: jinja2.runtime.Context, price: int) -> None:
+def _turn(context: jinja2.runtime.Context, price: int) -> None:
     progress: Progress = context.parent[PROGRESS]
-    progress.allowance -= price
-    if progress.allowance < 0 or time.monotonic() > progress.began + _SECONDS and progress.has_taken_long():
+    progress.spend(price)
+    # The thread's own time alone counts, since the process may sleep, but it takes longer to read.
+    if time.monotonic() > progress.started + _SECONDS and time.thread_time() > progress.cpu_started + _SECONDS:
         raise TooMuchError
 
 
 @jinja2.pass_context
 def _sized(context: jinja2.runtime.Context, value: Any) -> Any:
-    progress = _progress(context)
-    progress.spend(progress.size(value))
+    progress: Progress = context.parent[PROGRESS]
+    progress.spend(len(value) if type(value) is str else progress.size(value))
     return value
 
 
 @jinja2.pass_context
-def _concatenated(context: jinja2.runtime.Context, parts: list[Any]) -> Any:
-    progress = _progress(context)
-    progress.spend(progress.size(parts))
-    return jinja2.runtime.str_join(parts)
+def _joined(context: jinja2.runtime.Context, parts: list[Any]) -> str:
+    return jinja2.runtime.str_join(_sized(context, parts))
 
 
-@jinja2.pass_context
-def _sum(context: jinja2.runtime.Context, *terms: Any) -> Any:
-    progress = _progress(context)
-    progress.spend(sum([len(term) if type(term) is str else progress.size(term) for term in terms]))
-    return functools.reduce(operator.add, terms)
-
-
-@jinja2.pass_context
-def _product(context: jinja2.runtime.Context, left: Any, right: Any) -> Any:
-    progress = _progress(context)
-    numbers = [abs(side) for side in (left, right) if isinstance(side, int)]
-    if len(numbers) == 2:
-        _check_powers(sum(number.bit_length() for number in numbers))
-    elif numbers:
-        progress.spend(numbers[0] * progress.size(right if isinstance(left, int) else left))
-    return left * right
-
-
-@jinja2.pass_context
-def _power(context: jinja2.runtime.Context, left: Any, right: Any) -> Any:
-    if isinstance(left, int) and isinstance(right, int):
-        _check_powers(left.bit_length() * abs(right))
-    return left**right
-
-
-@jinja2.pass_context
-def _rest(context: jinja2.runtime.Context, left: Any, right: Any) -> Any:
-    if isinstance(left, str):
-        _check_format(_progress(context), left, "%", right)
-    return left % right
-
-
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    **{"a step": _step, "written": _written, "sized": _sized, "~": _concatenated},
-    **{"+": _sum, "*": _product, "**": _power, "%": _rest},
-}
-"""Filters that `_Bounds` puts into a template, by names that no template can spell."""
-
-
-def _paid(made: _Sandbox, name: str) -> Callable[..., Any]:
+def _priced_filter(made: _Sandbox, name: str) -> Callable[..., Any]:
     """Return a filter of `made` that costs its price."""
     plain = made.filters[name]
     key: Any = object()  # which no template can name
     made.filters[key] = plain
     needs_context = hasattr(plain, "jinja_pass_arg")  # of the decorators `jinja2.pass_context` and its siblings
     rate = 1 if name in (*_LIGHT, *_TEXT) else _GROWTH if name in _DEEP else _ITEM
-    reads_all = name in (*_TEXT, *_DEEP)
+    reads_all, growing = name in (*_TEXT, *_DEEP), _GROWING.get("%" if name == "format" else name)
 
     @jinja2.pass_context
-    def paid(context: jinja2.runtime.Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def priced(context: jinja2.runtime.Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        progress = _progress(context)
         if isinstance(value, str):
-            _progress(context).spend(rate * len(value))
+            progress.spend(rate * len(value))
         elif reads_all:
-            progress = _progress(context)
+            value = _listed(value)
             progress.spend(rate * progress.size(value))
         elif rate == _ITEM and hasattr(value, "__len__"):
-            _progress(context).spend(rate * len(value))
+            progress.spend(rate * len(value))
+        if name == "join":
+            _price_join(progress, str(args[0] if args else kwargs.get("d", "")), value)
+        elif growing is not None:
+            growing(progress, str(value), *args, **kwargs)
         if not needs_context:
             return plain(value, *args, **kwargs)
         return made.call_filter(key, value, args, kwargs, context=context, eval_ctx=context.eval_ctx)
 
-    return paid
+    return priced
 
 
-def _compared(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a test that costs the sizes of what it compares."""
+def _priced_test(name: str, plain: Callable[..., bool]) -> Callable[..., bool]:
+    """Return a test that costs the sizes of what it looks at."""
 
     @jinja2.pass_context
-    def compared(context: jinja2.runtime.Context, left: Any, right: Any) -> Any:
+    def priced(context: jinja2.runtime.Context, value: Any, *args: Any, **kwargs: Any) -> bool:
         progress = _progress(context)
-        progress.spend(progress.size(left) + progress.size(right))
-        return plain(left, right)
+        progress.spend(progress.size([value, args, kwargs]))
+        if name in ("divisibleby", "even", "odd") and isinstance(value, str):
+            _GROWING["%"](progress, value, args)
+        return plain(value, *args, **kwargs)
 
-    return compared
-
-
-def _checked_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of Jinja's that looks at what its text would become first."""
-
-    @jinja2.pass_context
-    def checked(context: jinja2.runtime.Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if name == "join":  # the parts are the value
-            value = list(value)
-            _checked(_progress(context), name, str(args[0] if args else kwargs.get("d", "")), (value,), {})
-        else:
-            _checked(_progress(context), "%" if name == "format" else name, str(value), args, kwargs)
-        first = [context.eval_ctx] if name in ("join", "replace") else []
-        return plain(*first, value, *args, **kwargs)
-
-    return checked
+    return priced
 
 
-def _checked(
-    progress: Progress, name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """The arguments of a method of `text`; takes the price where the result may be longer than all of them."""
-    given = [*args, *kwargs.values()]
-    if name in ("format", "format_map", "%"):
-        _check_format(progress, text, "%" if name == "%" else "{", given)
-    elif name == "replace":
-        old, new = (str(part) for part in given[:2])
-        progress.spend((text.count(old) if old else len(text) + 1) * len(new))
-    elif name == "join" and args:
-        if not isinstance(args[0], str):
-            args = (list(args[0]),)
-        progress.spend(len(args[0]) * len(text) + progress.size(args[0]))
-    elif name == "expandtabs":
-        progress.spend(text.count("\t") * _WIDEST)
-    elif name == "translate":
-        progress.spend(len(text) * progress.size(given[0]))
-    return args
+def _price_replace(progress: Progress, text: str, old: Any, new: Any, count: int | None = None) -> None:
+    progress.spend((text.count(str(old)) if old else len(text) + 1) * len(str(new)))
 
 
-def _check_format(progress: Progress, text: str, sign: str, given: Any) -> None:
-    """Take the price of putting values into `text`, and refuse widths that are far too wide or come from elsewhere."""
+def _price_join(progress: Progress, text: str, parts: Any) -> None:
+    progress.spend(len(parts) * len(text) + progress.size(parts))
+
+
+def _price_indent(
+    progress: Progress, text: str, width: int | str = 4, first: bool = False, blank: bool = False
+) -> None:
+    _check_numbers(width)
+    progress.spend((text.count("\n") + 1) * (width if isinstance(width, int) else len(width)))
+
+
+def _price_format(progress: Progress, text: str, *args: Any, sign: str = "{", **kwargs: Any) -> None:
+    """Refuse widths that are far too wide, or that come from elsewhere."""
     if re.search(r"\{[^{}]*(\d{5}|\{[^{}]*\})" if sign == "{" else r"%[^a-zA-Z%]*(\d{5}|\*)", text):
         raise TooMuchError
-    progress.spend(text.count(sign) * (_WIDEST + progress.size(given)))
+    progress.spend(text.count(sign) * (_WIDEST + progress.size([args, kwargs])))
+
+
+_GROWING: dict[str, Callable[..., None]] = {
+    **{"format": _price_format, "format_map": _price_format, "%": functools.partial(_price_format, sign="%")},
+    **{"replace": _price_replace, "join": _price_join, "indent": _price_indent},
+    "expandtabs": lambda progress, text, tabsize=8: progress.spend(text.count("\t") * _WIDEST),
+    "translate": lambda progress, text, table: progress.spend(len(text) * progress.size(table)),
+}
+"""Prices of methods and filters whose text may be longer than all their arguments."""
 
 
 def _check_numbers(*values: Any) -> None:
@@ -462,26 +381,23 @@ def _check_numbers(*values: Any) -> None:
         raise TooMuchError
 
 
-def _check_powers(n_bits: int) -> None:
-    if n_bits > _WIDEST:
+def _own(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that the template gives, without Jinja's own."""
+    return {name: value for name, value in kwargs.items() if not name.startswith("_")}
+
+
+def _listed(value: Any) -> Any:
+    """A generator's items as a list, which has a size; any other value as it is."""
+    return list(value) if isinstance(value, Iterator) else value
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON with the options that transformers has; Jinja's own filter would escape what means something in HTML."""
+    if any((part if isinstance(part, int) else len(part)) > 16 for part in (indent or 0, *(separators or ()))):
         raise TooMuchError
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter would escape characters that mean something in HTML."""
-    indent = options.get("indent")
-    _check_numbers(indent)
-    if isinstance(indent, (int, str)) and (indent if isinstance(indent, int) else len(indent)) > 16:
-        raise TooMuchError
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-@jinja2.pass_context
-def _indent(context: jinja2.runtime.Context, text: Any, width: int | str = 4, *args: Any, **kwargs: Any) -> str:
-    _check_numbers(width)
-    text = str(text)
-    _progress(context).spend((text.count("\n") + 1) * (width if isinstance(width, int) else len(width)))
-    return jinja2.filters.do_indent(text, width, *args, **kwargs)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _round(value: float, precision: int = 0, method: Any = "common") -> float:
@@ -498,6 +414,4 @@ def _date(now: datetime, format: str) -> str:
 
 @jinja2.pass_context
 def _refuse(context: jinja2.runtime.Context, message: Any) -> NoReturn:
-    progress = _progress(context)
-    progress.spend(progress.size(message))
-    raise jinja2.TemplateError(message)
+    raise jinja2.TemplateError(_sized(context, message))

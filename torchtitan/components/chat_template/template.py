@@ -1,11 +1,17 @@
-"""`ChatTemplate`: renders conversations, by the conventions of the library transformers."""
+"""`ChatTemplate`, which renders conversations as the library transformers does, from a model's folder, from a file, or
+from the built-in ones."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQUIRED_TOKENS
 from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
+from torchtitan.tools.model_folder import file_to_copy
 
 Message = Mapping[str, Any]
 """`role` ("system", "user", "assistant", …), `content`, and whatever else the template reads."""
@@ -14,6 +20,8 @@ Span = tuple[int, int]
 """Where a piece of text begins and ends, in characters."""
 
 _PROBE = "Answer"
+_WITH_TOOLS = "additional_chat_templates/tool_use.jinja"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _LONGEST_SOURCE = 2**20
 """In characters; the longest published templates have a fiftieth of that."""
@@ -35,10 +43,6 @@ class ChatTemplate:
 
     source: str
     """As it was given: a published template that gets its marks here is exported without them."""
-    name: str
-    of_model: bool
-    required_tokens: tuple[str, ...]
-    variables: dict[str, str]
     literals: list[str]
     """The texts in it that it may write."""
     marks_generation: bool
@@ -86,15 +90,13 @@ class ChatTemplate:
         Args:
             messages: in their order.
             add_generation_prompt: end with the beginning of the assistant's next turn.
-            tools: JSON schemas of the functions that the model may call. None of them is no tools: an empty list is
-                given to the template as none, since Llama 3.1's, for one, would write something else for it.
+            tools: JSON schemas of the functions that the model may call; an empty list counts as none.
             variables: options of this template, such as Qwen3's `enable_thinking`.
 
         Raises:
             UserError: if the template does not take this conversation, with its own words, or fails at it.
         """
-        known = {"tools": tools or None, "documents": None, **self.variables, **variables}
-        return self._render(messages, {"add_generation_prompt": add_generation_prompt, **known})[0]
+        return self._render(messages, tools, {"add_generation_prompt": add_generation_prompt, **variables})[0]
 
     def render_marked(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
@@ -102,11 +104,9 @@ class ChatTemplate:
         """The text of a conversation, and the spans that the template marks as written by the assistant, in order.
 
         Raises:
-            UserError: as `render`; and where the marks are inside of something, such as a macro, whose text is put
-                together before it has a place in the whole.
+            UserError: as `render`; and where marks are in a macro, say, whose text has no place in the whole yet.
         """
-        known = {"tools": tools or None, "documents": None, **self.variables, **variables}
-        rendered, marks = self._render(messages, {"add_generation_prompt": False, **known})
+        rendered, marks = self._render(messages, tools, {"add_generation_prompt": False, **variables})
         if any(not rendered.startswith(text, start) for start, text in marks):
             raise UserError(
                 f"{self.name} has {{% generation %}} inside of a macro, a filter or a variable, where it cannot be "
@@ -115,7 +115,7 @@ class ChatTemplate:
         return rendered, [(start, start + len(text)) for start, text in marks]
 
     def end_of_turn(self) -> str:
-        """What it writes behind an answer, without white space; empty where nothing, or where that cannot be told."""
+        """Return the text after an answer, without white space; empty if there is none, or it cannot be found."""
         turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": _PROBE}]
         try:
             _, found, tail = self.render(turns, add_generation_prompt=False).rpartition(_PROBE)
@@ -124,11 +124,13 @@ class ChatTemplate:
         return tail.strip() if found else ""
 
     def end_of_turn_id(self, tokenizer: Tokenizer) -> int | None:
-        """The special token that it writes behind an answer, if there is one: there a model has to stop."""
+        """Return the special token after an answer, if there is one: a model has to stop there."""
         [ids] = tokenizer.tokenize([self.end_of_turn()], allow_special=True)
         return ids[0] if ids and ids[0] in tokenizer.special_ids else None
 
-    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> tuple[str, list[tuple[int, str]]]:
         """The text; of each mark, where it begins, and what it marks."""
         import jinja2
 
@@ -136,7 +138,9 @@ class ChatTemplate:
 
         blocks, progress = [], sandbox.Progress()
         turns = [_as_templates_read_it(turn) for turn in messages]
-        known = {**variables, sandbox.PROGRESS: progress, "messages": turns}
+        # Llama 3.1's template, for one, would write something else for an empty list of tools.
+        known = {"tools": tools or None, "documents": None, **self.variables, **variables}
+        known |= {sandbox.PROGRESS: progress, "messages": turns}
         try:
             for block in self._template.generate(known):
                 blocks.append(block)
@@ -158,3 +162,147 @@ def _as_templates_read_it(message: Message) -> dict[str, Any]:
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((known[name] for name in names if name in known), None)
     return known if reasoning is None else {"thinking": reasoning, **known, "reasoning_content": reasoning}
+
+
+def resolve_chat_template(
+    name_or_path: str, folders: Sequence[Path], tokenizer: Tokenizer, *, option: str = "--dataloader.chat_template"
+) -> ChatTemplate:
+    """The template that a user means.
+
+    Args:
+        name_or_path: empty: the model's own one. A name of `BUILT_IN_TEMPLATES`, whose BOS (if the tokenizer adds one)
+            and EOS become the tokenizer's. Or a file: Jinja, or a `tokenizer_config.json` that has one.
+        folders: the model's, see `load_chat_template`.
+        tokenizer: what the texts will be encoded with.
+        option: the option that sets `name_or_path`, for messages.
+
+    Raises:
+        UserError: if there is no such template, or it cannot be read or used with the tokenizer.
+    """
+    if name_or_path in BUILT_IN_TEMPLATES:
+        return _built_in(name_or_path, tokenizer)
+    if name_or_path:
+        return _from_file(Path(name_or_path), folders, tokenizer, option)
+    if template := load_chat_template(*folders):
+        return template
+    raise UserError(
+        f"there is no chat template in {' or '.join(map(str, folders)) or 'the model'} (chat_template.jinja, or "
+        f"chat_template in tokenizer_config.json): the model may not know conversations; {option} "
+        f"{'|'.join(BUILT_IN_TEMPLATES)} sets one, as does a file"
+    )
+
+
+def load_chat_template(*folders: Path) -> ChatTemplate | None:
+    """The template in the first of a model's folders that has one: `chat_template.jinja`, else `chat_template` of
+    `tokenizer_config.json`; None where there is none.
+
+    Of several with names, in `additional_chat_templates/` or as a list, `tool_use` writes the conversations with tools,
+    and `default` the others, as in transformers. The template can read the special tokens that `tokenizer_config.json`
+    names, else `special_tokens_map.json`.
+
+    Raises:
+        UserError: if there is one that cannot be read, or whose part for tools is a link out of the folder.
+    """
+    for folder in folders:
+        file = folder / "chat_template.jinja"
+        file = file if file.is_file() else folder / "tokenizer_config.json"
+        source = _read(file) if file.is_file() else None
+        if source is not None and file.suffix == ".jinja" and (folder / _WITH_TOOLS).is_file():
+            # What a run trains with is copied into its checkpoints.
+            source = _chosen_by_tools(source, _read_text(file_to_copy(folder, _WITH_TOOLS)), str(folder))
+        if source is not None:
+            return ChatTemplate(source, _tokens_of(folders), f"the chat template in '{file}'", of_model=True)
+    return None
+
+
+def _built_in(name: str, tokenizer: Tokenizer) -> ChatTemplate:
+    source, texts = BUILT_IN_TEMPLATES[name], _bos_and_eos(tokenizer)
+    if "eos_token" in source and tokenizer.eos_id is None:
+        raise UserError(
+            f"the chat template {name} ends answers with EOS, which the tokenizer does not have; try chatml"
+        )
+    if not tokenizer.adds_bos:
+        texts["bos_token"] = ""
+    # Written into it, so that it renders the same wherever it is read, whatever tokens are declared there.
+    tokens = "".join(f"{{%- set {key} = {json.dumps(text)} %}}\n" for key, text in texts.items() if key in source)
+    required = REQUIRED_TOKENS.get(name, ())
+    return ChatTemplate(tokens + source, name=f"the built-in chat template {name}", required_tokens=required)
+
+
+def _from_file(path: Path, folders: Sequence[Path], tokenizer: Tokenizer, option: str) -> ChatTemplate:
+    if not path.is_file():
+        raise UserError(
+            f"{option} {path} is neither a file nor the name of a built-in template: {', '.join(BUILT_IN_TEMPLATES)}"
+        )
+    source = _read(path)
+    if source is None:
+        raise UserError(f"{option}: '{path}' has no chat_template")
+    return ChatTemplate(source, _bos_and_eos(tokenizer) | _tokens_of(folders), f"the chat template in '{path}'")
+
+
+def _bos_and_eos(tokenizer: Tokenizer) -> dict[str, str]:
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    return {name: "" if token_id is None else tokenizer.decode([token_id]) for name, token_id in ids.items()}
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the chat template '{file}' cannot be read: {error}") from error
+
+
+def _read(file: Path) -> str | None:
+    """The template in a file of either kind; None where a `tokenizer_config.json` has none."""
+    if file.suffix != ".json":
+        return _read_text(file)
+    declared = read_object(file).get("chat_template")
+    if isinstance(declared, list):
+        keys = ("name", "template")
+        if not all(isinstance(entry, dict) and all(isinstance(entry.get(k), str) for k in keys) for entry in declared):
+            raise UserError(f"'{file}' has a list of chat templates, and must have a name and a template in each entry")
+        templates = {entry["name"]: entry["template"] for entry in declared}
+        if "default" not in templates:
+            raise UserError(
+                f"'{file}' has the chat templates {', '.join(templates) or '(none)'}, and none is named default; "
+                "write the one that is meant into a file, and name that"
+            )
+        if "tool_use" in templates:
+            return _chosen_by_tools(templates["default"], templates["tool_use"], str(file))
+        return templates["default"]
+    if not (declared is None or isinstance(declared, str)):
+        raise UserError(f"'{file}' has the chat_template {declared!r}, and must have a text or a list of named ones")
+    return declared
+
+
+def _chosen_by_tools(default: str, with_tools: str, where: str) -> str:
+    """One template that writes what `with_tools` does where there are tools, and what `default` does elsewhere."""
+    names = {"default": default, "tool_use": with_tools}
+    marked = {name: ChatTemplate(text, name=f"the chat template {name} in '{where}'") for name, text in names.items()}
+    if len({template.marks_generation for template in marked.values()}) > 1:
+        raise UserError(
+            f"of the chat templates default and tool_use in '{where}' one marks by {{% generation %}} what the "
+            "assistant writes, and the other does not; write marks into both, or into neither"
+        )
+    # Jinja takes away a template's last newline, the first one behind a tag, and, unless there is a `+`, blanks before.
+    default, with_tools = (text.removesuffix("\n").removesuffix("\r") for text in (default, with_tools))
+    return f"{{% if tools is defined and tools is not none %}}\n{with_tools}{{%+ else %}}\n{default}{{%+ endif %}}"
+
+
+def _tokens_of(folders: Sequence[Path]) -> dict[str, str]:
+    """The special tokens that the folders declare; the first folder wins."""
+    texts = {}
+    # The second file wins, as for the tokenizer's ids. (In transformers the first one wins where the second has no
+    # `added_tokens_decoder`: that shows only where the two contradict each other.)
+    names = ("special_tokens_map.json", "tokenizer_config.json")
+    for path in (folder / name for folder in reversed(folders) for name in names):
+        content = read_object(path)
+        for name in _SPECIAL_TOKENS:
+            # A token is written as a string or, by older versions, as an object.
+            token = content.get(name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if text is not None and not isinstance(text, str):
+                raise UserError(f"'{path}' has {name} {token!r}, which is not a token")
+            if text:
+                texts[name] = text
+    return texts

@@ -1,11 +1,32 @@
-"""The identity of a run: checkpoints carry it, so that no run resumes from, or writes over, another run's."""
+"""What tells runs and weights apart, so that no run resumes from, or writes over, another run's checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.components.checkpoint.origin import Origin
-from torchtitan.tools.errors import UserError
+BASE_PATH = "checkpoint.initial_load_path "
+"""The beginning of `BaseWeights.words` if they are in a folder or behind a URL."""
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """What the weights of a run begin as."""
+
+    words: str
+    """For messages and markers."""
+
+    digest: Callable[[], str] = lambda: ""
+    """Returns what tells the weights from others; empty if `words` do. Raises `UserError` if they cannot be read."""
+
+    @classmethod
+    def of_seed(cls, seed: int) -> "BaseWeights":
+        """The initial weights that follow from a run's seed."""
+        return cls(f"debug.seed {seed}")
+
+    @property
+    def path(self) -> str:
+        """The folder or URL; empty: there is none."""
+        return self.words.removeprefix(BASE_PATH) if self.words.startswith(BASE_PATH) else ""
 
 
 @dataclass(frozen=True)
@@ -19,42 +40,20 @@ class RunIdentity:
     """The `steps` or the `epochs` asked for. They may change; a finished run is recognized by them."""
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the properties that differ from the ones saved in a checkpoint's marker, in words.
-
-        A property that only one side knows counts as equal: a configuration built in Python has no registered name.
-        """
+        """Return the properties that differ from a marker's, in words; one that only one side knows counts as equal."""
         pairs = [(name, saved[name], self.properties[name]) for name in self.properties if name in saved]
         return [_in_words(name, then, now) for name, then, now in pairs if not _equal(then, now)]
 
     def is_finished(self, step: int, length: Mapping[str, int]) -> bool:
-        """Return whether this run has nothing left to train after a run of `length` that ended at `step`.
-
-        The data may have ended before the last of the `steps`.
-        """
+        """Return whether nothing is left to train after a run of `length` that ended, perhaps of data, at `step`."""
         [(unit, asked)] = self.length.items()
         made = step if unit == "steps" else length.get(unit, 0)
         return asked <= made or length == self.length
 
 
 def content(location: str, digest: str) -> dict[str, str]:
-    """Return a property that is compared by content, wherever the files are.
-
-    Args:
-        location: path or another description; compared if a digest is missing.
-        digest: digest of the content; empty if the content cannot be read.
-    """
+    """Return a property that is compared by `digest`, or by `location` if the content cannot be read (digest empty)."""
     return {"location": location, "digest": digest}
-
-
-def base_weights(initial_load_path: str) -> dict[str, str]:
-    """Return the property of the weights that a run begins from, which may be gone by the time it resumes."""
-    if not initial_load_path:
-        return content("none", "")
-    origin = Origin.at(initial_load_path)
-    try:
-        return content(origin.path, origin.digest())
-    except (UserError, OSError):
-        return content(origin.path, "")
 
 
 def _equal(then: Any, now: Any) -> bool:

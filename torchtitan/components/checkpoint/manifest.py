@@ -1,25 +1,122 @@
-"""The manifest of a checkpoint: size and digest of each of its files, to tell damage from what was written.
+"""The two files that make a folder a checkpoint: the marker, `complete.json`, and `manifest.json`, to detect damage.
 
-`manifest.json` is {"algorithm": "sha256", "files": {relative name: {"bytes": n, "digest": hex}}}. The marker of the
-checkpoint carries the manifest's own digest.
+The marker comes last and says what the checkpoint is. The manifest is {"algorithm": "sha256", "files": {relative name:
+{"bytes": n, "digest": hex}}}; the marker carries the manifest's own digest, and one of itself.
 """
 
 import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import torch
+
+from torchtitan.components.checkpoint.filesystem import Folder
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.store import Folder
+from torchtitan.config.configurable import from_plain
+from torchtitan.tools.errors import UserError
 
+Kind = Literal["full", "model_only", "huggingface"]
+"""What a checkpoint holds: all that a run resumes from, the models' weights alone, or a model in Hugging Face files."""
+
+MARKER = "complete.json"
 MANIFEST = "manifest.json"
 _ALGORITHM = "sha256"
+_FORMAT_VERSION = 2
+_OPTIONAL = ("frozen_from", "frozen_digest", "identity", "length")
+"""Fields that are left out where they are empty."""
+
+_KINDS_IN_WORDS = {"full": "everything", "model_only": "the model only", "huggingface": "a Hugging Face model only"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Marker:
+    """The content of the file that makes a checkpoint complete."""
+
+    step: int
+
+    kind: Kind
+
+    world_size: int
+    """How many processes saved it."""
+
+    validation_loss: float | None = None
+    """The validation loss at that step, if it was measured."""
+
+    frozen_from: str = ""
+    """What the weights began as that it lacks, since they are not trained; empty: it has all weights."""
+
+    frozen_digest: str = ""
+    """Digest of the weights that it lacks (`BaseWeights.digest`)."""
+
+    identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The properties of the run that saved it (`RunIdentity`); empty if that has none."""
+
+    length: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The `steps` or `epochs` that that run was to make."""
+
+    manifest: str = ""
+    """The digest of manifest.json; `commit` fills it in."""
+
+    torch_version: str = torch.__version__
+
+    format_version: int = _FORMAT_VERSION
+    """The version of the layout of folder and entries."""
+
+
+class MarkerError(Exception):
+    """The marker of a checkpoint cannot be used; the message says which and why."""
+
+
+class UnreadMarkerError(MarkerError):
+    """It could not be read, and may be whole."""
+
+
+def in_words(kind: Kind) -> str:
+    """What a checkpoint of this kind holds."""
+    return _KINDS_IN_WORDS[kind]
+
+
+def read_marker(folder: Folder) -> Marker | None:
+    """Return the marker in `folder`, None if there is none; raise `MarkerError` for one that cannot be used."""
+    file = f"{folder}/{MARKER}"
+    try:
+        if not folder.has_file(MARKER):
+            return None
+        text = folder.read(MARKER)
+    except OSError as error:
+        raise UnreadMarkerError(f"{file} could not be read ({error})") from error
+    try:
+        content: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MarkerError(f"{file} is damaged ({error})") from error
+    version = content.get("format_version", _FORMAT_VERSION) if isinstance(content, dict) else _FORMAT_VERSION
+    if version != _FORMAT_VERSION:
+        raise MarkerError(
+            f"{folder} is in layout {version}, and this version of torchtitan reads layout {_FORMAT_VERSION}; "
+            "it can be loaded by the version that wrote it"
+        )
+    try:
+        content.pop("digest")
+        marker: Marker = from_plain(Marker, content)
+        if isinstance(marker.identity, dict) and isinstance(marker.length, dict) and marker_content(marker) == text:
+            return marker
+    except (UserError, AttributeError, TypeError, KeyError):
+        pass
+    raise MarkerError(f"{file} is damaged (its content is not that of a marker)")
+
+
+def marker_content(marker: Marker) -> bytes:
+    """The marker's file: its fields, and a digest of them, since no manifest says what they were."""
+    fields = {name: value for name, value in dataclasses.asdict(marker).items() if value or name not in _OPTIONAL}
+    digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+    return json.dumps({**fields, "digest": digest}).encode()
 
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """What is wrong with the files of a checkpoint, a line for each; false where nothing is."""
+    """What is wrong with the files of a checkpoint, a line for each; false if nothing is."""
 
     damage: Sequence[str] = ()
     """What is missing or not as it was written."""
@@ -32,11 +129,10 @@ class Faults:
 
     @property
     def lines(self) -> list[str]:
-        """All of it."""
         return [*self.damage, *self.unread]
 
     def in_words(self, shown: int = 5) -> str:
-        """In one sentence: damage, and the files that could not be read where there is none."""
+        """In one sentence: damage, or else the files that could not be read."""
         lines = self.damage or self.unread
         more = f"; and {len(lines) - shown} more" if len(lines) > shown else ""
         return f"{'is damaged' if self.damage else 'could not be read'}: {'; '.join(lines[:shown])}{more}"
@@ -48,37 +144,31 @@ def write_manifest(folder: Folder, ranks: Ranks) -> str:
     The files outlast a power failure when this returns.
 
     Raises:
-        OSError: on every rank, where a file cannot be read or the manifest not be written.
+        OSError: on every rank, if a file cannot be read or the manifest cannot be written.
     """
     sizes = _files_of_all(folder, ranks)
-    shares = split_by_size(sizes, ranks.size)
+    share = split_by_size(sizes, ranks.size)[ranks.rank]
 
     def digest_share() -> dict[str, str]:
-        for name in shares[ranks.rank]:
+        for name in share:
             folder.sync(name)
-        return {name: _digest(folder, name) for name in shares[ranks.rank]}
+        return {name: _digest(folder, name) for name in share}
 
-    digests = {name: digest for share in ranks.together(digest_share) for name, digest in share.items()}
+    digests = {name: digest for share in ranks.all_ranks_or_raise(digest_share) for name, digest in share.items()}
     files = {name: {"bytes": n_bytes, "digest": digests[name]} for name, n_bytes in sizes.items()}
     content = json.dumps({"algorithm": _ALGORITHM, "files": files}, indent=1).encode()
-    ranks.first_decides(lambda: folder.write(MANIFEST, content))
+    ranks.broadcast_from_rank0(lambda: folder.write(MANIFEST, content))
     return hashlib.sha256(content).hexdigest()
 
 
 def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
-    """How the files in `folder` differ from its manifest, every rank digesting its share.
+    """Compare the files in `folder` with its manifest, every rank digesting its share; files it lacks are no fault.
 
-    Files that the manifest does not know are no fault.
-
-    Args:
-        folder: that of a checkpoint.
-        manifest_digest: what the marker says of the manifest.
-        ranks: those who share the work.
-        only: names of the files to look at; None: all.
+    `manifest_digest` is what the marker says of the manifest; `only` names the files to look at.
     """
     try:
-        content = ranks.first_decides(lambda: folder.read(MANIFEST))
-        sizes = ranks.first_decides(folder.files)
+        content = ranks.broadcast_from_rank0(lambda: folder.read(MANIFEST))
+        sizes = ranks.broadcast_from_rank0(folder.files)
     except FileNotFoundError:
         return Faults(damage=[f"{MANIFEST} is missing"])
     except OSError as error:
@@ -89,13 +179,16 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
     if files is None:
         return Faults(damage=[f"{MANIFEST} is damaged (it lists no files)"])
     expected = {name: files[name] for name in files if only is None or name in only}
-    damage = {name: fault for name in expected if (fault := _size_fault(name, expected[name]["bytes"], sizes))}
+    damage = {name: f"{name} is missing" for name in expected if name not in sizes}
+    for name in expected.keys() & sizes.keys():
+        if sizes[name] != expected[name]["bytes"]:
+            damage[name] = f"{name} has {sizes[name]} bytes, and not {expected[name]['bytes']}"
     unread: dict[str, str] = {}
-    shares = split_by_size({name: sizes[name] for name in expected if name not in damage}, ranks.size)
+    share = split_by_size({name: sizes[name] for name in expected if name not in damage}, ranks.size)[ranks.rank]
 
     def check_share() -> tuple[dict[str, str], dict[str, str]]:
         differ, failed = {}, {}
-        for name in shares[ranks.rank]:
+        for name in share:
             try:
                 if _digest(folder, name) != expected[name]["digest"]:
                     differ[name] = f"{name} is damaged (its digest differs)"
@@ -103,15 +196,14 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
                 failed[name] = _unreadable(name, error)
         return differ, failed
 
-    for differ, failed in ranks.together(check_share):
+    for differ, failed in ranks.all_ranks_or_raise(check_share):
         damage |= differ
         unread |= failed
     return Faults([damage[name] for name in sorted(damage)], [unread[name] for name in sorted(unread)])
 
 
 def _listed(content: bytes) -> dict[str, Any] | None:
-    """Return the files that a manifest lists; None if it is none, which its digest does not tell where both are
-    forged."""
+    """Return the files that a manifest lists; None if it is none, which no digest tells if both are forged."""
     try:
         files = json.loads(content)["files"]
         return {name: {"bytes": file["bytes"], "digest": file["digest"]} for name, file in files.items()}
@@ -120,7 +212,7 @@ def _listed(content: bytes) -> dict[str, Any] | None:
 
 
 def split_by_size(sizes: Mapping[str, int], n_shares: int) -> list[list[str]]:
-    """The names in `n_shares` shares of about the same number of bytes: each, the largest first, to the smallest."""
+    """Split the names into shares of about as many bytes: each, the largest first, goes to the smallest share."""
     shares: list[list[str]] = [[] for _ in range(n_shares)]
     totals = [0] * n_shares
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -132,26 +224,20 @@ def split_by_size(sizes: Mapping[str, int], n_shares: int) -> list[list[str]]:
 
 def _files_of_all(folder: Folder, ranks: Ranks) -> dict[str, int]:
     """Bytes of every file that any rank sees: the others' may show late in a listing, and must not be left out."""
-    sizes = {name: n_bytes for listing in ranks.together(folder.files) for name, n_bytes in listing.items()}
+    sizes = {name: n_bytes for listing in ranks.all_ranks_or_raise(folder.files) for name, n_bytes in listing.items()}
 
     def check_shared() -> None:
         for name in sizes:
             if not folder.has_file(name):
                 raise FileNotFoundError(f"rank 0 does not see {name}: all processes must see one {folder.parent}")
 
-    ranks.first_decides(check_shared)
+    ranks.broadcast_from_rank0(check_shared)
     return dict(sorted(sizes.items()))
 
 
 def _digest(folder: Folder, name: str) -> str:
     with folder.open(name) as file:
         return hashlib.file_digest(file, _ALGORITHM).hexdigest()
-
-
-def _size_fault(name: str, n_bytes: int, sizes: Mapping[str, int]) -> str:
-    if name not in sizes:
-        return f"{name} is missing"
-    return "" if sizes[name] == n_bytes else f"{name} has {sizes[name]} bytes, and not {n_bytes}"
 
 
 def _unreadable(name: str, error: OSError) -> str:

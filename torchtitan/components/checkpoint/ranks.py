@@ -12,10 +12,9 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a process group that can communicate from the host, or this process alone.
+    """The ranks of a process group that can communicate from the host; without one, this process alone.
 
-    Args:
-        group: None: this process alone.
+    An error that cannot be sent to other ranks becomes an `OSError` (or a `UserError`) of the same text.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
@@ -24,42 +23,34 @@ class Ranks:
         self.size = group.size() if group else 1
 
     def gather(self, value: T) -> list[T]:
-        """`value` of every rank, in their order."""
+        """Return `value` of every rank, in their order."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def first_decides(self, decide: Callable[[], T]) -> T:
-        """What `decide` returns on rank 0, on every rank; what it raises there is raised on every rank.
-
-        An error that cannot be sent to the others becomes an `OSError` (or a `UserError`) of the same text.
-        """
-        outcome: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                outcome[0] = decide()
-            except Exception as error:  # all of them: the other ranks wait for an answer
-                outcome[1] = self._sendable(error)
+    def broadcast_from_rank0(self, decide: Callable[[], T]) -> T:
+        """Return on every rank what `decide` returns on rank 0; what it raises there is raised on every rank."""
+        outcome = self._attempt(decide) if self.rank == 0 else (None, None)
         if self.group:
-            dist.broadcast_object_list(outcome, group_src=0, group=self.group)
-        result, raised = outcome
-        if raised:
-            raise raised
-        return result
+            outcomes: list[Any] = [outcome]
+            dist.broadcast_object_list(outcomes, group_src=0, group=self.group)
+            [outcome] = outcomes
+        return self._results([outcome])[0]
 
-    def together(self, act: Callable[[], T]) -> list[T]:
-        """What `act` returns on every rank, in their order; what it raises on any is raised on every rank.
+    def all_ranks_or_raise(self, act: Callable[[], T]) -> list[T]:
+        """Return what `act` returns on every rank, in their order; what it raises on any is raised on every rank."""
+        return self._results(self.gather(self._attempt(act)))
 
-        An error that cannot be sent to the others becomes an `OSError` (or a `UserError`) of the same text.
-        """
-        outcome: tuple[Any, Exception | None]
+    def _attempt(self, act: Callable[[], T]) -> tuple[Any, Exception | None]:
         try:
-            outcome = act(), None
+            return act(), None
         except Exception as error:  # all of them: the other ranks wait for an answer
-            outcome = None, self._sendable(error)
-        outcomes: list[Any] = self.gather(outcome)
+            return None, self._sendable(error)
+
+    @staticmethod
+    def _results(outcomes: list[tuple[Any, Exception | None]]) -> list[Any]:
         for _, raised in outcomes:
             if raised:
                 raise raised

@@ -1,23 +1,12 @@
 """Evaluation of a model: multiple choice and the perplexity of a text, and an adapter to lm-eval."""
 
-from torchtitan.components.evaluation.multiple_choice import (
-    MultipleChoiceResult,
-    Question,
-    multiple_choice,
-    read_questions,
-)
-from torchtitan.components.evaluation.perplexity import PerplexityResult, text_perplexity
-from torchtitan.components.evaluation.scoring import Progress, Request, Score, Scorer
-
-__all__ = [
-    "MultipleChoiceResult",
-    "PerplexityResult",
-    "Progress",
-    "Question",
-    "Request",
-    "Score",
-    "Scorer",
-    "multiple_choice",
-    "read_questions",
-    "text_perplexity",
-]
+from torchtitan.components.evaluation.scoring import Progress as Progress
+from torchtitan.components.evaluation.scoring import Request as Request
+from torchtitan.components.evaluation.scoring import Score as Score
+from torchtitan.components.evaluation.scoring import Scorer as Scorer
+from torchtitan.components.evaluation.tasks import MultipleChoiceResult as MultipleChoiceResult
+from torchtitan.components.evaluation.tasks import PerplexityResult as PerplexityResult
+from torchtitan.components.evaluation.tasks import Question as Question
+from torchtitan.components.evaluation.tasks import multiple_choice as multiple_choice
+from torchtitan.components.evaluation.tasks import read_questions as read_questions
+from torchtitan.components.evaluation.tasks import text_perplexity as text_perplexity

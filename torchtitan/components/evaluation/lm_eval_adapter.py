@@ -14,8 +14,8 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from torchtitan.components.evaluation.multiple_choice import encode_pairs
 from torchtitan.components.evaluation.scoring import Progress, Request, Scorer
+from torchtitan.components.evaluation.tasks import encode_pairs
 from torchtitan.components.generation import Sampling, TextStream, generate, start_id
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
@@ -61,8 +61,7 @@ class TorchtitanLM(LM):
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Continue each context until one of the task's strings, a stop token, or the task's number of tokens."""
-        # One batch has one set of options.
-        same_options: dict[str, list[int]] = {}
+        same_options: dict[str, list[int]] = {}  # as one batch needs
         for index, request in enumerate(requests):
             same_options.setdefault(repr(request.args[1]), []).append(index)
         texts: dict[int, str] = {}
@@ -112,8 +111,8 @@ def evaluate_tasks(
 
     Args:
         model: to evaluate.
-        tasks: names of lm-eval's own tasks, or of those in `include_path`.
-        include_path: folder with tasks in YAML.
+        tasks: names of lm-eval's own tasks, or of tasks in YAML in the folder `include_path`.
+        include_path: None: there are no others.
         limit: examples of each task; None: all.
 
     Raises:

@@ -67,12 +67,11 @@ class Scorer:
     def score(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Score]:
         """The score of each request, in their order.
 
-        A request of more than `max_seq_len` + 1 tokens loses the first of its context. (The last token is predicted,
-        and not given to the model.)
+        A request of more than `max_seq_len` + 1 tokens, of which the last is only predicted, loses the first of its
+        context.
 
         Raises:
-            UserError: for a continuation that is itself longer than the model's context; and if the model gives a
-                log-probability that is not finite (NaN).
+            UserError: for a continuation longer than the model's context, or a log-probability that is not finite.
         """
         for request in requests:
             assert request.context, "a context has at least one token"

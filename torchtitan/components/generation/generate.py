@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
 import torch
@@ -12,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan.components.generation.kv_cache import KVCache
 from torchtitan.components.generation.sampling import Sampler, Sampling
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.parallelize import free_gathered_weights
@@ -31,6 +31,9 @@ NOT_FINITE_HINT = (
 
 _PADDING = 0  # any token will do: nothing attends to it
 
+_ATTENTION = "*.attend"
+"""The modules `attend(queries, keys, values, mask)`, which every family has (`ShardingPlan.attention`)."""
+
 
 @dataclass(slots=True)
 class Generation:
@@ -38,11 +41,8 @@ class Generation:
 
     ids: list[int] = field(default_factory=list)
     """The new tokens, with the stop token, if there was one, as the last."""
-
     logprobs: list[float] = field(default_factory=list)
-    """Natural logarithm of each new token's probability under the model itself, that is at temperature 1 and before
-    top_k and top_p."""
-
+    """Natural logarithm of each new token's probability at temperature 1, before top_k and top_p."""
     finish_reason: FinishReason = "length"
     """`stop`: by a stop token, or because `on_token` said so. `length`: it has max_new_tokens."""
 
@@ -59,11 +59,10 @@ def generate(
     use_cache: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> list[Generation]:
-    """Continue each of `prompts`, all in one batch; each ends by itself.
+    """Continue each of `prompts`, all in one batch, with the model in evaluation mode; each ends by itself.
 
     Works for a model as it is and under FSDP, DDP, tensor parallelism, activation checkpointing, compilation (whose
-    blocks run uncompiled meanwhile) and autocast, not under pipeline or context parallelism. The model is in evaluation
-    mode meanwhile.
+    blocks run uncompiled meanwhile) and autocast, not under pipeline or context parallelism.
 
     Args:
         model: on the device to compute on.
@@ -73,9 +72,8 @@ def generate(
         stop_ids: tokens that end a row. `on_token` is not told of them.
         on_token: told of each token as it is chosen.
         use_cache: keep keys and values; without, every token costs a forward pass of all before it.
-        group: of several processes that must make their forward passes together (FSDP, tensor parallelism): they go
-            on until all rows of all of them are done. Each may have prompts of its own, under tensor parallelism all
-            have the same.
+        group: of processes that must make their forward passes together (FSDP, tensor parallelism): they continue until
+            all rows of all are done. Each may have prompts of its own; under tensor parallelism all have the same.
 
     Raises:
         UserError: if there is nothing to continue; if a prompt and its continuation are longer than the model's
@@ -105,7 +103,7 @@ class _Rows:
         self._max_new_tokens, self._stop_ids, self._on_token = max_new_tokens, stop_ids, on_token
 
     def extend(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Append each row's next token; those of finished rows mean nothing."""
+        """Append the next token of each row that is not finished."""
         for row in sorted(self.unfinished):
             generation = self.generations[row]
             generation.ids.append(tokens[row])
@@ -149,12 +147,8 @@ def _refuse_a_part_of_a_model(model: nn.Module) -> None:
 
 
 def _usable(logits_BV: Tensor, unfinished: set[int], group: dist.ProcessGroup | None) -> Tensor:
-    """The logits, with zeros in those finished rows whose logits are no distribution: nobody looks at them.
-
-    Raises:
-        UserError: if a row that is unfinished has such logits, in any process, since the others would wait for it.
-            (The most probable token of nothing but NaN would be token 0.)
-    """
+    """The logits, with zeros in finished rows whose logits are no distribution. Raise `UserError` if a row that is
+    unfinished has such logits, in any process: the most probable token of nothing but NaN would be token 0."""
     unusable = (~logits_BV.logsumexp(dim=-1).isfinite()).nonzero()[:, 0].tolist()
     if _anywhere(not unfinished.isdisjoint(unusable), group):
         raise UserError(f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}")
@@ -183,8 +177,76 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-# The two ways to the logits of the next token. Both yield `step(tokens_B)`, which appends a token to each row (at first
-# there is None: the prompts themselves) and gives (B, V).
+class KVCache:
+    """While it is entered, the model's attention reaches back to all tokens of the forward passes so far.
+
+    Each pass is given the tokens that are new, with their positions, as `model(tokens_BL, positions_BL, packed=False)`;
+    `expect` says before it which of them are text, `advance` after it how many are kept. Hooks on the model's
+    attention store keys and values, and hand on all of them with their mask.
+
+    A row may have padding in any slot, which nothing attends to but itself (a softmax over nothing would be NaN).
+
+    Args:
+        model: whole, or a rank's part of it under tensor parallelism or FSDP.
+        max_slots: tokens per row that it has room for, padding included.
+
+    Raises:
+        ValueError: if the model has no attention of that kind.
+    """
+
+    def __init__(self, model: nn.Module, max_slots: int):
+        self.max_slots, self.n_slots = max_slots, 0
+        self._modules = [module for name, module in model.named_modules() if fnmatchcase(name, _ATTENTION)]
+        if not self._modules:
+            raise ValueError(f"{type(model).__name__} has no modules named {_ATTENTION}, whose keys could be cached")
+        self._real_BS = torch.empty(0)
+        self._mask = torch.empty(0)
+        self._stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> "KVCache":
+        # A compiled block was traced without the hooks, and would continue without them.
+        self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in self._modules:
+            self._cleanup.callback(module.register_forward_pre_hook(self._attend_to_all).remove)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._cleanup.close()
+        self._stored.clear()
+
+    def expect(self, real_BL: Tensor) -> None:
+        """Say which of the tokens of the next forward pass are text, and not padding: boolean, shape (B, L)."""
+        batch, length = real_BL.shape
+        end = self.n_slots + length
+        assert end <= self.max_slots, f"{end} tokens in a cache for {self.max_slots}"
+        if self.n_slots == 0:
+            self._real_BS = real_BL.new_zeros(batch, self.max_slots)
+        self._real_BS[:, self.n_slots : end] = real_BL
+        slots_S = torch.arange(end, device=real_BL.device)
+        queries_L1 = slots_S[self.n_slots :, None]
+        seen_BLS = self._real_BS[:, None, :end] & (slots_S <= queries_L1)
+        self._mask = (seen_BLS | (slots_S == queries_L1))[:, None]
+
+    def advance(self, length: int) -> None:
+        """Keep the first `length` tokens of the last forward pass; the slots of the others are used again."""
+        self.n_slots += length
+
+    def _attend_to_all(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        q_BLHD, k_BLKD, v_BLKD, _ = args
+        if module not in self._stored:
+            batch, _, heads, _ = k_BLKD.shape
+            new = [x.new_empty(batch, self.max_slots, heads, x.shape[-1]) for x in (k_BLKD, v_BLKD)]
+            self._stored[module] = (new[0], new[1])
+        end = self.n_slots + k_BLKD.shape[1]
+        for stored, x in zip(self._stored[module], (k_BLKD, v_BLKD), strict=True):
+            stored[:, self.n_slots : end] = x
+        keys, values = self._stored[module]
+        return q_BLHD, keys[:, :end], values[:, :end], self._mask
+
+
+# Two ways to the logits of the next token: both yield `step(tokens_B)`, which appends a token to each row (None, at
+# first: the prompts themselves) and gives (B, V).
 
 _Step = Callable[[Tensor | None], Tensor]
 

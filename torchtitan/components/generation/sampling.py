@@ -39,15 +39,8 @@ class Sampling:
 
 
 class Sampler:
-    """Draws one token per row; each row has a random number generator of its own, on the CPU.
-
-    So what a row gets depends on the seed and the row's number only, not on the other rows nor on the device, as far
-    as the logits themselves do not.
-
-    Args:
-        sampling: how to draw.
-        rows: how many rows there are.
-    """
+    """Draws one token per row, each with a random number generator of its own, on the CPU: what a row gets depends on
+    its logits, the seed and its number, and not on the other rows or the device."""
 
     def __init__(self, sampling: Sampling, rows: int):
         sampling.validate()
@@ -88,5 +81,5 @@ def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _row_seed(seed: int, row: int) -> int:
-    """Neighbouring seeds of torch's generator would make row 1 of seed 0 the twin of row 0 of seed 1."""
+    """Neighboring seeds of torch's generator would make row 1 of seed 0 the twin of row 0 of seed 1."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest(), "big") >> 1

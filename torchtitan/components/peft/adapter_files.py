@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.checkpoint.formats import HuggingFaceSource
-from torchtitan.components.checkpoint.formats.export import format_for
-from torchtitan.components.checkpoint.formats.find import ADAPTER_CONFIG
-from torchtitan.components.checkpoint.formats.load import local_slices
-from torchtitan.components.checkpoint.formats.source import Slices, TensorSource, some
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.states import ModelState
+from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.peft.lora import AdaptedLayer
+from torchtitan.components.weights import HuggingFaceSource
+from torchtitan.components.weights.export import format_for
+from torchtitan.components.weights.load import local_slices
+from torchtitan.components.weights.sources import ADAPTER_CONFIG
 from torchtitan.config.configurable import config_key
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.sharding import features_of
-from torchtitan.protocols.state_dict_adapter import Same, Step, TensorForm, Transform, model_forms
+from torchtitan.protocols.state_dict_adapter import Identity, TensorConversion, Transform, model_forms
+from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, some
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
 from torchtitan.tools.logging import logger
@@ -87,16 +87,12 @@ class _Entry:
 
     module: str
     """The layer's name in Hugging Face's model."""
-
     key: str
     """The tensor's name in the file."""
-
     shape: torch.Size
     """The same on both sides."""
-
     transform: Transform
     """What lies between the layer's weights."""
-
     rows: int | None
     """The dimension that runs over the rows of the layer's weight. None: there is none."""
 
@@ -130,12 +126,8 @@ class AdapterSource(TensorSource):
         model: the converted model, on the meta device.
         spec: the plain model.
 
-    Attributes:
-        base: those of `forms` that are weights below the adapter; PEFT saves some of them too.
-
     Raises:
-        UserError: as `check_adapter_config`; where the file is damaged, or the adapter is one of other layers or sizes;
-            it names them.
+        UserError: as `check_adapter_config`; for a damaged file, or an adapter of other layers or sizes, by name.
     """
 
     def __init__(self, folder: Path, config: "LoRA.Config", model: nn.Module, spec: ModelSpec):
@@ -146,12 +138,13 @@ class AdapterSource(TensorSource):
         self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.forms}
         self.forms = {name: self._file.forms[entry.key] for name, entry in self._entries.items()}
         self.base = {name for name, entry in self._entries.items() if entry.is_base}
+        """The `forms` of weights below the adapter, some of which PEFT saves too."""
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """The tensor of that name, or the part of it that `slices` says. Where its rows are in another order, all of it
         is read."""
         entry = self._entries[name]
-        if entry.rows is None or entry.transform == Same():
+        if entry.rows is None or entry.transform == Identity():
             return self._file.read(entry.key, slices)
         tensor = entry.to_native(self._file.read(entry.key))
         return tensor if slices is None else tensor[slices]
@@ -172,14 +165,12 @@ def write_adapter(
 
     Args:
         folder: made where it is not there; must not hold an adapter yet.
-        config: what `model` was converted by.
-        model: the converted model, on the meta device.
-        spec: the plain model.
+        config, model, spec: as of `AdapterSource`.
         read: name of a tensor of the converted model → that tensor, whole.
 
     Raises:
-        UserError: where the family has no Hugging Face format, or has adapted layers fused with others there (it names
-            them); for a second adapter.
+        UserError: where Hugging Face's format of the family does not exist, or fuses adapted layers; for a second
+            adapter.
     """
     from safetensors.torch import save
 
@@ -213,15 +204,11 @@ def read_adapter(
     """Load an adapter in PEFT's files into a converted model, each process of the default group its part.
 
     Args:
-        folder: with the two files.
-        config: what the model was converted by.
-        model: the converted model, on the meta device.
-        spec: the plain model.
-        model_parts: the model in this process, materialised, sharded or not; with the plain model's weights.
+        folder, config, model, spec: as of `AdapterSource`.
+        model_parts: the model in this process, materialized, sharded or not; with the plain model's weights.
 
     Raises:
-        UserError: on every process, as `AdapterSource`; and where weights below the adapter that are in the file are
-            not the model's.
+        UserError: on every process, as `AdapterSource`; for weights below the adapter that are not the model's.
     """
     ranks = Ranks(dist.group.WORLD if dist.is_initialized() else None)
     tensors: dict[str, Tensor] = ModelState(model_parts).state_dict()
@@ -231,17 +218,13 @@ def read_adapter(
         for name in source.forms.keys() & tensors.keys():
             _load_part(source, name, tensors[name])
 
-    ranks.together(load)
+    ranks.all_ranks_or_raise(load)
     logger.info("loaded %s, an adapter", folder)
 
 
 def check_adapter_config(folder: Path, config: "LoRA.Config") -> None:
-    """Make sure that a run with `config` can begin from the adapter in `folder`, as far as adapter_config.json says.
-
-    Raises:
-        UserError: where one of the two files is missing, a setting is not the run's, or an option is set that ours has
-            no counterpart of; it names both values, or the options.
-    """
+    """Raise `UserError` where one of the two files is missing, or `folder`'s adapter_config.json has a setting that is
+    not `config`'s, or an option that ours has no counterpart of."""
     option = f"--model_converters.{config_key(config)}"
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -256,16 +239,8 @@ def check_adapter_config(folder: Path, config: "LoRA.Config") -> None:
     for key, (field, default) in _SETTINGS.items():
         theirs, ours = document.get(key, default), getattr(config, field)
         if theirs != ours:
-            raise UserError(
-                f"{file}: {key} is {theirs}, and {option}.{field} is {ours}: give {_as_option(option, field, theirs)}"
-            )
-
-
-def _as_option(converter: str, field: str, value: Any) -> str:
-    """What sets a field on the command line."""
-    if isinstance(value, bool):
-        return f"{converter}.{field if value else f'no_{field}'}"
-    return f"{converter}.{field} {value}"
+            flag = field if theirs is True else f"no_{field}" if theirs is False else f"{field} {theirs}"
+            raise UserError(f"{file}: {key} is {theirs}, and {option}.{field} is {ours}: give {option}.{flag}")
 
 
 @torch.no_grad()
@@ -284,17 +259,14 @@ def _load_part(source: AdapterSource, name: str, tensor: Tensor) -> None:
 
 
 def _entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
-    """Name of an adapter's tensor, or of a weight below → what it is in PEFT's files.
-
-    Raises:
-        UserError: where the family has no such format, or fuses or splits adapted weights there; it names them.
-    """
+    """Name of an adapter's tensor, or of a weight below → what it is in PEFT's files; raises as `write_adapter`."""
     steps = {name: step for step in format_for(spec, "hf").adapter(spec.model).steps for name in step.native}
     plain = model_forms(spec.model)
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLayer)}
     entries: dict[str, _Entry] = {}
     fused: list[str] = []
-    for name, layer in layers.items():
+    for name, layer in model.named_modules():
+        if not isinstance(layer, AdaptedLayer):
+            continue
         step = steps[f"{name}.weight"]
         if step.transform.rows_only:
             entries |= _entries_of(name, layer, step, plain[f"{name}.weight"].shape)
@@ -307,7 +279,7 @@ def _entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
     return entries
 
 
-def _entries_of(name: str, layer: AdaptedLayer, step: Step, plain_shape: torch.Size) -> dict[str, _Entry]:
+def _entries_of(name: str, layer: AdaptedLayer, step: TensorConversion, plain_shape: torch.Size) -> dict[str, _Entry]:
     features = features_of(layer)
     keys = _EMBEDDING if isinstance(layer, nn.Embedding) else _LINEAR
     shapes = {own: layer.get_parameter(own).shape for own in layer.adapter}
@@ -323,12 +295,8 @@ def _entries_of(name: str, layer: AdaptedLayer, step: Step, plain_shape: torch.S
 def _check_layers(
     folder: Path, converter: str, found: Mapping[str, TensorForm], entries: Collection[_Entry], spec: ModelSpec
 ) -> None:
-    """Compare what an adapter's file has with what it must and may have.
-
-    Raises:
-        UserError: naming the layers, as `include` takes them, or the tensors, that are missing, surplus, or of another
-            shape or type.
-    """
+    """Raise `UserError` naming the layers, as `include` takes them, or the tensors in an adapter's file that are
+    missing, surplus, or of another shape or type."""
     expected = {entry.key: entry for entry in entries}
     ours = {entry.module for entry in entries}
     theirs = {_module_of(key) for key in found}

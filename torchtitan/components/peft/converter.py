@@ -1,4 +1,4 @@
-"""`LoRA`: the converter that puts adapters beside the weights of a model, and trains nothing else."""
+"""`LoRA` and `QLoRA`: converters that add adapters to the weights of a model, and train nothing else."""
 
 import math
 from collections.abc import Callable
@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.components.checkpoint.formats.source import some
-from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.optimizer import trained_names
 from torchtitan.components.peft.adapter_files import AdapterSource, read_adapter, write_adapter
-from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear
+from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear, QLoRALinear
+from torchtitan.components.quantization.nf4 import BLOCK_SIZE
 from torchtitan.config.configurable import Configurable, config_key
+from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.tensor_source import some
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -91,11 +91,7 @@ class LoRA(LayerConverter):
         self._trained: set[str] = set()
 
     def check_model(self, model: nn.Module) -> None:
-        """Convert the model that is thrown away.
-
-        Raises:
-            UserError: as `convert`.
-        """
+        """Convert the model that is thrown away; raises as `convert`."""
         super().check_model(model)
         freeze_all_but_adapters(model)
 
@@ -109,11 +105,7 @@ class LoRA(LayerConverter):
         freeze_all_but_adapters(model)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The layers that the patterns choose, by name.
-
-        Raises:
-            UserError: as `LayerConverter.select`; for an embedding that is the output head too.
-        """
+        """The layers that the patterns choose, by name; raises `UserError` for an embedding that is the head too."""
         chosen = super().select(model)
         tied = getattr(model, _HEAD, None) is None
         for name, layer in chosen.items():
@@ -122,11 +114,7 @@ class LoRA(LayerConverter):
         return chosen
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
-        """All layers are accepted.
-
-        Raises:
-            UserError: for one that cannot have such an adapter, by name.
-        """
+        """Raise `UserError` for a layer that cannot have such an adapter; all others are accepted."""
         config = self.config
         assert isinstance(layer, (nn.Linear, nn.Embedding))
         shape = tuple(layer.weight.shape)
@@ -142,11 +130,8 @@ class LoRA(LayerConverter):
         return True
 
     def _refusal(self, name: str, why: str, *, way_on: str = "") -> UserError:
-        key = config_key(self.config)
-        return UserError(
-            f"--model_converters.{key}: {name} cannot have an adapter: {why}; "
-            f"{way_on}leave it out (--model_converters.{key}.exclude)"
-        )
+        option = f"--model_converters.{config_key(self.config)}"
+        return UserError(f"{option}: {name} cannot have an adapter: {why}; {way_on}leave it out ({option}.exclude)")
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         """The layer with an adapter."""
@@ -159,11 +144,8 @@ class LoRA(LayerConverter):
         )
 
     def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
-        """Open the adapter in `adapter_path`, where there is one.
-
-        Raises:
-            UserError: as `AdapterSource`; where the run goes on with other adapters than that one.
-        """
+        """Open the adapter in `adapter_path`, if any; raises as `AdapterSource`, and if the run continues with other
+        adapters."""
         path = self.config.adapter_path
         if path and given is None:
             AdapterSource(Path(path), self.config, converted_model(spec.model, [self]), spec)
@@ -176,25 +158,20 @@ class LoRA(LayerConverter):
             )
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
-        """Begin from the adapter in `adapter_path`, where there is one.
-
-        Raises:
-            UserError: as `read_adapter`.
-        """
+        """Begin from the adapter in `adapter_path`, if any; raises as `read_adapter`."""
         if self.config.adapter_path:
             model = converted_model(spec.model, [self])
             read_adapter(Path(self.config.adapter_path), self.config, model, spec, model_parts)
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
         """Remember what the run trains, beside this adapter too."""
-        own = [name for part in model_parts for name in trained_names(part)]
-        self._trained.update(*Ranks(dist.group.WORLD if dist.is_initialized() else None).gather(own))
+        self._trained.update(*gather_objects([name for part in model_parts for name in trained_names(part)]))
 
     def write_beside_export(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
-        """Write the adapter by itself, in PEFT's files, into the folder `adapter` inside `folder`. Where they cannot
-        hold all that was trained, a warning says so: what has been exported so far is of use without."""
+        """Write the adapter by itself, in PEFT's files, into the folder `adapter` inside `folder`, or warn where they
+        cannot hold all that was trained."""
         adapted = converted_model(spec.model, [self])
         try:
             check_complete(adapted, self._trained.union(trained_names(model)))
@@ -203,16 +180,26 @@ class LoRA(LayerConverter):
             logger.warning("no adapter by itself in %s: %s", folder, error)
 
 
+class QLoRA(LoRA):
+    """Low-rank adapters on linear layers whose weights are kept in 4 bits. An embedding that gets an adapter keeps its
+    weights as they are."""
+
+    linear_class = QLoRALinear
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LoRA.Config):
+        """Adapters of weights in 4 bits (NF4): their size, and where they are."""
+
+    def accepts(self, name: str, layer: nn.Module) -> bool:
+        """Raise `UserError` as `LoRA.accepts`, and for a linear layer whose inputs are not whole blocks of NF4."""
+        if isinstance(layer, nn.Linear) and layer.in_features % BLOCK_SIZE:
+            why = f"weights in 4 bits need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
+            raise self._refusal(name, why)
+        return super().accepts(name, layer)
+
+
 def check_complete(adapted: nn.Module, trained: set[str]) -> None:
-    """Make sure that an adapter is all that a run has trained.
-
-    Args:
-        adapted: a model with that adapter, in which nothing else is trained.
-        trained: names of the parameters that the run has trained.
-
-    Raises:
-        UserError: naming those that are not the adapter's.
-    """
+    """Raise `UserError` where parameters in `trained`, which a run has trained, are not of the adapter in `adapted`."""
     if others := sorted(trained.difference(trained_names(adapted))):
         raise UserError(f"more was trained than one adapter, and PEFT's files hold no more: {some(others)}")
 

@@ -1,5 +1,6 @@
 """Low-rank adapters beside frozen weights: LoRA (Hu et al. 2021, arXiv:2106.09685), also with the scale of rsLoRA
-(Kalajdzievski 2023, arXiv:2312.03732), and DoRA (Liu et al. 2024, arXiv:2402.09353).
+(Kalajdzievski 2023, arXiv:2312.03732), DoRA (Liu et al. 2024, arXiv:2402.09353), and QLoRA (Dettmers et al. 2023,
+arXiv:2305.14314), which keeps the frozen weights in 4 bits.
 
 An adapted matrix is `W + scaling · B A`, with W frozen and A and B trained. DoRA gives each of its rows a length of its
 own, the trained magnitude: `magnitude · (W + scaling · B A) / ‖W + scaling · B A‖`.
@@ -8,12 +9,14 @@ own, the trained magnitude: `magnitude · (W + scaling · B A) / ‖W + scaling 
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from torchtitan.components.quantization.nf4 import NF4, pack, quantized_linear, unpack, unpack_weight
 from torchtitan.distributed.gradients import row_norms
 from torchtitan.protocols.initializer import (
     Constant,
@@ -56,6 +59,7 @@ class AdaptedLayer(ConvertedModule):
         scaling: factor of the adapter's output.
     """
 
+    weight: Tensor
     lora_A: nn.Parameter
     lora_B: nn.Parameter
 
@@ -84,12 +88,20 @@ class AdaptedLayer(ConvertedModule):
         """Those that the frozen weight and the bias have."""
         return {name: own[name].dtype for name in ("weight", "bias") if name in own}
 
+    def base_weight(self) -> Tensor:
+        """The frozen weight, in the plain layer's shape."""
+        return self.weight
+
+    def effective_weight(self) -> Tensor:
+        """The adapted matrix, with a gradient for the adapter."""
+        return self._merge(self.base_weight(), {name: getattr(self, name) for name in self.adapter})
+
     @abstractmethod
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         """The adapted matrix in the type of `weight`, the plain one. `adapter`: the trained parameters by name."""
 
     def _start_with(self, **initializers: Initializer) -> None:
-        """Say how own parameters begin, beside those of which it has been said."""
+        """Add the initial distributions of own parameters."""
         with_initializers(self, **initializers_of(self), **initializers)
 
 
@@ -97,8 +109,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
     """A linear layer with an adapter: `y = x Wᵀ + b + scaling · dropout(x) Aᵀ Bᵀ`; with DoRA, see `forward`.
 
     Own parameters: `weight` (out, in) and, where there is one, `bias` (out,), frozen; `lora_A` (rank, in) and `lora_B`
-    (out, rank); with DoRA, `magnitude` (out,). A subclass that keeps the weight in another form overrides `_take_base`,
-    `base_weight`, `base_output`, `base_rows`, `plain_state` and `plain_types`.
+    (out, rank); with DoRA, `magnitude` (out,).
 
     Args:
         linear: the plain layer, with the initial distributions of its parameters, which are taken over and frozen.
@@ -116,7 +127,10 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         self.dropout = dropout
         plain = linear.weight
         self._take_base(linear)
-        self._take_bias(linear)
+        self.bias = linear.bias
+        if linear.bias is not None:
+            linear.bias.requires_grad_(False)
+            self._start_with(bias=initializer_of(linear, "bias"))
         self.lora_A = nn.Parameter(plain.new_empty(rank, self.in_features))
         self.lora_B = nn.Parameter(plain.new_empty(self.out_features, rank))
         # As in peft: A as torch begins a linear layer, Kaiming's uniform distribution with a = √5.
@@ -134,16 +148,6 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         """Take over the plain layer's weight, with its initial distribution."""
         self.weight = linear.weight.requires_grad_(False)
         self._start_with(weight=initializer_of(linear, "weight"))
-
-    def _take_bias(self, linear: nn.Linear) -> None:
-        self.bias = linear.bias
-        if linear.bias is not None:
-            linear.bias.requires_grad_(False)
-            self._start_with(bias=initializer_of(linear, "bias"))
-
-    def base_weight(self) -> Tensor:
-        """The frozen weight (out, in)."""
-        return self.weight
 
     def base_output(self, x: Tensor) -> Tensor:
         """What the plain layer computes, with its bias: (..., in) → (..., out)."""
@@ -176,10 +180,6 @@ class LoRALinear(AdaptedLayer, nn.Linear):
             product = product - self.bias
         return base + (scale - 1).to(base.dtype) * product + scale.to(base.dtype) * added
 
-    def effective_weight(self) -> Tensor:
-        """The adapted matrix (out, in), with a gradient for the adapter."""
-        return self._merge(self.base_weight(), {name: getattr(self, name) for name in self.adapter})
-
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         adapted = self._adapted(weight, adapter["lora_A"], adapter["lora_B"])
         if self.magnitude is None:
@@ -196,6 +196,52 @@ class LoRALinear(AdaptedLayer, nn.Linear):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}, dora={self.magnitude is not None}"
         )
+
+
+class QLoRALinear(LoRALinear):
+    """A linear layer with an adapter, like `LoRALinear`, whose frozen weight is in 4 bits.
+
+    In place of `weight` it has the three tensors of `NF4`, frozen: `packed` (out, in / 2), `scales` (out, in / 64) and
+    `scale_ranges` (out, 8), all uint8. They are computed with in the type of the inputs.
+    """
+
+    packed: nn.Parameter
+    scales: nn.Parameter
+    scale_ranges: nn.Parameter
+
+    def _take_base(self, linear: nn.Linear) -> None:
+        plain, start = linear.weight, initializer_of(linear, "weight")
+        for name, tensor in pack(plain)._asdict().items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            self._start_with(**{name: DerivedRows("weight", plain.shape, start, partial(_packed, name))})
+        with_features(self, packed=("out", "in"), scales=("out", "in"), scale_ranges=("out", None))
+
+    def base_weight(self) -> Tensor:
+        """The frozen weight (out, in), unpacked, in the type of the adapter."""
+        return unpack_weight(self.packed, self.scales, self.scale_ranges, self.lora_A.dtype)
+
+    def base_output(self, x: Tensor) -> Tensor:
+        """The plain layer's output with the weight in 4 bits and its bias: (..., in) → (..., out)."""
+        y = quantized_linear(x, self.packed, self.scales, self.scale_ranges)
+        return y if self.bias is None else y + self.bias
+
+    def base_rows(self, rows: Tensor) -> Tensor:
+        """Rows of the plain weight, (n, in), as they are in 4 bits, in float32."""
+        return unpack(*pack(rows), torch.float32)
+
+    def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The plain layer's parameters, the adapter merged into the unpacked weight: all in float32."""
+        form = NF4(*(own[name] for name in NF4._fields))
+        return super().plain_state({**own, "weight": unpack(*form, torch.float32)})
+
+    def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+        """bfloat16, which the values of the weight in 4 bits are exact in; the bias has its own."""
+        return {**super().plain_types(own), "weight": torch.bfloat16}
+
+
+def _packed(name: str, rows: Tensor) -> Tensor:
+    tensor: Tensor = getattr(pack(rows), name)
+    return tensor
 
 
 class LoRAEmbedding(AdaptedLayer, nn.Embedding):
@@ -225,10 +271,6 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
         added = F.linear(_look_up(tokens, self.lora_A.T), self.lora_B) * self.scaling
         return base + added.to(base.dtype)
 
-    def effective_weight(self) -> Tensor:
-        """The adapted matrix (V, D), with a gradient for the adapter."""
-        return self._merge(self.weight, {"lora_A": self.lora_A, "lora_B": self.lora_B})
-
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         lora_A, lora_B = (adapter[name].to(weight.dtype) for name in ("lora_A", "lora_B"))
         return torch.addmm(weight, lora_A.T, lora_B.T, alpha=self.scaling)
@@ -240,18 +282,15 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
 
 def _row_scale(magnitude: Tensor, adapted: Tensor) -> Tensor:
     """What each row of an adapted matrix is multiplied by, (out,) in float32. The row's own length counts as constant
-    in the backward pass (DoRA, section 4.3). It is rounded as the magnitude is, so that both cancel where they began
-    as the same number. A row of zeros has no direction, and stays one."""
+    in the backward pass (DoRA, section 4.3), and is rounded as the magnitude is, so that both cancel where they began
+    as the same number. A row of zeros stays one."""
     lengths = row_norms(adapted).to(magnitude.dtype).float()
     return magnitude.float() / lengths.masked_fill(lengths == 0, 1.0)
 
 
 def _drop_out(x: Tensor, probability: float) -> Tensor:
-    """Dropout of a layer's inputs (B, L, in).
-
-    Under tensor parallelism each rank draws for what it has itself. Of inputs that all ranks have it takes its part of
-    the sequence: with random numbers of their own they would not have the same inputs any more.
-    """
+    """Dropout of a layer's inputs (B, L, in). Under tensor parallelism each rank draws for what it has itself or, of
+    inputs that all ranks have, for its part of the sequence: they would differ by their random numbers."""
     if not isinstance(x, DTensor):
         return F.dropout(x, probability)
     placements = [Shard(1)] if x.placements == (Replicate(),) else x.placements
@@ -267,10 +306,8 @@ def _laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _look_up(tokens: Tensor, table: Tensor) -> Tensor:
-    """Rows of `table` by token id: (B, L) → (B, L, …).
-
-    Under tensor parallelism each rank has found the tokens of its part of the table. That is added up at once, and each
-    rank keeps its part of the sequence: torch has no product with what is still to be added up in this way.
+    """Rows of `table` by token id: (B, L) → (B, L, …). Under tensor parallelism what the ranks find in their parts of
+    the table is added up at once, each keeping its part of the sequence: torch has no product with such partial sums.
     """
     found = F.embedding(tokens, table)
     return found.redistribute(placements=[Shard(1)]) if isinstance(found, DTensor) else found

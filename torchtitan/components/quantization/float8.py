@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.quantization.torchao_library import check_torchao, import_torchao
+from torchtitan.components.quantization import check_torchao, import_torchao
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import config_key
+from torchtitan.config.job_config import require_at_least
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import initializers_of, with_initializers
@@ -71,8 +72,7 @@ class Float8LinearConverter(LayerConverter):
                     f"{option}.fsdp_float8_all_gather does not go with {option}.recipe {self.recipe}: its "
                     "products round the same weights in two ways; choose recipe tensorwise"
                 )
-            if self.min_features < 0:
-                raise UserError(f"{option}.min_features is {self.min_features}, and must be at least 0")
+            require_at_least(0, **{f"model_converters.{config_key(self)}.min_features": self.min_features})
 
         def check_run(
             self, *, training: TrainingConfig, parallelism: ParallelismConfig, compile: CompileConfig
@@ -104,22 +104,14 @@ class Float8LinearConverter(LayerConverter):
     config: Config
 
     def convert(self, model: nn.Module) -> None:
-        """As `LayerConverter.convert`; logs also why layers that the patterns choose are left as they are.
-
-        Raises:
-            UserError: as there.
-        """
+        """As `LayerConverter.convert`; logs also why layers that the patterns choose are left as they are."""
         left_out = self._left_out(super().select(model))
         super().convert(model)
         if left_out:
             logger.info("%s: left as they were %s", config_key(self.config), left_out)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The layers that the patterns choose, and that the kernels can compute and gain from, by name.
-
-        Raises:
-            UserError: as `convert`.
-        """
+        """The layers that the patterns choose, and that the kernels can compute and gain from, by name."""
         chosen = super().select(model)
         kept = {name: layer for name, layer in chosen.items() if self._why_left_out(layer) is None}
         if not kept:
@@ -158,11 +150,7 @@ class Float8LinearConverter(LayerConverter):
         return with_initializers(converted, **initializers_of(layer))
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
-        """Where FSDP gathers float8: the scales for the first step.
-
-        Raises:
-            UserError: for weights that it cannot gather so.
-        """
+        """Compute the scales for the first step if FSDP gathers float8; `UserError` if it cannot."""
         if self.config.fsdp_float8_all_gather:
             for part in model_parts:
                 self._check_shards(part)
@@ -194,8 +182,8 @@ class Float8LinearConverter(LayerConverter):
 
 
 def _give_plain_weight(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Let a state dict hold the tensor, with the same memory, and not torchao's wrapper that gathers it: checkpoints
-    would have torchao's classes in them, and nobody could read them without."""
+    """Let a state dict hold the tensor, with the same memory, and not torchao's wrapper that gathers it, whose class
+    checkpoints would name."""
     key = f"{prefix}weight"
     weight: Any = state_dict[key].detach()
     if not isinstance(weight, DTensor):

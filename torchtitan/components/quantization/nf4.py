@@ -1,4 +1,4 @@
-"""NF4: weights in 4 bits with double-quantised scales (QLoRA, arXiv:2305.14314, section 3), and a product with them.
+"""NF4: weights in 4 bits with double-quantized scales (QLoRA, arXiv:2305.14314, section 3), and a product with them.
 
 A weight (out, in) is three plain tensors, made row by row, a row from nothing but itself:
 
@@ -10,7 +10,7 @@ A value is `LEVELS[index] * scale` with `scale = offset + step * scales`, rounde
 number in whatever type it is computed with. All three are uint8: mixed precision casts what is a floating-point number,
 and leaves bytes alone. Memory per weight: 1/2 + 1/64 + 8/in bytes.
 
-Why not torchao's `NF4Tensor` (0.18): its scales are quantised in groups of 256 that run across rows, so that each shard
+Why not torchao's `NF4Tensor` (0.18): its scales are quantized in groups of 256 that run across rows, so that each shard
 of a weight must be a multiple of 16,384 values (64 x 64 is refused), its values depend on how it is sharded, there is
 no tensor parallelism, and `to_empty` loses it. Rows of plain tensors are sharded, saved, filled in and read from files
 like those of any weight.
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 BLOCK_SIZE = 64
-"""Neighbouring values of a row that share a scale."""
+"""Neighboring values of a row that share a scale."""
 
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -45,16 +45,14 @@ _PAIRS = torch.tensor([(first, second) for first in LEVELS for second in LEVELS]
 
 
 class NF4(NamedTuple):
-    """A weight, or some of its rows, in 4 bits."""
+    """A weight, or some of its n rows, in 4 bits."""
 
     packed: Tensor
-    """Indices of the levels, two per byte, (n, in / 2) uint8."""
-
+    """(n, in / 2) uint8."""
     scales: Tensor
-    """Scales of the blocks in steps, (n, in / 64) uint8."""
-
+    """(n, in / 64) uint8."""
     scale_ranges: Tensor
-    """Offset and step of each row's scales, float32 as bytes, (n, 8) uint8."""
+    """(n, 8) uint8."""
 
 
 @torch.no_grad()

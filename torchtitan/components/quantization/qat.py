@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from torchtitan.components.quantization.torchao_library import check_torchao, import_torchao
+from torchtitan.components.quantization import check_torchao, import_torchao
 from torchtitan.config.configurable import config_key
+from torchtitan.config.job_config import require_at_least
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import initializers_of, with_initializers
 from torchtitan.tools.errors import UserError
@@ -50,20 +51,14 @@ class QAT(LayerConverter):
         def validate(self) -> None:
             """Raise `UserError` for values that cannot be used."""
             LayerConverter.Config.validate(self)
-            key = config_key(self)
-            if self.group_size < 2:
-                raise UserError(f"--model_converters.{key}.group_size is {self.group_size}, and must be at least 2")
-            if self.start_step < 0:
-                raise UserError(f"--model_converters.{key}.start_step is {self.start_step}, and must be at least 0")
+            option = f"model_converters.{config_key(self)}"
+            require_at_least(2, **{f"{option}.group_size": self.group_size})
+            require_at_least(0, **{f"{option}.start_step": self.start_step})
 
     config: Config
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The layers that the patterns choose, by name.
-
-        Raises:
-            UserError: as `convert`; for layers whose inputs are no whole number of groups.
-        """
+        """The layers that the patterns choose, by name; `UserError` where inputs are no whole number of groups."""
         chosen = super().select(model)
         size = self.config.group_size
         unfit = [name for name, layer in chosen.items() if _n_inputs(layer) % size]
@@ -77,11 +72,7 @@ class QAT(LayerConverter):
         return chosen
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
-        """A layer with the same parameters that computes with quantized values, from step `start_step` + 1 on.
-
-        Raises:
-            UserError: where torchao is not installed.
-        """
+        """A layer with the same parameters that computes with quantized values, from step `start_step` + 1 on."""
         scheme = inference_config(self.config.group_size)
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig
@@ -111,11 +102,7 @@ def _simulate(module: nn.Module, enabled: bool) -> None:
 
 
 def inference_config(group_size: int) -> "Int8DynamicActivationIntxWeightConfig":
-    """torchao's name for the scheme: what training simulates follows from it, and export applies it.
-
-    Raises:
-        UserError: where torchao is not installed.
-    """
+    """torchao's name for the scheme, which training simulates and export applies; `UserError` without torchao."""
     check_torchao("quantization to 4-bit weights and 8-bit activations")
     library = import_torchao("torchao.quantization")
     int4 = torch.int4  # type: ignore[attr-defined]

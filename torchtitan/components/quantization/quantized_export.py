@@ -6,23 +6,23 @@ say how they belong together, and `quantization_config` in config.json which lay
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.checkpoint.assets import files_in, token_ids, write_files
-from torchtitan.components.checkpoint.formats.convert import ForeignView
-from torchtitan.components.checkpoint.formats.export import GENERATION_CONFIG, config_json, format_for, prevailing_dtype
-from torchtitan.components.checkpoint.formats.huggingface import MAX_FILE_BYTES, share_out, write_file, write_index
-from torchtitan.components.checkpoint.formats.source import MakeTensor, TensorSource, as_type
+from torchtitan.components.quantization import import_torchao
 from torchtitan.components.quantization.qat import QAT, inference_config
-from torchtitan.components.quantization.torchao_library import import_torchao
 from torchtitan.components.tokenizer.auto_tokenizer import settle_for_auto_tokenizer
+from torchtitan.components.weights.assets import files_in, token_ids, write_files
+from torchtitan.components.weights.export import GENERATION_CONFIG, config_json, format_for, prevailing_dtype
+from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, share_out, write_file, write_index
+from torchtitan.components.weights.views import ForeignView
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.state_dict_adapter import StateDictAdapter, TensorForm
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.protocols.tensor_source import MakeTensor, TensorForm, TensorSource, as_type
 
 
 def export_quantized(
@@ -39,15 +39,10 @@ def export_quantized(
     """Write a model into `folder` for inference, quantized as training by `QAT` has simulated it.
 
     Args:
-        folder: an existing, empty folder.
-        spec: the model.
-        source: its weights, under our names.
-        assets: folder with the files that go along (`assets.FILES`) and, of a Hugging Face checkpoint, a config.json;
-            None: there are none.
+        folder, spec, source, assets, advance: as of `export_checkpoint`.
         quantization: which layers, and how finely.
         dtype: of the other weights, of the scales, and of what is computed. None: as the weights are.
         max_file_bytes: largest file of weights; all of one is held in memory.
-        advance: called with the bytes of each tensor that has been read.
 
     Raises:
         UserError: where torchao is missing, the layers cannot be quantized so, or `dtype` cannot hold a value.
@@ -66,16 +61,22 @@ def export_quantized(
         advance(view.forms[name].n_bytes)
         return as_written(name, tensor)
 
+    # As transformers' `TorchAoConfig` reads it.
+    config_to_dict = import_torchao("torchao.core.config").config_to_dict
     plain = [name for name in (*forms, *adapter.tied) if name not in quantized]
-    _write_description(
-        folder, config_json(spec, {}, prevailing_dtype(forms)), _config_entry(quantization, plain), assets
-    )
+    entry = {
+        "quant_method": "torchao",
+        "quant_type": {"default": config_to_dict(inference_config(quantization.group_size))},
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in plain],
+    }
+    config = config_json(spec, {}, prevailing_dtype(forms))
+    _write_description(folder, {**config, "quantization_config": entry}, assets)
     like = {name: as_written(name, torch.empty(f.shape, dtype=f.dtype, device="meta")) for name, f in forms.items()}
     _write_weights(folder, like, make, max_file_bytes)
 
 
 def _weights_to_quantize(spec: ModelSpec, adapter: StateDictAdapter, quantization: QAT.Config) -> set[str]:
-    """Names of the other format's tensors that consist of weights of the chosen layers."""
+    """Names of Hugging Face's tensors that consist of weights of the chosen layers."""
     with torch.device("meta"):
         layers = quantization.build().select(spec.model.build())
     chosen = {f"{name}.weight" for name in layers}
@@ -91,21 +92,11 @@ def _quantize(matrix: Tensor, group_size: int) -> Tensor:
     return layer.weight.detach()
 
 
-def _config_entry(quantization: QAT.Config, plain: list[str]) -> dict[str, Any]:
-    """What config.json says of the quantization, as transformers' `TorchAoConfig` reads it."""
-    config_to_dict = import_torchao("torchao.core.config").config_to_dict
-    return {
-        "quant_method": "torchao",
-        "quant_type": {"default": config_to_dict(inference_config(quantization.group_size))},
-        "modules_to_not_convert": [name.removesuffix(".weight") for name in plain],
-    }
-
-
-def _write_description(folder: Path, config: dict[str, Any], entry: dict[str, Any], assets: Path | None) -> None:
+def _write_description(folder: Path, config: dict[str, Any], assets: Path | None) -> None:
     """Write all but the weights."""
     write_files(folder, files_in(assets))
     ids = token_ids(folder, assets / "config.json") if assets else {}
-    _write_json(folder / "config.json", {**config, **ids, "quantization_config": entry})
+    _write_json(folder / "config.json", {**config, **ids})
     if ids and not (folder / GENERATION_CONFIG).exists():
         _write_json(folder / GENERATION_CONFIG, ids)
     settle_for_auto_tokenizer(folder)
@@ -119,15 +110,12 @@ def _write_weights(folder: Path, like: Mapping[str, Tensor], make: MakeTensor, m
     _, metadata = flatten_tensor_state_dict(like)  # of all weights in every file: its reader joins them
     parts = {name: _forms(flatten_tensor_state_dict({name: tensor})[0]) for name, tensor in like.items()}
     n_bytes = {name: sum(form.n_bytes for form in forms.values()) for name, forms in parts.items()}
-    files = share_out(n_bytes, max_file_bytes)
-    for file, names in files.items():
+    written: dict[str, dict[str, TensorForm]] = {}
+    for file, names in share_out(n_bytes, max_file_bytes).items():
         tensors, _ = flatten_tensor_state_dict({name: make(name) for name in names})
-        write_file(folder / file, _forms(tensors), tensors.__getitem__, metadata)
-    write_index(folder, {file: _joined(parts[name] for name in names) for file, names in files.items()})
-
-
-def _joined(forms: Iterable[Mapping[str, TensorForm]]) -> dict[str, TensorForm]:
-    return {name: form for members in forms for name, form in members.items()}
+        written[file] = _forms(tensors)
+        write_file(folder / file, written[file], tensors.__getitem__, metadata)
+    write_index(folder, written)
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:

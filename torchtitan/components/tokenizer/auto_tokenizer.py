@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer.backend import naming, reading
 from torchtitan.components.tokenizer.interface import Tokenizer
 from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer
 from torchtitan.components.tokenizer.tiktoken_model import converted_tiktoken
+from torchtitan.components.tokenizer.tokenizer_json import naming, reading
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
 from torchtitan.tools.logging import logger
@@ -178,18 +178,16 @@ def _settled(folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, 
     named = read_object(folder / "special_tokens_map.json")
     settled = {key: value for key, value in {**named, **settings}.items() if key not in _CHANGES_IDS}
     settled |= {key: _text_of(value) for key, value in settled.items() if key.endswith(("_token", "_special_tokens"))}
-    template = folder / "chat_template.jinja"
-    source = (
-        template.read_text(encoding="utf-8", errors="replace")
-        if template.is_file()
-        else str(settled.get("chat_template"))
-    )
+    template, source = folder / "chat_template.jinja", str(settled.get("chat_template"))
+    if template.is_file():
+        source = template.read_text(encoding="utf-8", errors="replace")
     for key, token_id in (("bos_token", ours.bos_id), ("eos_token", ours.eos_id)):
         if token_id is not None and key not in source:  # a template writes nothing for a token without a name
             settled.setdefault(key, theirs.id_to_token(token_id))
     if named or "added_tokens_decoder" in settled or (folder / "added_tokens.json").is_file():
         added = sorted(theirs.get_added_tokens_decoder().items())
-        settled["added_tokens_decoder"] = {str(token_id): _flags(token) for token_id, token in added}
+        flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        settled["added_tokens_decoder"] = {str(i): {flag: getattr(token, flag) for flag in flags} for i, token in added}
     if settled.get("tokenizer_class") != _GENERIC_CLASS:
         settled["tokenizer_class"] = _GENERIC_CLASS
         settled.setdefault("model_input_names", ["input_ids", "attention_mask"])
@@ -206,8 +204,3 @@ def _text_of(token: Any) -> Any:
     if isinstance(token, list):
         return [_text_of(each) for each in token]
     return token["content"] if isinstance(token, dict) and "content" in token else token
-
-
-def _flags(token: Any) -> dict[str, Any]:
-    names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-    return {name: getattr(token, name) for name in names}

@@ -15,20 +15,18 @@ a character spans all of it."""
 class Tokenizer(Configurable, ABC):
     """Text to token ids and back, with BOS and EOS as the model's own configuration says.
 
-    The trainer builds it as `config.build(path=hf_assets_path)`. A subclass of this class sets the attributes below
-    and defines `tokenize` and `decode`; the rest follows from them.
+    The trainer builds it as `config.build(path=hf_assets_path)`. A subclass sets the attributes below and defines
+    `tokenize` and `decode`; the rest follows from them.
     """
 
     vocab_size: int
     """Largest token id plus one, added tokens included."""
     bos_id: int | None
-    """Id of the token that begins a text, if there is one."""
     eos_id: int | None
-    """Id of the token that ends a text, if there is one."""
+    """Ids of the tokens that begin and end a text, if there are any."""
     adds_bos: bool
-    """Whether the model's own configuration puts BOS in front of a text."""
     adds_eos: bool
-    """Whether the model's own configuration puts EOS behind a text."""
+    """True if the model's own configuration puts them there."""
     folder: Path | None = None
     """Where the files lie that it was read from: checkpoints carry a copy of them. None: it is not made of files."""
     n_added: int = 0
@@ -55,13 +53,8 @@ class Tokenizer(Configurable, ABC):
         """
 
     def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
-        """The same ids with where each of them lies in the text: loss masks of conversations come from there.
-
-        A text with surrogates in it, which are half a character each, is seen with the pairs of them joined.
-
-        Raises:
-            UserError: where a subclass does not define it.
-        """
+        """The same ids with where each of them lies in the text, which loss masks of conversations need; in a text with
+        surrogates, half a character each, pairs of them are joined. `UserError` where a subclass does not define it."""
         raise UserError(
             f"the tokenizer {type(self).__name__} does not tell where its tokens lie in a text, which loss masks need; "
             "define its tokenize_with_offsets"
@@ -88,12 +81,10 @@ class Tokenizer(Configurable, ABC):
 
         Args:
             text: any text.
-            add_bos: whether the ids begin with BOS; None: as the model's own configuration says. Never two of them,
-                also where the text itself begins with the token (`allow_special`).
+            add_bos: whether the ids begin with BOS; None: as the model's own configuration says. Never two of them.
             add_eos: the same for EOS at the end.
             allow_special: whether text that spells a special token, say "<|end_of_text|>", becomes that token. Only for
-                text that the program itself has put together, such as a chat template's: somebody else's text must
-                not be able to end a document.
+                text that the program has put together: somebody else's must not be able to end a document.
 
         Raises:
             UserError: when a token is to be added that the tokenizer does not have.

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer.backend import Backend
 from torchtitan.components.tokenizer.interface import Offsets, Tokenizer
 from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
 from torchtitan.components.tokenizer.tokenizer_json import HuggingFace
@@ -60,13 +59,14 @@ class PretrainedTokenizer(Tokenizer):
         settings = read_object(folder / "tokenizer_config.json")
         prefix, suffix = self._backend.added_ids()
         self.vocab_size = self._backend.vocab_size
-        self.bos_id = _special_id(folder, "bos", self._backend)
-        self.eos_id = _special_id(folder, "eos", self._backend)
-        for key in ("add_bos_token", "add_eos_token"):
-            if not isinstance(settings.get(key), bool | None):
-                raise UserError(f"'{folder / 'tokenizer_config.json'}' has {key} {settings[key]!r}, not true or false")
-        self.adds_bos = _adds(self.bos_id, settings.get("add_bos_token"), prefix)
-        self.adds_eos = _adds(self.eos_id, settings.get("add_eos_token"), suffix)
+        self.bos_id, self.eos_id = (_special_id(folder, kind, self._backend) for kind in ("bos", "eos"))
+        adds = []
+        for key, token_id, added in (("add_bos_token", self.bos_id, prefix), ("add_eos_token", self.eos_id, suffix)):
+            declared = settings.get(key)
+            if not isinstance(declared, bool | None):
+                raise UserError(f"'{folder / 'tokenizer_config.json'}' has {key} {declared!r}, not true or false")
+            adds.append(token_id is not None and (token_id in added if declared is None else declared))
+        self.adds_bos, self.adds_eos = adds
         parts = [type(self).__module__, type(self).__qualname__, type(self._backend).__name__]
         parts += [hashlib.sha256(self._backend.content).hexdigest()]
         parts += [str(x) for x in (self.bos_id, self.eos_id, self.adds_bos, self.adds_eos)]
@@ -99,7 +99,7 @@ class PretrainedTokenizer(Tokenizer):
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
-def _load_backend(folder: Path) -> Backend:
+def _load_backend(folder: Path) -> HuggingFace | Tiktoken:
     if not folder.is_dir():
         raise no_folder(folder)
     if (folder / "tokenizer.json").is_file():
@@ -111,7 +111,7 @@ def _load_backend(folder: Path) -> Backend:
     )
 
 
-def _special_id(folder: Path, kind: str, backend: Backend) -> int | None:
+def _special_id(folder: Path, kind: str, backend: HuggingFace | Tiktoken) -> int | None:
     """Id of the `kind` ("bos" or "eos") token; a file that names it decides, also when it says null."""
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         content = read_object(path)
@@ -129,7 +129,7 @@ def _special_id(folder: Path, kind: str, backend: Backend) -> int | None:
     return next((token_id for token_id in ids if token_id is not None), None)
 
 
-def _named_id(token: Any, path: Path, kind: str, backend: Backend) -> int | None:
+def _named_id(token: Any, path: Path, kind: str, backend: HuggingFace | Tiktoken) -> int | None:
     """Id of a token written as null, a string, or an object with its `content` (a serialized `AddedToken`)."""
     name = token.get("content") if isinstance(token, dict) else token
     if name is None:
@@ -138,8 +138,3 @@ def _named_id(token: Any, path: Path, kind: str, backend: Backend) -> int | None
     if token_id is None:
         raise UserError(f"'{path}' has {kind}_token {name!r}, which is no token of the tokenizer beside it")
     return token_id
-
-
-def _adds(token_id: int | None, declared: bool | None, added: list[int]) -> bool:
-    """Whether a token is added to a text: as the configuration declares, else as the tokenizer itself does."""
-    return token_id is not None and (token_id in added if declared is None else declared)

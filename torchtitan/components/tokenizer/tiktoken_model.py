@@ -11,8 +11,8 @@ from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer.backend import without_surrogates
 from torchtitan.components.tokenizer.interface import Offsets
+from torchtitan.components.tokenizer.tokenizer_json import without_surrogates
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.model_folder import unreadable
 
@@ -88,21 +88,15 @@ class Tiktoken:
         n_threads = os.cpu_count() or 1
         size = math.ceil(len(texts) / n_threads) or 1
         slices = [texts[i : i + size] for i in range(0, len(texts), size)]
-        tokenize = partial(self._tokenize_slice, allow_special=allow_special)
+        encode = (
+            partial(self._encoding.encode, allowed_special="all") if allow_special else self._encoding.encode_ordinary
+        )
+
+        def tokenize(texts: Sequence[str]) -> list[list[int]]:
+            return [[token for piece in _LONG_BLANK.split(text) for token in encode(piece)] for text in texts]
+
         with ThreadPoolExecutor(n_threads) as pool:
             return [ids for slice_ids in pool.map(tokenize, slices) for ids in slice_ids]
-
-    def _tokenize_slice(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
-        return [self._tokenize_one(text, allow_special=allow_special) for text in texts]
-
-    def _tokenize_one(self, text: str, *, allow_special: bool) -> list[int]:
-        ids: list[int] = []
-        for piece in _LONG_BLANK.split(text):
-            if allow_special:
-                ids += self._encoding.encode(piece, allowed_special="all")
-            else:
-                ids += self._encoding.encode_ordinary(piece)
-        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         # Models may have more rows than there are tokens: these have no text, as in a tokenizer.json.

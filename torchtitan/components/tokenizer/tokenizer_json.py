@@ -1,17 +1,64 @@
 """The file format tokenizer.json, of the library `tokenizers`."""
 
-from collections.abc import Sequence
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.tokenizer.backend import naming, reading, without_surrogates
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.model_folder import unreadable
+
+_UNUSABLE = "is not a tokenizer that `tokenizers` can use"
+
+
+@contextlib.contextmanager
+def naming(path: Path, fault: str = _UNUSABLE) -> Iterator[None]:
+    """Around calls of the library `tokenizers`: what it raises becomes a `UserError` of the file and `fault`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        # A panic of its Rust code is no Exception, and has a class that cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise unreadable(path, f"'{path}' {fault}: {error}") from error
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """As `naming`, around calls that find out whether the library can use the file: what its Rust code prints before
+    they fail, several lines for a panic, is left out. Not for several threads: they share standard error."""
+    if sys.stderr is None:  # it was closed when Python started, and its number may be another file's
+        with naming(path):
+            yield
+        return
+    with naming(path), tempfile.TemporaryFile() as kept:
+        standard_error = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(standard_error, 2)
+            os.close(standard_error)
+        kept.seek(0)
+        os.write(2, kept.read())
+
+
+def without_surrogates(text: str) -> str:
+    """`text` with surrogate pairs joined and lone surrogates, which UTF-8 has no form for, replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class HuggingFace:
-    """`tokenizer.json`, by the library `tokenizers`."""
+    """A file's tokenizer. `Tiktoken` has the same methods: `PretrainedTokenizer` takes either."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -28,9 +75,11 @@ class HuggingFace:
 
     @property
     def changed_files(self) -> dict[str, bytes]:
+        """File name → content of the files that differ from the folder's."""
         return {self.path.name: self.content} if self.is_changed else {}
 
     def add_special_tokens(self, tokens: Sequence[str]) -> int:
+        """Make `tokens` special tokens, with ids after the last one if they have none; the number of such."""
         from tokenizers import AddedToken
 
         tokenizer = self._read()
@@ -76,6 +125,7 @@ class HuggingFace:
         return tokenizer
 
     def added_ids(self) -> tuple[list[int], list[int]]:
+        """The ids that the file puts before a text and after it."""
         with reading(self.path):
             encoding = self._literal.encode("a")
             processed = self._post_processor.process(encoding) if self._post_processor else encoding
@@ -90,18 +140,15 @@ class HuggingFace:
         return token_id
 
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
-        tokenizer = self._parsing if allow_special else self._literal
-        plain = [without_surrogates(text) for text in texts]
-        with naming(self.path, "cannot encode a text"):
-            encodings = tokenizer.encode_batch_fast(plain, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return [encoding.ids for encoding in self._encode("encode_batch_fast", texts, allow_special)]
 
     def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
+        return [(encoding.ids, encoding.offsets) for encoding in self._encode("encode_batch", texts, allow_special)]
+
+    def _encode(self, method: str, texts: Sequence[str], allow_special: bool) -> Any:
         tokenizer = self._parsing if allow_special else self._literal
-        plain = [without_surrogates(text) for text in texts]
         with naming(self.path, "cannot encode a text"):
-            encodings = tokenizer.encode_batch(plain, add_special_tokens=False)
-        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+            return getattr(tokenizer, method)([without_surrogates(text) for text in texts], add_special_tokens=False)
 
     def special_ids(self) -> frozenset[int]:
         added = self._literal.get_added_tokens_decoder()

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast, get_args
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.description import Description
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.protocols.state_dict_adapter import ForeignFormat, Row, StateDictAdapter
+from torchtitan.protocols.state_dict_adapter import ForeignFormat, KeyMapping, StateDictAdapter
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -45,21 +45,21 @@ class ModelType:
 
 
 DENSE_ROWS = (
-    Row("tok_embeddings.weight", "model.embed_tokens.weight"),
-    Row("layers.*.attention_norm.weight", "model.layers.*.input_layernorm.weight"),
-    Row("layers.*.attention.wq.weight", "model.layers.*.self_attn.q_proj.weight"),
-    Row("layers.*.attention.wk.weight", "model.layers.*.self_attn.k_proj.weight"),
-    Row("layers.*.attention.wv.weight", "model.layers.*.self_attn.v_proj.weight"),
-    Row("layers.*.attention.wo.weight", "model.layers.*.self_attn.o_proj.weight"),
-    Row("layers.*.ffn_norm.weight", "model.layers.*.post_attention_layernorm.weight"),
-    Row("layers.*.feed_forward.w1.weight", "model.layers.*.mlp.gate_proj.weight"),
-    Row("layers.*.feed_forward.w3.weight", "model.layers.*.mlp.up_proj.weight"),
-    Row("layers.*.feed_forward.w2.weight", "model.layers.*.mlp.down_proj.weight"),
-    Row("norm.weight", "model.norm.weight"),
+    KeyMapping("tok_embeddings.weight", "model.embed_tokens.weight"),
+    KeyMapping("layers.*.attention_norm.weight", "model.layers.*.input_layernorm.weight"),
+    KeyMapping("layers.*.attention.wq.weight", "model.layers.*.self_attn.q_proj.weight"),
+    KeyMapping("layers.*.attention.wk.weight", "model.layers.*.self_attn.k_proj.weight"),
+    KeyMapping("layers.*.attention.wv.weight", "model.layers.*.self_attn.v_proj.weight"),
+    KeyMapping("layers.*.attention.wo.weight", "model.layers.*.self_attn.o_proj.weight"),
+    KeyMapping("layers.*.ffn_norm.weight", "model.layers.*.post_attention_layernorm.weight"),
+    KeyMapping("layers.*.feed_forward.w1.weight", "model.layers.*.mlp.gate_proj.weight"),
+    KeyMapping("layers.*.feed_forward.w3.weight", "model.layers.*.mlp.up_proj.weight"),
+    KeyMapping("layers.*.feed_forward.w2.weight", "model.layers.*.mlp.down_proj.weight"),
+    KeyMapping("norm.weight", "model.norm.weight"),
 )
 """Names of weights as in Llama, without the output head."""
 
-_HEAD = Row("output.weight", "lm_head.weight")
+_HEAD = KeyMapping("output.weight", "lm_head.weight")
 
 _SIZES = {
     "hidden_size": "dim",
@@ -101,7 +101,7 @@ _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAM
 
 
 def dense_format(
-    build: type[Decoder.Config], model_types: Mapping[str, ModelType], rows: tuple[Row, ...] = DENSE_ROWS
+    build: type[Decoder.Config], model_types: Mapping[str, ModelType], rows: tuple[KeyMapping, ...] = DENSE_ROWS
 ) -> ForeignFormat:
     """Return the format of a family of dense decoders.
 
@@ -118,7 +118,7 @@ def dense_format(
     )
 
 
-def _adapter(rows: tuple[Row, ...], config: Decoder.Config) -> StateDictAdapter:
+def _adapter(rows: tuple[KeyMapping, ...], config: Decoder.Config) -> StateDictAdapter:
     """Return the table of a model's weights. RoPE rotates the same pairs in both."""
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     return StateDictAdapter(

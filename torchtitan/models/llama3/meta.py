@@ -8,7 +8,13 @@ from typing import Any
 from torchtitan.models.common.description import Description
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
-from torchtitan.protocols.state_dict_adapter import ForeignFormat, Repeated, RopePermutation, Row, StateDictAdapter
+from torchtitan.protocols.state_dict_adapter import (
+    ForeignFormat,
+    KeyMapping,
+    Repeated,
+    RopePermutation,
+    StateDictAdapter,
+)
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -40,12 +46,16 @@ def adapter(config: Llama3Model.Config) -> StateDictAdapter:
     permutation = RopePermutation(config.resolved_head_dim)
     names = ("tok_embeddings.weight", "output.weight")
     if config.tie_embeddings:
-        ends = [Row(names[0], names, Repeated(2))]
+        ends = [KeyMapping(names[0], names, Repeated(2))]
     else:
-        ends = [Row(name, name) for name in names]
+        ends = [KeyMapping(name, name) for name in names]
     projections = [f"layers.*.attention.{projection}.weight" for projection in ("wq", "wk")]
     return StateDictAdapter(
-        [*ends, *(Row(name, name, permutation) for name in projections), *(Row(name, name) for name in _SAME)],
+        [
+            *ends,
+            *(KeyMapping(name, name, permutation) for name in projections),
+            *(KeyMapping(name, name) for name in _SAME),
+        ],
         n_layers=config.n_layers,
         ignored=["rope.freqs"],
         tied={names[1]: names[0]} if config.tie_embeddings else {},

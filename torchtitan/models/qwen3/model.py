@@ -2,7 +2,7 @@
 
 from torchtitan.models.common.decoder import BlockDesign, Decoder
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
-from torchtitan.protocols.state_dict_adapter import Row
+from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
 class Qwen3Model(Decoder):
@@ -24,7 +24,7 @@ FORMAT = dense_format(
     },
     rows=(
         *DENSE_ROWS,
-        Row("layers.*.attention.q_norm.weight", "model.layers.*.self_attn.q_norm.weight"),
-        Row("layers.*.attention.k_norm.weight", "model.layers.*.self_attn.k_norm.weight"),
+        KeyMapping("layers.*.attention.q_norm.weight", "model.layers.*.self_attn.q_norm.weight"),
+        KeyMapping("layers.*.attention.k_norm.weight", "model.layers.*.self_attn.k_norm.weight"),
     ),
 )

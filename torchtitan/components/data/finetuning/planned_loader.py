@@ -393,7 +393,7 @@ class PlannedDataLoader(BaseDataLoader):
 
     def assets(self) -> dict[str, str]:
         """The chat template, and what a model that was trained with it is used by; see `chat_assets`."""
-        from torchtitan.components.checkpoint.chat_assets import chat_assets  # deferred, as all that saves
+        from torchtitan.components.weights.assets import chat_assets  # deferred, as all that saves
 
         return chat_assets(self._tokenizer, self.template) if self.template else {}
 

@@ -1,24 +1,42 @@
 """`TensorSource`: named tensors that are read one at a time, or a part of one, from wherever they lie."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.model_folder import unreadable
 
 Slices = tuple[slice, ...]
-"""The part of a tensor that is read: for each dimension from where to where, without steps."""
+"""Part of a tensor: start and stop for each dimension, without steps."""
 
 MakeTensor = Callable[[str], Tensor]
-"""Name → tensor, made when it is asked for: what a writer is given, so that it never holds more than one."""
+"""Name → tensor, made on demand: a writer that takes one never holds two tensors."""
 
 _CHUNK_BYTES = 64 * 2**20
 _NAMED_IN_ERRORS = 5
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """What is known of a tensor without reading it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorForm":
+        """The form of that tensor; of a DTensor, that of the whole."""
+        return cls(tensor.shape, tensor.dtype)
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the tensor's values."""
+        return self.shape.numel() * self.dtype.itemsize
 
 
 class TensorSource(ABC):
@@ -29,39 +47,31 @@ class TensorSource(ABC):
 
     @abstractmethod
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor of that name in CPU memory, or the part of it that `slices` says.
-
-        Raises:
-            UserError: where its file cannot be read.
-        """
+        """Return the tensor, or the part in `slices`, in CPU memory; raise `UserError` if its file cannot be read."""
 
 
 def slice_shape(slices: Slices) -> tuple[int, ...]:
-    """The shape of the part that `slices` says."""
+    """Return the shape of the part in `slices`."""
     return tuple(part.stop - part.start for part in slices)
 
 
 def whole(shape: torch.Size) -> Slices:
-    """The slices that are all of a tensor."""
+    """Return the slices that cover a tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
 def value_chunks(name: str, tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The values of `tensor` as `dtype`, in order, in pieces: a conversion copies no more than one.
-
-    Raises:
-        UserError: as `as_type`.
-    """
+    """Yield the values of `tensor` as `dtype`, in order, converting one chunk at a time as `as_type` does."""
     flat = tensor.detach().reshape(-1)
     for piece in flat.split(max(1, _CHUNK_BYTES // dtype.itemsize)):
         yield as_type(name, piece, dtype).view(torch.uint8).numpy().data
 
 
 def as_type(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor`, which is called `name`, in CPU memory and as `dtype`.
+    """Return `tensor`, called `name`, in CPU memory and as `dtype`.
 
     Raises:
-        UserError: where a value is finite, and in `dtype` is not: 65,520 and above in float16.
+        UserError: if a finite value is not finite in `dtype`, such as 65,520 in float16.
     """
     converted = tensor.to("cpu", dtype)
     floats = dtype.is_floating_point and tensor.dtype.is_floating_point
@@ -76,13 +86,14 @@ def as_type(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
-def some(names: list[str]) -> str:
-    """The first few names, and how many there are, for a message."""
+def some(names: Sequence[str]) -> str:
+    """Return the first few names, and how many there are, for a message."""
     more = f", … ({len(names)} in all)" if len(names) > _NAMED_IN_ERRORS else ""
     return ", ".join(names[:_NAMED_IN_ERRORS]) + more
 
 
 def damaged(file: str | Path, error: object) -> UserError:
-    """What to raise for a file that cannot be read."""
-    message = f"{file} cannot be read, it is damaged or was cut short: {error}; copy or download it again"
-    return unreadable(file, message)
+    """Return what to raise for a file of weights that cannot be read."""
+    return unreadable(
+        file, f"{file} cannot be read, it is damaged or was cut short: {error}; copy or download it again"
+    )

@@ -1,13 +1,13 @@
-"""Multiple choice: which of several continuations of a query a model holds for the most probable."""
+"""The built-in tasks: multiple choice, and the perplexity of a text."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.components.data.readers import parse_json
-from torchtitan.components.evaluation.scoring import Progress, Request, Score, Scorer
-from torchtitan.components.generation.prompts import start_id
+from torchtitan.components.evaluation.scoring import Progress, Request, Scorer
+from torchtitan.components.generation import start_id
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
@@ -28,17 +28,12 @@ class MultipleChoiceResult:
 
     accuracy: float
     """By the log-probability of the choice."""
-
     accuracy_stderr: float | None
     """None: of a single question there is none."""
-
     accuracy_norm: float
     """By the log-probability of the choice divided by its length in bytes of UTF-8."""
-
     accuracy_norm_stderr: float | None
-
     questions: int
-
     truncated: int
     """Questions whose query lost its beginning, as it is longer than the model's context."""
 
@@ -77,8 +72,10 @@ def multiple_choice(
     hits, norm_hits, truncated = [], [], 0
     for question in questions:
         of_choices = [next(scores) for _ in question.choices]
-        hits.append(_best([score.logprob for score in of_choices]) == question.gold)
-        norm_hits.append(_best(_per_byte(of_choices, question.choices)) == question.gold)
+        logprobs = [score.logprob for score in of_choices]
+        per_byte = [logprob / len(c.encode()) for logprob, c in zip(logprobs, question.choices, strict=True)]
+        hits.append(logprobs.index(max(logprobs)) == question.gold)
+        norm_hits.append(per_byte.index(max(per_byte)) == question.gold)
         truncated += any(score.truncated for score in of_choices)
     return MultipleChoiceResult(
         accuracy=sum(hits) / len(hits),
@@ -100,10 +97,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
     Raises:
         UserError: for a continuation that is no token of its own.
     """
-    moved = []
-    for context, continuation in pairs:
-        stripped = context.rstrip()
-        moved.append((stripped, context[len(stripped) :] + continuation))
+    moved = [(context.rstrip(), context[len(context.rstrip()) :] + continuation) for context, continuation in pairs]
     whole = tokenizer.encode_batch([context + continuation for context, continuation in moved], add_eos=False)
     alone = tokenizer.encode_batch([context for context, _ in moved], add_eos=False)
     requests = []
@@ -140,15 +134,64 @@ def _joined(question: Question, choice: str) -> str:
     return choice if separated else f" {choice}"
 
 
-def _per_byte(scores: Sequence[Score], choices: Sequence[str]) -> list[float]:
-    return [score.logprob / len(choice.encode()) for score, choice in zip(scores, choices, strict=True)]
-
-
-def _best(values: Sequence[float]) -> int:
-    return values.index(max(values))
-
-
 def _stderr(hits: Sequence[bool]) -> float | None:
     """Sample standard deviation over the square root of the number."""
     mean = sum(hits) / len(hits)
     return math.sqrt(mean * (1 - mean) / (len(hits) - 1)) if len(hits) > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityResult:
+    """Of one text."""
+
+    perplexity: float
+    """Exponential of the mean negative log-likelihood per token."""
+    bits_per_byte: float
+    """Negative log-likelihood of the text in bits, divided by its bytes of UTF-8. Tokenizers can be compared by it."""
+    loss: float
+    """Mean negative log-likelihood per token, in nats."""
+    tokens: int
+    bytes: int
+
+
+def text_perplexity(
+    scorer: Scorer, tokenizer: Tokenizer, text: str, progress: Progress | None = None
+) -> PerplexityResult:
+    """Score every token of `text` once, with at least half of the model's context before it, if the text has that.
+
+    BOS (or EOS, if there is no BOS) precedes the text, whatever the tokenizer's configuration says: it is
+    what the first token is predicted from, and is not scored itself.
+
+    Raises:
+        UserError: for an empty text.
+    """
+    if not text:
+        raise UserError("the text is empty: there is nothing to score")
+    start = start_id(tokenizer)
+    ids = tokenizer.encode(text, add_bos=False, add_eos=False)
+    scores = scorer.score(list(windows([start, *ids], scorer.max_seq_len)), progress)
+    nats = -sum(score.logprob for score in scores)
+    try:
+        perplexity = math.exp(nats / len(ids))
+    except OverflowError:
+        perplexity = math.inf
+    return PerplexityResult(
+        perplexity=perplexity,
+        bits_per_byte=nats / math.log(2) / len(text.encode()),
+        loss=nats / len(ids),
+        tokens=len(ids),
+        bytes=len(text.encode()),
+    )
+
+
+def windows(ids: list[int], size: int) -> Iterator[Request]:
+    """Requests that score all but the first of `ids` once, each of at most `size` predictions.
+
+    The first window predicts `size` tokens; each later one half of that, from the half before them on.
+    """
+    end = min(size + 1, len(ids))
+    yield Request(ids[:1], ids[1:end])
+    stride = max(1, size // 2)
+    while end < len(ids):
+        begin, end = end, min(end + stride, len(ids))
+        yield Request(ids[max(0, end - 1 - size) : begin], ids[begin:end])

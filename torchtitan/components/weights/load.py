@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from torchtitan.components.checkpoint.formats.source import Slices, TensorSource, some
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.states import ModelState
-from torchtitan.protocols.state_dict_adapter import TensorForm
+from torchtitan.components.checkpoint.state import ModelState
+from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, some
 from torchtitan.tools.errors import UserError
 
 _QUANTIZED = "of a type for quantized weights, where at least 16 bits of floating point are needed"
@@ -22,17 +21,15 @@ def load_weights(
 ) -> None:
     """Copy all tensors of `source` into a model, one at a time, each process reading its own part of each.
 
-    What a converted module has added to the plain one's tensors keeps its values where `source` does not have it.
+    What a converted module has added to the plain one's tensors keeps its values if `source` does not have it.
 
     Args:
         source: the weights under the model's own names; values are converted to the parameters' dtypes.
-        model_parts: one model, or the pipeline stages of this process; materialised, sharded or not.
-        group: the processes that hold the model together (a group whose backend has collectives of Python objects);
-            None: this one has all of it.
+        model_parts: one model, or the pipeline stages of this process; materialized, sharded or not.
+        group: the processes that hold the model together, which can send Python objects; None: this one has all of it.
 
     Raises:
-        UserError: on every process, where tensors are missing, surplus, of another shape or of a type for quantized
-            ones (it names them), or cannot be read.
+        UserError: on every process, as `check_fit`, or if tensors cannot be read.
     """
     state, ranks = ModelState(model_parts), Ranks(group)
     tensors = state.state_dict()
@@ -40,12 +37,12 @@ def load_weights(
     check_fit(source.forms, tensors, ranks, optional=state.added)
     # In the source's order: it makes tensors that belong together one after the other.
     names = [name for name in source.forms if name in tensors]
-    ranks.together(lambda: [_fill(tensors[name], name, source) for name in names])
+    ranks.all_ranks_or_raise(lambda: [_fill(tensors[name], name, source) for name in names])
 
 
 def quantized(forms: Mapping[str, TensorForm], tensors: Mapping[str, Tensor]) -> list[str]:
-    """The tensors, with their types, that are floating-point numbers in the model and in `forms` are not, or are of
-    fewer than 16 bits: without the scales they belong to they are not the weights."""
+    """Return the tensors, with their types, that are floating-point numbers in the model only, or have fewer than 16
+    bits in `forms`: without the scales they belong to they are not the weights."""
     return [
         f"{name} ({str(forms[name].dtype).removeprefix('torch.')})"
         for name, tensor in tensors.items()
@@ -62,13 +59,10 @@ def check_fit(
     *,
     optional: Collection[str] = (),
 ) -> None:
-    """Find weights that are not those of a model.
+    """Make sure that weights with these `forms` are those of a model.
 
-    Args:
-        forms: the weights, the same on every process.
-        tensors: the model's, or those of the part of it that this process holds.
-        ranks: the processes that hold the model together, calling this together; None: this one has all of it.
-        optional: those of `tensors` that `forms` may lack.
+    `tensors` are the model's; if `ranks` hold the model together and call this together, those of this rank's part.
+    `forms` may lack those that are `optional`.
 
     Raises:
         UserError: on every process, naming what is missing, surplus, of another shape, or quantized.
@@ -95,11 +89,7 @@ def check_fit(
 
 
 def check_types(forms: Mapping[str, TensorForm], tensors: Mapping[str, Tensor]) -> None:
-    """Find weights that are quantized before there is a model of their type; `tensors` are a model's, without memory.
-
-    Raises:
-        UserError: naming them.
-    """
+    """Raise `UserError` for weights that are quantized, before there is a model of their type."""
     if found := quantized(forms, tensors):
         raise UserError(f"the weights do not fit the model: {some(found)} {_QUANTIZED}")
 
@@ -114,6 +104,6 @@ def _fill(tensor: Tensor, name: str, source: TensorSource) -> None:
 
 
 def local_slices(tensor: DTensor) -> Slices:
-    """The part of the whole tensor that this process has."""
+    """Return the part of the whole tensor that this process has."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

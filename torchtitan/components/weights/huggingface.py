@@ -5,22 +5,23 @@ endian; the header, a JSON object of name → dtype, shape and place of the valu
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan.components.checkpoint.formats.source import (
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.protocols.tensor_source import (
     MakeTensor,
     Slices,
+    TensorForm,
     TensorSource,
     damaged,
     some,
     value_chunks,
 )
-from torchtitan.protocols.state_dict_adapter import TensorForm
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.json_file import read_object
@@ -50,27 +51,16 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class HuggingFaceSource(TensorSource):
     """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
 
-    Args:
-        path: the folder.
-
     Raises:
-        UserError: where a file is missing, damaged or outside of the folder, or lacks tensors that the index says are
-            in it.
+        UserError: if a file is missing, damaged or outside of the folder `path`, or lacks tensors that the index says
+            are in it.
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
         self._files: dict[str, Path] = {}
         self.forms: dict[str, TensorForm] = {}
-        for file, names in files_of(self.path, WEIGHTS, INDEX).items():
+        for file, names in files_of(Path(path), WEIGHTS, INDEX).items():
             self._add(file, names)
-
-    def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor of that name, or the part of it that `slices` says; only that part is read."""
-        # Opened anew: the library maps the file into memory, and pages once read would stay in the process's.
-        with _open(self._files[name]) as file:
-            tensor: Tensor = file.get_tensor(name) if slices is None else file.get_slice(name)[slices]
-        return tensor
 
     def _add(self, path: Path, names: list[str] | None) -> None:
         with _open(path) as file:
@@ -84,18 +74,19 @@ class HuggingFaceSource(TensorSource):
                 self.forms[name] = TensorForm(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
                 self._files[name] = path
 
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """As `TensorSource.read`; only the part in `slices` is read."""
+        # Opened anew: the library maps the file into memory, and pages once read would stay in the process's.
+        with _open(self._files[name]) as file:
+            tensor: Tensor = file.get_tensor(name) if slices is None else file.get_slice(name)[slices]
+        return tensor
+
 
 def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | None]:
-    """File → the tensors that are read from it, by the index of a checkpoint in several files. None: all, of the only
-    file.
-
-    Args:
-        folder: the checkpoint's.
-        weights: name of the only file, which goes before an index.
-        index: name of the index.
+    """Return file → the tensors in it, as the file `index` says (None: all), or only `weights`, if that is there.
 
     Raises:
-        UserError: where files are missing or outside of the folder, or the index is damaged.
+        UserError: if files are missing or outside of the folder, or the index is damaged.
     """
     if (folder / weights).is_file():
         return {folder / weights: None}
@@ -116,21 +107,19 @@ def write_huggingface(
     make: MakeTensor,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
-    only_files: Callable[[int], bool] | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
-    """Write tensors as safetensors files into the folder `path`, holding one tensor at a time.
+    """Write tensors as safetensors files into the existing folder `path`, holding one tensor at a time.
 
     A file has its name only when all of it is written, and the index comes last: cut short, the folder cannot be
     opened.
 
     Args:
-        path: an existing folder.
+        path: the folder.
         forms: name → form of what is written; values of another dtype are converted.
         make: gives each tensor when its turn comes.
-        max_file_bytes: a new file begins where this would be exceeded (one tensor may be larger).
-        only_files: which files to write, by number from 0, where several processes share the work; they agree on the
-            files since these follow from `forms` alone. One of them then calls `write_huggingface_index`, when all
-            are done.
+        max_file_bytes: a new file begins if this would be exceeded (one tensor may be larger).
+        ranks: those who share the files, calling this together; None: this process alone.
 
     Raises:
         UserError: for a dtype that the format does not have, or that is too narrow for a value.
@@ -138,18 +127,16 @@ def write_huggingface(
     for name, form in forms.items():
         if form.dtype not in _DTYPE_NAMES:
             raise UserError(f"{name} is of type {form.dtype}, which safetensors files do not have; export another one")
-    for index, (file, members) in enumerate(_files(forms, max_file_bytes).items()):
-        if only_files is None or only_files(index):
-            write_file(path / file, members, make)
-    if only_files is None:
-        write_huggingface_index(path, forms, max_file_bytes=max_file_bytes)
+    shared = share_out({name: form.n_bytes for name, form in forms.items()}, max_file_bytes)
+    files = {file: {name: forms[name] for name in names} for file, names in shared.items()}
+    ranks = ranks or Ranks()
 
+    def write_share() -> None:
+        for file in list(files)[ranks.rank :: ranks.size]:
+            write_file(path / file, files[file], make)
 
-def write_huggingface_index(
-    path: Path, forms: Mapping[str, TensorForm], *, max_file_bytes: int = MAX_FILE_BYTES
-) -> None:
-    """Write the index of the files that `write_huggingface` writes for `forms`; one file has none."""
-    write_index(path, _files(forms, max_file_bytes))
+    ranks.all_ranks_or_raise(write_share)
+    ranks.broadcast_from_rank0(lambda: write_index(path, files))
 
 
 def write_index(path: Path, files: Mapping[str, Mapping[str, TensorForm]]) -> None:
@@ -163,7 +150,7 @@ def write_index(path: Path, files: Mapping[str, Mapping[str, TensorForm]]) -> No
 
 
 def share_out(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """File name → names of the tensors in it, filled in the given order."""
+    """Return file name → names of the tensors in it, filled in the given order."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, more in n_bytes.items():
@@ -180,13 +167,9 @@ def share_out(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list
 def write_file(
     path: Path, forms: Mapping[str, TensorForm], make: MakeTensor, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write one safetensors file, which has its name only when all of it is written.
+    """Write one safetensors file, which has its name only when all of it is written; arguments: as `write_huggingface`.
 
-    Args:
-        path: its name.
-        forms: as of `write_huggingface`.
-        make: as of `write_huggingface`; called for wide types first.
-        metadata: what the header says beside the format.
+    `make` is called for wide types first; `metadata` goes into the header beside the format.
     """
     # Wide types first, as the library does, so that all values are aligned to their own size.
     names = sorted(forms, key=lambda name: -forms[name].dtype.itemsize)
@@ -229,9 +212,3 @@ def _read_index(path: Path) -> dict[str, str]:
     if outside:
         raise UserError(f"{path} names files outside of its folder: {some(sorted(outside))}")
     return weight_map
-
-
-def _files(forms: Mapping[str, TensorForm], max_file_bytes: int) -> dict[str, dict[str, TensorForm]]:
-    """File name → what is in it, filled in the order of `forms`."""
-    files = share_out({name: form.n_bytes for name, form in forms.items()}, max_file_bytes)
-    return {file: {name: forms[name] for name in names} for file, names in files.items()}

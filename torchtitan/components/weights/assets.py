@@ -1,14 +1,15 @@
-"""What a checkpoint says of its model, so that it can be opened without the run that saved it: model and tokenizer."""
+"""What a checkpoint carries beside its weights: which model it is of, the tokenizer, and how conversations go on."""
 
 import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from torchtitan.components.checkpoint.store import folder_at
-from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.checkpoint.filesystem import folder_at
+from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.protocols.conversion import Description
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import json_file
@@ -20,8 +21,7 @@ from torchtitan.tools.model_folder import file_to_copy
 FOLDER = "assets"
 """The folder inside a checkpoint's."""
 
-_MODEL = "model.json"
-DESCRIPTION = f"{FOLDER}/{_MODEL}"
+DESCRIPTION = f"{FOLDER}/model.json"
 """The file in a checkpoint that says which model it is of, and what has become of its weights."""
 
 _MODEL_KEYS = {
@@ -56,8 +56,8 @@ class CheckpointAssets:
 
     model: Mapping[str, Any]
     """`module` (import path of the family's package), `flavor` and `config` (that of the model); `converters`
-    (`protocols.conversion.Description`) where the weights are not those of the plain model, and `simulated` where they
-    were trained to be quantized."""
+    (`protocols.conversion.Description`) if the weights are not those of the plain model, and `simulated` if they were
+    trained to be quantized."""
 
     files: Mapping[str, AssetFile]
     """File name → what is in it."""
@@ -71,26 +71,24 @@ class CheckpointAssets:
         converters: Sequence[Description] = (),
         simulated: Sequence[Description] = (),
     ) -> "CheckpointAssets":
-        """Those of a model, with `files`, such as `files_in(tokenizer.folder)`, and what `describe_converters` and
-        `describe_simulation` say."""
+        """Describe a model, with what `describe_converters` and `describe_simulation` return."""
         model = {"module": spec.module, "flavor": spec.flavor, "config": spec.model.to_dict()}
         said = {"converters": list(converters), "simulated": list(simulated)}
         return cls({**model, **{key: descriptions for key, descriptions in said.items() if descriptions}}, files)
 
     def write(self, folder: Path) -> None:
-        """Write them into `folder`, that of a checkpoint."""
+        """Write them into the checkpoint's `folder`."""
         assets = folder / FOLDER
         assets.mkdir(exist_ok=True)
         write_files(assets, self.files)
         # A Hugging Face folder has the plain model, whatever the run's was.
         left_out = {"converters"} if (folder / "config.json").is_file() else set()
         content = {key: value for key, value in self.model.items() if key not in left_out}
-        (assets / _MODEL).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def asset_folder(checkpoint: Path) -> Path:
-    """Return the folder of the files of `FILES` in a checkpoint of any format: its folder `assets`, or the checkpoint
-    itself where there is a config.json.
+    """Return the folder of the files of `FILES` in a checkpoint of any format: `assets`, or the checkpoint itself.
 
     Raises:
         UserError: if `assets` is a link out of the checkpoint.
@@ -102,12 +100,8 @@ def asset_folder(checkpoint: Path) -> Path:
 def token_ids(folder: Path, config: Path) -> dict[str, Any]:
     """`bos_token_id`, `eos_token_id` (one or several) and `pad_token_id` of the model whose files lie in `folder`.
 
-    As its generation_config.json or `config` says; where both are silent, as its tokenizer does. Those that nothing
-    says are left out, with a warning where there is a tokenizer that cannot be read.
-
-    Args:
-        folder: with the files of `FILES`.
-        config: the model's config.json, which need not be there.
+    They are from generation_config.json, `config` (a config.json, which need not be there) or else the tokenizer. Those
+    that nothing says are left out, with a warning if there is a tokenizer that cannot be read.
 
     Raises:
         UserError: for a JSON file that cannot be read.
@@ -122,20 +116,11 @@ def token_ids(folder: Path, config: Path) -> dict[str, Any]:
     return {key: found[key] for key in _TOKEN_IDS if key in found}
 
 
-def has_model_json(checkpoint: str | Path) -> bool:
-    """Whether the checkpoint in that folder says anything of its model."""
-    return (Path(checkpoint) / FOLDER / _MODEL).is_file()
-
-
 def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
-    """What the checkpoint in that folder says of its model: `module`, `flavor`, `config`.
-
-    Raises:
-        UserError: where it says nothing that can be used.
-    """
-    path = Path(checkpoint) / FOLDER / _MODEL
+    """Return what the checkpoint in that folder says of its model; raise `UserError` if that cannot be used."""
+    path = Path(checkpoint) / DESCRIPTION
     if not path.is_file():
-        raise UserError(f"{checkpoint} does not say which model it is of (there is no {FOLDER}/{_MODEL} in it)")
+        raise UserError(f"{checkpoint} does not say which model it is of (there is no {DESCRIPTION} in it)")
     content = read_object(path)
     for key, (type_, must_be) in _MODEL_KEYS.items():
         if not isinstance(content.get(key), type_):
@@ -143,23 +128,14 @@ def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
     return content
 
 
-def read_converters(checkpoint: str | Path) -> list[Description]:
-    """The converters without which nothing can be made of the weights of the checkpoint of ours in that folder, or
-    behind that URL: what `CheckpointAssets.of` was given; none, where it says nothing of them.
+def read_converters(
+    checkpoint: str | Path, key: Literal["converters", "simulated"] = "converters"
+) -> list[Description]:
+    """Return those `CheckpointAssets.converters` (or `simulated`) of the checkpoint in a folder or behind a URL.
 
     Raises:
-        UserError: where what it says cannot be read.
+        UserError: if what it says of them cannot be read.
     """
-    return _read_descriptions(checkpoint, "converters")
-
-
-def read_simulation(checkpoint: str | Path) -> list[Description]:
-    """The converters that have simulated, in the run that saved the checkpoint, how the quantized model computes; what
-    is returned and raised: as `read_converters`."""
-    return _read_descriptions(checkpoint, "simulated")
-
-
-def _read_descriptions(checkpoint: str | Path, key: str) -> list[Description]:
     folder, name = folder_at(checkpoint), DESCRIPTION
     try:
         content = json_file.loads(folder.read(name), f"{checkpoint}/{name}") if folder.has_file(name) else {}
@@ -201,3 +177,48 @@ def _ids_of_tokenizer(folder: Path) -> dict[str, int]:
         return {}
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     return {key: value for key, value in ids.items() if value is not None}
+
+
+def chat_assets(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
+    """Return the files by which other tools go on with conversations as a model was trained on them: name → text.
+
+    They are the template and, unless the tokenizer's own files say so already, that generating ends where a turn does,
+    and which tokens the template's `bos_token` and `eos_token` are.
+
+    Raises:
+        UserError: for a JSON file of the tokenizer that cannot be read.
+    """
+    files = {"chat_template.jinja": template.source}
+    files |= _generation_config(tokenizer, template)
+    files |= _tokenizer_config(tokenizer.folder, template)
+    return files
+
+
+def _generation_config(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
+    """generation_config.json, where the token that ends a turn is not among its ends of a text."""
+    (of_end,) = tokenizer.tokenize([template.end_of_turn()], allow_special=True)
+    known = token_ids(tokenizer.folder, tokenizer.folder / "config.json") if tokenizer.folder else {}
+    said = known.get("eos_token_id", tokenizer.eos_id)
+    ends = said if isinstance(said, list) else [] if said is None else [said]
+    if not of_end or of_end[0] not in tokenizer.special_ids or of_end[0] in ends:
+        return {}
+    settings = _read_from(tokenizer.folder, "generation_config.json")
+    return {"generation_config.json": _as_text({**settings, **known, "eos_token_id": [*ends, of_end[0]]})}
+
+
+def _tokenizer_config(folder: Path | None, template: ChatTemplate) -> dict[str, str]:
+    """tokenizer_config.json, where a token that the template writes by its role is named nowhere."""
+    settings = _read_from(folder, "tokenizer_config.json")
+    named = settings.keys() | _read_from(folder, "special_tokens_map.json").keys()
+    unnamed = {k: text for k, text in template.variables.items() if text and k in template.source and k not in named}
+    if not unnamed:
+        return {}
+    return {"tokenizer_config.json": _as_text({**settings, **unnamed})}
+
+
+def _read_from(folder: Path | None, name: str) -> dict[str, Any]:
+    return read_object(folder / name) if folder else {}
+
+
+def _as_text(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"

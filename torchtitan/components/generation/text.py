@@ -1,10 +1,40 @@
-"""Token ids to text as they come, up to a stop string."""
+"""The tokens that begin and end a text, and the text of tokens as they come."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
 
 _UNDECODED = "�"  # what stands for bytes that are not UTF-8 (yet)
+
+
+def start_id(tokenizer: Tokenizer) -> int:
+    """The token that an empty text is continued from: BOS, or else EOS, the border between documents; `UserError`
+    where the tokenizer has neither."""
+    token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    if token_id is None:
+        raise UserError("the tokenizer has neither BOS nor EOS to begin an empty text with; give a text to begin from")
+    return token_id
+
+
+def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
+    """The tokens that end a text: the tokenizer's EOS, and all that `eos_token_id` names in the first of `folders`
+    that says something, in `generation_config.json`, else in `config.json`.
+
+    Raises:
+        UserError: if such a file is not what it should be.
+    """
+    own = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+    for path in (folder / name for folder in folders for name in ("generation_config.json", "config.json")):
+        declared = read_object(path).get("eos_token_id")
+        ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+        if not all(type(token_id) is int for token_id in ids):
+            raise UserError(f"'{path}' has eos_token_id {declared!r}, and must have an id or a list of ids")
+        if ids:
+            return own | set(ids)
+    return own
 
 
 class TextStream:
@@ -31,14 +61,10 @@ class TextStream:
         self._n_decoded = len(self._decode())
         self._pending = ""
         self._stops = [string for string in stop if string]
-        self._text = ""
+        self.text = ""
+        """All pieces so far."""
         self.stopped = False
         """Whether a stop string was found; nothing follows then."""
-
-    @property
-    def text(self) -> str:
-        """All pieces so far."""
-        return self._text
 
     def push(self, token: int) -> str:
         """Append a token; the text that is certain now, often none."""
@@ -73,12 +99,9 @@ class TextStream:
             self.stopped = True
             fresh = fresh[: min(found)]
         elif not final:
-            fresh = fresh[: len(fresh) - self._held_back(fresh)]
+            beginnings = (string[:n] for string in self._stops for n in range(1, len(string)))
+            held_back = max((len(beginning) for beginning in beginnings if fresh.endswith(beginning)), default=0)
+            fresh = fresh[: len(fresh) - held_back]
         self._pending = self._pending[len(fresh) :]
-        self._text += fresh
+        self.text += fresh
         return fresh
-
-    def _held_back(self, text: str) -> int:
-        """Characters at the end of `text` that may be the beginning of a stop string."""
-        beginnings = (string[:n] for string in self._stops for n in range(1, len(string)))
-        return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)

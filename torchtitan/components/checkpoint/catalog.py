@@ -1,32 +1,32 @@
-"""Which folders are checkpoints and which of them count: names, the marker of a complete one, what is kept.
+"""Which folders are checkpoints and which of them count: names, complete ones and damaged ones, what is kept.
 
 A save is written into `step-N.partial`, which is renamed to `step-N`; the marker, put into place last, is what makes
-it count. Where a store cannot rename, it is written into `step-N`, and the marker alone decides. Whatever stops a save,
+it count. If a store cannot rename, it is written into `step-N`, and the marker alone decides. Whatever stops a save,
 a folder without a marker remains, and nothing here takes it for a checkpoint.
 """
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from torchtitan.components.checkpoint.manifest import MANIFEST, Faults, find_faults, write_manifest
-from torchtitan.components.checkpoint.marker import (
+from torchtitan.components.checkpoint.filesystem import UNFINISHED, UNPUBLISHED, AnyFolder, Folder, folder_at
+from torchtitan.components.checkpoint.manifest import (
+    MANIFEST,
     MARKER,
+    Faults,
     Kind,
     Marker,
     MarkerError,
     UnreadMarkerError,
+    find_faults,
     in_words,
     marker_content,
     read_marker,
+    write_manifest,
 )
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.store import UNFINISHED, UNPUBLISHED, Folder, folder_at
 from torchtitan.tools.errors import UserError
-
-AnyFolder = str | os.PathLike[str] | Folder
 
 _DAMAGE = "damaged.json"
 _NAME = re.compile(r"step-(\d+)((?:\.dcp|\.removed)?\.partial)?")
@@ -40,20 +40,18 @@ class CheckpointInfo:
     """The step in the folder's name."""
 
     path: Folder
-    """Where it lies; `str()` gives the path or URL, and a local one is an `os.PathLike`."""
 
     marker: Marker | None
-    """None: the checkpoint is not complete and cannot be loaded."""
+    """None: it is not complete and cannot be loaded."""
 
     fault: str = ""
-    """Why it is not complete although it should be; the message names the marker or the folder."""
+    """Why it is not complete although it should be."""
 
     damage: str = ""
     """What a run found damaged when it was to resume from it: it is neither used nor removed without being asked."""
 
     @property
     def complete(self) -> bool:
-        """Whether every byte of it was written."""
         return self.marker is not None
 
     @property
@@ -63,13 +61,8 @@ class CheckpointInfo:
 
     @property
     def frozen_from(self) -> str:
-        """What the weights began as that it lacks, since they are not trained; empty: it lacks none."""
+        """See `Marker.frozen_from`."""
         return self.marker.frozen_from if self.marker else ""
-
-    @property
-    def frozen_digest(self) -> str:
-        """What tells these weights from others; empty where `frozen_from` does."""
-        return self.marker.frozen_digest if self.marker else ""
 
     @property
     def ends_run(self) -> bool:
@@ -78,17 +71,15 @@ class CheckpointInfo:
 
     @property
     def holds(self) -> str:
-        """What it holds, in words."""
         return in_words(self.marker.kind) if self.marker else "nothing that is complete"
 
     @property
     def validation_loss(self) -> float | None:
-        """The validation loss at its step, where it was measured."""
         return self.marker.validation_loss if self.marker else None
 
 
 def list_checkpoints(folder: AnyFolder) -> list[CheckpointInfo]:
-    """The checkpoints in `folder`, complete or not, in the order of their steps; none where there is no such folder.
+    """Return the checkpoints in `folder`, complete or not, in the order of their steps; none if there is no folder.
 
     One whose marker is damaged, or is that of a layout that this version does not know, is not complete.
     """
@@ -98,11 +89,7 @@ def list_checkpoints(folder: AnyFolder) -> list[CheckpointInfo]:
 
 
 def find_step(folder: Folder, step: int) -> CheckpointInfo:
-    """The complete, full checkpoint of `step` in `folder`.
-
-    Raises:
-        UserError: where there is none.
-    """
+    """Return the complete, full checkpoint of `step` in `folder`; raise `UserError` if there is none."""
     checkpoints = list_checkpoints(folder)
     same_step = [info for info in checkpoints if info.step == step]
     if full := [info for info in same_step if info.kind == "full"]:
@@ -119,22 +106,24 @@ def find_step(folder: Folder, step: int) -> CheckpointInfo:
 
 
 def resumable(folder: Folder) -> list[CheckpointInfo]:
-    """The complete, full checkpoints in `folder` that are not known to be damaged, in the order of their steps.
+    """Return the complete, full checkpoints in `folder` that are not known to be damaged, in the order of their steps.
 
     Raises:
-        UserError: where there is none, and there are damaged ones: to begin anew would lose the run.
+        UserError: if there is none, and there are damaged ones: to begin anew would lose the run.
     """
     checkpoints = list_checkpoints(folder)
     sound = [info for info in checkpoints if info.kind == "full" and not info.damage]
     lost = {info.step: info.fault for info in checkpoints if info.fault}
-    lost |= {info.step: f"it was found damaged: {info.damage}" for info in checkpoints if _is_lost(info)}
+    lost |= {
+        info.step: f"it was found damaged: {info.damage}" for info in checkpoints if info.kind == "full" and info.damage
+    }
     if lost and not sound:
         raise none_sound(folder, lost)
     return sound
 
 
 def none_sound(folder: Folder, lost: Mapping[int, str]) -> UserError:
-    """The error of a run that has checkpoints and can resume from none; `lost` says of each step why."""
+    """Return the error of a run that has checkpoints and can resume from none; `lost` is step → why."""
     lines = "".join(f"\n  step {step}: {lost[step]}" for step in sorted(lost))
     note = f" and remove its {_DAMAGE}" if any(info.damage for info in list_checkpoints(folder)) else ""
     return UserError(
@@ -144,14 +133,10 @@ def none_sound(folder: Folder, lost: Mapping[int, str]) -> UserError:
 
 
 def open_checkpoint(path: AnyFolder, option: str = "") -> CheckpointInfo:
-    """The complete checkpoint that is the folder `path`, whatever the folder's name.
-
-    Args:
-        path: a step's folder.
-        option: what named it, for the messages.
+    """Return the complete checkpoint that is the folder `path`, whatever the folder's name.
 
     Raises:
-        UserError: where `path` is no folder, no checkpoint, an incomplete one or one with a damaged marker.
+        UserError: if `path`, named by `option`, is no folder, no checkpoint, incomplete or has a damaged marker.
     """
     folder, named = folder_at(path), f"{option}: " if option else ""
     if not folder.exists():
@@ -172,19 +157,17 @@ def open_checkpoint(path: AnyFolder, option: str = "") -> CheckpointInfo:
 
 
 def verify(path: AnyFolder, ranks: Ranks | None = None) -> list[str]:
-    """What is wrong with the files of the checkpoint in the folder `path`, one line for each; empty: nothing.
+    """Return what is wrong with the files of the checkpoint in the folder `path`, one line for each; empty: nothing.
 
-    Args:
-        path: a step's folder.
-        ranks: those who share the work, calling this together; None: this process alone.
+    `ranks` share the work, calling this together; None: this process alone.
     """
     return find_damage(folder_at(path), ranks or Ranks()).lines
 
 
 def find_damage(folder: Folder, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
-    """As `verify`, with what is damaged apart from what could not be read; `only` names the files to look at."""
+    """As `verify`, with damage apart from what could not be read; `only` names the files to look at."""
     try:
-        marker = ranks.first_decides(lambda: read_marker(folder))
+        marker = ranks.broadcast_from_rank0(lambda: read_marker(folder))
     except UnreadMarkerError as error:
         return Faults(unread=[str(error)])
     except MarkerError as error:
@@ -193,31 +176,25 @@ def find_damage(folder: Folder, ranks: Ranks, *, only: Collection[str] | None = 
 
 
 def raise_if_damaged(path: AnyFolder, ranks: Ranks | None = None, *, only: Collection[str] | None = None) -> None:
-    """Verify the checkpoint that was asked for by name.
-
-    Args: as of `find_damage`.
-
-    Raises:
-        UserError: where a file of it is not as it was written, or cannot be read.
-    """
+    """Raise `UserError` if a file of the checkpoint in `path` is not as it was written, or cannot be read."""
     if faults := find_damage(folder_at(path), ranks or Ranks(), only=only):
         raise UserError(f"{path} {faults.in_words()}; load another checkpoint")
 
 
 def record_damage(checkpoint: CheckpointInfo, faults: Sequence[str]) -> None:
-    """Leave a note in a checkpoint that was found damaged, so that later runs neither count on it nor remove it."""
+    """Leave a note in a damaged checkpoint, so that later runs neither count on it nor remove it."""
     checkpoint.path.write(_DAMAGE, json.dumps({"faults": faults}, indent=1).encode())
 
 
 def has_marker(path: AnyFolder) -> bool:
-    """Whether the folder `path` says of itself that it is a complete checkpoint."""
+    """Whether the folder `path` has a marker, sound or not."""
     return folder_at(path).has_file(MARKER)
 
 
 def start_partial(folder: AnyFolder, step: int) -> Folder:
-    """An empty folder to write the checkpoint of `step` into, after what an earlier attempt left is removed.
+    """Return an empty folder to write the checkpoint of `step` into; what an earlier attempt left is removed.
 
-    Where the store cannot rename, it has the checkpoint's own name, and a complete checkpoint of that name is removed.
+    If the store cannot rename, it has the checkpoint's own name, and a complete checkpoint of that name is removed.
     """
     folder = folder_at(folder)
     discard_incomplete(folder, step)
@@ -229,43 +206,30 @@ def start_partial(folder: AnyFolder, step: int) -> Folder:
 
 
 def start_native(partial: Folder) -> Folder:
-    """An empty folder beside `partial`, `step-N.dcp.partial`, for the checkpoint that another form is made from."""
+    """Return an empty folder beside `partial`, `step-N.dcp.partial`: another form is made from what it gets."""
     native = partial.parent / f"{partial.name.removesuffix('.partial')}.dcp.partial"
     native.make()
     return native
 
 
-def discard_export(native: Folder) -> None:
-    """Remove what was made from the folder of `start_native`, complete or not."""
-    partial = native.parent / f"{native.name.removesuffix('.dcp.partial')}.partial"
-    if partial.exists():
-        remove_checkpoint(partial)
-
-
 def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, name: str = "") -> Folder:
     """Write the manifest of the fully written folder `partial` and turn it into the complete checkpoint; return that.
 
-    `step-N.partial` becomes `step-N`. A checkpoint of the same step, which a run that resumed from an earlier one left
-    behind, is replaced.
-
-    Args:
-        partial: as `start_partial` gave it.
-        marker: its `manifest` is filled in.
-        ranks: those who share the work, calling this together; None: this process alone.
-        name: what it is to be called; empty: as `partial`, without ".partial".
+    A checkpoint of the same name, which a run that resumed from an earlier one left behind, is replaced. `marker` gets
+    its `manifest`; `ranks` call this together; `name` is "step-N", by default that of `partial`.
 
     Raises:
-        OSError: on every rank, where a file cannot be written or read.
+        OSError: on every rank, if a file cannot be written or read.
     """
     folder, ranks = folder_at(partial), ranks or Ranks()
     assert folder.name.endswith(".partial") or not folder.renames, "commit takes what is to be renamed"
     marker = dataclasses.replace(marker, manifest=write_manifest(folder, ranks))
     final = name or folder.name.removesuffix(".partial")
-    return ranks.first_decides(lambda: folder.publish(final, MARKER, marker_content(marker)))
+    return ranks.broadcast_from_rank0(lambda: folder.publish(final, MARKER, marker_content(marker)))
 
 
 def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """The one of the lowest validation loss, the earliest of equals; None where none has one."""
+    """Return the one of the lowest validation loss, the earliest of equals; None if none has one."""
     measured = [(info.validation_loss, info) for info in checkpoints if info.validation_loss is not None]
     numbers = [(loss, info) for loss, info in measured if loss == loss]  # NaN is not
     return min(numbers, key=lambda pair: pair[0])[1] if numbers else None
@@ -274,15 +238,9 @@ def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
 def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[int], bool] | None = None) -> None:
     """Keep `keep_latest_k` (0: all) of the complete checkpoints up to `step`, the one just saved, and remove the rest.
 
-    The newest full one always stays, since without it the run could not be continued. So does the end of a run
-    (`CheckpointInfo.ends_run`). Those found damaged stay, as evidence. Those of later steps stay too: a run that went
-    back replaces them as it reaches their steps.
-
-    Args:
-        folder: where the checkpoints lie.
-        step: the one just saved.
-        keep_latest_k: how many to keep.
-        best_of: the one of the lowest validation loss stays too, of those whose step this accepts; None: none does.
+    The newest full one always stays, since without it the run could not resume. So does the end of a run
+    (`CheckpointInfo.ends_run`), and of the steps that `best_of` accepts, the one of the lowest validation loss. Those
+    found damaged stay, as evidence, and those of later steps: a run that went back replaces them as it reaches them.
     """
     complete = [info for info in list_checkpoints(folder) if info.complete and not info.damage and info.step <= step]
     kept = [info for info in complete if info.kind == "full"][-1:]
@@ -306,26 +264,19 @@ def remove_checkpoint(path: Folder) -> None:
     path.remove(first=MARKER)
 
 
-def _is_lost(info: CheckpointInfo) -> bool:
-    return info.kind == "full" and bool(info.damage)
-
-
 def _inspect(step: int, folder: Folder) -> CheckpointInfo:
     if folder.name.endswith(UNFINISHED):
         return CheckpointInfo(step, folder, None)  # with a marker, it is being removed
     try:
         marker = read_marker(folder)
-        fault = f"{folder}/{MARKER} is missing" if marker is None and _lost_marker(folder) else ""
+        # If a save renames what is fully written, it leaves no folder with a manifest and without a marker.
+        is_whole = marker or not folder.renames or not folder.has_file(MANIFEST)
+        fault = "" if is_whole or folder.has_file(MARKER + UNPUBLISHED) else f"{folder}/{MARKER} is missing"
         return CheckpointInfo(step, folder, marker, fault, _read_damage(folder))
     except MarkerError as error:
         return CheckpointInfo(step, folder, None, fault=str(error))
     except OSError as error:
         return CheckpointInfo(step, folder, None, fault=f"{folder} could not be read ({error})")
-
-
-def _lost_marker(folder: Folder) -> bool:
-    """Whether a folder without a marker had one: where a save renames what is fully written, it leaves none like it."""
-    return folder.renames and folder.has_file(MANIFEST) and not folder.has_file(MARKER + UNPUBLISHED)
 
 
 def _read_damage(folder: Folder) -> str:

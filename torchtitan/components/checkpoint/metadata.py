@@ -1,8 +1,7 @@
-"""Reads checkpoints of torch.distributed.checkpoint (DCP) as data, whoever wrote them.
+"""The safe reader of `.metadata`, the index of a checkpoint of torch.distributed.checkpoint (DCP), whoever wrote it.
 
-DCP's own reader unpickles `.metadata` and the entries that are not tensors, and a pickle can run any code. This module
-has the only reader of the project: it turns a pickle into records that have no code, checks them against the files of
-the folder, and builds DCP's objects from the checked values.
+DCP's own reader unpickles it, and a pickle can run any code. This module turns the pickle into records that have no
+code, checks them against the files of the folder, and builds DCP's objects from the checked values.
 
 DCP takes a second to import: import this module where it is used, not at the top of another.
 """
@@ -12,13 +11,9 @@ import math
 import pickle
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import IO, Any
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -29,11 +24,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
 
-from torchtitan.components.checkpoint.formats.find import DCP_METADATA
-from torchtitan.components.checkpoint.formats.source import damaged
-from torchtitan.components.checkpoint.store import Folder, LocalFolder
+from torchtitan.components.checkpoint.filesystem import DCP_METADATA, Folder
+from torchtitan.protocols.tensor_source import damaged
 from torchtitan.tools.errors import UserError
 
 _MAX_DIMS = 64
@@ -66,37 +59,6 @@ _OPCODES = (
 """The instructions that a `.metadata` is written in, except those that are checked first."""
 
 
-class Reader(dcp.FileSystemReader):
-    """DCP's reader of the files in a folder, on a disk or behind a URL; runs nothing that the files contain.
-
-    Args:
-        folder: the checkpoint's.
-        metadata: as `read_metadata` returned it, on this rank or another.
-    """
-
-    def __init__(self, folder: Folder, metadata: Metadata):
-        super().__init__(str(folder))
-        if not isinstance(folder, LocalFolder):
-            remote = FsspecReader(str(folder))
-            self.fs, self.path = remote.fs, remote.path
-        self.metadata = metadata
-
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        """Return an entry's part of a file, unless its records would unpack to more than it has."""
-        entry = super()._slice_file(file, sinfo)
-        if entry.read(4) == b"PK\3\4":  # as torch.load tells a zip file
-            entry.seek(0)
-            records: Any = torch._C.PyTorchFileReader(entry)
-            n_bytes = sum(records.get_record_size(name) for name in records.get_all_records())
-            _require(n_bytes <= sinfo.length, f"{sinfo.relative_path} has compressed records")
-        entry.seek(0)
-        return entry
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata that this object was given."""
-        return self.metadata
-
-
 def read_metadata(folder: Folder) -> Metadata:
     """Return the checked metadata of the checkpoint in `folder`.
 
@@ -109,25 +71,15 @@ def read_metadata(folder: Folder) -> Metadata:
         metadata = _checked(_Unpickler(folder.read(DCP_METADATA)).load(), sizes)
     except _CodeError as error:
         raise UserError(
-            f"{file} names {in_words(error)}, which could run code, and is not loaded: it is damaged or made to do "
+            f"{file} names {short_error(error)}, which could run code, and is not loaded: it is damaged or made to do "
             "harm; take the checkpoint from another source"
         ) from error
     except Exception as error:  # the bytes are anybody's, and there is no end to what they lead to
-        raise damaged(file, in_words(error)) from error
+        raise damaged(file, short_error(error)) from error
     for name, n_bytes in _needed(metadata.storage_data.values()).items():
         if n_bytes > sizes[name]:
             raise damaged(f"{folder}/{name}", f"it has {sizes[name]:,} bytes, and {n_bytes:,} are needed")
     return metadata
-
-
-class Planner(DefaultLoadPlanner):
-    """DCP's planner, which loads only text from entries that are not tensors."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put the text into its place in the state dict."""
-        name, text = read_item.dest_index.fqn, torch.load(value, weights_only=True)
-        _require(isinstance(text, str), f"{name} holds a {type(text).__name__} instead of text")
-        set_element(self.original_state_dict, self.mappings[name], text)
 
 
 class _DamageError(ValueError):
@@ -139,8 +91,7 @@ class _CodeError(_DamageError):
 
 
 class _Record:
-    """An object as a pickle describes it. Each read makes subclasses of its own, so that no pickle changes another's
-    classes."""
+    """An object as a pickle describes it; each read makes subclasses, so that no pickle changes another's."""
 
     state: Any = None
 
@@ -169,7 +120,7 @@ class _Unpickler(pickle._Unpickler):
         return dtype
 
     def _load_call(self: Any) -> None:
-        _require(len(self.stack[-1]) <= _MAX_ARGUMENTS, "it has an object with too many arguments")
+        require(len(self.stack[-1]) <= _MAX_ARGUMENTS, "it has an object with too many arguments")
         pickle._Unpickler.load_reduce(self)  # type: ignore[attr-defined]
 
     def _load_item(self: Any) -> None:
@@ -188,23 +139,18 @@ class _Unpickler(pickle._Unpickler):
 
 def _check_keys(keys: list[Any]) -> None:
     # Hashing a tuple of tuples of tuples … would overflow the stack and end the process.
-    _require(all(isinstance(key, str | _Record) for key in keys), "it has a dict with keys that are not names")
+    require(all(isinstance(key, str | _Record) for key in keys), "it has a dict with keys that are not names")
 
 
 def _checked(root: Any, sizes: Mapping[str, int]) -> Metadata:
-    """Return the metadata that the record `root` describes.
+    """Return the metadata that `root` describes; raise an error of any class if that is not as DCP writes it.
 
-    Args:
-        root: the unpickled object.
-        sizes: bytes of the files in the folder, by name.
-
-    Raises:
-        Exception: of any class, if anything is not as DCP writes it.
+    `sizes` are the bytes of the files in the folder, by name.
     """
     fields = _fields(root, "Metadata")
     places = {_index(index): _place(place, sizes) for index, place in fields["storage_data"].items()}
     n_chunks = sum(len(_fields(form)["chunks"]) for form in fields["state_dict_metadata"].values() if _is_tensor(form))
-    _require(n_chunks <= len(places), "it has more pieces of tensors than places for them")
+    require(n_chunks <= len(places), "it has more pieces of tensors than places for them")
     forms = {_text(name): _form(name, form, places) for name, form in fields["state_dict_metadata"].items()}
     names = {name: _saved_name(name, fields["planner_data"]) for name in forms}
     return Metadata(forms, planner_data=names, storage_data=places, storage_meta=StorageMeta())
@@ -214,20 +160,20 @@ def _form(
     name: str, record: Any, places: Mapping[MetadataIndex, _StorageInfo]
 ) -> TensorStorageMetadata | BytesStorageMetadata:
     if not _is_tensor(record):
-        _require(type(record).__name__ == "BytesStorageMetadata", f"{name} is neither tensor nor text")
-        _require(MetadataIndex(name) in places, f"it does not say where {name} is")
+        require(type(record).__name__ == "BytesStorageMetadata", f"{name} is neither tensor nor text")
+        require(MetadataIndex(name) in places, f"it does not say where {name} is")
         return BytesStorageMetadata()
     fields = _fields(record)
     dtype, *_ = fields["properties"].state
-    _require(isinstance(dtype, torch.dtype), f"{name} has no type")
+    require(isinstance(dtype, torch.dtype), f"{name} has no type")
     size = _size(fields["size"])
     chunks = [_chunk(name, chunk, size) for chunk in fields["chunks"]]
-    _require(sum(chunk.sizes.numel() for chunk in chunks) == size.numel(), f"the pieces of {name} are not all of it")
+    require(sum(chunk.sizes.numel() for chunk in chunks) == size.numel(), f"the pieces of {name} are not all of it")
     for chunk in chunks:
         place = places.get(MetadataIndex(name, chunk.offsets))
-        _require(place is not None, f"it does not say where {name} is")
+        require(place is not None, f"it does not say where {name} is")
         assert place is not None
-        _require(chunk.sizes.numel() * dtype.itemsize <= place.length, f"{name} is larger than its place in the file")
+        require(chunk.sizes.numel() * dtype.itemsize <= place.length, f"{name} is larger than its place in the file")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
@@ -237,30 +183,30 @@ def _chunk(name: str, record: Any, whole: torch.Size) -> ChunkStorageMetadata:
     inside = len(chunk.offsets) == len(chunk.sizes) == len(whole) and all(
         offset + size <= end for offset, size, end in zip(chunk.offsets, chunk.sizes, whole, strict=True)
     )
-    _require(inside, f"a piece of {name} lies outside of it")
+    require(inside, f"a piece of {name} lies outside of it")
     return chunk
 
 
 def _index(record: Any) -> MetadataIndex:
     fields = _fields(record, "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")
-    _require(index is None or type(index) is int, "it has an index that is not a number")
+    require(index is None or type(index) is int, "it has an index that is not a number")
     return MetadataIndex(_text(fields["fqn"]), None if offset is None else _size(offset), index)
 
 
 def _place(record: Any, sizes: Mapping[str, int]) -> _StorageInfo:
     fields = _fields(record, "_StorageInfo")
     file, numbers = _text(fields["relative_path"]), (fields["offset"], fields["length"])
-    _require(all(type(number) is int and 0 <= number < 2**63 for number in numbers), f"it has no place in {file}")
-    _require(not fields.get("transform_descriptors"), f"{file} is compressed or encrypted, which is not supported")
+    require(all(type(number) is int and 0 <= number < 2**63 for number in numbers), f"it has no place in {file}")
+    require(not fields.get("transform_descriptors"), f"{file} is compressed or encrypted, which is not supported")
     # Names that lead out of the folder are none of its files.
-    _require(file in sizes, f"{file} is not in the folder")
+    require(file in sizes, f"{file} is not in the folder")
     return _StorageInfo(file, *numbers)
 
 
 def _saved_name(key: str, planner_data: Mapping[str, Any]) -> tuple[str, str]:
     path = planner_data[key]
-    _require(isinstance(path, tuple) and len(path) == 2, f"{key} is not the entry of a state of a run here")
+    require(isinstance(path, tuple) and len(path) == 2, f"{key} is not the entry of a state of a run here")
     return _text(path[0]), _text(path[1])
 
 
@@ -270,46 +216,47 @@ def _is_tensor(record: Any) -> bool:
 
 def _fields(record: Any, kind: str = "") -> dict[str, Any]:
     found = type(record).__name__
-    _require(not kind or found == kind, f"it has a {found} in place of a {kind}")
+    require(not kind or found == kind, f"it has a {found} in place of a {kind}")
     state = record.state
-    _require(isinstance(state, dict), f"a {found} has no fields")
+    require(isinstance(state, dict), f"a {found} has no fields")
     fields: dict[str, Any] = state
     return fields
 
 
 def _size(record: Any) -> torch.Size:
-    _require(type(record).__name__ == "Size", "it has a size that is none")
+    require(type(record).__name__ == "Size", "it has a size that is none")
     (value,) = record.args
     fits = isinstance(value, tuple) and len(value) <= _MAX_DIMS
-    _require(fits and all(type(number) is int and number >= 0 for number in value), "it has an impossible size")
+    require(fits and all(type(number) is int and number >= 0 for number in value), "it has an impossible size")
     # Without the zeros, which make the product none: PyTorch refuses such a size too.
-    _require(math.prod(max(1, number) for number in value) < 2**60, "it has an impossible size")
+    require(math.prod(max(1, number) for number in value) < 2**60, "it has an impossible size")
     return torch.Size(value)
 
 
 def _text(value: Any) -> str:
-    _require(isinstance(value, str) and len(value) <= _MAX_NAME, "it has a name that is not text, or endless")
+    require(isinstance(value, str) and len(value) <= _MAX_NAME, "it has a name that is not text, or endless")
     return str(value)
 
 
-def _require(is_met: bool, otherwise: str) -> None:
+def require(is_met: bool, otherwise: str) -> None:
+    """Raise an error of the module with the message `otherwise` unless `is_met`."""
     if not is_met:
         raise _DamageError(otherwise)
 
 
 def _needed(places: Collection[_StorageInfo]) -> dict[str, int]:
     """Return the bytes that the files must have, by name, since no two places in a file overlap."""
-    lengths: Counter[str] = Counter()
-    for place in places:
-        lengths[place.relative_path] += place.length
-    ends = {place.relative_path: 0 for place in places}
+    ends, lengths = Counter[str](), Counter[str]()
     for place in places:
         ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
-    return {name: max(ends[name], lengths[name]) for name in ends}
+        lengths[place.relative_path] += place.length
+    return dict(ends | lengths)
 
 
-def in_words(error: BaseException) -> str:
-    """Return an error's class and message (the message alone of an error that this module raises) as one short line,
-    without characters that control a terminal: a hostile file may put any text into it."""
+def short_error(error: BaseException) -> str:
+    """Return an error's class and message, of this module's errors the message alone, as one short line.
+
+    It has no characters that control a terminal: a hostile file may put any text into it.
+    """
     text = str(error) if isinstance(error, _DamageError) else f"{type(error).__name__}: {error}"
     return "".join(character for character in text.partition("\n")[0][:200] if character.isprintable())

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.components.checkpoint.assets import (
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.tokenizer.auto_tokenizer import settle_for_auto_tokenizer
+from torchtitan.components.weights.assets import (
     FOLDER,
     AssetFile,
     CheckpointAssets,
@@ -18,20 +20,15 @@ from torchtitan.components.checkpoint.assets import (
     token_ids,
     write_files,
 )
-from torchtitan.components.checkpoint.formats.convert import ForeignView
-from torchtitan.components.checkpoint.formats.converted import PlainView
-from torchtitan.components.checkpoint.formats.find import Format
-from torchtitan.components.checkpoint.formats.huggingface import (
-    MAX_FILE_BYTES,
-    write_huggingface,
-    write_huggingface_index,
-)
-from torchtitan.components.checkpoint.formats.meta import PARAMETERS, write_meta
-from torchtitan.components.checkpoint.formats.source import TensorSource
-from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.tokenizer.auto_tokenizer import settle_for_auto_tokenizer
+from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, write_huggingface
+from torchtitan.components.weights.sources import Format
+from torchtitan.components.weights.torch_files import META_PARAMETERS, write_meta
+from torchtitan.components.weights.views import ForeignView, PlainView
+from torchtitan.protocols.conversion import converted_model
+from torchtitan.protocols.converter import ModelConverter
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.state_dict_adapter import ForeignFormat, TensorForm
+from torchtitan.protocols.state_dict_adapter import ForeignFormat
+from torchtitan.protocols.tensor_source import TensorForm, TensorSource
 from torchtitan.tools.errors import UserError
 
 GENERATION_CONFIG = "generation_config.json"
@@ -53,24 +50,22 @@ def export_checkpoint(
     """Write a model into `folder` in the format `to`, tensor by tensor; what converters write beside comes last.
 
     Args:
-        folder: an existing, empty folder. In our own format (DCP) the checkpoint is complete when the caller has
-            committed it (`folders.commit`).
+        folder: an existing, empty folder; in our own format (DCP), the caller completes it (`catalog.commit`).
         to: the format.
         spec: the model.
-        source: its weights, under our names. Of a converted model (`PlainView`), the converters write beside Hugging
-            Face's files what they have to.
+        source: its weights, under our names; a `PlainView` if it has been converted.
         assets: folder with the files that go along (`assets.FILES`) and, of a Hugging Face checkpoint, a config.json;
             None: there are none.
         changed_files: content by name of files that go along in place of those in `assets`, or beside them.
         dtype: of the floating-point weights that are written. None: as they are.
         max_file_bytes: largest file of weights, in Hugging Face's format.
         advance: called with the bytes of each tensor that has been read.
-        ranks: those who share the work, calling this together, each with a source of the whole model: in Hugging
-            Face's format each writes some of the files, otherwise the first writes all. None: this process alone.
+        ranks: those who share the work, calling this together, each with a source of the whole model. None: this
+            process alone.
 
     Raises:
         UserError: for a format or a type that cannot hold the model; it names the tensor whose values are too large.
-        OSError: where it cannot be written.
+        OSError: if it cannot be written.
     """
     view = source if to == "dcp" else ForeignView(source, format_for(spec, to).adapter(spec.model))
     forms = {name: _converted(form, dtype) for name, form in view.forms.items()}
@@ -81,39 +76,57 @@ def export_checkpoint(
         return tensor
 
     group = ranks or Ranks()
-    group.first_decides(lambda: _write_description(folder, to, spec, assets, changed_files or {}, forms))
+    group.broadcast_from_rank0(lambda: _write_description(folder, to, spec, assets, changed_files or {}, forms))
     if to == "hf":
-        share = partial(write_huggingface, only_files=lambda index: index % group.size == group.rank)
-        group.together(lambda: share(folder, forms, make, max_file_bytes=max_file_bytes))
-        group.first_decides(lambda: write_huggingface_index(folder, forms, max_file_bytes=max_file_bytes))
+        write_huggingface(folder, forms, make, max_file_bytes=max_file_bytes, ranks=group)
         if isinstance(source, PlainView):
-            group.first_decides(partial(source.write_beside, folder, spec))
+            group.broadcast_from_rank0(partial(source.write_beside, folder, spec))
     elif to == "meta":
-        group.first_decides(lambda: write_meta(folder, forms, make))
+        group.broadcast_from_rank0(lambda: write_meta(folder, forms, make))
     else:
-        from torchtitan.components.checkpoint.formats.dcp import write_dcp  # deferred: DCP takes a second to import
+        from torchtitan.components.checkpoint.dcp import write_dcp  # deferred: DCP takes a second to import
 
-        group.first_decides(lambda: write_dcp(folder, forms, make))
+        group.broadcast_from_rank0(lambda: write_dcp(folder, forms, make))
+
+
+def export_huggingface(
+    source: Path,
+    target: Path,
+    ranks: Ranks,
+    *,
+    spec: ModelSpec,
+    assets: Path | None,
+    changed_files: Mapping[str, bytes] | None = None,
+    converters: Sequence[ModelConverter] = (),
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Fill `target` with the Hugging Face folder of a model; every rank calls this, and writes some of the files.
+
+    Args:
+        source: a checkpoint of the model, in our own format.
+        converters: those that have been applied to the model: what is written is the plain one, and what they write.
+        dtype: of the floating-point weights of a converted model; None: as the plain ones follow from it.
+        target, ranks, spec, assets, changed_files: as of `export_checkpoint`.
+    """
+    from torchtitan.components.checkpoint.dcp import DcpSource  # deferred: DCP takes a second to import
+
+    weights: TensorSource = DcpSource(source)
+    if converters:
+        weights = PlainView(weights, converted_model(spec.model, converters), converters)
+    export_checkpoint(target, "hf", spec, weights, assets, changed_files=changed_files, dtype=dtype, ranks=ranks)
 
 
 def format_for(spec: ModelSpec, to: Format) -> ForeignFormat:
-    """What the family of `spec` says of the format `to`.
-
-    Raises:
-        UserError: where it says nothing.
-    """
+    """Return what the family of `spec` says of the format `to`; raise `UserError` if it says nothing."""
     if to not in spec.formats:
         raise UserError(f"{spec.name} has no format '{to}' (there are: {', '.join(['dcp', *spec.formats])})")
     return spec.formats[to]
 
 
 def config_json(spec: ModelSpec, ids: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The content of a model's config.json, which old and new versions of transformers read.
+    """Return the content of a model's config.json, which old and new versions of transformers read.
 
-    Args:
-        spec: the model.
-        ids: as `assets.token_ids` gives them.
-        dtype: of its weights.
+    `ids` are as `assets.token_ids` gives them, `dtype` is that of the weights.
     """
     name = str(dtype).removeprefix("torch.")
     return {**format_for(spec, "hf").to_foreign(spec.model), **ids, "dtype": name, "torch_dtype": name}
@@ -138,7 +151,7 @@ def _write_description(
     if to == "hf":
         _write_json(folder / "config.json", config_json(spec, ids, prevailing_dtype(forms)))
     elif to == "meta":
-        _write_json(folder / PARAMETERS, format_for(spec, "meta").to_foreign(spec.model))
+        _write_json(folder / META_PARAMETERS, format_for(spec, "meta").to_foreign(spec.model))
     if ids and not (beside / GENERATION_CONFIG).exists():
         _write_json(beside / GENERATION_CONFIG, dict(ids))
     if to == "hf":
@@ -146,7 +159,7 @@ def _write_description(
 
 
 def prevailing_dtype(forms: Mapping[str, TensorForm]) -> torch.dtype:
-    """The dtype of most values."""
+    """Return the dtype of most values."""
     values: Counter[torch.dtype] = Counter()
     for form in forms.values():
         values[form.dtype] += form.shape.numel()

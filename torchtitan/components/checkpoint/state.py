@@ -1,7 +1,7 @@
-"""The states that torch has no `state_dict` for in the form a checkpoint needs: a wrapped model, random numbers."""
+"""States in the form a checkpoint needs, if torch has no `state_dict` for them: a wrapped model, random numbers."""
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
 
 
+Entries = dict[str, torch.Tensor | str]
+"""A state as it is saved: its tensors under their names, and all else in one string."""
+
+
 class ModelState:
-    """The weights of a model, or of the parts of one that this process holds, under their canonical names.
+    """The weights of a model, or of the pipeline stages of this process, under their canonical names.
 
     The prefixes of DDP, `torch.compile` and activation checkpointing do not show in the names, and sharded
     parameters are DTensors, so a checkpoint fits the model whatever it is wrapped in and however it is laid out.
-
-    Args:
-        model_parts: one model, or the pipeline stages of this process.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module]):
@@ -33,11 +34,7 @@ class ModelState:
         return {name: value for part in self._part_state_dicts() for name, value in part.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy `state_dict`, of the form that `state_dict()` gives, into the model.
-
-        Raises:
-            UserError: where a name is missing or not one of the model's.
-        """
+        """Copy `state_dict` into the model; raise `UserError` if a name is missing or not one of the model's."""
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
         part_names = [part.keys() for part in self._part_state_dicts()]
@@ -50,18 +47,17 @@ class ModelState:
     @property
     def added(self) -> set[str]:
         """Names of the tensors that the plain model has nothing of (`ConvertedModule.added`)."""
-        return {name for prefix, module in self._converted() for name in _names(prefix, module.added)}
+        return self._names_in(lambda module: module.added)
 
     @property
     def derived(self) -> set[str]:
         """Names of the tensors that are in another form than the plain model's (`ConvertedModule.derived`)."""
-        return {name for prefix, module in self._converted() for name in _names(prefix, module.derived)}
+        return self._names_in(lambda module: module.derived)
 
     @property
     def of_converted(self) -> set[str]:
         """Names of all tensors that belong to a `ConvertedModule`."""
-        modules = self._converted()
-        return {name for prefix, module in modules for name in _names(prefix, module.state_dict())}
+        return self._names_in(lambda module: module.state_dict())
 
     @property
     def frozen(self) -> set[str]:
@@ -69,8 +65,10 @@ class ModelState:
         named = [pair for part in self.model_parts for pair in part.named_parameters()]
         return {canonical_name(name) for name, parameter in named if not parameter.requires_grad} - self.added
 
-    def _converted(self) -> list[tuple[str, ConvertedModule]]:
-        return [pair for part in self.model_parts for pair in converted_modules(part)]
+    def _names_in(self, own_names: Callable[[ConvertedModule], Collection[str]]) -> set[str]:
+        modules = [pair for part in self.model_parts for pair in converted_modules(part)]
+        names = [f"{prefix}.{name}" if prefix else name for prefix, module in modules for name in own_names(module)]
+        return {canonical_name(name) for name in names}
 
     def _part_state_dicts(self) -> list[dict[str, Any]]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -79,19 +77,16 @@ class ModelState:
 
 
 class TrainedState:
-    """The weights of a model without those that are `frozen`: what a checkpoint needs to hold of it, where the others
-    can be had again."""
+    """The weights of a model but those that are `frozen`, for a checkpoint, if these can be loaded from elsewhere."""
 
     def __init__(self, state: ModelState):
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """As `ModelState.state_dict`."""
         frozen = self._state.frozen
         return {name: value for name, value in self._state.state_dict().items() if name not in frozen}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As `ModelState.load_state_dict`; the frozen weights stay as they are."""
         self._state.load_state_dict({**self._state.state_dict(), **state_dict})
 
 
@@ -129,13 +124,15 @@ class RandomState:
         random.setstate((version, tuple(internal), gauss_next))
 
 
-def _names(prefix: str, own: Collection[str]) -> list[str]:
-    return [canonical_name(f"{prefix}.{name}" if prefix else name) for name in own]
+def without_frozen(states: "Mapping[str, Stateful]") -> "dict[str, Stateful]":
+    """Return `states` with a `TrainedState` in place of each `ModelState`."""
+    return {name: TrainedState(state) if isinstance(state, ModelState) else state for name, state in states.items()}
 
 
 def with_parameter_names(name: str, state: "Stateful", states: "Mapping[str, Stateful]") -> "Stateful":
-    """Return a torch optimizer, which numbers its parameters, as an `OptimizerState` over its model among `states`; any
-    other state as it is.
+    """Return a torch optimizer, which numbers its parameters, as an `OptimizerState` over its model among `states`.
+
+    Any other state is returned as it is.
 
     Raises:
         UserError: if none of the models has the optimizer's parameters.

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +14,9 @@ from typing import Any, ClassVar
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+
+DCP_METADATA = ".metadata"
+"""The file that torch.distributed.checkpoint (DCP) writes last into a folder."""
 
 UNFINISHED = ".partial"
 """The end of the name of a folder that is being written, or removed."""
@@ -25,8 +27,8 @@ UNPUBLISHED = ".tmp"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
-def folder_at(path: "str | os.PathLike[str] | Folder") -> "Folder":
-    """The folder of a path or URL, whether it exists or not; file:// is a path.
+def folder_at(path: "AnyFolder") -> "Folder":
+    """Return the folder of a path or URL, whether it exists or not; file:// is a path.
 
     Raises:
         UserError: for a URL that nothing installed can open.
@@ -34,9 +36,7 @@ def folder_at(path: "str | os.PathLike[str] | Folder") -> "Folder":
     if isinstance(path, Folder):
         return path
     text = os.fspath(path)
-    if not _URL.match(text):
-        return LocalFolder(Path(text))
-    if text.startswith("file://"):
+    if not is_url(text) or text.startswith("file://"):
         return LocalFolder(Path(text.removeprefix("file://")))
     return RemoteFolder(text.rstrip("/"))
 
@@ -51,83 +51,14 @@ def inside(dump_folder: str, folder: str) -> "Folder":
     return folder_at(folder) if is_url(folder) else LocalFolder(Path(dump_folder) / folder)
 
 
-class Folder(ABC):
-    """One folder, and what a checkpoint needs of the place where it lies; `str()` gives its path or URL."""
-
-    renames: ClassVar[bool]
-    """Whether a folder gets another name in one step, all or nothing."""
-
-    @abstractmethod
-    def __truediv__(self, name: str) -> "Folder":
-        """The folder `name` in this one."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The last part of the path."""
-
-    @property
-    @abstractmethod
-    def parent(self) -> "Folder":
-        """The folder that this one is in."""
-
-    @abstractmethod
-    def exists(self) -> bool:
-        """Whether it is there, and a folder."""
-
-    @abstractmethod
-    def folders(self) -> list[str]:
-        """The names of the folders in it; none where it does not exist."""
-
-    @abstractmethod
-    def files(self) -> dict[str, int]:
-        """Bytes of every file in it and in its folders, by relative name."""
-
-    @abstractmethod
-    def has_file(self, name: str) -> bool:
-        """Whether there is the file `name`."""
-
-    @abstractmethod
-    def open(self, name: str) -> contextlib.AbstractContextManager[io.BufferedIOBase]:
-        """The file `name`, to be read; what goes wrong while it is open is an `OSError`."""
-
-    @abstractmethod
-    def write(self, name: str, content: bytes) -> None:
-        """Write the file `name`; when this returns it outlasts a power failure."""
-
-    @abstractmethod
-    def make(self) -> None:
-        """Create it, and those that it is in."""
-
-    @abstractmethod
-    def remove(self, first: str) -> None:
-        """Remove it with all that it holds. Cut short, the rest is not complete: `first` is the file that says so."""
-
-    @abstractmethod
-    def sync(self, name: str) -> None:
-        """Make the file `name`, which something else wrote, outlast a power failure."""
-
-    @abstractmethod
-    def publish(self, name: str, marker: str, content: bytes) -> "Folder":
-        """Give it the name `name`, in place of a folder that has it, and put the file `marker` into it last of all."""
-
-    @abstractmethod
-    def filling(self) -> contextlib.AbstractContextManager[Path]:
-        """A folder on this host's disk; what is in it when the block ends is in this folder too."""
-
-    def read(self, name: str) -> bytes:
-        """The content of the file `name`."""
-        with self.open(name) as file:
-            return file.read()
-
-
 @dataclasses.dataclass(frozen=True)
-class LocalFolder(Folder):
-    """A folder in a file system; also an `os.PathLike`."""
+class LocalFolder:
+    """A folder in a file system, and what a checkpoint needs of it; also an `os.PathLike`."""
 
     path: Path
 
-    renames = True
+    renames: ClassVar[bool] = True
+    """Whether a folder gets another name in one step, all or nothing."""
 
     def __str__(self) -> str:
         return str(self.path)
@@ -140,56 +71,56 @@ class LocalFolder(Folder):
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return self.path.name
 
     @property
     def parent(self) -> "LocalFolder":
-        """The folder that this one is in."""
         return LocalFolder(self.path.parent)
 
     def exists(self) -> bool:
-        """Whether it is there, and a folder."""
         return self.path.is_dir()
 
     def folders(self) -> list[str]:
-        """The names of the folders in it."""
+        """Return the names of the folders in it; none if it does not exist."""
         return [entry.name for entry in self.path.iterdir() if entry.is_dir()] if self.exists() else []
 
     def files(self) -> dict[str, int]:
-        """Bytes of every file in it and in its folders."""
+        """Return the bytes of every file in it and in its folders, by relative name."""
         files = (path for path in sorted(self.path.rglob("*")) if path.is_file())
         return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in files}
 
     def has_file(self, name: str) -> bool:
-        """Whether there is the file `name`."""
         return (self.path / name).is_file()
 
     def open(self, name: str) -> io.BufferedIOBase:
-        """The file `name`, to be read."""
+        """Open the file `name` to be read; what goes wrong while it is open is an `OSError`."""
         path = self.path / name
         if path.exists() and not path.is_file():  # a pipe would never end
             raise OSError(f"{path} is not a file")
         return open(path, "rb")
 
+    def read(self, name: str) -> bytes:
+        with self.open(name) as file:
+            return file.read()
+
     def write(self, name: str, content: bytes) -> None:
-        """Write the file `name`."""
+        """Write the file `name`, as a whole or not at all; when this returns it outlasts a power failure."""
         durable.write(self.path / name, content)
 
     def make(self) -> None:
-        """Create it."""
+        """Create it, and those that it is in."""
         durable.make_folder(self.path)
 
     def remove(self, first: str) -> None:
-        """Remove it; before that it gets a name that tells what is left of it, where that is cut short."""
+        """Remove it with all that it holds; cut short, it is renamed or lacks the file `first`."""
         shutil.rmtree(self.path if self.name.endswith(UNFINISHED) else self._set_aside())
 
     def sync(self, name: str) -> None:
-        """Make the file `name` outlast a power failure."""
+        """Make the file `name`, which something else wrote, outlast a power failure."""
         durable.sync(self.path / name)
 
     def publish(self, name: str, marker: str, content: bytes) -> "LocalFolder":
-        """Rename it to `name`, then rename the file `marker` into place."""
+        """Rename it to `name`, in place of a folder that has it, and put the file `marker` into it last of all."""
         # Written before the rename, so that a full disk shows while a checkpoint to be replaced is still there.
         self.write(f"{marker}{UNPUBLISHED}", content)
         for folder in [path for path in self.path.rglob("*") if path.is_dir()]:
@@ -217,7 +148,7 @@ class LocalFolder(Folder):
         return final
 
     def _set_aside(self) -> Path:
-        """Give it a name that tells what is left of it, where its removal is cut short; return that."""
+        """Rename it to what says that it is being removed, in case the removal is cut short; return the new path."""
         aside = self.path.with_name(f"{self.name}.removed{UNFINISHED}")
         if aside.exists():
             shutil.rmtree(aside)
@@ -226,28 +157,17 @@ class LocalFolder(Folder):
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[Path]:
-        """The folder itself."""
+        """Yield a folder on this host's disk; what is in it when the block ends is in this folder too."""
         yield self.path
 
 
-@contextlib.contextmanager
-def _as_os_error(url: str) -> Iterator[None]:
-    """A store's library has errors of its own: to those who save, they are what a disk's would be."""
-    try:
-        yield
-    except (OSError, UserError):
-        raise
-    except Exception as error:
-        raise OSError(f"{url}: {error!r}") from error
-
-
 @dataclasses.dataclass(frozen=True)
-class RemoteFolder(Folder):
-    """A folder behind a URL, which cannot be renamed: its marker alone says whether it is complete."""
+class RemoteFolder:
+    """As `LocalFolder`, behind a URL. It cannot be renamed: its marker alone says whether it is complete."""
 
     url: str
 
-    renames = False
+    renames: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._open()
@@ -260,54 +180,48 @@ class RemoteFolder(Folder):
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> "RemoteFolder":
-        """The folder that this one is in."""
         return RemoteFolder(self.url.rpartition("/")[0])
 
     def exists(self) -> bool:
-        """Whether there is something under the URL."""
         with self._store() as (store, root):
             return store.isdir(root)
 
     def folders(self) -> list[str]:
-        """The names of the folders in it."""
         with self._store() as (store, root):
             entries = store.ls(root, detail=True) if store.isdir(root) else []
             return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
 
     def files(self) -> dict[str, int]:
-        """Bytes of every file in it and in its folders."""
         with self._store() as (store, root):
             found = store.find(root, detail=True)
             return {path.removeprefix(root).lstrip("/"): found[path]["size"] for path in sorted(found)}
 
     def has_file(self, name: str) -> bool:
-        """Whether there is the file `name`."""
         with self._store() as (store, root):
             return store.isfile(f"{root}/{name}")
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[io.BufferedIOBase]:
-        """The file `name`, to be read."""
         with self._store() as (store, root), store.open(f"{root}/{name}", "rb") as file:
             yield file
 
+    def read(self, name: str) -> bytes:
+        with self.open(name) as file:
+            return file.read()
+
     def write(self, name: str, content: bytes) -> None:
-        """Write the file `name`; it is there as a whole or not at all."""
         with self._store() as (store, root):
             store.pipe_file(f"{root}/{name}", content)
 
     def make(self) -> None:
-        """Create it, where the store has such a thing as an empty folder."""
         with self._store() as (store, root):
             store.makedirs(root, exist_ok=True)
 
     def remove(self, first: str) -> None:
-        """Remove it, the file `first` before anything else."""
         with self._store() as (store, root):
             if store.isfile(f"{root}/{first}"):
                 store.rm_file(f"{root}/{first}")
@@ -317,14 +231,12 @@ class RemoteFolder(Folder):
         """Nothing: a store says that it has a file when it has it."""
 
     def publish(self, name: str, marker: str, content: bytes) -> "RemoteFolder":
-        """Write the marker; the folder has its name from the start."""
         assert name == self.name
         self.write(marker, content)
         return self
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[Path]:
-        """A temporary folder, which is uploaded."""
         with tempfile.TemporaryDirectory() as temporary:
             yield Path(temporary)
             for name in LocalFolder(Path(temporary)).files():
@@ -332,11 +244,18 @@ class RemoteFolder(Folder):
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[tuple[Any, str]]:
-        """fsspec's file system and the folder's path in it, as it is now: other processes change it too."""
-        with _as_os_error(self.url):
+        """fsspec's file system and the folder's path in it, as it is now: other processes change it too.
+
+        A store's library has errors of its own: to those who save, they are what a disk's would be, an `OSError`.
+        """
+        try:
             store, root = self._open()
             store.invalidate_cache()
             yield store, root
+        except (OSError, UserError):
+            raise
+        except Exception as error:
+            raise OSError(f"{self.url}: {error!r}") from error
 
     def _open(self) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
@@ -345,3 +264,8 @@ class RemoteFolder(Folder):
             return url_to_fs(self.url)
         except (ImportError, ValueError) as error:
             raise UserError(f"{self.url} cannot be opened by what is installed here: {error}") from error
+
+
+Folder = LocalFolder | RemoteFolder
+
+AnyFolder = str | os.PathLike[str] | Folder

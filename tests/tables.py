@@ -1,0 +1,64 @@
+"""Tables of the tools in this folder: on the terminal, and in the documentation between two markers."""
+
+import argparse
+import datetime
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+class Row(NamedTuple):
+    """A row's text by column, and whether it is shown as a failure."""
+
+    cells: Sequence[str]
+    failed: bool = False
+
+
+def markers(name: str) -> tuple[str, str]:
+    """Return the lines of a page between which the table `name` stands."""
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Row]) -> None:
+    """Print the table on the terminal."""
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*row.cells, style="red" if row.failed else None)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def as_markdown(columns: Sequence[str], rows: Iterable[Row], *, counts: bool = False) -> str:
+    """Return the table for the documentation; with `counts`, all columns but the first are aligned to the right."""
+    ruler = ["---", *["---:" if counts else "---"] * (len(columns) - 1)]
+    lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(ruler)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row.cells)} |" for row in rows)])
+
+
+def write_docs(page: Path, name: str, text: str) -> None:
+    """Put `text` between the markers of `name` in a page, which has both."""
+    begin, end = markers(name)
+    before, found_begin, rest = page.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    assert found_begin and found_end, f"{page} lacks the markers {begin} and {end}"
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def describe(tool: str, arguments: argparse.Namespace, *options: str) -> str:
+    """Say which command made a table, when, and where; `options` are those that it names where they are given."""
+    given = {option: getattr(arguments, option) for option in options}
+    words = [
+        word
+        for option, value in given.items()
+        if value not in (None, "")
+        for word in (f"--{option}", value.name if isinstance(value, Path) else str(value))
+    ]
+    machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    return f"`{shlex.join(['python', '-m', tool, *words])}`, {datetime.date.today()}, {machine}:"

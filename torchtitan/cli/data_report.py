@@ -1,0 +1,346 @@
+"""A data inspection on the terminal, and as one HTML page that needs nothing else, no scripts either."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from torchtitan.cli.data_samples import Document, Row, Sample, Token
+from torchtitan.components.data.finetuning.policies import Tally
+from torchtitan.components.data.packing import Array
+from torchtitan.components.data.summary import DataSummary, SetSummary
+from torchtitan.tools.terminal import visible
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """All that is shown."""
+
+    title: str
+    facts: list[tuple[str, str]]
+    """Facts about the run, by name."""
+    summary: DataSummary | None
+    """None: the loader tells none."""
+    samples: list[Sample]
+    refusal: str = ""
+    """Why a training run would be refused; empty: it would not."""
+
+
+_Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""A title, the names of the columns, and the rows."""
+
+
+class Bin(NamedTuple):
+    """Samples of `low` to `high` tokens, both included."""
+
+    low: int
+    high: int
+    n_samples: int
+    beyond: bool
+    """True if they are longer than a sample may be."""
+
+    @property
+    def label(self) -> str:
+        """The range in words."""
+        return f"{self.low:,}" if self.low == self.high else f"{self.low:,}-{self.high:,}"
+
+
+# Numbers, for terminal and page alike.
+
+
+def _tables(summary: DataSummary) -> Iterator[_Table]:
+    """The data sets, and what happened to some of their rows."""
+    counts = ("rows", "kept", "cut", "dropped", "tokens", "trained")
+    columns = ("data set", "format", *counts, "share", "times read", "at most")
+    yield "Data sets", columns, [_set_cells(of_set) for of_set in summary.sets]
+    if events := [cells for of_set in summary.sets for cells in _event_rows(of_set)]:
+        yield "Rows left out, cut or remarkable", ("data set", "what", "rows", "for example"), events
+
+
+def _set_cells(of_set: SetSummary) -> list[str]:
+    report = of_set.report
+    counts = (report.rows, report.kept, report.truncated.count, report.n_dropped, report.tokens, report.trained_tokens)
+    share = f"{report.trained_tokens / report.tokens:.1%}" if report.tokens else "-"
+    limit = "no limit" if of_set.max_epochs is None else f"{of_set.max_epochs:g}"
+    return [of_set.name, report.format, *(f"{count:,}" for count in counts), share, f"{of_set.epochs:.2f}", limit]
+
+
+def _event_rows(of_set: SetSummary) -> Iterator[list[str]]:
+    report = of_set.report
+    events = {f"dropped: {reason}": tally for reason, tally in report.dropped.items()}
+    events |= {"cut": report.truncated, "spells special tokens": report.spelt}
+    for event, tally in events.items():
+        if tally.count:
+            yield [of_set.name, event, f"{tally.count:,}", _examples(tally)]
+    if report.unread:
+        yield [of_set.name, "columns not read", "", ", ".join(report.unread)]
+
+
+def _examples(tally: Tally) -> str:
+    places: dict[str, list[str]] = {}
+    for where, why in tally.examples:
+        places.setdefault(why, []).append(where)
+    return "\n".join(f"{', '.join(where)}: {why}" for why, where in places.items())
+
+
+def histogram(lengths: Array, max_length: int) -> list[Bin]:
+    """Return how many samples have how many tokens: bins begin at powers of two, and one above `max_length`.
+
+    Args:
+        lengths: tokens of each sample (n,), n > 0.
+        max_length: most tokens that a sample may have.
+    """
+    longest = int(lengths.max())
+    edges = sorted({0, *(1 << exponent for exponent in range(longest.bit_length() + 1)), max_length + 1})
+    counts, _ = np.histogram(lengths, [*edges, max(longest, edges[-1]) + 1])
+    bins = [
+        Bin(low, high - 1, int(count), low > max_length)
+        for low, high, count in zip(edges, [*edges[1:], edges[-1] * 2], counts, strict=True)
+    ]
+    filled = [index for index, of_bin in enumerate(bins) if of_bin.n_samples]
+    return bins[filled[0] : filled[-1] + 1]
+
+
+def _share_beyond(of_set: SetSummary, max_length: int) -> float:
+    return float((of_set.lengths > max_length).mean())
+
+
+def _counts_of(samples: Sequence[Sample], *, in_windows: bool = True) -> list[tuple[str, str]]:
+    """Counts over the shown samples, by name."""
+    rows = [row for sample in samples for row in sample.rows]
+    documents = [document for row in rows for document in row.documents]
+    n_tokens = sum(len(document.tokens) for document in documents)
+    n_trained = sum(token.trained for document in documents for token in document.tokens)
+    share = f" ({n_trained / n_tokens:.1%})" if n_tokens else ""
+    counts = [("documents", f"{len(documents):,}"), ("tokens", f"{n_tokens:,}"), ("trained", f"{n_trained:,}{share}")]
+    if not in_windows:
+        return counts
+    n_positions, n_padding = sum(row.n_positions for row in rows), sum(row.n_padding for row in rows)
+    return [("windows", f"{len(samples):,}"), *counts, ("padding", f"{n_padding:,} of {n_positions:,} positions")]
+
+
+# The terminal.
+
+_WIDTH_OF_A_FILE = 140
+_WIDTH_OF_BARS = 40
+_TRAINED, _SPECIAL, _QUIET = "bold green", "reverse", "dim"
+_MARKS = ("⟦", "⟧")
+"""Around trained text if there are no colors."""
+
+
+def open_console() -> Console:
+    """Return standard output. Text from the data is neither markup nor emoji there."""
+    width = None if sys.stdout.isatty() else _WIDTH_OF_A_FILE
+    return Console(width=width, markup=False, emoji=False, highlight=False)
+
+
+def print_inspection(console: Console, inspection: Inspection) -> None:
+    """Print the tables first, then the samples."""
+    console.print(Text(visible(inspection.title), style="bold"))
+    _print_facts(console, inspection.facts)
+    if summary := inspection.summary:
+        for title, columns, rows in _tables(summary):
+            words = ("data set", "format", "what", "for example")
+            table = Table(title=title, title_justify="left", title_style="bold")
+            for column in columns:
+                table.add_column(column, justify="left" if column in words else "right", overflow="fold")
+            for row in rows:
+                table.add_row(*map(visible, row))
+            console.print(table)
+        for of_set in summary.sets:
+            _print_histogram(console, of_set, summary.max_length)
+    print_samples(console, inspection.samples)
+    if inspection.refusal:
+        refusal = f"Training would be refused: {inspection.refusal}"
+        console.print(Text(visible(refusal), style="bold red"), soft_wrap=True)
+
+
+def print_samples(console: Console, samples: Sequence[Sample], *, in_windows: bool = True) -> None:
+    """Print the samples' documents, with trained tokens colored, or else marked.
+
+    Args:
+        console: see `open_console`.
+        samples: what to print.
+        in_windows: whether they are windows that are trained on; otherwise each is a document by itself, and padding
+            means nothing.
+    """
+    if not in_windows:
+        samples = [replace(sample, rows=[row._replace(n_padding=0) for row in sample.rows]) for sample in samples]
+    colored = console.is_terminal and console.color_system is not None and not console.no_color
+    key = Text("trained", style=_TRAINED) if colored else Text("trained".join(_MARKS))
+    title = "\nWindows: " if in_windows else "\nDocuments: "
+    console.print(Text.assemble(title, key, " tokens, ", ("special", _SPECIAL), " tokens, the others not trained"))
+    _print_facts(console, _counts_of(samples, in_windows=in_windows))
+    for number, sample in enumerate(samples, start=1):
+        console.print()
+        console.rule(Text(f"{number}"), style=_QUIET)
+        texts = [_row_text(row, sample.name, colored=colored) for row in sample.rows]
+        if len(texts) > 1:
+            side_by_side = Table(expand=True)
+            for row in sample.rows:
+                side_by_side.add_column(row.title, ratio=1, overflow="fold")
+            side_by_side.add_row(*texts)
+            console.print(side_by_side)
+        else:
+            console.print(texts[0], soft_wrap=True)
+        if sample.answer is not None:
+            console.print(Text.assemble(("reference answer: ", _QUIET), visible(sample.answer)), soft_wrap=True)
+
+
+def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
+    for name, value in facts:
+        console.print(Text.assemble(f"  {name:<20}", visible(value)), soft_wrap=True)
+
+
+def _print_histogram(console: Console, of_set: SetSummary, max_length: int) -> None:
+    beyond = _share_beyond(of_set, max_length)
+    title = f"\nTokens per sample of {visible(of_set.name)}: {beyond:.1%} have more than a window's {max_length:,}"
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    bins = histogram(of_set.lengths, max_length)
+    most = max(of_bin.n_samples for of_bin in bins)
+    for of_bin in bins:
+        bar = "█" * round(_WIDTH_OF_BARS * of_bin.n_samples / most)
+        style = "red" if of_bin.beyond else "green"
+        console.print(Text.assemble(f"  {of_bin.label:>20} {of_bin.n_samples:>9,} ", (bar, style)))
+
+
+def _row_text(row: Row, sample_name: str, *, colored: bool) -> Text:
+    named_alone = any(document.name for document in row.documents)
+    text = Text() if named_alone else Text(f"{visible(sample_name)}\n", style=_QUIET)
+    for number, document in enumerate(row.documents):
+        if number or document.name:
+            text.append(f"── {visible(document.name)}\n", style=_QUIET)
+        text.append_text(_document_text(document, colored=colored)).append("\n")
+    if row.n_padding:
+        text.append(f"── {row.n_padding:,} positions of padding\n", style=_QUIET)
+    return text
+
+
+def _document_text(document: Document, *, colored: bool) -> Text:
+    text = Text()
+    for trained, stretch in groupby(document.tokens, key=lambda token: token.trained):
+        if not colored:
+            content = "".join(token.text for token in stretch)
+            text.append(content.join(_MARKS) if trained else content)
+            continue
+        for special, same in groupby(stretch, key=lambda token: token.special):
+            styles = [_TRAINED] * trained + [_SPECIAL] * special
+            text.append("".join(token.text for token in same), style=" ".join(styles))
+    return text
+
+
+# The page.
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2em auto; max-width: 75em;
+  padding: 0 1em; }
+h1, h2, h3, p { overflow-wrap: anywhere; }
+h1 { font-size: 1.4em; } h2 { font-size: 1.15em; margin-top: 2em; } h3 { font-size: 1em; }
+table { border-collapse: collapse; margin: 0.5em 0 1.5em; } td, th { padding: 0.2em 0.7em; vertical-align: top;
+  border-bottom: 1px solid #ddd; text-align: left; white-space: pre-wrap; }
+td:first-child, td:last-child { overflow-wrap: anywhere; }
+.wide { overflow-x: auto; } .wide td:first-child { min-width: 6em; } .wide td:last-child { min-width: 9em; }
+.histogram { width: 100%; max-width: 45em; } .histogram td { white-space: nowrap; }
+.histogram td:last-child { width: 100%; }
+.bar { display: inline-block; height: 0.9em; background: #4f8f5b; } .bar.beyond { background: #c0504d; }
+.sample { border: 1px solid #bbb; border-radius: 4px; margin: 1em 0; padding: 0.5em 1em; }
+.rows { display: flex; flex-wrap: wrap; gap: 1.5em; } .rows > div { flex: 1 1 18em; min-width: 0; }
+.name { color: #555; font-size: 0.85em; border-top: 1px solid #ddd; margin-top: 0.8em; overflow-wrap: anywhere; }
+.text { font: 14px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+.text span, .text mark { border-left: 1px solid #e4e4e4; color: #1a1a1a; }
+mark { background: #c9ebcd; } .special { color: #7a1fa2 !important; font-weight: bold; }
+.mute { color: #999; } .refusal { color: #a00000; font-weight: bold; }
+"""
+_NO_SCRIPTS = "default-src 'none'; style-src 'unsafe-inline'"
+_NO_TEXT = '<span class="mute">·</span>'
+_LEGEND = (
+    '<p class="text"><mark>trained</mark> tokens, <span>those that are not</span>, '
+    '<span class="special">special</span> ones. Hovering over one tells its id and its position in its document; '
+    f"{_NO_TEXT} is a token without a text of its own: its character stands before it.</p>"
+)
+
+
+def page(inspection: Inspection) -> str:
+    """Return the whole file. Everything that comes from the data is escaped."""
+    return "\n".join([*_lines(inspection), "</body></html>", ""])
+
+
+def _html(text: str) -> str:
+    return escape(visible(text))
+
+
+def _lines(inspection: Inspection) -> Iterator[str]:
+    title = _html(inspection.title)
+    yield '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{_NO_SCRIPTS}">'
+    yield f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>"
+    if inspection.refusal:
+        yield f'<p class="refusal">Training would be refused: {_html(inspection.refusal)}</p>'
+    yield from _fact_lines(inspection.facts)
+    if summary := inspection.summary:
+        for heading, columns, rows in _tables(summary):
+            yield f'<h2>{_html(heading)}</h2><div class="wide"><table><tr>'
+            yield "".join(f"<th>{_html(column)}</th>" for column in columns) + "</tr>"
+            for row in rows:
+                yield "<tr>" + "".join(f"<td>{_html(cell)}</td>" for cell in row) + "</tr>"
+            yield "</table></div>"
+        for of_set in summary.sets:
+            yield from _histogram_lines(of_set, summary.max_length)
+    yield "<h2>Windows</h2>"
+    yield _LEGEND
+    yield from _fact_lines(_counts_of(inspection.samples))
+    for number, sample in enumerate(inspection.samples, start=1):
+        yield from _sample_lines(number, sample)
+
+
+def _fact_lines(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
+    yield "<table>"
+    for name, value in facts:
+        yield f"<tr><th>{_html(name)}</th><td>{_html(value)}</td></tr>"
+    yield "</table>"
+
+
+def _histogram_lines(of_set: SetSummary, max_length: int) -> Iterator[str]:
+    beyond = _share_beyond(of_set, max_length)
+    yield f"<h2>Tokens per sample of {_html(of_set.name)}</h2>"
+    yield f'<p>{beyond:.1%} have more than the {max_length:,} tokens that a window holds.</p><table class="histogram">'
+    bins = histogram(of_set.lengths, max_length)
+    most = max(of_bin.n_samples for of_bin in bins)
+    for of_bin in bins:
+        kind = "bar beyond" if of_bin.beyond else "bar"
+        bar = f'<span class="{kind}" style="width:{of_bin.n_samples / most:.2%}"></span>'
+        yield f'<tr><td>{of_bin.label}</td><td class="count">{of_bin.n_samples:,}</td><td>{bar}</td></tr>'
+    yield "</table>"
+
+
+def _sample_lines(number: int, sample: Sample) -> Iterator[str]:
+    named_alone = any(document.name for row in sample.rows for document in row.documents)
+    title = f"{number}" if named_alone else f"{number}. {_html(sample.name)}"
+    yield f'<div class="sample"><h3>{title}</h3><div class="rows">'
+    for row in sample.rows:
+        yield f"<div><h3>{_html(row.title)}</h3>" if row.title else "<div>"
+        for document in row.documents:
+            yield f'<div class="name">{_html(document.name)}</div>'
+            yield f'<div class="text">{"".join(map(_token, document.tokens))}</div>'
+        if row.n_padding:
+            yield f'<div class="name">{row.n_padding:,} positions of padding</div>'
+        yield "</div>"
+    yield "</div>"
+    if sample.answer is not None:
+        yield f'<div class="name">reference answer</div><div class="text">{_html(sample.answer)}</div>'
+    yield "</div>"
+
+
+def _token(token: Token) -> str:
+    tag = "mark" if token.trained else "span"
+    kind = ' class="special"' if token.special else ""
+    text = escape(token.text).replace("\n", '<span class="mute">↵</span>\n')
+    return f'<{tag}{kind} title="id {token.id}, position {token.position}">{text or _NO_TEXT}</{tag}>'

@@ -1,0 +1,162 @@
+"""The options of checkpoints, and what they are checked for before any file is looked at."""
+
+import dataclasses
+import sys
+from typing import Literal
+
+from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder, folder_at, inside, is_url
+from torchtitan.components.checkpoint.manifest import Kind
+from torchtitan.config.configurable import Configurable
+from torchtitan.tools.errors import UserError
+
+AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
+
+_OF_SAVES = {
+    "last_save_in_hf": "no_last_save_in_hf",
+    "last_save_model_only": "no_last_save_model_only",
+    "export_dtype": "export_dtype None",
+    "keep_best": "no_keep_best",
+}
+"""Option that says what is saved → what takes it back."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class CheckpointConfig(Configurable.Config):
+    """When to save, what to keep and what to start from."""
+
+    enable: bool = False
+    """Save checkpoints, and resume from the newest one in the folder."""
+
+    folder: str = "checkpoint"
+    """The checkpoints' folder, inside the dump folder; or a URL, such as s3://bucket/run."""
+
+    interval: int = 500
+    """Save every so many steps (and after the last one)."""
+
+    initial_load_path: str = ""
+    """Start from this checkpoint (the step-N folder of another run, or its URL) where the run has none itself."""
+
+    initial_load_model_only: bool = True
+    """From initial_load_path, load the weights only and start at step 0; otherwise everything, the step too."""
+
+    initial_load_in_hf: bool = False
+    """initial_load_path is a folder of pre-trained weights, as Hugging Face's, and not a checkpoint of a run."""
+
+    last_save_model_only: bool = False
+    """After the last step, save the weights only. A run cannot resume from such a checkpoint."""
+
+    last_save_in_hf: bool = False
+    """After the last step, save the weights only, as a Hugging Face folder. A run cannot resume from it."""
+
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights that last_save_model_only and last_save_in_hf write; None: as they are trained."""
+
+    async_mode: AsyncMode = "disabled"
+    """Write while training goes on, from a copy in CPU memory: in a thread (async), or in a process of its own from
+    memory that is pinned, so faster to copy to (async_with_pinned_mem; where CUDA is absent, it is not pinned)."""
+
+    trained_only: bool = False
+    """Leave weights that are not trained out of the checkpoints that a run resumes from; it has them again from
+    initial_load_path, or its seed."""
+
+    keep_latest_k: int = 10
+    """Remove all but the newest so many checkpoints (0: keep all)."""
+
+    keep_best: bool = False
+    """Keep the checkpoint of the lowest validation loss beside the newest ones."""
+
+    load_step: int = -1
+    """Resume from this step (-1: the newest)."""
+
+    exclude_from_loading: list[str] = dataclasses.field(default_factory=list)
+    """States not to load, by name, such as optimizer, lr_scheduler, dataloader."""
+
+    enable_first_step_checkpoint: bool = False
+    """Save after step 1 too, to see early that saving works."""
+
+    load_only: bool = False
+    """Resume from checkpoints, but neither save nor remove any."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether a run with this configuration writes checkpoints."""
+        return self.enable and not self.load_only
+
+    @property
+    def last_kind(self) -> Kind:
+        """What the save after the last step holds."""
+        return "huggingface" if self.last_save_in_hf else "model_only" if self.last_save_model_only else "full"
+
+    def validate(self) -> None:
+        """Raise `UserError` for a wrong value; looks at no file."""
+        if self.interval < 1:
+            raise UserError(f"checkpoint.interval must be at least 1 step, not {self.interval}")
+        if self.keep_latest_k < 0:
+            raise UserError(f"checkpoint.keep_latest_k must be 0 (keep all) or more, not {self.keep_latest_k}")
+        if self.load_step != -1 and not self.enable:
+            raise UserError(f"checkpoint.load_step {self.load_step} needs --checkpoint.enable")
+        _check_initial_load(self)
+        _check_saves(self)
+        _check_place(self)
+
+    def place(self, dump_folder: str) -> Folder:
+        """Where the checkpoints of a run in `dump_folder` lie."""
+        return inside(dump_folder, self.folder)
+
+
+def _check_saves(config: CheckpointConfig) -> None:
+    """Find all options at once that say what to save, where nothing is."""
+    given = [option for option in _OF_SAVES if getattr(config, option)]
+    if config.saves or not given:
+        if config.export_dtype and config.last_kind == "full":
+            raise UserError(
+                f"checkpoint.export_dtype {config.export_dtype} needs --checkpoint.last_save_model_only or "
+                "--checkpoint.last_save_in_hf: what a run resumes from is saved as it is trained "
+                "(--checkpoint.export_dtype None)"
+            )
+        return
+    named = ", ".join(f"checkpoint.{option}" for option in given)
+    if config.enable:
+        raise UserError(
+            f"{named} {'do' if len(given) > 1 else 'does'} not go with checkpoint.load_only, which saves nothing"
+        )
+    without = " ".join(f"--checkpoint.{_OF_SAVES[option]}" for option in given)
+    raise UserError(
+        f"{named} {'need' if len(given) > 1 else 'needs'} --checkpoint.enable: without it nothing is saved; "
+        f"to try the run without, add {without}"
+    )
+
+
+def _check_initial_load(config: CheckpointConfig) -> None:
+    path = config.initial_load_path
+    if path and "model" in config.exclude_from_loading and not config.initial_load_in_hf:
+        raise UserError(
+            f"checkpoint.exclude_from_loading model does not go with checkpoint.initial_load_path {path}, "
+            "which is there to load it"
+        )
+    if not config.initial_load_in_hf:
+        return
+    if not path:
+        raise UserError("checkpoint.initial_load_in_hf needs checkpoint.initial_load_path, the folder to load")
+    if is_url(path):
+        raise UserError(
+            f"checkpoint.initial_load_path: {path} is a URL, and with checkpoint.initial_load_in_hf weights "
+            "are read from a disk; download the folder and give its path"
+        )
+    if not config.initial_load_model_only:
+        raise UserError(
+            "checkpoint.initial_load_model_only False does not go with checkpoint.initial_load_in_hf: "
+            "such a folder holds the model only"
+        )
+
+
+def _check_place(config: CheckpointConfig) -> None:
+    place = folder_at(config.folder)
+    if config.last_save_in_hf and not isinstance(place, LocalFolder):
+        raise UserError(f"checkpoint.last_save_in_hf writes to a disk, and checkpoint.folder is {place}")
+    if config.async_mode != "async_with_pinned_mem":
+        return
+    if not sys.platform.startswith("linux"):
+        raise UserError("checkpoint.async_mode async_with_pinned_mem needs Linux; use async")
+    if str(place).startswith("memory://"):
+        raise UserError(f"checkpoint.async_mode async_with_pinned_mem: no other process sees {place}; use async")

@@ -1,0 +1,40 @@
+"""Weights in files: DCP, Hugging Face and Meta checkpoints, read and written tensor by tensor, and loaded into models.
+
+A source has the names and shapes that its files have. What they are called in our models is said by a family's adapter
+(`torchtitan.protocols.state_dict_adapter`), and `ConvertedSource` and `ForeignView` apply it. This package uses
+`torchtitan.components.checkpoint`, which knows nothing of it.
+"""
+
+from torchtitan.components.weights.export import export_checkpoint
+from torchtitan.components.weights.huggingface import HuggingFaceSource, write_huggingface
+from torchtitan.components.weights.load import load_weights
+from torchtitan.components.weights.sources import Format, format_of, open_source
+from torchtitan.components.weights.torch_files import MetaSource, write_meta
+from torchtitan.components.weights.views import (
+    ChainedSource,
+    ConvertedSource,
+    ConvertedView,
+    ForeignView,
+    PlainView,
+    ResizedEmbedding,
+)
+from torchtitan.protocols.tensor_source import TensorSource
+
+__all__ = [
+    "ChainedSource",
+    "ConvertedSource",
+    "ConvertedView",
+    "ForeignView",
+    "Format",
+    "HuggingFaceSource",
+    "MetaSource",
+    "PlainView",
+    "ResizedEmbedding",
+    "TensorSource",
+    "export_checkpoint",
+    "format_of",
+    "load_weights",
+    "open_source",
+    "write_huggingface",
+    "write_meta",
+]

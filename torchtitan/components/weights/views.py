@@ -1,0 +1,264 @@
+"""Sources made of other sources: other names and layouts, a plain or a converted model, two as one, more rows."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.components.weights.load import check_fit
+from torchtitan.protocols.converter import ModelConverter
+from torchtitan.protocols.initializer import DerivedRows
+from torchtitan.protocols.model import ConvertedModule, converted_modules
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.state_dict_adapter import Identity, StateDictAdapter, check_tied
+from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, whole
+
+_COMPARED_ELEMENTS = 2**24
+_COMPUTED_ELEMENTS = 2**24
+_READ_ROWS = 8192
+
+
+class Recipe(NamedTuple):
+    """How some tensors of a view are made of some of its source's."""
+
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+
+    compute: Callable[[list[Tensor]], Iterable[Tensor]] | None
+    """None: one tensor, which is the same on both sides."""
+
+
+class View(TensorSource):
+    """Reads another source by recipes. The tensors of the last recipe are kept until they have been read: they are
+    asked for one after the other, and each needs all inputs."""
+
+    def __init__(self, source: TensorSource, forms: Mapping[str, TensorForm], recipes: Iterable[Recipe]):
+        self.forms = forms
+        self._source = source
+        self._recipes = {name: recipe for recipe in recipes for name in recipe.outputs}
+        self._last: dict[str, Tensor] = {}
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """As `TensorSource.read`; unless the tensor is the same in the source, all of the recipe's inputs are read."""
+        inputs, outputs, compute = self._recipes[name]
+        if compute is None:
+            return self._source.read(inputs[0], slices)
+        if name not in self._last:
+            self._last = {}  # before, so that not both are held
+            with torch.no_grad():
+                made = compute([self._source.read(each) for each in inputs])
+            self._last = dict(zip(outputs, made, strict=True))
+        tensor = self._last[name]
+        if len(self._last) == 1:
+            self._last = {}
+        return tensor if slices is None else tensor[slices]
+
+
+class ConvertedSource(View):
+    """A source in a foreign format under our names, in our layout (`native_forms`) and of the dtypes of `source`.
+
+    Raises:
+        UserError: if tensors are missing, unknown or of another shape, or tied ones differ; it names them.
+    """
+
+    def __init__(self, source: TensorSource, adapter: StateDictAdapter, native_forms: Mapping[str, TensorForm]):
+        forms: dict[str, TensorForm] = {}
+        recipes = []
+        for step in adapter.plan(source.forms, native_forms):
+            shapes = [native_forms[name].shape for name in step.native]
+            dtype = source.forms[step.foreign[0]].dtype
+            forms |= {name: TensorForm(shape, dtype) for name, shape in zip(step.native, shapes, strict=True)}
+            compute = None if step.transform == Identity() else partial(step.transform.to_native, shapes=shapes)
+            recipes.append(Recipe(step.foreign, step.native, compute))
+        super().__init__(source, forms, recipes)
+        for name, tied_to in adapter.tied.items():
+            if name in source.forms:
+                _compare(source, name, tied_to)
+
+
+class ForeignView(View):
+    """A source with our names and layout, which has all tensors of the model, as another format has it.
+
+    Raises:
+        UserError: if `source` lacks tensors of the adapter's table or has others; it names them.
+    """
+
+    def __init__(self, source: TensorSource, adapter: StateDictAdapter):
+        recipes = [
+            Recipe(step.native, step.foreign, None if step.transform == Identity() else step.transform.to_foreign)
+            for step in adapter.steps
+        ]
+        super().__init__(source, adapter.foreign_forms(source.forms), recipes)
+
+
+def _compare(source: TensorSource, name: str, tied_to: str) -> None:
+    shape = source.forms[name].shape
+    rows = max(1, _COMPARED_ELEMENTS // max(1, torch.Size(shape[1:]).numel()))
+    for start in range(0, shape[0], rows):
+        part = (slice(start, min(start + rows, shape[0])), *whole(shape)[1:])
+        check_tied(name, source.read(name, part), tied_to, source.read(tied_to, part))
+
+
+class PlainView(View):
+    """The tensors of a plain model, made of those of a converted one, one module at a time.
+
+    Values may be more precise than the types in `forms`, which are those to write if nobody asks for others.
+
+    Args:
+        source: the converted model's tensors, under its names.
+        model: the converted model, on the meta device; which of its parameters were trained, as far as that is known.
+        converters: those that have been applied to it.
+
+    Raises:
+        UserError: if `source` does not have the model's tensors; it names them.
+    """
+
+    def __init__(self, source: TensorSource, model: nn.Module, converters: Sequence[ModelConverter]):
+        self._model, self._converters = model, converters
+        tensors = model.state_dict()
+        check_fit(source.forms, tensors)
+        modules = dict(converted_modules(model))
+        members: dict[str, list[str]] = {}
+        for name in tensors:
+            members.setdefault(_split(name)[0], []).append(name)
+        forms: dict[str, TensorForm] = {}
+        recipes: list[Recipe] = []
+        for name in tensors:
+            prefix, _ = _split(name)
+            if prefix not in modules:
+                forms[name] = source.forms[name]
+                recipes.append(Recipe([name], [name], None))
+            elif name == members[prefix][0]:
+                made, recipe = _plain_recipe(prefix, modules[prefix], members[prefix], source.forms)
+                forms |= made
+                recipes.append(recipe)
+        super().__init__(source, forms, recipes)
+
+    def write_beside(self, folder: Path, spec: ModelSpec) -> None:
+        """Let the converters write what is of use by itself beside the plain model in Hugging Face's format."""
+        for converter in self._converters:
+            converter.write_beside_export(folder, spec, self._model, self._source.read)
+
+
+def _plain_recipe(
+    prefix: str, module: ConvertedModule, inputs: Sequence[str], forms: Mapping[str, TensorForm]
+) -> tuple[dict[str, TensorForm], Recipe]:
+    """The forms of the plain module's tensors, and how they are made of `inputs`, those of the converted one."""
+
+    def named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {_split(name)[1]: tensor for name, tensor in zip(inputs, tensors, strict=True)}
+
+    own = named([torch.empty(forms[name].shape, dtype=forms[name].dtype, device="meta") for name in inputs])
+    plain, types = module.plain_state(own), module.plain_types(own)
+    made = {_join(prefix, name): TensorForm(tensor.shape, types[name]) for name, tensor in plain.items()}
+    return made, Recipe(inputs, list(made), lambda tensors: module.plain_state(named(tensors)).values())
+
+
+class ConvertedView(TensorSource):
+    """The tensors of a converted model, as far as they follow from those of the plain one: none of the `added` ones.
+
+    Of a derived tensor's rows, those that are asked for are computed, from the same rows of the plain tensor. `source`
+    has all tensors of the plain model, `model` is the converted one on the meta device.
+    """
+
+    def __init__(self, source: TensorSource, model: nn.Module):
+        self._source = source
+        self._derived: dict[str, tuple[str, DerivedRows]] = {}
+        forms: dict[str, TensorForm] = {}
+        modules = dict(converted_modules(model))
+        for name, tensor in model.state_dict().items():
+            prefix, own = _split(name)
+            module = modules.get(prefix)
+            if module is not None and own in module.derived:
+                rows = module.derived[own]
+                self._derived[name] = (_join(prefix, rows.plain), rows)
+                forms[name] = TensorForm.of(tensor)
+            elif module is None or own not in module.added:
+                forms[name] = source.forms[name]
+        self.forms = forms
+
+    @torch.no_grad()
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        if name not in self._derived:
+            return self._source.read(name, slices)
+        plain, derived = self._derived[name]
+        rows, *columns = slices or whole(self.forms[name].shape)
+        source = self._source.read(plain, (rows, *whole(derived.shape)[1:]))
+        n_rows = max(1, _COMPUTED_ELEMENTS // derived.shape[1:].numel())
+        parts = [derived.from_rows(part.float())[(slice(None), *columns)] for part in source.split(n_rows)]
+        return torch.cat(parts)
+
+
+def _split(name: str) -> tuple[str, str]:
+    prefix, _, own = name.rpartition(".")
+    return prefix, own
+
+
+def _join(prefix: str, own: str) -> str:
+    return f"{prefix}.{own}" if prefix else own
+
+
+class ChainedSource(TensorSource):
+    """All tensors of `first`, and those of `other` that it lacks."""
+
+    def __init__(self, first: TensorSource, other: TensorSource):
+        self._first, self._other = first, other
+        self.forms = {**other.forms, **first.forms}
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        source = self._first if name in self._first.forms else self._other
+        return source.read(name, slices)
+
+
+class ResizedEmbedding(TensorSource):
+    """The tensors of `source`; in those with a row per token, the rows of `added` are the mean of the rows below.
+
+    If `source` has such rows, they are padding: published vocabularies end at a multiple of some number.
+
+    The mean is where a token begins of which nothing is known: its logit is that of an average token, so the loss is
+    close to what it was before (J. Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
+
+    Args:
+        source: the weights under our names and in our layout.
+        names: the tensors with a row per token.
+        added: ids of the added tokens. A tensor that ends below the first of them stays as it is.
+    """
+
+    def __init__(self, source: TensorSource, names: Collection[str], added: range):
+        self._source, self._added = source, added
+        known = sorted(name for name in names if name in source.forms)
+        self._names = [name for name in known if source.forms[name].shape[0] >= added.start]
+        self.forms = dict(source.forms)
+        for name in self._names:
+            shape, dtype = source.forms[name].shape, source.forms[name].dtype
+            self.forms[name] = TensorForm(torch.Size([max(shape[0], added.stop), *shape[1:]]), dtype)
+
+    @property
+    def growth(self) -> str:
+        """Which rows of which tensors are those of added tokens, in words."""
+        return f"rows {self._added.start} to {self._added.stop - 1} of {', '.join(self._names)}"
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """As `TensorSource.read`; a part with rows of added tokens needs all rows below them."""
+        rows, *columns = slices or whole(self.forms[name].shape)
+        start, stop = max(rows.start, self._added.start), min(rows.stop, self._added.stop)
+        if name not in self._names or start >= stop:
+            return self._source.read(name, slices)
+        mean = self._mean_row(name, tuple(columns))
+        parts = [mean.expand(stop - start, *mean.shape)]
+        if rows.start < start:
+            parts.insert(0, self._source.read(name, (slice(rows.start, start), *columns)))
+        if stop < rows.stop:
+            parts.append(self._source.read(name, (slice(stop, rows.stop), *columns)))
+        return torch.cat(parts)
+
+    def _mean_row(self, name: str, columns: Slices) -> Tensor:
+        """The mean of the rows below those of added tokens, summed in double precision, some rows at a time."""
+        total = torch.zeros([part.stop - part.start for part in columns], dtype=torch.float64)
+        for start in range(0, self._added.start, _READ_ROWS):
+            rows = slice(start, min(start + _READ_ROWS, self._added.start))
+            total += self._source.read(name, (rows, *columns)).sum(dim=0, dtype=torch.float64)
+        return (total / self._added.start).to(self.forms[name].dtype)
