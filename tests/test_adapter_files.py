@@ -33,7 +33,7 @@ from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan.models.pretrained import native_source
 from torchtitan.protocols import ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import converted_model
-from torchtitan.protocols.converted_module import converted_modules
+from torchtitan.protocols.model import converted_modules
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
     ForeignFormat,

@@ -29,9 +29,9 @@ from torchtitan.components.weights.pretrained import frozen_weights, is_as_saved
 from torchtitan.models.pretrained import load_model, native_source
 from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.conversion import converted_model, describe_converters, differences
-from torchtitan.protocols.converted_module import ConvertedModule
+from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import Constant, DerivedRows, initializer_of, with_initializers
-from torchtitan.protocols.layer_converter import LayerConverter
+from torchtitan.protocols.model import ConvertedModule
 from torchtitan.protocols.sharding import with_features
 from torchtitan.protocols.tensor_source import TensorForm, slice_shape
 from torchtitan.tools.errors import UserError

@@ -24,8 +24,8 @@ from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.dry_run import dry_run
 from torchtitan.protocols.conversion import convert_model
+from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import TruncatedNormal, initializers_of, with_initializers
-from torchtitan.protocols.layer_converter import LayerConverter
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 

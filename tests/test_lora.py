@@ -25,8 +25,8 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.conversion import convert_model
-from torchtitan.protocols.converted_module import converted_modules
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
+from torchtitan.protocols.model import converted_modules
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 

@@ -21,8 +21,8 @@ from torchtitan.components.quantization.nf4 import NF4, pack, unpack
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.distributed.tensor_parallel import share_parameters
 from torchtitan.dry_run import dry_run
-from torchtitan.protocols.converted_module import converted_modules
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
+from torchtitan.protocols.model import converted_modules
 from torchtitan.tools.errors import UserError
 
 IN, OUT, RANK = 128, 96, 4

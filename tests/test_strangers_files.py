@@ -306,8 +306,8 @@ def test_a_configuration_file_brings_no_code_along(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "torchtitan.protocols.model_converter:ModelConverter",
-        "torchtitan.protocols.layer_converter:LayerConverter",
+        "torchtitan.protocols.converter:ModelConverter",
+        "torchtitan.protocols.converter:LayerConverter",
         "torchtitan.components.peft:LoRA.Config",
         "torchtitan.components.peft:LoRA.Config.build",
         "os:system",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from torchtitan.config.configurable import config_key
-from torchtitan.protocols.model_converter import ModelConverter
+from torchtitan.protocols.converter import ModelConverter
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_choice, choose, without_numbers
@@ -28,32 +28,23 @@ class Freeze(ModelConverter):
         """Regular expressions: parameters whose names they find are trained nevertheless."""
 
         def validate(self) -> None:
-            """Raise `UserError` for what is no regular expression, and where nothing is included."""
+            """Raise `UserError` for what is no regular expression, and if nothing is included."""
             consequence = "nothing would be frozen; give patterns of parameters' names (^tok_embeddings)"
             check_choice(f"--model_converters.{config_key(self)}", self.include, self.exclude, consequence)
 
     config: Config
 
-    def check_model(self, model: nn.Module) -> None:
-        """Freeze the parameters of the model that is thrown away; raises as `convert`."""
-        self._freeze(model)
-
     def convert(self, model: nn.Module) -> None:
-        """Freeze the chosen parameters in place, and log their names; `UserError` if a pattern finds none, or none is
-        left to freeze."""
-        frozen = self._freeze(model)
-        n_frozen = sum(parameter.numel() for parameter in frozen.values())
-        n_all = sum(parameter.numel() for parameter in model.parameters())
-        names = ", ".join(without_numbers(frozen))
-        logger.info("%s: %s of %s parameters frozen: %s", config_key(self.config), f"{n_frozen:,}", f"{n_all:,}", names)
-
-    def _freeze(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        config, option = self.config, f"--model_converters.{config_key(self.config)}"
+        """Freeze the chosen parameters in place, and log which they are; raise `UserError` if a pattern finds none, or
+        nothing is left."""
+        config, key = self.config, config_key(self.config)
+        option = f"--model_converters.{key}"
         parameters = dict(model.named_parameters())
-        names = choose(option, config.include, config.exclude, list(parameters), "parameters")
-        frozen = {name: parameters[name] for name in names}
+        frozen = choose(option, config.include, config.exclude, list(parameters), "parameters")
         if not frozen:
             raise UserError(f"{option}: nothing to freeze is left, exclude finds all that include finds")
-        for parameter in frozen.values():
-            parameter.requires_grad_(False)
-        return frozen
+        for name in frozen:
+            parameters[name].requires_grad_(False)
+        n_frozen, n_all = (sum(parameters[name].numel() for name in names) for names in (frozen, parameters))
+        names = ", ".join(without_numbers(frozen))
+        logger.info("%s: %s of %s parameters frozen: %s", key, f"{n_frozen:,}", f"{n_all:,}", names)

@@ -5,7 +5,8 @@ as its `head`: a large vocabulary's logits are the largest tensor of a training 
 """
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,8 @@ IGNORE_INDEX = -100
 class CrossEntropyLoss(Configurable):
     """Sum over valid tokens (label != -100) of the negative log likelihood.
 
-    The caller divides by the number of valid tokens of the *global* batch, so that neither micro-batches nor ranks
-    with few valid tokens weigh more than they should. A subclass that is a sum over tokens too overrides
-    `from_logits` alone, and is chunked like this one.
+    The caller divides by the number of valid tokens of the *global* batch. A subclass that is a sum over tokens too
+    overrides `from_logits` alone, and is chunked like this one.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -50,8 +50,8 @@ class CrossEntropyLoss(Configurable):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Within, the losses of single tokens are kept too, without a gradient: the list that is given fills with those
-        of each chunk, one behind the other in the order of `labels_BL`. The summed loss does not change by a bit."""
+        """Record the losses of single tokens, without a gradient: the list that is given fills with them chunk by
+        chunk, in the order of `labels_BL`. The summed loss does not change by a bit."""
         recorded: list[Tensor] = []
         self._recorded = recorded
         try:
@@ -63,12 +63,12 @@ class CrossEntropyLoss(Configurable):
         """The summed loss, a float32 scalar.
 
         Args:
-            hidden_BLD: last hidden states, normalised.
+            hidden_BLD: last hidden states, normalized.
             weight_VD: output weights.
             labels_BL: the token that follows each position, or -100.
 
-        Under tensor parallelism the first two are DTensors, the weights with their rows shared out; each rank then
-        computes its part of the vocabulary's logits, and `from_logits` gets them as a DTensor.
+        Under tensor parallelism the first two are DTensors, the weights split by rows; each rank computes the logits of
+        its part of the vocabulary, and `from_logits` gets them as a DTensor.
         """
         from_logits: LogitsLoss = self.from_logits if self._recorded is None else self._from_logits_and_record
         if isinstance(weight_VD, DTensor):
@@ -90,8 +90,8 @@ class CrossEntropyLoss(Configurable):
         return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
 
     def token_losses(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        """The loss of each token, (N,) in float32, 0 where the label is -100: the cross entropy. A subclass whose
-        `from_logits` is the sum of something else may say here what each token has of it."""
+        """The loss of each token, (N,) in float32, 0 where the label is -100; a subclass whose `from_logits` is another
+        sum may override it."""
         return F.cross_entropy(logits_NV.float(), labels_N, reduction="none", ignore_index=IGNORE_INDEX)
 
     def _from_logits_and_record(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
@@ -103,11 +103,8 @@ class CrossEntropyLoss(Configurable):
 
 
 class _ChunkedLinearLoss(torch.autograd.Function):
-    """Linear layer and summed loss over chunks of tokens; gradients are taken chunk by chunk in the forward pass.
-
-    The loss being a sum, the gradient of each chunk needs nothing from the others, so that only one chunk's logits
-    exist at a time and nothing is computed twice.
-    """
+    """Linear layer and summed loss over chunks of tokens. The loss is a sum, so the forward pass takes each chunk's
+    gradient by itself: only one chunk's logits exist at a time, and nothing is computed twice."""
 
     @staticmethod
     def forward(
@@ -150,3 +147,32 @@ class _ChunkedLinearLoss(torch.autograd.Function):
             scaled = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
             grad_weight = torch.mul(grad_weight, scale, out=scaled)
         return grad_hidden, grad_weight, None, None, None
+
+
+class Measures:
+    """Weighted means by name that a loss measures beside itself, as a preference method's margin; the sums stay on the
+    device.
+
+    Args:
+        names: of the means.
+        device: where the sums are.
+        dtype: of the sums.
+    """
+
+    def __init__(self, names: Sequence[str], *, device: torch.device, dtype: torch.dtype = torch.float64):
+        self.names = list(names)
+        self._sums = torch.zeros(len(self.names), 2, device=device, dtype=dtype)
+
+    def add(self, name: str, total: Tensor, weight: Tensor) -> None:
+        """Add a batch's sum and its weight, two scalars; `ValueError` if `name` is none of the names."""
+        self._sums[self.names.index(name)] += torch.stack((total, weight)).detach().to(self._sums)
+
+    def take(self) -> Tensor:
+        """Return this rank's sums and weights since the last call, flat (2 n,), and start again from 0."""
+        taken, self._sums = self._sums, torch.zeros_like(self._sums)
+        return taken.flatten()
+
+    def means(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return the means from what `take` gave, summed over ranks; NaN without any weight."""
+        pairs = zip(self.names, sums[::2], sums[1::2], strict=True)
+        return {name: total / weight if weight else math.nan for name, total, weight in pairs}

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.data.dataloader import BaseDataLoader, Batch
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.measures import Measures
+from torchtitan.components.loss import IGNORE_INDEX, Measures
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
@@ -29,13 +28,12 @@ class Validator(Configurable):
     Args:
         config: when and how much.
         model_parts: put into evaluation mode meanwhile.
-        dataloaders: name → loader over a set of validation data, once; each validation begins with it anew. The name ""
-            is for the only set.
+        dataloaders: name → loader over a set of validation data, once; "" names the only set.
         tokenizer: of the data, whose text is measured in bytes. None: the loss is not one of tokens, and there are no
             bits per byte.
         batches_per_step: local batches of one rank that make up its share of a global batch.
-        sums_of_batch: this rank's part of the summed loss of a batch as the loader gave it, a scalar on the device, and
-            of its weight, the number of its valid tokens.
+        sums_of_batch: batch as the loader gave it → this rank's part of its summed loss, a scalar on the device, and of
+            its weight, the number of valid tokens.
         measures: means that `sums_of_batch` measures besides; reported as `validation_NAME`.
         counts_bytes: whether this rank counts the text of its samples; of ranks with the same ones, one does.
     """
@@ -69,12 +67,8 @@ class Validator(Configurable):
             self.named_datasets()
 
         def named_datasets(self) -> dict[str, str]:
-            """Name → dataset of each set. One of several without a name has that of its file or folder; the only one
-            is called "", and so is the training data's own validation split, with "" as dataset.
-
-            Raises:
-                UserError: for two of the same name.
-            """
+            """Name → dataset of each set: the file's or folder's name if none is given, "" for the only set, and "" →
+            "" for the training data's own validation split. Raises `UserError` for two sets of one name."""
             if not self.dataset:
                 return {"": ""}
             named = [_split_name(text, default="" if len(self.dataset) == 1 else None) for text in self.dataset]
@@ -117,10 +111,9 @@ class Validator(Configurable):
         """Measure the validation data.
 
         Returns:
-            `validation_loss`, the mean per valid token of all sets (NaN where no token is valid),
-            `validation_bits_per_byte`, the same in bits per byte of the text that is predicted, without special tokens;
-            both of each set too, as `validation_loss/NAME`, where sets have names; `validation_time` in seconds, and
-            `validation_tokens_per_second`, valid tokens of all ranks together.
+            `validation_loss`, the mean per valid token of all sets (NaN without any), `validation_bits_per_byte`, the
+            same in bits per byte of predicted text, and both of each named set, as `validation_loss/NAME`;
+            `validation_time` in seconds, and `validation_tokens_per_second`, valid tokens of all ranks together.
         """
         begun = time.perf_counter()
         for part in self.model_parts:
@@ -142,7 +135,7 @@ class Validator(Configurable):
         """This rank's part of a set's summed loss, weight, bytes and further measures, float64 (3 + 2 n,)."""
         self.measures.take()
         data.loader.load_state_dict(data.beginning)
-        # float64: a mean over many batches should not depend on their order or on the number of ranks.
+        # float64: the mean should not depend on the order of batches or on the number of ranks.
         totals, n_bytes = torch.zeros(2, dtype=torch.float64), 0
         for batch in itertools.islice(data.loader, self.max_batches):
             # Of a stream, no rank knows when the others' shares end; until then it gets batches that count nothing.
@@ -166,7 +159,7 @@ class Validator(Configurable):
         return means | {f"validation_{name}": value for name, value in self.measures.means(measured).items()}
 
     def close(self) -> None:
-        """End what the data loaders have started."""
+        """Close the data loaders."""
         for data in self.sets.values():
             data.loader.close()
 
@@ -177,8 +170,7 @@ class _Set:
     def __init__(self, loader: BaseDataLoader):
         self.loader = loader
         self.beginning = loader.state_dict()
-        self.n_bytes: int | None = None
-        """Bytes of the text that this rank predicts, once they have been counted."""
+        self.n_bytes: int | None = None  # of the text that this rank predicts, once they have been counted
 
 
 def _split_name(text: str, default: str | None) -> tuple[str, str]:
@@ -189,10 +181,8 @@ def _split_name(text: str, default: str | None) -> tuple[str, str]:
 
 
 def count_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
-    """Bytes of UTF-8 in the text that a batch's valid labels stand for; special tokens have no text.
-
-    A character that is cut in two by the end of a sample, or of what is valid, counts as 3 bytes on either side.
-    """
+    """Bytes of UTF-8 in the text of a batch's valid labels, without special tokens. A character that is cut in two by
+    the end of a sample, or of what is valid, counts as 3 bytes on either side."""
     positions = batch.get("positions")
     total = 0
     for row, (inputs, labels) in enumerate(zip(batch["input"], batch["labels"], strict=True)):
@@ -204,8 +194,8 @@ def count_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
 
 
 def _document_bytes(inputs: Tensor, labels: Tensor, tokenizer: Tokenizer) -> int:
-    """Of one document: for each run of valid labels, the text up to its end without the text in front of it, since a
-    token's text may depend on what is in front of it (a blank at the beginning has none in some tokenizers)."""
+    """Of one document: for each run of valid labels, the text up to its end without the text in front of it, which a
+    token's text may depend on (some tokenizers drop a blank at the beginning)."""
     valid = (labels != IGNORE_INDEX).tolist()
     following = torch.cat([inputs[1:], labels[-1:]])
     ids = [int(inputs[0]), *torch.where(labels == IGNORE_INDEX, following, labels).tolist()]

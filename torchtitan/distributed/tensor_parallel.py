@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
 from torchtitan.distributed.loss_parallel import gather_for_head
-from torchtitan.protocols.layer_converter import converter_of
+from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of, part_multiple_of
 from torchtitan.tools.errors import UserError
 

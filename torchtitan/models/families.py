@@ -1,8 +1,5 @@
-"""Model families: what a family's package has, and which family a checkpoint belongs to: the one given by the caller, a
-built-in one, or one of an installed package. A package named in a checkpoint is imported only if it is one of these.
-
-A family is a package with `FLAVORS`, `FORMATS` and `model_spec` (docs/extending.md).
-"""
+"""Model families: what the package of one has (docs/extending.md), and which one a checkpoint belongs to: the given
+one, a built-in one, or one of an installed package. No other package that a checkpoint names is imported."""
 
 import copy
 import os
@@ -47,7 +44,7 @@ class Family:
         return self.module.rpartition(".")[2]
 
     def spec(self, model: Decoder.Config, flavor: str) -> ModelSpec:
-        """Return the specification of a model of any sizes, which are called `flavor`."""
+        """Return the specification of a model of any sizes, called `flavor`."""
         return ModelSpec(
             name=self.name,
             flavor=flavor,
@@ -60,22 +57,15 @@ class Family:
         )
 
     def registry(self, flavor: str) -> ModelSpec:
-        """Return the specification of a flavor, a new one per call, so that changing it changes nothing else.
-
-        Raises:
-            UserError: if there is no such flavor.
-        """
+        """Return the specification of a flavor, a new one per call; raise `UserError` if there is no such flavor."""
         if flavor not in self.flavors:
             raise UserError(f"{self.name} has no flavor '{flavor}' (there are: {', '.join(self.flavors)})")
         return self.spec(copy.deepcopy(self.flavors[flavor]), flavor)
 
 
 def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -> ModuleType:
-    """Return the family that a DCP checkpoint names by its import path.
-
-    Raises:
-        UserError: if the name is not a family's, or the family is neither built in, installed nor imported.
-    """
+    """Return the family that a DCP checkpoint names by its import path; raise `UserError` if the name is not a
+    family's, or the family is neither built in, installed nor imported."""
     said = f"{checkpoint} holds a model of the package '{name}'"
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{said}, which is no name of a package")
@@ -96,8 +86,7 @@ def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -
 
 
 def family_with(format: str, given: ModuleType | None = None) -> ModuleType:
-    """Return the family for a format whose description does not name one: the given family if it has the format,
-    otherwise the built-in one."""
+    """Return the family for a format whose description names none: the given one if it has the format, or ours."""
     return next(_families(format, given))
 
 
@@ -122,11 +111,8 @@ def read_config_json(folder: Path, given: ModuleType | None = None) -> tuple[Mod
 
 
 def read_description(folder: Path, name: str) -> dict[str, Any]:
-    """Return the content of the file that describes a model: config.json or params.json in `folder`.
-
-    Raises:
-        UserError: if there is no such folder or file, or it is not a JSON object.
-    """
+    """Return the content of config.json or params.json in `folder`; raise `UserError` if there is no such folder or
+    file, or it is not a JSON object."""
     file = folder / name
     if not folder.is_dir():
         raise no_folder(folder)
@@ -136,8 +122,7 @@ def read_description(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _families(format: str, given: ModuleType | None) -> Iterator[ModuleType]:
-    """Yield the families that have a format, each imported when its turn comes: the given one, then the built-in ones,
-    then the installed ones."""
+    """Yield the families that have a format, each imported in its turn: the given one, the built-in, the installed."""
     if given and format in getattr(given, "FORMATS", {}):  # it may be an experiment, which has none
         yield given
     ours = [name for name, folder in built_in_modules().items() if folder.parent.name == "models"]

@@ -1,9 +1,7 @@
 """What a plug-in provides: a model, its specification and sharding plan, its other formats, a converter."""
 
-from torchtitan.protocols.converted_module import ConvertedModule
-from torchtitan.protocols.layer_converter import LayerConverter
-from torchtitan.protocols.model import BaseModel
-from torchtitan.protocols.model_converter import ModelConverter
+from torchtitan.protocols.converter import LayerConverter, ModelConverter
+from torchtitan.protocols.model import BaseModel, ConvertedModule
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ForeignFormat, StateDictAdapter

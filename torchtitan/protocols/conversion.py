@@ -1,9 +1,7 @@
-"""Applies the converters of a run to its model; says which they were, and has them back from that."""
+"""Applies the converters of a run to its model; describes them for a checkpoint, and has them back from that."""
 
-import contextlib
 import inspect
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +9,9 @@ from torch import nn
 
 from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.config.registry import trusted_module
+from torchtitan.protocols.converter import ModelConverter, only_warnings
 from torchtitan.protocols.model import BaseModel
-from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
 
 Description = Mapping[str, Any]
 """A converter as JSON: `class` (import path of its module, a colon, its name there) and `config`."""
@@ -28,12 +25,11 @@ def convert_model(
     Args:
         model: the plain model.
         converters: what `Trainer.Config.model_converters` built.
-        frozen_dtype: where a converter `freezes`, the type of linear layers' weights that are not trained: the one that
-            their products are computed in. Others stay as they are: an embedding's type, for one, is that of the
-            hidden states. None: all do.
+        frozen_dtype: type of the frozen weights of linear layers if a converter `freezes`. Other modules keep theirs:
+            an embedding's, for one, is also the hidden states'. None: all do.
 
     Raises:
-        UserError: where a converter does not find what it is to convert, or nothing is left to train.
+        UserError: if a converter does not find what it is to convert, or nothing is left to train.
     """
     for converter in converters:
         converter.convert(model)
@@ -53,30 +49,27 @@ def _cast_frozen(layer: nn.Linear, dtype: torch.dtype) -> None:
 
 
 def converted_model(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> BaseModel:
-    """A model on the meta device with the tensors that `converters` make of its own: those of them have been applied
-    that change weights, without saying so once more.
+    """Return a model on the meta device with those of `converters` applied that change weights, without a log line.
 
     Raises:
         UserError: as `convert_model`.
     """
+    return _converted(config, [converter for converter in converters if converter.changes_weights])
+
+
+def _converted(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> BaseModel:
     with torch.device("meta"):
         model: BaseModel = config.build()
-    with _only_warnings():
-        convert_model(model, [converter for converter in converters if converter.changes_weights])
+    with only_warnings():
+        convert_model(model, converters)
     return model
 
 
 def check_plain_form(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> None:
-    """Make sure that of a model to which `converters` have been applied the plain one can be made.
-
-    Raises:
-        UserError: where tensors have been added, removed or changed by one that does not say so; it names the tensors.
-    """
-    with torch.device("meta"):
-        model: BaseModel = config.build()
-    with _only_warnings():
-        convert_model(model, converters)
-    ours, known = (tensor_shapes(of).items() for of in (model, converted_model(config, converters)))
+    """Raise `UserError`, naming the tensors, if one of `converters` changes the model's without saying so: the plain
+    model could not be made of them."""
+    models = (_converted(config, converters), converted_model(config, converters))
+    ours, known = (tensor_shapes(model).items() for model in models)
     if unknown := sorted({name for name, _ in ours ^ known}):
         raise UserError(
             f"the model_converters change the model's tensors ({', '.join(unknown[:5])}), and the one that does has no "
@@ -89,50 +82,36 @@ def tensor_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-def describe_converters(configs: Iterable[Configurable.Config]) -> list[dict[str, Any]]:
-    """Those of a run's converters that one has to know to make a plain model of its weights, in order; see
-    `Description`."""
-    return _describe(configs, lambda converter: converter.changes_weights)
+def describe_converters(configs: Iterable[Configurable.Config]) -> list[Description]:
+    """Describe those of a run's converters that one has to know to make a plain model of its weights, in order."""
+    return [_describe(config) for config in configs if _class_of(config).changes_weights]
 
 
-def describe_simulation(configs: Iterable[Configurable.Config]) -> list[dict[str, Any]]:
-    """As `describe_converters`, those that one has to know to compute as the run does."""
-    return _describe(configs, lambda converter: converter.simulates)
+def describe_simulation(configs: Iterable[Configurable.Config]) -> list[Description]:
+    """Describe those of a run's converters that one has to know to compute as the run does, in order."""
+    return [_describe(config) for config in configs if _class_of(config).simulates]
 
 
-def _describe(
-    configs: Iterable[Configurable.Config], is_told: Callable[[type[ModelConverter]], bool]
-) -> list[dict[str, Any]]:
-    owners = [(config._owner, config) for config in configs]
-    return [
-        {"class": import_path(owner), "config": config.to_dict()}
-        for owner, config in owners
-        if issubclass(owner, ModelConverter) and is_told(owner)
-    ]
+def _class_of(config: Configurable.Config) -> type[ModelConverter]:
+    owner = config._owner
+    assert issubclass(owner, ModelConverter)
+    return owner
+
+
+def _describe(config: Configurable.Config) -> Description:
+    return {"class": import_path(config._owner), "config": config.to_dict()}
 
 
 def saved_config(saved: Iterable[Description], converter: ModelConverter) -> Configurable.Config | None:
-    """The configuration that the converter of this one's class has in `saved`, what `describe_converters` returned;
-    None: there is none.
-
-    Raises:
-        UserError: where it has a field that is not there any more.
-    """
+    """Return the configuration that `saved` has of a converter of this one's class, or None; raise `UserError` if it
+    has a field that is not there any more."""
     configs = [said.get("config", {}) for said in saved if said.get("class") == import_path(type(converter))]
     return type(converter).Config.from_dict(configs[0]) if configs else None
 
 
 def differences(saved: Sequence[Description], converters: Iterable[ModelConverter]) -> list[str]:
-    """Why weights that were saved with some converters do not mean what those of a run mean, in words, as far as
-    options say it; names and shapes of the tensors say the rest.
-
-    Args:
-        saved: what `describe_converters` returned for the ones.
-        converters: the run's.
-
-    Raises:
-        UserError: as `saved_config`.
-    """
+    """Say why weights do not mean the same with the run's `converters` as with the `saved` ones, as far as options say
+    it; names and shapes of the tensors say the rest. Raises `UserError` as `saved_config`."""
     ours = {import_path(type(converter)): converter for converter in converters if converter.changes_weights}
     theirs = {str(said.get("class")) for said in saved}
     found = [f"the run lacks {path}" for path in sorted(theirs - ours.keys())]
@@ -151,21 +130,16 @@ def differences(saved: Sequence[Description], converters: Iterable[ModelConverte
 
 def meaning_of(config: Configurable.Config) -> dict[str, Any]:
     """Return the options of a converter that decide what its weights mean: all but its `run_options`."""
-    owner = config._owner
-    assert issubclass(owner, ModelConverter)
-    return {name: value for name, value in config.to_dict().items() if name not in owner.run_options}
+    run_options = _class_of(config).run_options
+    return {name: value for name, value in config.to_dict().items() if name not in run_options}
 
 
 def described_converters(descriptions: Iterable[Description], said_by: str) -> list[ModelConverter]:
-    """The converters that `describe_converters` was given.
-
-    Args:
-        descriptions: what it returned.
-        said_by: what holds them, for the messages.
+    """Return the converters that `describe_converters` was given, from what it returned; `said_by` holds that.
 
     Raises:
-        UserError: for one that must not be imported (`torchtitan.config.registry.trusted_module`), cannot be, or is no
-            converter any more, by name.
+        UserError: naming one that must not be imported (`torchtitan.config.registry.trusted_module`), cannot be, or is
+            no converter any more.
     """
     return [_described(description, said_by) for description in descriptions]
 
@@ -195,13 +169,3 @@ def _described(description: Description, said_by: str) -> ModelConverter:
         raise UserError(f"{said}, which is not a ModelConverter that checkpoints name")
     converter: ModelConverter = owner.Config.from_dict(description.get("config", {})).build()
     return converter
-
-
-@contextlib.contextmanager
-def _only_warnings() -> Iterator[None]:
-    level = logger.level
-    logger.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

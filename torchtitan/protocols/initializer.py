@@ -1,8 +1,7 @@
 """The initial distributions of parameters, as data that travels with the module that owns them.
 
-A module may be built on the meta device, sharded and wrapped before its weights exist; what was drawn at
-construction would be lost. So each module says *how* its parameters start, and
-`torchtitan.distributed.initialize` fills them in, the same values whatever the layout.
+A module may be built on the meta device, sharded and wrapped before its weights exist. So it says *how* its parameters
+start, and `torchtitan.distributed.initialize` fills them in, with the same values whatever the layout.
 """
 
 from collections.abc import Callable
@@ -47,14 +46,10 @@ class Constant:
 @dataclass(frozen=True)
 class DerivedRows:
     """The initial values of a parameter whose rows follow from the same rows of another, which need not exist itself:
-    the row norms of a matrix, its rows in 4 bits.
-
-    As an `Initializer` it draws the other one's rows and computes from them, so that its values are those that follow
-    from the other's initial ones, whatever the layout.
-    """
+    the row norms of a matrix, its rows in 4 bits. Draws the other one's rows and computes from them."""
 
     plain: str
-    """Name of the other parameter in the plain module (`torchtitan.protocols.converted_module`)."""
+    """Name of the other parameter in the plain module (`torchtitan.protocols.model.ConvertedModule`)."""
 
     shape: torch.Size
     """Shape of the other parameter."""
@@ -72,7 +67,7 @@ class DerivedRows:
 
 
 def with_initializers(module: ModuleT, **initializers: Initializer) -> ModuleT:
-    """`module`, made to carry the initial distribution of each of its own parameters by name (`weight=…`)."""
+    """Return `module`, made to carry the initial distribution of each of its own parameters by name (`weight=…`)."""
     setattr(module, _ATTRIBUTE, initializers)
     return module
 
@@ -83,11 +78,7 @@ def initializers_of(module: nn.Module) -> dict[str, Initializer]:
 
 
 def initializer_of(module: nn.Module, parameter: str) -> Initializer:
-    """The initial distribution of `module`'s own parameter of that name.
-
-    Raises:
-        LookupError: if the module carries none.
-    """
+    """The initial distribution of `module`'s own parameter of that name; `LookupError` if the module carries none."""
     initializers = initializers_of(module)
     if parameter not in initializers:
         raise LookupError(

@@ -1,13 +1,14 @@
-"""What the trainer asks of a model: a configurable module that knows its size and its cost."""
+"""What the trainer asks of a model, `BaseModel`, and of the modules that converters put into one, `ConvertedModule`."""
 
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.config import Configurable
-from torchtitan.protocols.converted_module import ConvertedModule
+from torchtitan.protocols.initializer import DerivedRows
 from torchtitan.tools.errors import UserError
 
 
@@ -15,11 +16,8 @@ class BaseModel(nn.Module, Configurable):
     """A model that the trainer can train.
 
     `config.build()` constructs it; under `torch.device("meta")` that allocates nothing. Every module that owns
-    parameters carries their initial distributions (`torchtitan.protocols.initializer`), so that weights can be
-    filled in later, whatever has been sharded or wrapped in between.
-
-    The forward pass is `forward(tokens, positions=None, *, head=…, **head_inputs)`, see
-    `torchtitan.models.common.decoder.Decoder`.
+    parameters carries their initial distributions (`torchtitan.protocols.initializer`). The forward pass is
+    `forward(tokens, positions=None, *, head=…, **head_inputs)`, see `torchtitan.models.common.decoder.Decoder`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -42,10 +40,7 @@ class BaseModel(nn.Module, Configurable):
 
         def pipeline_modules(self) -> list[list[str]]:
             """Names of the model's parts in the order of the forward pass; a pipeline is cut between the inner lists.
-
-            Raises:
-                UserError: if a model with this configuration cannot be cut.
-            """
+            Raises `UserError` if it cannot be cut."""
             raise UserError(f"{type(self).__qualname__} does not say where a pipeline can cut it")
 
         def validate(self) -> None:
@@ -60,17 +55,69 @@ class BaseModel(nn.Module, Configurable):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of forward and backward for one token of a sample of `seq_len` tokens.
-
-        Converters may have been applied to the model, and parameters frozen: see `count_elements`.
-        """
+        """Floating-point operations of forward and backward for one token of a sample of `seq_len` tokens, of a model
+        that may be converted and partly frozen: see `count_elements`."""
         raise NotImplementedError
 
 
+class ConvertedModule(nn.Module):
+    """Holds a plain module's weights in another form, or with others beside them.
+
+    A converter puts it in the plain module's place. Checkpoints of the plain model can be loaded into it, and the plain
+    model can be made of it, by what it says here. Mixed in before the class of the plain module.
+
+    Its own parameters are of three kinds: those that the plain module has too, under the same names; those that follow
+    from the plain module's (`derived`); and those that the plain module has nothing of (`added`).
+    """
+
+    @property
+    def derived(self) -> Mapping[str, DerivedRows]:
+        """Name of an own parameter → how it follows from one of the plain module's."""
+        return {}
+
+    @property
+    def added(self) -> Collection[str]:
+        """Names of the own parameters that begin with values of their own."""
+        return ()
+
+    @abstractmethod
+    def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the plain module's parameters by name; `plain_types` may be less precise. Works on meta tensors too.
+
+        Args:
+            own: this module's parameters by name, whole.
+        """
+
+    def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+        """The types that the plain module's parameters are written in unless others are asked for, by name."""
+        return {name: tensor.dtype for name, tensor in self.plain_state(own).items()}
+
+    @abstractmethod
+    def effective_weight(self) -> Tensor:
+        """The weights that this module computes with as one tensor, with a gradient: for a layer whose weights are read
+        instead of the layer called, as the loss reads an output head's."""
+
+
+def effective_weight(module: nn.Module) -> Tensor:
+    """The weights that `module` computes with, whether it has been converted or not."""
+    if isinstance(module, ConvertedModule):
+        return module.effective_weight()
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def converted_modules(model: nn.Module) -> Iterator[tuple[str, ConvertedModule]]:
+    """The converted modules of a model with their names, as `named_modules` gives them."""
+    for name, module in model.named_modules():
+        if isinstance(module, ConvertedModule):
+            yield name, module
+
+
 def count_elements(module: nn.Module) -> Iterator[tuple[int, bool]]:
-    """What the modules in `module` compute with, in the order in which they are registered: the elements of each
-    parameter, and whether it is trained. A `ConvertedModule` has the plain module's parameters, whatever form it keeps
-    them in, and others that are trained."""
+    """The elements of each parameter in `module` that is computed with, and whether it is trained, in the order in
+    which they are registered. Of a `ConvertedModule` these are the plain module's, whatever form it keeps them in, and
+    others that are trained."""
     for part in module.modules():
         own = dict(part.named_parameters(recurse=False))
         trained = {name: parameter for name, parameter in own.items() if parameter.requires_grad}

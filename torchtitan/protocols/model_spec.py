@@ -1,4 +1,4 @@
-"""`ModelSpec`: everything that a model family provides for one flavour, in one value."""
+"""`ModelSpec`: everything that a model family provides for one flavor."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +17,8 @@ ParallelizeFunction = Callable[..., nn.Module]
 
 @dataclass(kw_only=True, slots=True)
 class ModelSpec:
-    """What `model_registry(flavor)` returns; a fresh one per call, so that nothing global is ever changed.
-
-    `model` and `loss` can be set on the command line; the rest is the family's (`Suppress`ed there).
-    """
+    """What `model_registry(flavor)` returns, a fresh one per call. `model` and `loss` can be set on the command line;
+    the rest is the family's (`Suppress`ed there)."""
 
     name: Suppress[str]
     """The family: `llama3`."""
@@ -29,7 +27,7 @@ class ModelSpec:
     """The size within the family: `8B`."""
 
     module: Suppress[str]
-    """Import path of the family's package, `torchtitan.models.llama3`: a checkpoint says by it what it is of."""
+    """Import path of the family's package, `torchtitan.models.llama3`, by which a checkpoint names it."""
 
     model: BaseModel.Config
     """The model; `model.build()` constructs it. Its fields are `--model.<field>` on the command line."""
@@ -42,7 +40,7 @@ class ModelSpec:
     """Which modules tensor and context parallelism split, and how."""
 
     parallelize: Suppress[ParallelizeFunction]
-    """Applies the parallelisms to a meta-device model, or to a pipeline stage of one, in place; see
+    """Applies the parallelisms to a meta-device model or pipeline stage, in place, as
     `torchtitan.distributed.parallelize.parallelize_decoder`."""
 
     formats: Suppress[Mapping[str, ForeignFormat]] = field(default_factory=dict)

@@ -9,24 +9,21 @@ from torch import nn
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 TensorSharding = Literal["vocabulary", "sequence", "heads", "whole sequence", "columns", "rows"]
-"""How tensor parallelism treats a module. Between layers each rank holds its part of the sequence (sequence
-parallelism).
+"""How tensor parallelism treats a module. Between layers each rank holds its part of the sequence.
 
-- `vocabulary`: an embedding, its rows (tokens of the vocabulary) shared out. Takes all tokens, gives its part of the
-  sequence.
+- `vocabulary`: an embedding, its rows (tokens) split. Takes all tokens, gives its part of the sequence.
 - `sequence`: works on each token by itself, with the same weights on every rank; on its part of the sequence.
 - `heads`: works on each head by itself, with the same weights on every rank; on its heads, dimension 2 of (B, L, heads,
   head_dim), of the whole sequence.
 - `whole sequence`: none of its own weights are split; its first input is gathered from the ranks' parts.
-- `columns`: a linear layer, its outputs shared out. Takes the whole sequence, gives its part of the features.
-- `rows`: a linear layer, its inputs shared out. Takes its part of the features, gives its part of the sequence.
-- For an output head, `columns` shares out the vocabulary, and the loss is computed on the parts.
+- `columns`: a linear layer, its outputs split. Takes the whole sequence, gives its part of the features; of an output
+  head, these are parts of the vocabulary, and the loss is computed on them.
+- `rows`: a linear layer, its inputs split. Takes its part of the features, gives its part of the sequence.
 """
 
-
 Features = Literal["in", "out"] | None
-"""What a dimension of a parameter runs over: the features (or tokens) that go into the layer, those that come out of
-it, or neither."""
+"""What a dimension of a parameter runs over: features (or tokens) that go into the layer or come out of it, or
+neither."""
 
 _ATTRIBUTE = "parameter_features"
 _PART_MULTIPLE = "part_multiple"
@@ -35,9 +32,9 @@ _EMBEDDING: Mapping[str, tuple[Features, ...]] = {"weight": ("in", "out")}
 
 
 def with_features(module: ModuleT, **features: tuple[Features, ...]) -> ModuleT:
-    """`module`, a linear layer or an embedding with parameters of its own kind, made to carry what the dimensions of
-    each run over: `lora_A=(None, "in")`. `columns` shares out the dimension "out", `rows` and `vocabulary` share out
-    "in"; a parameter without that dimension is the same on every rank."""
+    """Return `module`, a linear layer or an embedding, made to carry what the dimensions of further parameters run
+    over: `lora_A=(None, "in")`. `columns` splits the dimension "out", `rows` and `vocabulary` split "in"; a parameter
+    without that dimension is the same on every rank."""
     setattr(module, _ATTRIBUTE, {**features_of(module), **features})
     return module
 
@@ -49,14 +46,14 @@ def features_of(module: nn.Module) -> Mapping[str, tuple[Features, ...]]:
 
 
 def with_part_multiple(module: ModuleT, multiple: int) -> ModuleT:
-    """`module`, a linear layer, made to say that it computes only with multiples of this many inputs, and outputs: the
-    part that a rank has of them must be one too."""
+    """Return `module`, a linear layer, made to say that it computes only with multiples of this many inputs and
+    outputs, on each rank."""
     setattr(module, _PART_MULTIPLE, multiple)
     return module
 
 
 def part_multiple_of(module: nn.Module) -> int:
-    """What `with_part_multiple` was given; otherwise 1."""
+    """What `with_part_multiple` was given, or 1."""
     return getattr(module, _PART_MULTIPLE, 1)
 
 
@@ -65,12 +62,11 @@ class ShardingPlan:
     """What of a model is split over ranks. Names are those of modules; `*` stands for every layer's number."""
 
     tensor: Mapping[str, TensorSharding]
-    """Tensor parallelism: module → how it is treated. Every module with parameters of its own is named. A module that a
-    model leaves out, so that its attribute is None, may be named too."""
+    """Tensor parallelism: module → how it is treated. Every module with parameters of its own is named; so may one be
+    that a model leaves out, whose attribute is None."""
 
     attention: str
     """Context parallelism: the modules `attend(queries, keys, values, mask)`, whose keys and values are gathered."""
 
     mask: str
-    """Context parallelism: the module that makes the attention mask from positions, `mask(positions, …)`. It is told
-    which tokens its queries and keys are."""
+    """Context parallelism: the module that makes the attention mask, `mask(positions, query_tokens, key_tokens)`."""

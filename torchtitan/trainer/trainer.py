@@ -14,8 +14,7 @@ from torchtitan.components.checkpoint import CheckpointManager, ModelState, Rand
 from torchtitan.components.checkpoint.filesystem import is_url
 from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.data.dataloader import Batch
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.measures import Measures
+from torchtitan.components.loss import IGNORE_INDEX, Measures
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import Validator
 from torchtitan.components.weights.assets import CheckpointAssets, files_in, read_converters

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchtitan.distributed.initialize import canonical_name
-from torchtitan.protocols.converted_module import ConvertedModule, converted_modules
+from torchtitan.protocols.model import ConvertedModule, converted_modules
 from torchtitan.tools.errors import UserError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torchtitan.components.quantization.nf4 import BLOCK_SIZE
 from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.conversion import converted_model
-from torchtitan.protocols.layer_converter import LayerConverter
+from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.tensor_source import some
 from torchtitan.tools.errors import UserError

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtitan.components.quantization.nf4 import NF4, pack, quantized_linear, unpack, unpack_weight
 from torchtitan.distributed.gradients import row_norms
-from torchtitan.protocols.converted_module import ConvertedModule
 from torchtitan.protocols.initializer import (
     Constant,
     DerivedRows,
@@ -27,6 +26,7 @@ from torchtitan.protocols.initializer import (
     initializers_of,
     with_initializers,
 )
+from torchtitan.protocols.model import ConvertedModule
 from torchtitan.protocols.sharding import with_features
 
 

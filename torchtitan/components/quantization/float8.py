@@ -22,8 +22,8 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import config_key
 from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.initialize import canonical_name
+from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import initializers_of, with_initializers
-from torchtitan.protocols.layer_converter import LayerConverter
 from torchtitan.protocols.sharding import with_part_multiple
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger

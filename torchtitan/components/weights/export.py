@@ -25,7 +25,7 @@ from torchtitan.components.weights.sources import Format
 from torchtitan.components.weights.torch_files import META_PARAMETERS, write_meta
 from torchtitan.components.weights.views import ForeignView, PlainView
 from torchtitan.protocols.conversion import converted_model
-from torchtitan.protocols.model_converter import ModelConverter
+from torchtitan.protocols.converter import ModelConverter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import ForeignFormat
 from torchtitan.protocols.tensor_source import TensorForm, TensorSource

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.weights.load import check_fit
-from torchtitan.protocols.converted_module import ConvertedModule, converted_modules
+from torchtitan.protocols.converter import ModelConverter
 from torchtitan.protocols.initializer import DerivedRows
-from torchtitan.protocols.model_converter import ModelConverter
+from torchtitan.protocols.model import ConvertedModule, converted_modules
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import Identity, StateDictAdapter, check_tied
 from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, whole

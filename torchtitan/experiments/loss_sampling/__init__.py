@@ -17,7 +17,6 @@ less densely.
 
 The losses are in the checkpoint, so that a run that resumes draws what it would have drawn.
 
-The idea is that of prioritized experience replay (Schaul et al., arXiv:1511.05952), here without its correction for
-the changed distribution: the loss in the metrics is that of the samples drawn, and higher than that of the data.
-Compare runs by their validation loss.
+After prioritized experience replay (Schaul et al., arXiv:1511.05952), without its correction for the changed
+distribution: the loss in the metrics is higher than the data's. Compare runs by their validation loss.
 """

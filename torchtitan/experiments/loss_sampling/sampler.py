@@ -58,11 +58,8 @@ class LossSampler(Sampler):
         return (1 - self.config.explore) * by_loss + self.config.explore / self.n_samples
 
     def draw(self, n: int) -> Array:
-        """The next samples, without repetition within one call.
-
-        Each waits for an exponentially distributed time at the rate of its chance, and the first ones come: so they are
-        drawn one after the other, each by its chance among those that are left (Efraimidis and Spirakis, 2006).
-        """
+        """The next samples, without repetition within one call: the first to arrive, if each waits for an exponentially
+        distributed time at the rate of its chance (Efraimidis and Spirakis, 2006)."""
         n = min(n, self.n_samples - self._drawn % self.n_samples)
         raw = np.random.PCG64(np.random.SeedSequence((self.seed, self._drawn))).random_raw(self.n_samples)
         uniform = ((raw >> 11) + 0.5) * 2.0**-53

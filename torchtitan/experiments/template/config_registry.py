@@ -1,10 +1,6 @@
 """Configurations of this experiment: every public function without parameters is one."""
 
-from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.lr_scheduler import LRScheduler
-from torchtitan.components.optimizer import Optimizer
-from torchtitan.components.validate import Validator
-from torchtitan.config import TrainingConfig
+from torchtitan.models.common.recipes import small_run
 from torchtitan.models.llama3 import model_registry
 
 from .trainer import TemplateTrainer
@@ -12,11 +8,4 @@ from .trainer import TemplateTrainer
 
 def template_debugmodel() -> TemplateTrainer.Config:
     """The small Llama 3 on the built-in stories, trained by this experiment's trainer."""
-    return TemplateTrainer.Config(
-        model_spec=model_registry("debugmodel"),
-        training=TrainingConfig(steps=100, seq_len=256, local_batch_size=8, mixed_precision_param="float32"),
-        optimizer=Optimizer.Config(lr=2e-3),
-        lr_scheduler=LRScheduler.Config(warmup_steps=10, decay_ratio=0.5, decay_type="cosine", min_lr_factor=0.1),
-        validator=Validator.Config(enable=True, freq=50, steps=10),
-        checkpoint=CheckpointManager.Config(interval=50),
-    )
+    return small_run(model_registry("debugmodel"), TemplateTrainer.Config)

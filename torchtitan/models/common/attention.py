@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.norm import RMSNorm
+from torchtitan.models.common.layers import RMSNorm
 from torchtitan.models.common.rope import apply_rope
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 
@@ -17,27 +17,18 @@ where attention is allowed (CPU and MPS), or a FlexAttention `BlockMask` (CUDA).
 
 
 class CausalMask(nn.Module):
-    """What each token may attend to: itself and the earlier tokens of its document.
+    """What each token may attend to: itself and the earlier tokens of its document."""
 
-    Attributes:
-        dense: on CPU and MPS, give packed documents' masks as a boolean tensor rather than as a list of lengths. The
-            list is faster, but compiled code would be compiled anew for every one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = False
+    dense = False
+    """Give packed documents' masks on CPU and MPS as a boolean tensor. A list of lengths is faster, but compiled code
+    would be compiled anew for every one."""
 
     def forward(
         self, positions_BL: Tensor | None, query_tokens_L: Tensor | None = None, key_tokens_K: Tensor | None = None
     ) -> AttentionMask:
-        """The mask for samples of L tokens, of which this process may have a part.
-
-        Args:
-            positions_BL: positions that start at 0 with every document; None: each sample is one document.
-            query_tokens_L: place in the sample of each token here; None: all of them, in their order.
-            key_tokens_K: place in the sample of each key that will be attended to; given with `query_tokens_L`.
-        """
+        """The mask for samples of L tokens, from positions that start at 0 with every document; None: each sample is
+        one document. Of a process that has a part of the samples, `query_tokens_L` and `key_tokens_K` are the places in
+        the sample of its tokens and of their keys."""
         if positions_BL is None:
             assert query_tokens_L is None, "a part of a sample comes with positions"
             return None
@@ -76,11 +67,8 @@ class Attention(nn.Module):
     """Scaled dot-product attention, without weights. A module of its own so that it can be hooked onto."""
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: AttentionMask) -> Tensor:
-        """H query heads over K key/value heads (K divides H), shapes (B, L, heads, head_dim) → (B, L, H, head_dim).
-
-        Args:
-            mask: what `CausalMask` gave for these samples.
-        """
+        """H query heads over K key/value heads (K divides H), shapes (B, L, heads, head_dim) → (B, L, H, head_dim);
+        `mask` is what `CausalMask` gave for these samples."""
         if isinstance(mask, list):
             return _attend_each_document(q_BLHD, k_BLKD, v_BLKD, mask)
         q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
@@ -94,7 +82,7 @@ class Attention(nn.Module):
 
 
 def _attend_each_document(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, lengths: list[int]) -> Tensor:
-    """One causal attention per document: on a CPU faster than any mask, since it computes nothing that is masked."""
+    """Attend within each document: faster on a CPU than any mask, as nothing that is masked is computed."""
 
     def split_documents(x_BLHD: Tensor) -> tuple[Tensor, ...]:
         flat_1HTD = x_BLHD.reshape(1, -1, *x_BLHD.shape[2:]).transpose(1, 2)
@@ -107,7 +95,7 @@ def _attend_each_document(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, length
 
 @functools.cache
 def _compiled(name: str) -> Any:
-    """A function of FlexAttention, compiled on first use: uncompiled it would hold every pair of tokens in memory."""
+    """A function of FlexAttention, compiled: uncompiled it would hold every pair of tokens in memory."""
     import torch.nn.attention.flex_attention as flex_attention
 
     return torch.compile(getattr(flex_attention, name))
@@ -117,7 +105,7 @@ class GroupedQueryAttention(nn.Module):
     """Causal self-attention with fewer key/value heads than query heads.
 
     Args:
-        qk_norm_eps: added to the mean square where each head of queries and keys is normalized; None: none is.
+        qk_norm_eps: added to the mean square when each head of queries and keys is normalized; None: none is.
         init_std: standard deviation of the initial query, key and value projections.
         out_init_std: standard deviation of the initial output projection.
     """

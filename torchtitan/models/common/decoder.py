@@ -1,4 +1,4 @@
-"""The decoder-only language model that families specialise, its blocks, and how parallelism splits them."""
+"""The decoder-only language model that families specialize, its blocks, and how parallelism splits them."""
 
 import math
 from collections.abc import Callable
@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import AttentionMask, CausalMask, GroupedQueryAttention
-from torchtitan.models.common.feed_forward import SwiGLU
-from torchtitan.models.common.norm import RMSNorm
+from torchtitan.models.common.layers import RMSNorm, SwiGLU
 from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
-from torchtitan.protocols.converted_module import effective_weight
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
-from torchtitan.protocols.model import BaseModel, count_elements
+from torchtitan.protocols.model import BaseModel, count_elements, effective_weight
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.errors import UserError
 
@@ -23,14 +21,13 @@ _MOST = {
     **dict.fromkeys(("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"), 2**24),
     **{"n_layers": 2_000, "max_seq_len": 2**32},
 }
-"""The largest sizes, far above the sizes of any model: a larger one is a mistake, or meant to fill up the memory."""
+"""The largest sizes, far above any model's: a larger one is a mistake, or meant to fill up the memory."""
 
 _MOST_PARAMETERS = 2**44
 
 Head = Callable[..., Tensor]
-"""What is computed from the last hidden states (B, L, D) and the output weights (V, D): logits, or the loss itself.
-What it needs beside them is given to the model by name, and handed on to it."""
-
+"""What is computed from the last hidden states (B, L, D), the output weights (V, D) and what the model is given by
+name: logits, or the loss itself."""
 
 _INIT_STD = 0.02
 
@@ -69,13 +66,10 @@ class BlockDesign:
 
 
 class Decoder(BaseModel):
-    """Token embedding → blocks → norm → head. A family gives the `design` of its blocks, or makes its own in
-    `make_block`.
+    """Token embedding → blocks → norm → head. A family gives the `design` of its blocks, or its own in `make_block`.
 
-    With tied embeddings there is no separate output weight: `output` is None and the head uses the embedding's.
-
-    A pipeline stage is such a model with parts of it taken out: without `tok_embeddings` it takes hidden states rather
-    than tokens, without `norm` and `output` it gives them.
+    With tied embeddings `output` is None. A pipeline stage lacks parts of the model: without `tok_embeddings` it takes
+    hidden states instead of tokens, without `norm` and `output` it gives them.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -108,7 +102,7 @@ class Decoder(BaseModel):
 
         @property
         def resolved_head_dim(self) -> int:
-            """Width of one head, as given or as it follows from `dim`."""
+            """Width of one head, as given or from `dim`."""
             return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
         @property
@@ -117,11 +111,8 @@ class Decoder(BaseModel):
             return {name: getattr(self, name) for name in ("n_heads", "n_kv_heads", "ffn_dim")}
 
         def pipeline_modules(self) -> list[list[str]]:
-            """Embedding, layers, norm and head: a stage is a piece of this row.
-
-            Raises:
-                UserError: with tied embeddings, whose weights would be in the first stage and in the last.
-            """
+            """Embedding, layers, norm and head. Raises `UserError` with tied embeddings, whose weights would be in the
+            first stage and in the last."""
             if self.tie_embeddings:
                 raise UserError(
                     "pipeline parallelism cannot split a model with tied embeddings: its first and its last stage "
@@ -185,13 +176,12 @@ class Decoder(BaseModel):
         return TransformerBlock(self.config, index, self.design)
 
     def output_init(self) -> TruncatedNormal:
-        """Initial distribution of separate output weights: logits of standard deviation 1/4 whatever the width, so
-        that the first loss is close to the logarithm of the vocabulary size."""
+        """Initial distribution of separate output weights: logits of standard deviation 1/4 at any width, for a first
+        loss close to the logarithm of the vocabulary size."""
         return TruncatedNormal(self.config.dim**-0.5 / 4)
 
     def embedding_init(self) -> TruncatedNormal:
-        """Initial distribution of the embedding: unit variance; if it serves as output weights too, logits of unit
-        variance instead."""
+        """Initial distribution of the embedding: unit variance, of the logits if it serves as output weights too."""
         return TruncatedNormal(self.config.dim**-0.5 if self.config.tie_embeddings else 1.0)
 
     def forward(
@@ -203,15 +193,13 @@ class Decoder(BaseModel):
         head: Head = F.linear,
         **head_inputs: Any,
     ) -> Tensor:
-        """Logits (B, L, V), or whatever `head` computes from the last hidden states and the output weights.
-
-        A loss that is given as `head` need never hold all logits at once.
+        """Logits (B, L, V), or whatever `head` computes; a loss given as `head` need never hold all logits at once.
 
         Args:
             tokens_BL: token ids; of a pipeline stage other than the first, hidden states (B, L, D).
-            positions_BL: each token's position within its document, starting at 0 with every document; tokens attend
-                to the earlier ones of their document only. None: every sample is one document.
-            packed: whether positions may start again within a sample; without it, attention is simply causal.
+            positions_BL: each token's position within its document, from 0; tokens attend to the earlier ones of their
+                document only. None: every sample is one document.
+            packed: whether positions may start again within a sample; if not, attention is simply causal.
             head: called with hidden states, output weights and `head_inputs`.
         """
         mask: AttentionMask = self.mask(positions_BL if packed else None)
@@ -227,7 +215,7 @@ class Decoder(BaseModel):
 
     @property
     def output_weight(self) -> Tensor:
-        """The output weights (V, D): the head's own, or the embedding's where they are tied."""
+        """The output weights (V, D): the head's own, or the embedding's if they are tied."""
         holder = self.tok_embeddings if self.output is None else self.output
         assert holder is not None, "the stage with the norm has the output weights too"
         return effective_weight(holder)
@@ -235,15 +223,13 @@ class Decoder(BaseModel):
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward, after appendix B of PaLM (arXiv:2204.02311): `6 N + 12 L H Q T`.
 
-        N counts the parameters that multiply every token: all but an embedding that is only looked up; a tied one is
-        the output head's, and counted. The attention term (L layers, H heads of width Q, T = seq_len) is the two
-        products with scores, of 2 H Q T operations each forward and twice that backward; by that convention it is not
-        halved for the causal mask, nor reduced for packed documents.
+        N counts the parameters that multiply every token: all but an embedding that is only looked up. The attention
+        term (L layers, H heads of width Q, T = seq_len) is the two products with scores, of 2 H Q T operations each
+        forward and twice that backward, by convention not halved for the causal mask nor reduced for packed documents.
 
         Of the 6 operations, 2 are the forward pass, 2 the parameter's own gradient, which a frozen one has not, and 2
-        the gradient of what it multiplies. The backward pass ends at the first trained parameter: nothing before it
-        has a gradient, and attention takes 4 H Q T in layers before that parameter's. Within a layer, parameters are
-        taken to compute one after another, in the order in which they are registered.
+        the gradient of what it multiplies. The backward pass ends at the first trained parameter, and attention takes
+        4 H Q T in layers before it. Within a layer, parameters are taken to compute in the order of registration.
         """
         assert self.tok_embeddings is not None, "asked of a whole model, not of a pipeline stage"
         config = self.config
@@ -266,7 +252,8 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: Decoder.Config, index: int, design: BlockDesign):
         super().__init__()
-        std = depth_scaled_std(index, _INIT_STD)
+        # For what writes to the residual stream: its variance then grows slowly with depth (after GPT-2's 1 / sqrt(N)).
+        std = _INIT_STD / (2 * (index + 1)) ** 0.5
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = GroupedQueryAttention(
             dim=config.dim,
@@ -284,9 +271,3 @@ class TransformerBlock(nn.Module):
         """(B, L, dim) → (B, L, dim)."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope, mask)
         return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
-
-
-def depth_scaled_std(index: int, base: float = 0.02) -> float:
-    """Standard deviation of the initial projections that write to the residual stream in layer `index` (from 0):
-    `base / sqrt(2 (index + 1))`, so that the stream's variance grows slowly with depth (after GPT-2's 1 / sqrt(N))."""
-    return base / (2 * (index + 1)) ** 0.5

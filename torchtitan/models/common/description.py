@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.tools.errors import UserError
 
 _LARGEST = 2**32
-"""No size of a model is larger, nor any context; each has a bound of its own, see `Decoder.Config.validate`."""
+"""No size of a model is larger, nor any context; `Decoder.Config.validate` bounds each."""
 
 _FURTHEST = 1e18
 """As far from 1 as a factor or a base may be."""
@@ -15,12 +15,9 @@ _FURTHEST = 1e18
 
 @dataclass(frozen=True)
 class Description:
-    """The keys of such a file; each is checked when it is asked for. A key that is there is not taken for absent when
-    it is null: where null means something, the caller asks first.
-
-    Every method raises `UserError`, with the file, the key and its value, for a value of another type; so does an
-    absent key without a default.
-    """
+    """The keys of such a file. Each is checked when it is asked for: `UserError`, with the file, the key and its value,
+    for a value of another type, and for an absent key without a default. A null is not an absent key: if it means
+    something, the caller asks with `has` first."""
 
     file: str
     """What the file is called in messages."""
@@ -33,7 +30,7 @@ class Description:
         return self.values.get(key) is not None
 
     def whole_number(self, key: str, default: int | None = None, hint: str = "") -> int:
-        """A whole number from 1 to `_LARGEST`; `hint` ends the message."""
+        """A whole number from 1 to `_LARGEST`; `hint` ends the error's message."""
         value = self.values.get(key, default)
         if type(value) is not int or not 1 <= value <= _LARGEST:
             raise self.wrong(key, value, f"a whole number from 1 to {_LARGEST}{hint}")
@@ -54,14 +51,14 @@ class Description:
         return value
 
     def section(self, key: str) -> "Description":
-        """The keys of an object inside this one; none where it is null or absent."""
+        """The keys of an object inside this one; none if it is null or absent."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(key, value, "an object")
         return Description(self.file, value or {})
 
     def check_not_quantized(self) -> None:
-        """Raise `UserError` where a `quantization_config` says that the weights are quantized."""
+        """Raise `UserError` if a `quantization_config` says that the weights are quantized."""
         if quantization := self.values.get("quantization_config"):
             method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
             raise UserError(

@@ -1,10 +1,9 @@
-"""Dense decoders in Hugging Face's format: the names of their weights, and config.json, by a table that each family
-passes."""
+"""Dense decoders in Hugging Face's format: names of weights, and config.json, by a table that each family passes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.description import Description
@@ -15,8 +14,6 @@ from torchtitan.tools.logging import logger
 
 Precision = Literal["float32", "bfloat16"]
 """A value of `training.mixed_precision_param`."""
-
-_PRECISIONS: dict[str, Precision] = {"float32": "float32", "bfloat16": "bfloat16"}
 
 _FILE = "config.json"
 
@@ -29,13 +26,13 @@ class ModelType:
     """Its class for them: `LlamaForCausalLM`."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Key that changes the computation → the only value that the family computes, which an absent key means too."""
+    """Key that changes the computation → the only value that the family computes, also meant by an absent key."""
 
     fixed_per_layer: Mapping[str, Any] = field(default_factory=dict)
     """Key of a list → the only value that its items may have."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key → the value that an absent key means, if that is not what it means for Llama."""
+    """Key → the value that an absent key means, if not the same as for Llama."""
 
     ignored: tuple[str, ...] = ()
     """Keys without effect on what the family computes."""
@@ -80,8 +77,6 @@ _FIXED: Mapping[str, Any] = {"is_causal": True, "hidden_act": "silu", "partial_r
 _NULLABLE = {"partial_rotary_factor"}
 """Keys of which null is the same as the only value."""
 
-_SAME_ACTIVATION = {"swish": "silu"}
-
 _USED = {*_SIZES, *_FIXED, "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"}
 _USED |= {"sliding_window", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
 _USED |= {"attention_dropout", "dtype", "torch_dtype", "quantization_config"}
@@ -91,8 +86,7 @@ _WITHOUT_EFFECT = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
 }
-"""Keys that say nothing of what the model computes from its weights. `pretraining_tp` changes the order of sums
-alone."""
+"""Keys that say nothing of what the model computes; `pretraining_tp` changes the order of sums alone."""
 
 _LLAMA3_FACTORS = {
     "factor": "scaling_factor",
@@ -125,7 +119,7 @@ def dense_format(
 
 
 def _adapter(rows: tuple[KeyMapping, ...], config: Decoder.Config) -> StateDictAdapter:
-    """Return the table of a model's weights. RoPE rotates the same pairs in both, so every tensor is the same."""
+    """Return the table of a model's weights. RoPE rotates the same pairs in both."""
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     return StateDictAdapter(
         rows if config.tie_embeddings else (*rows, _HEAD),
@@ -138,9 +132,8 @@ def _adapter(rows: tuple[KeyMapping, ...], config: Decoder.Config) -> StateDictA
 def _from_config_json(
     build: type[Decoder.Config], model_types: Mapping[str, ModelType], document: Mapping[str, Any]
 ) -> Decoder.Config:
-    """Return the model that a config.json describes, in the spelling of transformers 4 or 5.
-
-    A key that is neither used nor known to be without effect is named in a warning.
+    """Return the model that a config.json describes, in the spelling of transformers 4 or 5; a warning names keys that
+    are neither used nor known to be without effect.
 
     Raises:
         UserError: for a model of another type, a missing size, or a value that this model does not compute.
@@ -158,10 +151,13 @@ def _from_config_json(
             for value in given if isinstance(given, list) else [given]:
                 _require(key, value, only)
     sizes = {field: description.whole_number(key) for key, field in _SIZES.items()}
+    dim, n_heads = sizes["dim"], sizes["n_heads"]
+    head_dim = description.whole_number("head_dim") if description.has("head_dim") else dim // n_heads
+    has_kv_heads = description.has("num_key_value_heads")  # null is the number of query heads
     config = build(
         **{**sizes, "max_seq_len": _context(description, kind)},
-        n_kv_heads=_kv_heads(description),
-        head_dim=_head_dim(description),
+        n_kv_heads=description.whole_number("num_key_value_heads") if has_kv_heads else n_heads,
+        head_dim=None if head_dim * n_heads == dim else head_dim,
         norm_eps=description.number("rms_norm_eps", default=1e-6),
         tie_embeddings=description.flag("tie_word_embeddings", default=False),
         rope=_rope(description),
@@ -172,10 +168,8 @@ def _from_config_json(
 
 
 def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config) -> dict[str, Any]:
-    """Return the keys of config.json that follow from the model; the caller adds types of weights and token ids.
-
-    RoPE is spelled as in transformers 4, which 5 reads too.
-    """
+    """Return the keys of config.json that follow from the model, RoPE's as in transformers 4, which 5 reads too; the
+    caller adds types of weights and token ids."""
     fits = [n for n, kind in model_types.items() if not (kind.heads_divide_width and config.dim % config.n_heads)]
     kind = model_types[fits[0]]
     return {
@@ -195,45 +189,28 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
 
 
 def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:
-    """The type that a config.json gives the model, under `dtype` (transformers 5) or `torch_dtype` (4), if forward and
-    backward can be computed in it. Otherwise `default`, with a logged line.
-
-    Raises:
-        UserError: for a value that is no name.
-    """
+    """The type that a config.json gives the model, under `dtype` (transformers 5) or `torch_dtype` (4); `default`, with
+    a logged line, if we do not compute in it. Raises `UserError` for a value that is no name."""
     key = "dtype" if document.get("dtype") is not None else "torch_dtype"
     value = document.get(key)
     if value is not None and not isinstance(value, str):
         raise Description(_FILE, document).wrong(key, value, "the name of a type")
-    if value in _PRECISIONS:
-        return _PRECISIONS[value]
+    if value in get_args(Precision):
+        return cast(Precision, value)
     said = f"{key} is {value}, in which we do not compute" if value else "no dtype"
     logger.info("%s: %s: training.mixed_precision_param is %s", _FILE, said, default)
     return default
 
 
 def _require(key: str, value: Any, only: Any) -> None:
-    if isinstance(value, str):
-        value = _SAME_ACTIVATION.get(value, value)
+    value = "silu" if value == "swish" else value
     is_same = value == only and isinstance(value, bool) == isinstance(only, bool)
     if not is_same and not (value is None and key in _NULLABLE):
         raise UserError(f"config.json: {key} is {value!r}, which this family does not support (only {only!r})")
 
 
-def _kv_heads(description: Description) -> int:
-    is_said = description.has("num_key_value_heads")  # null is the number of query heads
-    return description.whole_number("num_key_value_heads" if is_said else "num_attention_heads")
-
-
-def _head_dim(description: Description) -> int | None:
-    """None where the heads together are as wide as the model."""
-    dim, n_heads = description.whole_number("hidden_size"), description.whole_number("num_attention_heads")
-    head_dim = description.whole_number("head_dim") if description.has("head_dim") else dim // n_heads
-    return None if head_dim * n_heads == dim else head_dim
-
-
 def _context(description: Description, kind: ModelType) -> int:
-    """The longest sample. A shorter window than the context bounds it: up to there, attending to all is the same."""
+    """The longest sample: up to a window that is shorter than the context, attending to all is the same."""
     context = description.whole_number("max_position_embeddings")
     if not description.has("sliding_window"):
         return context
@@ -268,7 +245,7 @@ def _rope(description: Description) -> RoPEConfig:
 
 
 def _rope_of(description: Description, parameters: Description) -> RoPEConfig:
-    """Return the meaning of one of the two spellings; the base may be next to it."""
+    """What one of the two spellings means; the base may be next to it."""
     kind = parameters.values.get("rope_type", parameters.values.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise UserError(
@@ -288,8 +265,8 @@ def _rope_of(description: Description, parameters: Description) -> RoPEConfig:
 
 
 def _original_context(description: Description, parameters: Description) -> int:
-    """The context before RoPE of type llama3 was scaled. It may stand inside or outside of the scaling; transformers 4
-    reads the first, 5 prefers the second, and takes the whole context where there is neither."""
+    """The context before RoPE of type llama3 was scaled, inside or outside of the scaling: transformers 4 reads the
+    first, 5 prefers the second, and takes the whole context if there is neither."""
     key = _ORIGINAL_CONTEXT
     found = [where.whole_number(key) for where in (parameters, description) if where.has(key)]
     if len(set(found)) > 1:

@@ -1,6 +1,7 @@
 """Training configurations that families share; a family's `config_registry.py` says which models and numbers."""
 
 import dataclasses
+from typing import TypeVar
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import PretrainDataLoader
@@ -14,10 +15,16 @@ from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
 from torchtitan.protocols import ModelSpec
 from torchtitan.trainer import Trainer
 
+ConfigT = TypeVar("ConfigT", bound=Trainer.Config)
 
-def small_run(spec: ModelSpec) -> Trainer.Config:
-    """Pre-training of a small model on the built-in stories: about a minute on two CPU cores, no network."""
-    return Trainer.Config(
+
+def small_run(
+    spec: ModelSpec,
+    trainer: type[ConfigT] = Trainer.Config,  # type: ignore[assignment]
+) -> ConfigT:
+    """Pre-training of a small model on the built-in stories: about a minute on two CPU cores, no network. `trainer` is
+    the `Config` of the trainer that does it."""
+    return trainer(
         model_spec=spec,
         training=TrainingConfig(steps=100, seq_len=256, local_batch_size=8, mixed_precision_param="float32"),
         optimizer=Optimizer.Config(lr=2e-3),
@@ -52,8 +59,7 @@ def large_run(
 
 
 def for_conversations(config: Trainer.Config) -> Trainer.Config:
-    """Return `config` for conversations that the user has to name; its weights from a Hugging Face folder, and into
-    one."""
+    """Return `config` for conversations that the user has to name, with weights from a Hugging Face folder into one."""
     training = dataclasses.replace(config.training, steps=300, seq_len=min(2048, config.model_spec.model.max_seq_len))
     return dataclasses.replace(
         config,
@@ -74,8 +80,8 @@ def for_conversations(config: Trainer.Config) -> Trainer.Config:
 
 
 def with_adapters(config: Trainer.Config, adapters: LoRA.Config, lr: float = 2e-4) -> Trainer.Config:
-    """Return `config` with only adapters trained: at a rate of their own, and without decay, which would pull the
-    weights that they change back to the original ones. Checkpoints to resume from hold the adapters alone."""
+    """Return `config` with only adapters trained, without decay, which would pull the weights that they change back to
+    the original ones. Checkpoints to resume from hold the adapters alone."""
     return dataclasses.replace(
         config,
         model_converters=[adapters],

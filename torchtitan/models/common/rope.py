@@ -52,9 +52,8 @@ class RoPEConfig:
 def rope_frequencies(config: RoPEConfig, head_dim: int, device: torch.device) -> Tensor:
     """Angular frequency of each rotated pair, float32, shape (head_dim / 2,).
 
-    Linear scaling is position interpolation (Chen et al. 2023, arXiv:2306.15595). Llama 3's follows section 3.4 of
-    "The Llama 3 Herd of Models" as released: frequencies with long wavelengths are divided by the factor, those with
-    short ones kept, those between interpolated linearly in 1 / wavelength.
+    Linear scaling is position interpolation (Chen et al. 2023, arXiv:2306.15595). Llama 3's, as released, divides
+    frequencies with long wavelengths, keeps short ones, and interpolates linearly in 1 / wavelength between them.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = config.theta**-exponents
@@ -75,10 +74,8 @@ def rope_cos_sin(config: RoPEConfig, head_dim: int, positions_BL: Tensor) -> tup
 
 
 def apply_rope(x_BLHD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate queries or keys; pair i of a head is its elements i and i + D/2, as in Hugging Face checkpoints.
-
-    Computed in float32 whatever the type of `x_BLHD`, and returned in that type.
-    """
+    """Rotate queries or keys, in float32, and return them in their own type; pair i of a head is its elements i and
+    i + D/2, as in Hugging Face checkpoints."""
     cos, sin = cos_sin
     first, second = x_BLHD.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

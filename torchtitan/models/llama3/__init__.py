@@ -3,18 +3,15 @@
 from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import Family
-from torchtitan.models.llama3 import hugging_face, meta
-from torchtitan.models.llama3.model import Llama3Model
-
-_LLAMA_VOCABULARY = 128_256
-_LLAMA_3_1_CONTEXT = 131_072
+from torchtitan.models.llama3 import meta
+from torchtitan.models.llama3.model import FORMAT, Llama3Model
 
 
 def _published(*, rope_factor: float = 8.0, **sizes: int | bool) -> Llama3Model.Config:
-    """A published size: Llama 3's vocabulary, Llama 3.1's context and RoPE scaling."""
+    """Return a published size: Llama 3's vocabulary, Llama 3.1's context and RoPE scaling."""
     return Llama3Model.Config(
-        vocab_size=_LLAMA_VOCABULARY,
-        max_seq_len=_LLAMA_3_1_CONTEXT,
+        vocab_size=128_256,
+        max_seq_len=131_072,
         rope=RoPEConfig(scaling_factor=rope_factor),
         **sizes,  # type: ignore[arg-type]
     )
@@ -36,6 +33,6 @@ FLAVORS = {
 }
 
 SHARDING = DENSE_SHARDING
-FORMATS = {"hf": hugging_face.FORMAT, "meta": meta.FORMAT}
+FORMATS = {"hf": FORMAT, "meta": meta.FORMAT}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=SHARDING)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

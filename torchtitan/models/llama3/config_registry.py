@@ -8,7 +8,6 @@ from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.components.quantization.qat import QAT
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config import CompileConfig
-from torchtitan.models.auto import config_registry as auto
 from torchtitan.models.common.recipes import for_conversations, large_run, small_run, with_adapters
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
@@ -114,21 +113,6 @@ def llama3_8b_qlora() -> Trainer.Config:
 def llama3_8b_sft() -> Trainer.Config:
     """Llama 3.1 8B Instruct on conversations or instructions: `--dataloader.dataset my.jsonl`."""
     return for_conversations(_published("8B", "Llama-3.1-8B-Instruct", lr=2e-5, local_batch_size=2))
-
-
-def llama3_from_hf(hf_assets_path: str) -> Trainer.Config:
-    """As `--module auto --config pretrain`."""
-    return auto.pretrain(hf_assets_path)
-
-
-def llama3_from_hf_sft(hf_assets_path: str) -> Trainer.Config:
-    """As `--module auto --config sft`."""
-    return auto.sft(hf_assets_path)
-
-
-def llama3_from_hf_lora(hf_assets_path: str) -> Trainer.Config:
-    """As `--module auto --config lora`."""
-    return auto.lora(hf_assets_path)
 
 
 def _small_adapters(adapters: LoRA.Config) -> Trainer.Config:

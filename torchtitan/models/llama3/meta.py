@@ -30,7 +30,7 @@ _SAME = (
 )
 
 _EXTRA = "torchtitan"
-"""Key of params.json, of ours, for what Meta's do not say; Meta's reader passes over keys that it does not know."""
+"""Our own key of params.json, for what Meta's do not say; Meta's reader passes over keys that it does not know."""
 
 _SCALING_FACTOR = 8.0
 """Meta's code has no other, though it published Llama 3.2 (32 in its config.json) in this format too."""
@@ -42,7 +42,7 @@ _KNOWN = {
 
 
 def adapter(config: Llama3Model.Config) -> StateDictAdapter:
-    """The table of a model's weights. Meta rotates neighbouring elements, and writes tied weights twice."""
+    """The table of a model's weights. Meta rotates neighboring elements, and writes tied weights twice."""
     permutation = RopePermutation(config.resolved_head_dim)
     names = ("tok_embeddings.weight", "output.weight")
     if config.tie_embeddings:
@@ -63,25 +63,41 @@ def adapter(config: Llama3Model.Config) -> StateDictAdapter:
 
 
 def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
-    """The model that a params.json describes.
-
-    The context that a model was trained for is not in the file: it is taken as 131072 with scaled RoPE, otherwise 8192,
-    and 4096 where there is no base of RoPE either, as in Llama 2's. That, and the factor of scaled RoPE, are logged
-    where our own key does not say them.
-
-    Raises:
-        UserError: for a missing size, or what this model does not compute.
-    """
-    config = _config(document)
-    extra = document.get(_EXTRA) or {}
-    if "rope_theta" not in document and "max_seq_len" not in extra:
+    """The model that a params.json describes; a warning names what neither Meta's keys nor our own say. Raises
+    `UserError` for a missing size, or what this model does not compute."""
+    if unknown := sorted(document.keys() - _KNOWN):
+        raise UserError(f"params.json: not supported by this family: {', '.join(unknown)}")
+    description = Description("params.json", document)
+    extra = description.section(_EXTRA)
+    implied = _implied(description.flag("use_scaled_rope", default=False), has_theta="rope_theta" in document)
+    if unknown := sorted(extra.values.keys() - implied.keys()):
+        raise UserError(f"params.json: not known under '{_EXTRA}': {', '.join(unknown)}")
+    dim, n_heads = (description.whole_number(key) for key in ("dim", "n_heads"))
+    multiplier = description.number("ffn_dim_multiplier") if description.has("ffn_dim_multiplier") else None
+    config = Llama3Model.Config(
+        dim=dim,
+        n_layers=description.whole_number("n_layers"),
+        n_heads=n_heads,
+        n_kv_heads=description.whole_number("n_kv_heads") if description.has("n_kv_heads") else n_heads,
+        ffn_dim=_ffn_dim(dim, description.whole_number("multiple_of", default=256), multiplier),
+        vocab_size=description.whole_number("vocab_size", hint=" (the rows of tok_embeddings.weight)"),
+        norm_eps=description.number("norm_eps", default=1e-5),
+        tie_embeddings=extra.flag("tie_embeddings", default=implied["tie_embeddings"]),
+        max_seq_len=extra.whole_number("max_seq_len", default=implied["max_seq_len"]),
+        rope=RoPEConfig(
+            theta=description.number("rope_theta", default=10_000.0),
+            scaling_factor=extra.number("rope_scaling_factor", default=implied["rope_scaling_factor"]),
+        ),
+    )
+    config.validate()
+    if "rope_theta" not in document and "max_seq_len" not in extra.values:
         logger.warning(
             "params.json: no rope_theta, as in Llama 1 and 2: the base %g and a context of %d are assumed "
             "(--model.max_seq_len)",
             config.rope.theta,
             config.max_seq_len,
         )
-    if config.rope.scaling_factor != 1.0 and "rope_scaling_factor" not in extra:
+    if config.rope.scaling_factor != 1.0 and "rope_scaling_factor" not in extra.values:
         logger.warning(
             "params.json: by which factor RoPE is scaled is not said: %g is assumed, Llama 3.1's. Llama 3.2's is 32: "
             'set "%s": {"rope_scaling_factor": 32} in params.json, or take the files in Hugging Face\'s format',
@@ -92,14 +108,25 @@ def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
 
 
 def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
-    """The params.json of a model, with what Meta's keys do not say under a key of ours, which Meta's code ignores.
-
-    Raises:
-        UserError: for a model that Meta's code cannot compute.
-    """
+    """The params.json of a model; raises `UserError` for one that Meta's code cannot compute."""
     _check_expressible(config)
     multiple_of, multiplier = _ffn_parameters(config.dim, config.ffn_dim)
-    document: dict[str, Any] = {
+    factor = config.rope.scaling_factor
+    said = {
+        "tie_embeddings": config.tie_embeddings,
+        "max_seq_len": config.max_seq_len,
+        "rope_scaling_factor": factor,
+    }
+    implied = _implied(factor != 1.0)
+    extra = {key: value for key, value in said.items() if value != implied[key]}
+    if "rope_scaling_factor" in extra:
+        logger.warning(
+            "params.json cannot say that RoPE is scaled by %g: Meta's own code scales by %g, as it does with its "
+            "Llama 3.2; torchtitan reads it back right",
+            factor,
+            _SCALING_FACTOR,
+        )
+    return {
         "dim": config.dim,
         "n_layers": config.n_layers,
         "n_heads": config.n_heads,
@@ -109,73 +136,22 @@ def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
         "ffn_dim_multiplier": multiplier,
         "norm_eps": config.norm_eps,
         "rope_theta": config.rope.theta,
-        "use_scaled_rope": config.rope.scaling_factor != 1.0,
+        "use_scaled_rope": factor != 1.0,
+        **({_EXTRA: extra} if extra else {}),
     }
-    if extra := _extra(config, _config(document)):
-        document[_EXTRA] = extra
-    return document
 
 
 FORMAT = ForeignFormat(adapter=adapter, to_foreign=to_params_json, from_foreign=from_params_json)
 
 
-def _config(document: Mapping[str, Any]) -> Llama3Model.Config:
-    if unknown := sorted(document.keys() - _KNOWN):
-        raise UserError(f"params.json: not supported by this family: {', '.join(unknown)}")
-    description = Description("params.json", document)
-    dim, n_heads = (description.whole_number(key) for key in ("dim", "n_heads"))
-    scaled = description.flag("use_scaled_rope", default=False)
-    # Llama 1 and 2, whose base was 10,000, do not say it.
-    theta = description.number("rope_theta", default=10_000.0)
-    unscaled_context = 8192 if "rope_theta" in document else 4096
-    multiplier = description.number("ffn_dim_multiplier") if description.has("ffn_dim_multiplier") else None
-    config = Llama3Model.Config(
-        dim=dim,
-        n_layers=description.whole_number("n_layers"),
-        n_heads=n_heads,
-        n_kv_heads=description.whole_number("n_kv_heads") if description.has("n_kv_heads") else n_heads,
-        ffn_dim=_ffn_dim(dim, description.whole_number("multiple_of", default=256), multiplier),
-        vocab_size=description.whole_number("vocab_size", hint=" (the rows of tok_embeddings.weight)"),
-        norm_eps=description.number("norm_eps", default=1e-5),
-        max_seq_len=131_072 if scaled else unscaled_context,
-        rope=RoPEConfig(theta=theta, scaling_factor=_SCALING_FACTOR if scaled else 1.0),
-    )
-    config = _with_extra(config, description.section(_EXTRA))
-    config.validate()
-    return config
-
-
-def _extra(config: Llama3Model.Config, read_back: Llama3Model.Config) -> dict[str, Any]:
-    """What a reader of Meta's keys alone would get wrong."""
-    extra: dict[str, Any] = {
-        name: getattr(config, name)
-        for name in ("tie_embeddings", "max_seq_len")
-        if getattr(config, name) != getattr(read_back, name)
+def _implied(is_scaled: bool, *, has_theta: bool = True) -> dict[str, Any]:
+    """What Meta's keys alone mean for those under `_EXTRA`: the context is Llama 3.1's, Llama 3's or Llama 2's."""
+    unscaled_context = 8192 if has_theta else 4096
+    return {
+        "tie_embeddings": False,
+        "max_seq_len": 131_072 if is_scaled else unscaled_context,
+        "rope_scaling_factor": _SCALING_FACTOR if is_scaled else 1.0,
     }
-    if config.rope.scaling_factor != read_back.rope.scaling_factor:
-        extra["rope_scaling_factor"] = config.rope.scaling_factor
-        logger.warning(
-            "params.json cannot say that RoPE is scaled by %g: Meta's own code scales by %g, as it does with its "
-            "Llama 3.2; torchtitan reads it back right",
-            config.rope.scaling_factor,
-            _SCALING_FACTOR,
-        )
-    again = _with_extra(read_back, Description("params.json", extra))
-    assert dataclasses.replace(again, head_dim=config.head_dim) == config
-    return extra
-
-
-def _with_extra(config: Llama3Model.Config, extra: Description) -> Llama3Model.Config:
-    if unknown := extra.values.keys() - {"tie_embeddings", "max_seq_len", "rope_scaling_factor"}:
-        raise UserError(f"params.json: not known under '{_EXTRA}': {', '.join(sorted(unknown))}")
-    return dataclasses.replace(
-        config,
-        tie_embeddings=extra.flag("tie_embeddings", default=config.tie_embeddings),
-        max_seq_len=extra.whole_number("max_seq_len", default=config.max_seq_len),
-        rope=dataclasses.replace(
-            config.rope, scaling_factor=extra.number("rope_scaling_factor", default=config.rope.scaling_factor)
-        ),
-    )
 
 
 def _check_expressible(config: Llama3Model.Config) -> None:

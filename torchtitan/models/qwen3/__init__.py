@@ -2,8 +2,7 @@
 
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import Family
-from torchtitan.models.qwen3 import hugging_face
-from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.models.qwen3.model import FORMAT, Qwen3Model
 
 
 def _published(**sizes: int | bool) -> Qwen3Model.Config:
@@ -38,6 +37,6 @@ FLAVORS = {
     "32B": _published(dim=5120, n_layers=64, n_heads=64, head_dim=128, ffn_dim=25600),
 }
 
-FORMATS = {"hf": hugging_face.FORMAT}
+FORMATS = {"hf": FORMAT}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

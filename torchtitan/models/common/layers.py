@@ -1,0 +1,45 @@
+"""The layers of a block beside attention: root-mean-square normalization and the gated feed-forward network."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
+
+
+class RMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm` (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension, starting as the identity.
+
+    Under autocast the result comes in the lower precision: all that follows a norm are matrix products, and each of
+    them would otherwise make, and keep for its backward pass, a converted copy of its own.
+    """
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__(dim, eps=eps)
+        with_initializers(self, weight=Constant(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) → (..., dim)."""
+        out = super().forward(x)
+        device_type = x.device.type
+        return out.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else out
+
+
+class SwiGLU(nn.Module):
+    """`w2(silu(w1 x) * w3 x)` (Shazeer 2020, arXiv:2002.05202).
+
+    Args:
+        init_std: standard deviation of the initial gate `w1`.
+        out_init_std: standard deviation of the initial `w2` and `w3`.
+    """
+
+    def __init__(self, *, dim: int, hidden_dim: int, init_std: float, out_init_std: float):
+        super().__init__()
+        out_init = TruncatedNormal(out_init_std)
+        self.w1 = with_initializers(nn.Linear(dim, hidden_dim, bias=False), weight=TruncatedNormal(init_std))
+        self.w2 = with_initializers(nn.Linear(hidden_dim, dim, bias=False), weight=out_init)
+        self.w3 = with_initializers(nn.Linear(dim, hidden_dim, bias=False), weight=out_init)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """(B, L, dim) → (B, L, dim)."""
+        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
