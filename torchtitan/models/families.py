@@ -2,12 +2,10 @@
 one, a built-in one, or one of an installed package. No other package that a checkpoint names is imported."""
 
 import copy
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.registry import built_in_modules, installed_modules, trusted_module
@@ -16,10 +14,6 @@ from torchtitan.models.common.decoder import DENSE_SHARDING, Decoder
 from torchtitan.protocols import ModelSpec, ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ForeignFormat
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import no_folder, read_object
-
-DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
-"""Format → name of the file next to the weights that describes the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,43 +79,7 @@ def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -
     return family
 
 
-def family_with(format: str, given: ModuleType | None = None) -> ModuleType:
-    """Return the family for a format whose description names none: the given one if it has the format, or ours."""
-    return next(_families(format, given))
-
-
-def read_config_json(folder: Path, given: ModuleType | None = None) -> tuple[ModuleType, dict[str, Any]]:
-    """Return the family of the model in a Hugging Face folder, found by `model_type`, and the content of config.json.
-
-    Raises:
-        UserError: if there is no such folder or file, or no family has the type.
-    """
-    document = read_description(folder, DESCRIPTIONS["hf"])
-    model_type = document.get("model_type")
-    known: set[str] = set()
-    for family in _families("hf", given):
-        model_types = family.FORMATS["hf"].model_types
-        if model_type in model_types:
-            return family, document
-        known.update(model_types)
-    raise UserError(
-        f"{folder}: model_type is {model_type!r} in its config.json, which is of no family here (there are: "
-        f"{', '.join(sorted(known))}); --module PATH names a family of your own"
-    )
-
-
-def read_description(folder: Path, name: str) -> dict[str, Any]:
-    """Return the content of config.json or params.json in `folder`; raise `UserError` if there is no such folder or
-    file, or it is not a JSON object."""
-    file = folder / name
-    if not folder.is_dir():
-        raise no_folder(folder)
-    if not os.path.lexists(file):
-        raise UserError(f"'{folder}' has no {name}, which says what model it holds")
-    return read_object(file)
-
-
-def _families(format: str, given: ModuleType | None) -> Iterator[ModuleType]:
+def families_with(format: str, given: ModuleType | None = None) -> Iterator[ModuleType]:
     """Yield the families that have a format, each imported in its turn: the given one, the built-in, the installed."""
     if given and format in getattr(given, "FORMATS", {}):  # it may be an experiment, which has none
         yield given

@@ -1,5 +1,6 @@
 """Opens a checkpoint in any format, and finds the family of models that it is of."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +14,14 @@ from torchtitan.components.weights.assets import DESCRIPTION, asset_folder, read
 from torchtitan.components.weights.export import prevailing_dtype
 from torchtitan.components.weights.load import check_types
 from torchtitan.components.weights.sources import format_of, formats_in
-from torchtitan.models.families import (
-    DESCRIPTIONS,
-    family_with,
-    named_family,
-    read_config_json,
-    read_description,
-)
+from torchtitan.models.families import families_with, named_family
 from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.json_file import read_object
+from torchtitan.tools.model_folder import no_folder
+
+DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
+"""Format → name of the file next to the weights that describes the model."""
 
 _FOREIGN_FLAVOR = "pretrained"
 """The flavor of a model whose sizes are those of a checkpoint in another format."""
@@ -71,10 +71,10 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
     if found == "hf":
         return huggingface_model(folder, family)[0]
     if found == "meta":
-        document = read_description(folder, DESCRIPTIONS["meta"])
+        document = _read_description(folder, "meta")
         if document.get("vocab_size", -1) == -1:  # Llama 1 and 2: Meta's code asks the tokenizer
             document["vocab_size"] = MetaSource(folder).vocab_size
-        return _foreign_spec(family_with("meta", family), "meta", document)
+        return _foreign_spec(next(families_with("meta", family)), "meta", document)
     document = read_model_json(folder)
     package = named_family(document["module"], folder, family)
     config_class = type(next(iter(package.FLAVORS.values())))
@@ -135,10 +135,29 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
     """Return the specification of the model that the config.json in `folder` describes, and the content of that file.
 
     Raises:
-        UserError: if there is no such file, or no family (see `spec_of`) computes the model.
+        UserError: if there is no such file, or no family (see `spec_of`) has its `model_type` or computes the model.
     """
-    family, document = read_config_json(folder, family)
-    return _foreign_spec(family, "hf", document), document
+    document = _read_description(folder, "hf")
+    model_type = document.get("model_type")
+    known: set[str] = set()
+    for package in families_with("hf", family):
+        model_types = package.FORMATS["hf"].model_types
+        if model_type in model_types:
+            return _foreign_spec(package, "hf", document), document
+        known.update(model_types)
+    raise UserError(
+        f"{folder}: model_type is {model_type!r} in its config.json, which is of no family here (there are: "
+        f"{', '.join(sorted(known))}); --module PATH names a family of your own"
+    )
+
+
+def _read_description(folder: Path, format: str) -> dict[str, Any]:
+    name = DESCRIPTIONS[format]
+    if not folder.is_dir():
+        raise no_folder(folder)
+    if not os.path.lexists(folder / name):
+        raise UserError(f"'{folder}' has no {name}, which says what model it holds")
+    return read_object(folder / name)
 
 
 def _foreign_spec(family: ModuleType, format: str, document: Mapping[str, Any]) -> ModelSpec:
