@@ -43,6 +43,7 @@ from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import Entries
 from torchtitan.tools.errors import RunFailure
 from torchtitan.tools.logging import logger
+from torchtitan.tools.torch_private import dtensor_like
 
 if TYPE_CHECKING:
     # Deferred at run time: torch.distributed.checkpoint takes a second to import.
@@ -267,7 +268,7 @@ def stage(
         local = _local(value)
         staged = empty_like(local).copy_(local, non_blocking=True)
         # Not from_local, which would move the copy to the device of the mesh.
-        return DTensor(staged, value._spec, requires_grad=False) if isinstance(value, DTensor) else staged
+        return dtensor_like(staged, value) if isinstance(value, DTensor) else staged
 
     with torch.no_grad():
         staged = {name: {key: copy(value) for key, value in entries.items()} for name, entries in states.items()}
@@ -344,14 +345,14 @@ class SharedMemory:
 
     def _pin(self, n_bytes: int) -> None:
         if torch.cuda.is_available():
-            from torch.cuda._pin_memory_utils import pin_memory
+            from torchtitan.tools.torch_private import pin_memory
 
             pin_memory(self._address, n_bytes)
             self._pinned = True
 
     def _unpin(self) -> None:
         if self._pinned:
-            from torch.cuda._pin_memory_utils import unpin_memory
+            from torchtitan.tools.torch_private import unpin_memory
 
             self._pinned = False
             unpin_memory(self._address)

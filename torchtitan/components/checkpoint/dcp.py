@@ -18,10 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -50,6 +47,7 @@ from torchtitan.protocols.tensor_source import (
     whole,
 )
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import FsspecReader, FsspecWriter, PyTorchFileReader, StorageInfo, set_element
 
 # DCP says so at each save and load of a single process, where nothing is amiss.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -308,12 +306,12 @@ class _Reader(dcp.FileSystemReader):
             self.fs, self.path = remote.fs, remote.path
         self.metadata = metadata
 
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+    def _slice_file(self, file: Any, sinfo: StorageInfo) -> IO[bytes]:
         """Return an entry's part of a file, unless its records would unpack to more than it has."""
         entry = super()._slice_file(file, sinfo)
         if entry.read(4) == b"PK\3\4":  # as torch.load tells a zip file
             entry.seek(0)
-            records: Any = torch._C.PyTorchFileReader(entry)
+            records: Any = PyTorchFileReader(entry)
             n_bytes = sum(records.get_record_size(name) for name in records.get_all_records())
             require(n_bytes <= sinfo.length, f"{sinfo.relative_path} has compressed records")
         entry.seek(0)

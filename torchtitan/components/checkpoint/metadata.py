@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -202,7 +201,7 @@ def _place(record: Any, sizes: Mapping[str, int]) -> StorageInfo:
     require(not fields.get("transform_descriptors"), f"{file} is compressed or encrypted, which is not supported")
     # Names that lead out of the folder are none of its files.
     require(file in sizes, f"{file} is not in the folder")
-    return _StorageInfo(file, *numbers)
+    return StorageInfo(file, *numbers)
 
 
 def _saved_name(key: str, planner_data: Mapping[str, Any]) -> tuple[str, str]:

@@ -31,6 +31,7 @@ from torchtitan.protocols.tensor_source import (
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object, unreadable
+from torchtitan.tools.torch_private import offset_in_file
 
 PICKLED_WEIGHTS = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
@@ -94,7 +95,7 @@ def tensors_in(file: Path) -> dict[str, Piece]:
     Raises:
         UserError: if the file is damaged, or holds anything but a dict of tensors.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torchtitan.tools.torch_private import FakeTensorMode
 
     try:
         _check_stored(file)
@@ -118,7 +119,7 @@ def tensors_in(file: Path) -> dict[str, Piece]:
     pieces, n_bytes = {}, file.stat().st_size
     for name, tensor in tensors.items():
         is_dense = tensor.layout == torch.strided
-        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if is_dense else None
+        start = offset_in_file(tensor.untyped_storage()) if is_dense else None
         if start is None or not tensor.is_contiguous():
             raise UserError(f"{file}: {name} does not lie in one piece; load the file and torch.save it again")
         piece = Piece(file, start + tensor.storage_offset() * tensor.itemsize, TensorForm.of(tensor))
@@ -242,7 +243,7 @@ def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) ->
         UserError: if a dtype is too narrow for a value.
         OSError: if the file cannot be written.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torchtitan.tools.torch_private import FakeTensorMode
 
     with FakeTensorMode():
         tensors = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items()}
