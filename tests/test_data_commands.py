@@ -20,7 +20,7 @@ from torchtitan.cli.data_samples import samples_of, token_texts
 from torchtitan.cli.data_tables import histogram
 from torchtitan.cli.data_view import print_samples
 from torchtitan.cli.main import main
-from torchtitan.components.data.dataloader import BaseDataLoader
+from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config.manager import ConfigManager
 
@@ -369,7 +369,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.components.data.dataloader import BaseDataLoader
+from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft

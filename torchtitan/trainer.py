@@ -21,7 +21,7 @@ from torchtitan.components.checkpoint.assets import CheckpointAssets, files_in, 
 from torchtitan.components.checkpoint.pretrained import export_huggingface, frozen_origin, load_initial_weights
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.store import is_url
-from torchtitan.components.data.dataloader import BaseDataLoader, Batch
+from torchtitan.components.data.base import BaseDataLoader, Batch
 from torchtitan.components.ending import Ending, log_ending
 from torchtitan.components.ledger import Ledger, in_global_order, names_of, shortened
 from torchtitan.components.loss import IGNORE_INDEX

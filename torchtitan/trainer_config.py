@@ -14,7 +14,8 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.checkpoint.identity import RunIdentity, base_weights, content
 from torchtitan.components.checkpoint.pretrained import check_start
 from torchtitan.components.checkpoint.start import check_owner
-from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
+from torchtitan.components.data.base import BaseDataLoader
+from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import Optimizer, check_early_step

@@ -107,8 +107,8 @@ def _convert(options: argparse.Namespace) -> None:
 def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[ModelSpec, int, Callable[[Path], None]]":
     """The model, how many tensors are written, and what writes them into a folder."""
     from torchtitan.components.checkpoint.assets import asset_folder
-    from torchtitan.components.data.progress import progress
     from torchtitan.models.pretrained import native_source
+    from torchtitan.tools.progress import progress
 
     spec, source = native_source(options.input, base=options.base, family=family)
 

@@ -18,9 +18,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.terminal import print_error, visible
 
 if TYPE_CHECKING:
-    from torchtitan.components.data.dataloader import BaseDataLoader
-    from torchtitan.components.data.packing import Batch
-    from torchtitan.components.data.summary import DataSummary
+    from torchtitan.components.data.base import BaseDataLoader, Batch
+    from torchtitan.components.data.report import DataSummary
     from torchtitan.components.run_length import RunLength
     from torchtitan.components.tokenizer import Tokenizer
     from torchtitan.config.manager import Job
@@ -309,7 +308,7 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
     Raises:
         UserError: the order is not decided by it, or ends before.
     """
-    from torchtitan.components.data.packing import NO_DOCUMENT
+    from torchtitan.components.data.base import NO_DOCUMENT
 
     if not _follows_seed(loader):
         raise UserError(

@@ -14,7 +14,7 @@ from torchtitan.cli.data_tables import (
     sets_table,
     share_beyond,
 )
-from torchtitan.components.data.summary import SetSummary
+from torchtitan.components.data.report import SetSummary
 from torchtitan.tools.terminal import visible
 
 _STYLE = """

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan.cli.data_samples import Sample
-from torchtitan.components.data.finetuning.policies import Tally
-from torchtitan.components.data.packing import Array
-from torchtitan.components.data.summary import DataSummary, SetSummary
+from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.report import DataSummary, SetSummary, Tally
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torchtitan.components.data.packing import Batch
+from torchtitan.components.data.base import Batch
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import RunFailure

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.components.data.readers import parse_json
+from torchtitan.components.data.sources.rows import parse_json
 from torchtitan.components.evaluation.scoring import Progress, Request, Score, Scorer
 from torchtitan.components.generation.prompts import start_id
 from torchtitan.components.tokenizer import Tokenizer

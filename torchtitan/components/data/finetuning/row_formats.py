@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from torchtitan.components.data.finetuning.column_names import (
+from torchtitan.components.data.finetuning.columns import (
     LABELS,
     ROW_WEIGHTS,
     columns_that_matter,
@@ -29,17 +29,14 @@ from torchtitan.components.data.finetuning.conversions import (
     read_turns,
     turns_in,
 )
-from torchtitan.components.data.finetuning.function_fingerprint import function_fingerprint
-from torchtitan.components.data.finetuning.row_functions import RowFunction, load_function
-from torchtitan.components.data.readers import kind_of
+from torchtitan.components.data.finetuning.functions import function_fingerprint, load_function
+from torchtitan.components.data.sources.rows import kind_of
+from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, RowFunction
 from torchtitan.config.registry import suggest
 from torchtitan.tools.errors import UserError
 
 Kind = Literal["sft", "preference", "prompt"]
 """What rows are for: samples to imitate, pairs to choose from, prompts to answer."""
-
-AUTO = "auto"
-"""The format that is recognized by the columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,23 +154,6 @@ FORMATS: Sequence[RowFormat] = (
 """All formats. The first of a kind whose columns a row has is its own."""
 
 
-def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """`["prompt=question", …]`, the format's name for a column and the file's, as a dictionary.
-
-    Raises:
-        UserError: an entry of another form, or a name twice.
-    """
-    mapping: dict[str, str] = {}
-    for entry in columns:
-        ours, equals, theirs = (part.strip() for part in entry.partition("="))
-        if not (ours and equals and theirs):
-            raise UserError(f"--dataloader.columns: {entry!r} must be of the form OURS=THEIRS, such as prompt=question")
-        if ours in mapping:
-            raise UserError(f"--dataloader.columns: {ours!r} is given twice, {mapping[ours]!r} and {theirs!r}")
-        mapping[ours] = theirs
-    return mapping
-
-
 def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> RowFormat:
     """The format to read rows with; its `convert` takes rows as they are in the file and renames the columns.
 
@@ -204,6 +184,65 @@ def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str],
     fingerprint = json.dumps([found.name, format == AUTO, kind, sorted(mapping.items())])
     convert = partial(_convert, found, dict(mapping), format == AUTO)
     return replace(found, convert=convert, mapping=dict(mapping), fingerprint=fingerprint)
+
+
+def dataset_formats(
+    datasets: Sequence[str],
+    columns: Sequence[Sequence[str]],
+    format: str,
+    mapping: Mapping[str, str],
+    kind: Kind,
+) -> list[RowFormat]:
+    """The formats of the rows of dataset strings, by the columns of each.
+
+    `format` (other than "auto") and `mapping` are those of the data sets that they fit, and go before what was
+    registered; the others are read as they are registered, or by their columns. A function fits all but those that are
+    registered with a way to be read.
+
+    Raises:
+        UserError: as `find_format`, and where they fit none.
+    """
+    if format == AUTO and not mapping:
+        return [_own_format(dataset, of_set, kind) for dataset, of_set in zip(datasets, columns, strict=True)]
+    formats: list[RowFormat | None] = []
+    errors = []
+    for dataset, of_set in zip(datasets, columns, strict=True):
+        try:
+            formats.append(_described_format(dataset, of_set, format, mapping, kind))
+        except UserError as error:
+            errors.append(error)
+            formats.append(None)
+    if not any(formats):
+        raise errors[0]
+    own = zip(datasets, columns, formats, strict=True)
+    return [described or _own_format(dataset, of_set, kind) for dataset, of_set, described in own]
+
+
+def describes(dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> bool:
+    """Whether `format` and `mapping` fit a data set with these columns, see `dataset_formats`."""
+    try:
+        _described_format(dataset, columns, format, mapping, kind)
+    except UserError:
+        return False
+    return True
+
+
+def _described_format(
+    dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind
+) -> RowFormat:
+    registered = CHAT_DATASETS.registered.get(dataset)
+    if ":" in format and registered is not None and registered.says_format():
+        raise UserError(f"--dataloader.format {format!r}: {dataset!r} is registered with a way to be read of its own")
+    return find_format(columns, format, mapping, kind)
+
+
+def _own_format(dataset: str, columns: Sequence[str], kind: Kind) -> RowFormat:
+    registered = CHAT_DATASETS.registered.get(dataset)
+    if registered is None:
+        return find_format(columns, AUTO, {}, kind)
+    if registered.function is not None:
+        return function_format(registered.function, kind)
+    return find_format(columns, registered.format, registered.columns, kind)
 
 
 def function_format(function: RowFunction, kind: Kind) -> RowFormat:

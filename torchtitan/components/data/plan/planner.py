@@ -10,14 +10,11 @@ from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtitan.components.data.plan.mixture import Mixture
-from torchtitan.components.data.plan.sampler import Sampler, StepStatistics
-from torchtitan.components.data.plan.stream import Packing, SourceStream, StreamSnapshot, Window
+from torchtitan.components.data.plan.packing import Packing, SourceStream, StreamSnapshot, Window
+from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics
 from torchtitan.tools.errors import UserError
-
-Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
