@@ -8,7 +8,7 @@ import numpy as np
 
 from torchtitan.cli.data_samples import Sample
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.report import DataSummary, SetSummary, Tally
+from torchtitan.components.data.report import DataSummary, SetSummary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +81,12 @@ def events_table(sets: Sequence[SetSummary]) -> Table:
         report = of_set.report
         events = {f"dropped: {reason}": tally for reason, tally in report.dropped.items()}
         events |= {"cut": report.truncated, "spells special tokens": report.spelt}
-        rows += [
-            [of_set.name, event, f"{tally.count:,}", _examples(tally)] for event, tally in events.items() if tally.count
-        ]
+        for event, tally in events.items():
+            if tally.count:
+                rows.append([of_set.name, event, f"{tally.count:,}", "\n".join(tally.in_words())])
         if report.unread:
             rows.append([of_set.name, "columns not read", "", ", ".join(report.unread)])
     return Table("Rows left out, cut or remarkable", ("data set", "what", "rows", "for example"), rows)
-
-
-def _examples(tally: Tally) -> str:
-    places: dict[str, list[str]] = {}
-    for where, why in tally.examples:
-        places.setdefault(why, []).append(where)
-    return "\n".join(f"{', '.join(where)}: {why}" for why, where in places.items())
 
 
 def histogram(lengths: Array, max_length: int) -> list[Bin]:

@@ -1,7 +1,5 @@
 """`ChatEncoder`: conversations and texts to token ids, and which of them are trained on."""
 
-import hashlib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -97,7 +95,7 @@ class ChatEncoder:
         """Hexadecimal digest of what decides ids and masks: tokenizer, template, `train_on`; for a cache's key."""
         template = [self._template.source, self._template.variables] if self._template else None
         parts = [self._tokenizer.fingerprint, sorted(self._special_ids), template, self._train_on]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return digest_of(parts)
 
     def check(self) -> None:
         """Find tokens that the template writes and the vocabulary does not have; see

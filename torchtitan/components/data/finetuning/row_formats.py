@@ -39,7 +39,7 @@ Kind = Literal["sft", "preference", "prompt"]
 """What rows are for: samples to imitate, pairs to choose from, prompts to answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RowFormat:
     """A shape of a row."""
 
@@ -47,11 +47,11 @@ class RowFormat:
     kind: Kind
     required: tuple[str, ...]
     """The columns that a row must have."""
-    optional: tuple[str, ...] = ()
-    """The columns that are read where a row has them; all others are not."""
     convert: Callable[[dict[str, Any]], Sample | None]
     """What a row says; None: it is left out, which only a user's function does.
     Raises `BrokenSample` for a row that cannot be used. That of `find_format` takes rows as they are in the file."""
+    optional: tuple[str, ...] = ()
+    """The columns that are read where a row has them; all others are not."""
     mapping: Mapping[str, str] = field(default_factory=dict)
     """Our name for a column → the file's, where they differ."""
     by_function: bool = False
@@ -86,68 +86,30 @@ _PROMPTS = {
 }
 """The columns that a prompt can be in: how it is read, and what is read beside it."""
 
+_QUESTIONS = (
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("problem", "solution"),
+)
+_CHOICE = ("chosen", "rejected")
+
 FORMATS: Sequence[RowFormat] = (
-    RowFormat(name="messages", kind="sft", required=("messages",), optional=_TURNS, convert=read_turns("messages")),
-    RowFormat(
-        name="conversations",
-        kind="sft",
-        required=("conversations",),
-        optional=_TURNS,
-        convert=read_turns("conversations"),
-    ),
+    RowFormat("messages", "sft", ("messages",), read_turns("messages"), _TURNS),
+    RowFormat("conversations", "sft", ("conversations",), read_turns("conversations"), _TURNS),
+    RowFormat("instruction", "sft", ("instruction", "output"), read_instruction("output"), _INSTRUCTION),
+    RowFormat("instruction_response", "sft", ("instruction", "response"), read_instruction("response"), _INSTRUCTION),
+    *(RowFormat("_".join(columns), "sft", columns, read_question(*columns), _TURNS) for columns in _QUESTIONS),
+    RowFormat("text", "sft", ("text",), read_text),
     *(
-        RowFormat(
-            name=name,
-            kind="sft",
-            required=("instruction", answer),
-            optional=_INSTRUCTION,
-            convert=read_instruction(answer),
-        )
-        for name, answer in (("instruction", "output"), ("instruction_response", "response"))
-    ),
-    *(
-        RowFormat(
-            name=f"{question}_{answer}",
-            kind="sft",
-            required=(question, answer),
-            optional=_TURNS,
-            convert=read_question(question, answer),
-        )
-        for question, answer in (
-            ("prompt", "response"),
-            ("prompt", "completion"),
-            ("question", "answer"),
-            ("question", "response"),
-            ("query", "response"),
-            ("problem", "solution"),
-        )
-    ),
-    RowFormat(name="text", kind="sft", required=("text",), convert=read_text),
-    *(
-        RowFormat(
-            name=column,
-            kind="preference",
-            required=(column, "chosen", "rejected"),
-            optional=beside,
-            convert=read_pair(prompt),
-        )
+        RowFormat(column, "preference", (column, *_CHOICE), read_pair(prompt), beside)
         for column, (prompt, beside) in _PROMPTS.items()
     ),
-    RowFormat(
-        name="chosen_rejected",
-        kind="preference",
-        required=("chosen", "rejected"),
-        optional=_TURNS,
-        convert=read_pair(no_prompt),
-    ),
+    RowFormat("chosen_rejected", "preference", _CHOICE, read_pair(no_prompt), _TURNS),
     *(
-        RowFormat(
-            name=column,
-            kind="prompt",
-            required=(column,),
-            optional=(*ANSWERS, *beside),
-            convert=read_prompt(prompt),
-        )
+        RowFormat(column, "prompt", (column,), read_prompt(prompt), (*ANSWERS, *beside))
         for column, (prompt, beside) in _PROMPTS.items()
     ),
 )

@@ -91,9 +91,16 @@ class SFTDataLoader(PlannedDataLoader):
 
         def filters(self) -> FilterConfig:
             """Which rows become samples; raises `UserError` for limits that mean nothing."""
-            names = ("empty", "broken", "untrained", "min_tokens", "max_tokens", "max_repetition", "repetition_ngram")
-            limits = {name: getattr(self, name) for name in names}
-            return FilterConfig(token_range=parse_token_range(self.token_range), **limits)
+            return FilterConfig(
+                empty=self.empty,
+                broken=self.broken,
+                untrained=self.untrained,
+                min_tokens=self.min_tokens,
+                max_tokens=self.max_tokens,
+                token_range=parse_token_range(self.token_range),
+                max_repetition=self.max_repetition,
+                repetition_ngram=self.repetition_ngram,
+            )
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ConversationEncoder:
             return ConversationEncoder(ChatEncoder(tokenizer, template, self.train_on))

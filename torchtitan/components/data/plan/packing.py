@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchtitan.components.data.plan.sampler import Array, Sampler, permutation
+from torchtitan.components.data.plan.sampler import Array, Sampler, permutation, without_arrays
 
 _SWAPPED_AMONG = 8192
 """Samples among which `multipack` looks for one to swap."""
@@ -235,9 +235,7 @@ class SourceStream:
             "drawn": chunk.drawn.tolist() if given < len(chunk.windows) else [],
             "given": given if given < len(chunk.windows) else 0,
             "seed": self._seed,
-            "sampler": {
-                name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in sampler.items()
-            },
+            "sampler": without_arrays(sampler),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

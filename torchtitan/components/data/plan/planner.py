@@ -13,7 +13,7 @@ import numpy as np
 
 from torchtitan.components.data.plan.mixture import Mixture
 from torchtitan.components.data.plan.packing import Packing, SourceStream, StreamSnapshot, Window
-from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics
+from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics, without_arrays
 from torchtitan.tools.errors import UserError
 
 
@@ -99,21 +99,14 @@ class Planner:
         self._adaptive = any(sampler.adaptive for sampler in samplers)
         self._observed: list[tuple[int, StepStatistics]] = []
         self._horizon = 0
-        initial = copy.deepcopy(list(samplers))
-        self._from_start = lambda: Planner(
-            lengths,
-            capacity,
-            copy.deepcopy(initial),
-            packing=packing,
-            chunk=chunk,
-            weights=weights,
-            schedule=schedule,
-            windows_per_step=windows_per_step,
-            max_epochs=max_epochs,
-            names=names,
-            seed=seed,
-            epochs=epochs,
-        )
+        self._shared = {id(of_source): of_source for of_source in lengths}
+        self._initial = copy.deepcopy(self, {**self._shared})
+
+    def _from_start(self) -> "Planner":
+        """Another planner at the beginning, where nothing has been observed."""
+        planner = copy.deepcopy(self._initial, {**self._shared})
+        planner._ahead = 0
+        return planner
 
     @property
     def n_windows(self) -> int:
@@ -262,15 +255,8 @@ class Planner:
                 stream.state_dict(position) for stream, position in zip(self._streams, snapshot.streams, strict=True)
             ],
             "observed": [
-                {
-                    "n_windows": at,
-                    "step": of.step,
-                    "loss": of.loss,
-                    "grad_norm": of.grad_norm,
-                    "samples": of.samples.tolist(),
-                    "sample_losses": of.sample_losses.tolist(),
-                }
-                for at, of in self._observed
+                {"n_windows": at, **without_arrays(vars(statistics))}
+                for at, statistics in self._observed
                 if at > learned
             ],
         }
@@ -282,13 +268,8 @@ class Planner:
             stream.load_state_dict(of_stream)
         self._observed = []
         for entry in state["observed"]:
-            statistics = StepStatistics(
-                step=entry["step"],
-                loss=entry["loss"],
-                grad_norm=entry["grad_norm"],
-                samples=np.array(entry["samples"], np.int64),
-                sample_losses=np.array(entry["sample_losses"], np.float64),
-            )
+            samples, losses = np.array(entry["samples"], np.int64), np.array(entry["sample_losses"], np.float64)
+            statistics = StepStatistics(entry["step"], entry["loss"], entry["grad_norm"], samples, losses)
             if entry["n_windows"] < self.n_windows - self._ahead:
                 self._teach(statistics)  # the run that saved it planned further ahead
             else:

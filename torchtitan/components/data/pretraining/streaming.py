@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.components.data.base import Batch, Layout
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.pretraining.token_cache import document_wrapping, encode_documents
+from torchtitan.components.data.pretraining.token_cache import document_wrapping
 from torchtitan.components.data.pretraining.windows import BatchIterator, Sample, collate, filler, pack, permute
 from torchtitan.components.data.sources.rows import check_text
 from torchtitan.components.data.sources.source import StreamSource
@@ -181,12 +181,8 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             block, state = block + 1, stream.state_dict()
 
     def _encode(self, texts: list[str]) -> list[Array]:
-        documents: list[list[int]] = [[]]
-        for ids, ends_document in encode_documents(((text,) for text in texts), self.dataset.tokenizer):
-            documents[-1].extend(ids)
-            if ends_document:
-                documents.append([])
-        return [np.array(ids, np.int64) for ids in documents[:-1]]
+        encoded = self.dataset.tokenizer.encode_documents(texts)
+        return [np.array(ids if text.strip() else [], np.int64) for text, ids in zip(texts, encoded, strict=True)]
 
     def _number(self, place: StreamPosition) -> int:
         """A number for a document from which the node and its place in the node's order can be told."""
