@@ -65,7 +65,7 @@ class BaseDataLoader(Configurable):
     it and `load_state_dict` sets it, so a state taken at the start is also how one begins again.
 
     It is built as `config.build(tokenizer=, seq_len=, local_batch_size=, dp_rank=, dp_world_size=, seed=, epochs=,
-    global_batch_size=)`; `PretrainDataLoader` says what these are.
+    global_batch_size=)`; `TokenizingDataLoader` says what these are.
 
     A loader of one's own may leave `documents` out of its batches, and may simply raise `StopIteration` where its data
     ends: the trainer takes that for the end of the data on that rank.
@@ -183,6 +183,75 @@ class BaseDataLoader(Configurable):
 
     def close(self) -> None:
         """End what the loader has started, such as worker processes. It can be called twice."""
+
+
+class TokenizingDataLoader(BaseDataLoader):
+    """What the loaders of this package share: options and arguments.
+
+    Args:
+        config: what to read.
+        tokenizer: encodes the data.
+        seq_len: positions per sample, T.
+        local_batch_size: samples per batch and rank, B.
+        dp_rank: this process's place among the data-parallel ranks.
+        dp_world_size: number of data-parallel ranks.
+        seed: decides the order.
+        epochs: how often the data is read, several data sets equally often; the last batch is filled up with samples
+            that predict nothing. None: without end. Each epoch is shuffled anew.
+        global_batch_size: samples of one training step, all ranks together; None: one batch of each rank.
+
+    Raises:
+        UserError: the data cannot be used, or a number is out of range.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """Training data."""
+
+        split: str = "train"
+        """Split to read, where the data has several."""
+        num_workers: int = 0
+        """Processes per rank that prepare batches; 0: none, which suffices for local data."""
+        cache_dir: str = ""
+        """Folder for tokenized local data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
+        verify_caches: bool = False
+        """Compare all of the tokenized data with its checksums before it is used; False: a sample of it."""
+
+        def validate(self) -> None:
+            """Raise `UserError` for a value out of range; looks at no data."""
+            if self.num_workers < 0:
+                raise UserError(f"--dataloader.num_workers must be at least 0, not {self.num_workers}")
+
+    config: Config
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        seed: int = 0,
+        epochs: int | None = None,
+        global_batch_size: int | None = None,
+    ):
+        super().__init__(config)
+        self._tokenizer = tokenizer
+        self._layout = Layout(
+            seq_len=seq_len,
+            local_batch_size=local_batch_size,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            num_workers=config.num_workers,
+            epochs=epochs,
+        )
+        self._open(seed, global_batch_size or self._layout.global_batch_size)
+
+    def _open(self, seed: int, samples_per_step: int) -> None:
+        """Get ready to hand out batches, from the first on."""
+        raise NotImplementedError
 
 
 def is_own_position(state: dict[str, Any], fingerprint: str, dataset: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, Batch, Layout, is_own_position
+from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, is_own_position
 from torchtitan.components.data.disk_cache import data_identity
 from torchtitan.components.data.pretraining.streaming import StreamBatches, StreamOrder
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
@@ -17,31 +17,17 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
 
-class PretrainDataLoader(BaseDataLoader):
+class PretrainDataLoader(TokenizingDataLoader):
     """Documents packed into windows of `seq_len` + 1 tokens that overlap by one.
 
     Local data comes from a token cache, and the n-th batch is a function of the seed and n alone: rank r of R takes
     samples n * R * B + r * B and the B - 1 behind, of one order for any number of ranks, workers and samples per batch
     B. A registered data set is a stream; see `torchtitan.components.data.pretraining.streaming` for what it promises.
-
-    Args:
-        config: what to read.
-        tokenizer: encodes the documents.
-        seq_len: tokens per sample, T.
-        local_batch_size: samples per batch and rank, B.
-        dp_rank: this process's place among the data-parallel ranks.
-        dp_world_size: number of data-parallel ranks.
-        seed: decides the order.
-        epochs: how often the data is read; the last batch is filled up with samples that predict nothing. None:
-            without end. Each epoch is shuffled anew.
-        global_batch_size: samples of one training step, all ranks together. Nothing here depends on it.
-
-    Raises:
-        UserError: the data cannot be used, or a number is out of range.
+    Nothing here depends on `global_batch_size`.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
+    class Config(TokenizingDataLoader.Config):
         """Training data."""
 
         dataset: str = "stories"
@@ -49,25 +35,16 @@ class PretrainDataLoader(BaseDataLoader):
         csv, parquet; .gz or .zst of these), a folder, a glob pattern, or a folder saved by the library datasets."""
         text_column: str | None = None
         """Column of a table that holds the text; None: a registered data set's own, `text` elsewhere."""
-        split: str = "train"
-        """Split to read, where the data set has several."""
         document_mask: bool = True
         """Keep packed documents apart: attention and positions stay within each. False: one running text."""
         shuffle: bool = True
         """Visit the samples in another order in each epoch."""
         shuffle_buffer: int = 4096
         """Documents of a stream that are shuffled together; local data is shuffled as a whole."""
-        num_workers: int = 0
-        """Processes per rank that prepare batches; 0: none, which suffices for local data."""
-        cache_dir: str = ""
-        """Folder for tokenized local data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
-        verify_caches: bool = False
-        """Compare all of the tokenized data with its checksums before it is used; False: a sample of it."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a number out of range; looks at no data."""
-            if self.num_workers < 0:
-                raise UserError(f"--dataloader.num_workers must be at least 0, not {self.num_workers}")
+            """Raise `UserError` for a value out of range; looks at no data."""
+            TokenizingDataLoader.Config.validate(self)
             if self.shuffle_buffer < 1:
                 raise UserError(f"--dataloader.shuffle_buffer must be at least 1 document, not {self.shuffle_buffer}")
 
@@ -85,7 +62,7 @@ class PretrainDataLoader(BaseDataLoader):
 
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, the content of its dataset and the part of it that is read."""
-            return BaseDataLoader.Config.identity(self) | {
+            return TokenizingDataLoader.Config.identity(self) | {
                 "dataloader.dataset": data_identity([self.dataset], lambda _: self.source(), self.cache_dir),
                 "dataloader.split": self.split,
                 "dataloader.text_column": self.text_column,
@@ -109,30 +86,9 @@ class PretrainDataLoader(BaseDataLoader):
 
     config: Config
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        local_batch_size: int,
-        dp_rank: int = 0,
-        dp_world_size: int = 1,
-        seed: int = 0,
-        epochs: int | None = None,
-        global_batch_size: int | None = None,
-    ):
-        super().__init__(config)
-        layout = Layout(
-            seq_len=seq_len,
-            local_batch_size=local_batch_size,
-            dp_rank=dp_rank,
-            dp_world_size=dp_world_size,
-            num_workers=config.num_workers,
-            epochs=epochs,
-            document_mask=config.document_mask,
-        )
-        source = config.source()
+    def _open(self, seed: int, samples_per_step: int) -> None:
+        config, tokenizer, source = self.config, self._tokenizer, self.config.source()
+        layout = dataclasses.replace(self._layout, document_mask=config.document_mask)
         self._batches: BatchIterator
         if isinstance(source, StreamSource):
             order = StreamOrder(shuffle=config.shuffle, block_size=config.shuffle_buffer, seed=seed)

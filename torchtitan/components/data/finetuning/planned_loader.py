@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
-from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, Batch, Layout, is_own_position
+from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, is_own_position
 from torchtitan.components.data.disk_cache import data_identity, digest_of
 from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.columns import parse_columns
@@ -41,7 +41,7 @@ DRAWN_AT_A_TIME = 1024
 """Samples that a sampler draws at a time where nothing else depends on it, since samples share no windows."""
 
 
-class PlannedDataLoader(BaseDataLoader):
+class PlannedDataLoader(TokenizingDataLoader):
     """Batches of the windows of a `Planner`, made from the numbers of the samples in each.
 
     The windows come in one global order, the same for any number of ranks, workers and windows per batch: with R ranks
@@ -54,32 +54,15 @@ class PlannedDataLoader(BaseDataLoader):
 
     A subclass says what its rows are (`kind`), how they are encoded (`Config.encoder`), how long they may be, and where
     it differs, which of them share a window (`plan`), and what a batch of windows is (`collate`).
-
-    Args:
-        config: what to read.
-        tokenizer: encodes the conversations; its folder has the chat template, unless the configuration names one.
-        seq_len: positions per window, T.
-        local_batch_size: windows per batch and rank, B.
-        dp_rank: this process's place among the data-parallel ranks.
-        dp_world_size: number of data-parallel ranks.
-        seed: decides the order.
-        epochs: how often the data is read, several data sets equally often; the last batch is filled up with windows
-            that have no sample. None: without end.
-        global_batch_size: windows of one training step, all ranks together; None: one batch of each rank.
-
-    Raises:
-        UserError: the data cannot be used, a number is out of range, or there is no such template.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
+    class Config(TokenizingDataLoader.Config):
         """Rows of fine-tuning data."""
 
         dataset: list[str] = field(default_factory=list)
         """What to read, one or several: a registered name, or a local path: a file (json, jsonl, csv, parquet; .gz or
         .zst of these), a folder, a glob pattern, or a folder saved by the library datasets."""
-        split: str = "train"
-        """Split to read, where the data sets have several."""
         format: str = "auto"
         """How rows are read: auto (by their columns), the name of a format, or a function of your own,
         package.module:function or path/to/file.py:function. Of several data sets, those that it fits."""
@@ -96,19 +79,12 @@ class PlannedDataLoader(BaseDataLoader):
         """Samples beyond the sequence length: drop, truncate_left (keeps the end), truncate_right, or error."""
         sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
         """Order in which samples are drawn."""
-        num_workers: int = 0
-        """Processes per rank that prepare batches; 0: none, which suffices."""
-        cache_dir: str = ""
-        """Folder for tokenized data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
-        verify_caches: bool = False
-        """Compare all of the tokenized data with its checksums before it is used; False: a sample of it."""
 
         def validate(self) -> None:
             """Raise `UserError` for a value out of range; looks at no data."""
+            TokenizingDataLoader.Config.validate(self)
             if not self.dataset or "" in self.dataset:
                 raise UserError("--dataloader.dataset must say what to read: a file such as my.jsonl")
-            if self.num_workers < 0:
-                raise UserError(f"--dataloader.num_workers must be at least 0, not {self.num_workers}")
             parse_columns(self.columns)
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
@@ -169,7 +145,7 @@ class PlannedDataLoader(BaseDataLoader):
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, the content of its data sets, and how their rows are read."""
             read = ("split", "format", "columns", "chat_template")
-            return BaseDataLoader.Config.identity(self) | {
+            return TokenizingDataLoader.Config.identity(self) | {
                 "dataloader.dataset": data_identity(self.dataset, self._source, self.cache_dir),
                 **{f"dataloader.{name}": getattr(self, name) for name in read},
             }
@@ -207,35 +183,13 @@ class PlannedDataLoader(BaseDataLoader):
     kind: ClassVar[Kind]
     """What the rows are for."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        local_batch_size: int,
-        dp_rank: int = 0,
-        dp_world_size: int = 1,
-        seed: int = 0,
-        epochs: int | None = None,
-        global_batch_size: int | None = None,
-    ):
-        super().__init__(config)
-        layout = Layout(
-            seq_len=seq_len,
-            local_batch_size=local_batch_size,
-            dp_rank=dp_rank,
-            dp_world_size=dp_world_size,
-            num_workers=config.num_workers,
-            epochs=epochs,
-        )
-        self._layout, self._seq_len, self._tokenizer = layout, seq_len, tokenizer
-        self.template = config.find_template(tokenizer)
+    def _open(self, seed: int, samples_per_step: int) -> None:
+        self.template = self.config.find_template(self._tokenizer)
         """What makes text of the conversations; None: the data is running text."""
         self.samples = self._open_samples()
         """What is made batches of, with the report of what was left out."""
-        self._batches = WindowDataset(self.samples, seq_len, type(self).collate)
-        self._planner = self._new_planner(seed, epochs, global_batch_size or layout.global_batch_size)
+        self._batches = WindowDataset(self.samples, self._layout.seq_len, type(self).collate)
+        self._planner = self._new_planner(seed, samples_per_step)
         self._planned: deque[Snapshot] = deque()
         self._handed_out = self._planner.snapshot()
         self._workers: Workers | None = None
@@ -269,23 +223,23 @@ class PlannedDataLoader(BaseDataLoader):
 
     def _open_samples(self) -> SampleSets:
         config = self.config
-        caches, max_length = config.open_caches(self._tokenizer, self.template), self.max_length(self._seq_len)
+        caches, max_length = config.open_caches(self._tokenizer, self.template), self.max_length(self._layout.seq_len)
         contents = [cache.fingerprint for cache in caches]
-        self._fingerprint = digest_of([contents, [self._seq_len, *config.order_key()]])
+        self._fingerprint = digest_of([contents, [self._layout.seq_len, *config.order_key()]])
         fitted = [
             LengthFilteredDataset(cache, max_length, config.too_long, config.filters().untrained, name)
             for name, cache in zip(config.dataset, caches, strict=True)
         ]
         return SampleSets(config.dataset, fitted)
 
-    def _new_planner(self, seed: int, epochs: int | None, windows_per_step: int) -> Planner:
+    def _new_planner(self, seed: int, windows_per_step: int) -> Planner:
         config = self.config
         sizes = [of_set.n_samples for of_set in self.samples.sets]
         samplers = [config.sampler.build(n_samples=size, seed=seed + i) for i, size in enumerate(sizes)]
         self.needs_sample_losses = any(sampler.needs_sample_losses for sampler in samplers)
         return self.plan(
             samplers,
-            epochs=epochs,
+            epochs=self._layout.epochs,
             windows_per_step=windows_per_step,
             names=config.dataset,
             seed=seed,
@@ -312,7 +266,7 @@ class PlannedDataLoader(BaseDataLoader):
         ]
         return DataSummary(
             sets=sets,
-            max_length=self.max_length(self._seq_len),
+            max_length=self.max_length(self._layout.seq_len),
             windows_per_epoch=self.windows_per_epoch,
             packing_efficiency=self.packing_efficiency,
             follows_seed=not self._planner.is_adaptive,

@@ -134,7 +134,7 @@ class SFTDataLoader(PlannedDataLoader):
             limits = [1.0] * n_sets
         return Planner(
             self.samples.positions,
-            self._seq_len,
+            self._layout.seq_len,
             samplers,
             packing=config.packing,
             chunk=config.pack_chunk,
@@ -160,18 +160,20 @@ class SFTDataLoader(PlannedDataLoader):
         if (of_epochs := self._planner.windows_of_epochs) is not None and not config.weights:
             return of_epochs[0]
         samplers = [ShuffleSampler.Config().build(n_samples=len(of_set), seed=0) for of_set in positions]
-        epoch = Planner(positions, self._seq_len, samplers, packing=config.packing, chunk=config.pack_chunk, epochs=1)
+        epoch = Planner(
+            positions, self._layout.seq_len, samplers, packing=config.packing, chunk=config.pack_chunk, epochs=1
+        )
         return sum(1 for _ in epoch)
 
     @property
     def packing_efficiency(self) -> float:
         n_positions = sum(int(of_set.sum()) for of_set in self.samples.positions)
-        return n_positions / (self.windows_per_epoch * self._seq_len)
+        return n_positions / (self.windows_per_epoch * self._layout.seq_len)
 
     def log_data(self) -> None:
         super().log_data()
         logger.info(
-            f"packing: {self.packing_efficiency:.1%} of the windows' {self._seq_len:,} positions are filled, "
+            f"packing: {self.packing_efficiency:.1%} of the windows' {self._layout.seq_len:,} positions are filled, "
             f"{self.samples.trained_fraction:.1%} of these are trained"
         )
 

@@ -63,30 +63,28 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubDataset:
-    """Where `datasets.load_dataset` finds a data set."""
-
+class _Registered:
     path: str
-    """A repository on the Hugging Face hub (`allenai/c4`), or a local folder of data files."""
+    """A repository on the Hugging Face hub (`allenai/c4`), or a local path: for pre-training a folder of data files;
+    for fine-tuning as `--dataloader.dataset` takes it, where `{split}` becomes the split."""
     name: str | None = None
     """The configuration of the repository, if it has several."""
     splits: tuple[str, ...] = ("train",)
     """Its splits; one called `validation` serves as the validation data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubDataset(_Registered):
+    """Where `datasets.load_dataset` finds a data set."""
+
     text_column: str = "text"
     """The column that holds the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatDataset:
+class ChatDataset(_Registered):
     """Where a data set is, and how its rows are read."""
 
-    path: str
-    """A local path (as `--dataloader.dataset` takes it; `{split}` in it becomes the split), or a repository on the
-    Hugging Face hub (`HuggingFaceH4/ultrachat_200k`)."""
-    name: str | None = None
-    """The configuration of the repository, if it has several."""
-    splits: tuple[str, ...] = ("train",)
-    """Its splits; one called `validation` serves as the validation data."""
     format: str = AUTO
     """As `--dataloader.format`."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -236,7 +234,7 @@ class StreamSource:
         return _cannot_be_read(self.name, self.dataset, self.split, error)
 
 
-def _cannot_be_read(name: str, dataset: HubDataset | ChatDataset, split: str, error: Exception) -> str:
+def _cannot_be_read(name: str, dataset: _Registered, split: str, error: Exception) -> str:
     place = f"{dataset.path}, {dataset.name}" if dataset.name else dataset.path
     return f"dataset {name!r} ({place}, split {split!r}) cannot be read: {first_line(error)}"
 
