@@ -76,7 +76,6 @@ def test_values_and_places(tmp_path, kind, compression):
     path = write(tmp_path / f"data.{kind}{compression}", ROWS)
     rows = rows_at(path)
     assert [row.values for row in rows] == ROWS
-    assert [row.number for row in rows] == [1, 2, 3]
     place = {"jsonl": ":{}", "json": ", element {}", "csv": ":{}", "parquet": ", row {}"}[kind]
     numbers = [2, 4, 5] if kind == "csv" else [1, 2, 3]  # of the line that a CSV row begins in, behind the header
     assert [row.where for row in rows] == [path.name + place.format(number) for number in numbers]
@@ -93,12 +92,12 @@ def test_progress_adds_up_to_the_size(tmp_path, kind):
 
 def test_text_file_is_one_row(tmp_path):
     (tmp_path / "a.md").write_bytes("\ufeff# Title\r\n\r\nText 文".encode())
-    assert rows_at(tmp_path / "a.md") == [Row(1, "a.md", {"text": "# Title\r\n\r\nText 文"})]
+    assert rows_at(tmp_path / "a.md") == [Row("a.md", {"text": "# Title\r\n\r\nText 文"})]
 
 
 def test_blank_lines_are_left_out_and_numbers_kept(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\r\n  \n{"n": null}')
-    assert rows_at(tmp_path / "a.jsonl") == [Row(1, "a.jsonl:1", {"n": 1}), Row(4, "a.jsonl:4", {"n": None})]
+    assert rows_at(tmp_path / "a.jsonl") == [Row("a.jsonl:1", {"n": 1}), Row("a.jsonl:4", {"n": None})]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_a_broken_line_is_a_row_with_an_error(tmp_path, line, error):
     (tmp_path / "a.jsonl").write_text('{"text": "whole \\ud83d\\ude42"}\n' + line + '\n{"text": "c"}\n')
     first, broken, last = rows_at(tmp_path / "a.jsonl")
     assert (first.values, last.values) == ({"text": "whole 🙂"}, {"text": "c"})
-    assert (broken.number, broken.where, broken.values) == (2, "a.jsonl:2", None)
+    assert (broken.where, broken.values) == ("a.jsonl:2", None)
     assert error in broken.error
 
 
@@ -321,9 +320,9 @@ def test_saved_datasets_and_their_splits(tmp_path):
     train.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": train, "validation": train.select([1])}).save_to_disk(tmp_path / "several")
     source = source_of(str(tmp_path / "one"))
-    assert rows_of(source) == [Row(1, "one, row 1", rows[0]), Row(2, "one, row 2", rows[1])]
+    assert rows_of(source) == [Row("one, row 1", rows[0]), Row("one, row 2", rows[1])]
     assert source.size() == 2
-    assert rows_at(tmp_path / "several", "validation") == [Row(1, "validation, row 1", rows[1])]
+    assert rows_at(tmp_path / "several", "validation") == [Row("validation, row 1", rows[1])]
     assert CHAT_DATASETS.splits(str(tmp_path / "several")) == ("train", "validation")
     with raises("has no split 'test'; it has: train, validation"):
         rows_at(tmp_path / "several", "test")
@@ -387,7 +386,7 @@ def test_embedded_sets():
     assert [row.values for row in rows_at("chats", "validation")] == [{"messages": m} for m in Chats("validation")]
     source = source_of("stories", "validation")
     rows = rows_of(source)
-    assert rows[1] == Row(2, "stories (validation), row 2", {"text": Stories("validation")[1]})
+    assert rows[1] == Row("stories (validation), row 2", {"text": Stories("validation")[1]})
     assert len(rows) == source.size()
 
 
@@ -398,7 +397,7 @@ def test_registered_local_set(tmp_path, own_registry):
     register_chat_dataset("mine", mine)
     register_chat_dataset("mine", mine)  # a module may be imported twice
     assert CHAT_DATASETS.splits("mine") == ("train", "validation")
-    assert rows_at("mine", "validation") == [Row(1, "validation.jsonl:1", {"text": "validation"})]
+    assert rows_at("mine", "validation") == [Row("validation.jsonl:1", {"text": "validation"})]
     for name in ("mine", "chats"):
         with raises(f"there is a chat dataset called {name!r} already"):
             register_chat_dataset(name, ChatDataset(path="elsewhere.jsonl"))
@@ -430,7 +429,7 @@ def test_registered_hub_set(tmp_path, own_registry, monkeypatch):
     register_chat_dataset("there", ChatDataset(path="someone/something", name="en", splits=("train", "test")))
     source = source_of("there", "test")
     assert asked == []  # only when it is needed
-    assert rows_of(source) == [Row(1, "there (test), row 1", {"prompt": "p", "response": "r"})]
+    assert rows_of(source) == [Row("there (test), row 1", {"prompt": "p", "response": "r"})]
     assert asked == [("someone/something", "en", "test")]
     assert source.size() == 1 and fetched.cache_files[0]["filename"] in source.identity(str)[0]
     register_chat_dataset("absent", ChatDataset(path="someone/absent"))

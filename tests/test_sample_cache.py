@@ -43,7 +43,7 @@ class Texts(Source):
     def rows(self, on_read):
         for number, text in enumerate(self.texts, 1):
             values = None if text is None else {"text": text}
-            yield Row(number, f"{self.name}:{number}", values, "broken JSON" if text is None else "")
+            yield Row(f"{self.name}:{number}", values, "broken JSON" if text is None else "")
             on_read(1)
 
 

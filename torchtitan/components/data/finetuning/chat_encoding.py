@@ -317,7 +317,8 @@ def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> None
     end = template.end_of_turn()
     [end_ids] = tokenizer.tokenize([end], allow_special=True)
     ends_by_special = not tokenizer.special_ids.isdisjoint(end_ids)
-    texts = _tokens_of(template)
+    texts = [token for text in template.literals for token in _LOOKS_SPECIAL.findall(text)]
+    texts += template.required_tokens
     if not ends_by_special and not template.of_model:
         texts += _MARKUP.findall(end)
     missing = [token for token in dict.fromkeys(texts) if tokenizer.id_of(token) is None]
@@ -332,12 +333,6 @@ def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> None
         logger.warning(
             f"{template.name} writes no special token behind an answer: a model that is trained with it will not stop"
         )
-
-
-def _tokens_of(template: ChatTemplate) -> list[str]:
-    """The texts that it may write and that must be tokens, in order."""
-    shaped = [token for text in template.literals for token in _LOOKS_SPECIAL.findall(text)]
-    return [*shaped, *template.required_tokens]
 
 
 class RowEncoder:

@@ -88,15 +88,17 @@ class Planner:
             raise UserError("a weight schedule needs --dataloader.weights, those before its first step")
         self._weighted = weights is not None
         self._mixture = Mixture(weights or self.n_tokens, capacity, schedule, windows_per_step)
-        self._limits = list(max_epochs) if max_epochs is not None else [None] * len(lengths)
-        if len(self._limits) != len(lengths):
+        self.max_epochs: list[float | None] = list([None] * len(lengths) if max_epochs is None else max_epochs)
+        """How often each source may be read; None: without limit."""
+        if len(self.max_epochs) != len(lengths):
             raise UserError(
-                f"{len(self._limits)} values of --dataloader.max_epochs for {len(lengths)} data sets: give one each"
+                f"{len(self.max_epochs)} values of --dataloader.max_epochs for {len(lengths)} data sets: give one each"
             )
         self.epochs = epochs
         """How often the sources are read; None: without end."""
         self._ahead = ahead
-        self._adaptive = any(sampler.adaptive for sampler in samplers)
+        self.is_adaptive = any(sampler.adaptive for sampler in samplers)
+        """Whether the windows depend on what is observed, and not on the arguments alone."""
         self._observed: list[tuple[int, StepStatistics]] = []
         self._horizon = 0
         self._shared = {id(of_source): of_source for of_source in lengths}
@@ -127,7 +129,7 @@ class Planner:
             if at == due:
                 self._teach(statistics)
         source, n_tokens = self._choose()
-        limit = self._limits[source]
+        limit = self.max_epochs[source]
         if limit is not None and self._mixture.given[source] + n_tokens > limit * self.n_tokens[source]:
             raise self._over_epoching(source, limit, n_tokens)
         self._mixture.deal(source, n_tokens)
@@ -157,22 +159,12 @@ class Planner:
             f"{limit:g}: train fewer steps, give it less weight, or allow more by --dataloader.max_epochs"
         )
 
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether the windows depend on what is observed, and not on the arguments alone."""
-        return self._adaptive
-
-    @property
-    def max_epochs(self) -> list[float | None]:
-        """How often each source may be read; None: without limit."""
-        return list(self._limits)
-
     def epochs_after(self, n_windows: int) -> list[float]:
         """How often each source has been read, by its tokens, after the first `n_windows` or at the end, whatever the
         limits, and as if nothing were observed: found by planning as many tokens as all sources have, and behind those
         estimated by the mean tokens of a window."""
         planner = self._from_start()
-        planner._limits = [None] * len(self._limits)
+        planner.max_epochs = [None] * len(self.max_epochs)
         mixture, n_all = planner._mixture, sum(self.n_tokens)
         for _ in itertools.islice(planner, n_windows):
             if sum(mixture.given) >= n_all and planner.n_windows < n_windows:
@@ -192,7 +184,7 @@ class Planner:
         Raises:
             UserError: a source would be read more often than its limit.
         """
-        if self.epochs is None or self._adaptive:
+        if self.epochs is None or self.is_adaptive:
             return None
         counts = Counter(window.epoch for window in self._from_start())
         return [counts[epoch] for epoch in range(self.epochs)]
@@ -204,7 +196,7 @@ class Planner:
         Raises:
             UserError: it is; the message says how often, estimated by the mean tokens of a window.
         """
-        if all(limit is None for limit in self._limits):
+        if all(limit is None for limit in self.max_epochs):
             return
         planner = self._from_start()
         planner.load_state_dict(self.state_dict())
@@ -219,7 +211,7 @@ class Planner:
             statistics: of the step; `samples` are numbers over all sources.
             n_windows: windows trained on so far, those of the step included; more than in the call before.
         """
-        if not self._adaptive:
+        if not self.is_adaptive:
             return
         assert self.n_windows <= n_windows + self._ahead, "planned further ahead than `ahead` says"
         # No position before `n_windows` will be saved any more, and those behind it have learned what is dropped here.

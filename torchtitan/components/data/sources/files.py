@@ -180,7 +180,7 @@ def _check_nul(text: str, path: Path, line: int) -> None:
 
 
 def _read_text(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
-    yield Row(1, name, {"text": "".join(_text_chunks(path, on_read))})
+    yield Row(name, {"text": "".join(_text_chunks(path, on_read))})
 
 
 def _read_json_lines(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
@@ -203,13 +203,13 @@ def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Ite
             rows = _csv_lines(reader)
             first, columns = next(rows, (1, []))
             _check_header(columns, f"{path}:{first}")
-            for number, (line, cells) in enumerate(rows, 1):
+            for line, cells in rows:
                 where = f"{name}:{line}"
                 if len(cells) == len(columns):
-                    yield Row(number, where, dict(zip(columns, cells, strict=True)))
+                    yield Row(where, dict(zip(columns, cells, strict=True)))
                 else:
                     differ = "more" if len(cells) > len(columns) else "fewer"
-                    yield Row(number, where, None, f"{differ} cells than the {len(columns)} columns")
+                    yield Row(where, None, f"{differ} cells than the {len(columns)} columns")
         except csv.Error as error:
             raise UserError(f"{path}:{reader.line_num}: broken CSV, {error}") from None
 

@@ -28,8 +28,6 @@ _DECODER = json.JSONDecoder()
 class Row:
     """A row of a table."""
 
-    number: int
-    """From 1 in its file; in one with a row per line, the line's."""
     where: str
     """`my.jsonl:17`, of a CSV file the line that the row begins in, or `a.parquet, row 3`."""
     values: dict[str, Any] | None
@@ -141,12 +139,12 @@ def json_rows(name: str, lines: Iterable[str], first_line: int = 1) -> Iterator[
     for number, line in enumerate(lines, first_line):
         where = f"{name}:{number}"
         if not line.strip():
-            yield Row(number, where, None)
+            yield Row(where, None)
             continue
         try:
-            yield _object_row(number, where, parse_json(line))
+            yield _object_row(where, parse_json(line))
         except ValueError as error:
-            yield Row(number, where, None, f"broken JSON, {_in_words(error)}")
+            yield Row(where, None, f"broken JSON, {_in_words(error)}")
 
 
 def numbered_lines(file: IO[str], path: Path) -> Iterator[str]:
@@ -179,9 +177,9 @@ def read_json(file: IO[str], path: Path, name: str, *, is_list: bool, chunk_size
             try:
                 _check_characters(value, text)
             except ValueError as error:
-                yield Row(number, where, None, f"broken JSON, {error}")
+                yield Row(where, None, f"broken JSON, {error}")
             else:
-                yield _object_row(number, where, value)
+                yield _object_row(where, value)
         return
     lines = numbered_lines(file, path)
     first, line = next(((n, line) for n, line in enumerate(lines, 1) if not line.isspace()), (0, ""))
@@ -190,10 +188,10 @@ def read_json(file: IO[str], path: Path, name: str, *, is_list: bool, chunk_size
     yield from json_rows(name, itertools.chain([line], lines), first)
 
 
-def _object_row(number: int, where: str, value: Any) -> Row:
+def _object_row(where: str, value: Any) -> Row:
     if isinstance(value, dict):
-        return Row(number, where, value)
-    return Row(number, where, None, f"expected an object with columns as its keys, found {kind_of(value)}")
+        return Row(where, value)
+    return Row(where, None, f"expected an object with columns as its keys, found {kind_of(value)}")
 
 
 def _check_characters(value: Any, text: str) -> None:

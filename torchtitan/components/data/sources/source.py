@@ -185,7 +185,7 @@ class _EmbeddedPart(Part):
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
         for number, item in enumerate(self.items, 1):
-            yield Row(number, f"{self.name}, row {number}", {self.text_column: item})
+            yield Row(f"{self.name}, row {number}", {self.text_column: item})
             on_read(1)
 
     def documents(self, on_read: OnRead) -> Iterator[Document]:

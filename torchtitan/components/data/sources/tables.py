@@ -133,7 +133,7 @@ def arrow_rows(batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: i
         cells = batch.to_pylist()
     except Exception as error:  # of many types, by the type of the column
         if len(batch) == 1:
-            yield Row(first, f"{name}, row {first}", None, f"a cell that cannot be read, {first_line(error)}")
+            yield Row(f"{name}, row {first}", None, f"a cell that cannot be read, {first_line(error)}")
             return
         for index in range(len(batch)):
             yield from arrow_rows(batch.slice(index, 1), name, first + index)
@@ -141,7 +141,7 @@ def arrow_rows(batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: i
     for number, values in enumerate(cells, first):
         # An object in a cell has the keys of all others in its column too: those without a value go.
         filled = {field.name: _without_nulls(values[field.name], field.type) for field in batch.schema}
-        yield Row(number, f"{name}, row {number}", filled)
+        yield Row(f"{name}, row {number}", filled)
 
 
 def _without_nulls(value: Any, kind: "pyarrow.DataType") -> Any:
