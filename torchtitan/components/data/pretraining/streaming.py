@@ -59,10 +59,7 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
     """The batches of one rank, packed by each of its workers from its own share of the stream."""
 
     def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
-        self.source = source
-        self.tokenizer = tokenizer
-        self.layout = layout
-        self.order = order
+        self.source, self.tokenizer, self.layout, self.order = source, tokenizer, layout, order
 
     def __iter__(self) -> "PackedStreamIterator":
         worker = get_worker_info()
@@ -78,9 +75,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
     """
 
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
-        self.dataset = dataset
-        self.node = node
-        self.n_nodes = n_nodes
+        self.dataset, self.node, self.n_nodes = dataset, node, n_nodes
         self._place = StreamPosition(epoch=dataset.order.first_epoch)
         self._windows = self._all_windows(self._place)
 
