@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
-from torchtitan.components.data.finetuning.windows import pack_samples
-from torchtitan.components.data.packing import Array
+from torchtitan.components.data.finetuning.samples import pack_samples
 from torchtitan.components.data.plan import Planner, ShuffleSampler
-from torchtitan.components.data.plan.stream import PACKINGS, Packing
+from torchtitan.components.data.plan.packing import PACKINGS, Packing
+from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.distributed import initialize_weights

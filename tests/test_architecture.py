@@ -15,6 +15,8 @@ from tests.conftest import PROJECT
 
 LAYERS = [
     "tools",
+    "assets",
+    "assets",
     "config",
     "protocols",
     "distributed",
@@ -33,6 +35,7 @@ COMPONENTS = [
     "tokenizer",
     "chat_template",
     "checkpoint",
+    "weights",
     "quantization",
     "peft",
     "data",

@@ -10,10 +10,9 @@ from itertools import pairwise
 
 import pytest
 
-from torchtitan.components.data.finetuning import chat_tables as tables
-from torchtitan.components.data.finetuning.chats import VERSION, Chats
+from torchtitan.assets.chats import TABLES, VERSION, Chats
+from torchtitan.assets.stories import CHILDREN
 from torchtitan.components.data.finetuning.conversation import normalize
-from torchtitan.components.data.story_grammar import CHILDREN
 from torchtitan.tools.errors import UserError
 
 Chat = list[dict[str, str]]
@@ -36,7 +35,7 @@ def exchanges(chat: Chat) -> list[tuple[str, str, str]]:
 
 
 def is_short(chat: Chat) -> bool:
-    return chat[0]["content"] in tables.SHORT
+    return chat[0]["content"] in TABLES["short"]
 
 
 def test_default_sizes(train, validation):
@@ -67,7 +66,7 @@ def test_chat_depends_on_split_and_index_only(train):
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_chat_is_the_same_in_every_process(hash_seed, train):
-    program = "from torchtitan.components.data.finetuning.chats import *; print(VERSION); print(Chats('train')[123])"
+    program = "from torchtitan.assets.chats import *; print(VERSION); print(Chats('train')[123])"
     env = {**os.environ, "PYTHONHASHSEED": hash_seed}
     output = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
     assert output == f"{VERSION}\n{train[123]}\n"
@@ -123,7 +122,7 @@ def test_sums_are_right(train, validation):
 
 def test_answers_about_a_tale_follow_from_it(train, validation):
     """Each word of such an answer, beside those that all answers to this question have, was said before."""
-    asked = [*tables.FIRST_QUESTIONS, *(question for _, answered in tables.EVENTS for question in answered)]
+    asked = [*TABLES["first_questions"], *(question for event in TABLES["events"] for question in event["questions"])]
     patterns = [(re.sub(r"\\\{\w+\\\}", ".+", re.escape(question)), full) for question, _, full in asked]
     n_checked: Counter[str] = Counter()
     for chat in train + validation:
@@ -142,10 +141,10 @@ def test_facts_are_those_of_the_table(train):
     for chat in train:
         for question, answer, _ in exchanges(chat):
             answers.setdefault(question, {True: set(), False: set()})[is_short(chat)].add(answer)
-    for questions, short, full, pairs in tables.FACTS:
-        for pair in pairs.split("/"):
-            a, b = pair.split(" ")
-            for question in questions:
+    for fact in TABLES["facts"]:
+        short, full = fact["short"], fact["full"]
+        for a, b in fact["pairs"].items():
+            for question in fact["questions"]:
                 found = answers.get(question.format(a=a), {True: set(), False: set()})
                 assert {text.lower() for text in found[True]} <= {f"{short}.".format(b=b)}
                 assert {text.lower() for text in found[False]} <= {full.format(a=a, b=b).lower()}

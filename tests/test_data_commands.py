@@ -19,7 +19,7 @@ from tests.training import TINY, flags
 from torchtitan.cli.data_report import histogram, print_samples
 from torchtitan.cli.data_samples import samples_of, token_texts
 from torchtitan.cli.main import main
-from torchtitan.components.data.dataloader import BaseDataLoader
+from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config.manager import ConfigManager
 
@@ -368,7 +368,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.components.data.dataloader import BaseDataLoader
+from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan.components.data import BaseDataLoader, PretrainDataLoader, feeds
-from torchtitan.components.data.packing import pack
-from torchtitan.components.data.sources import resolve_source
-from torchtitan.components.data.stories import Stories
-from torchtitan.components.data.token_cache import open_token_cache
+from torchtitan.assets.stories import Stories
+from torchtitan.components.data import BaseDataLoader, PretrainDataLoader
+from torchtitan.components.data.pretraining import windows
+from torchtitan.components.data.pretraining.token_cache import open_token_cache
+from torchtitan.components.data.pretraining.windows import pack
+from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
@@ -172,7 +173,7 @@ def test_resume_seeks(config, tokenizer, monkeypatch):
     loader = build(config, tokenizer)
     loader.load_state_dict({**loader.state_dict(), "position": {"position": 10**12, "seed": 0}})
     calls = []
-    monkeypatch.setattr(feeds, "pack", lambda *args, **named: calls.append(1) or pack(*args, **named))
+    monkeypatch.setattr(windows, "pack", lambda *args, **named: calls.append(1) or pack(*args, **named))
     next(loader)
     assert len(calls) == 4
 

@@ -13,10 +13,16 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from torchtitan.components.data.hub import HubDataset, StreamSource, register_dataset
-from torchtitan.components.data.readers import CHUNK_SIZE
-from torchtitan.components.data.sources import Source, available_splits, resolve_source
-from torchtitan.components.data.stories import Stories
+from torchtitan.assets.stories import Stories
+from torchtitan.components.data.sources.files import CHUNK_SIZE
+from torchtitan.components.data.sources.source import (
+    DOCUMENTS,
+    HubDataset,
+    Source,
+    StreamSource,
+    register_dataset,
+    resolve_source,
+)
 from torchtitan.tools.errors import UserError
 
 TEXTS = ["First, a comma.", "Ünïcode — 文字 🙂", "", 'Two\nlines and "quotes"', "Last."]
@@ -226,7 +232,7 @@ def test_saved_datasets_folder(tmp_path):
     assert documents_at(tmp_path / "one") == documents_at(tmp_path / "several") == TEXTS
     validation = resolve_source(str(tmp_path / "several"), None, "validation")
     assert documents_of(validation) == [TEXTS[1], TEXTS[0]]
-    assert available_splits(str(tmp_path / "several")) == ("train", "validation")
+    assert DOCUMENTS.splits(str(tmp_path / "several")) == ("train", "validation")
     with pytest.raises(UserError, match=r"no column 'body'; set --dataloader.text_column to one of: text, n"):
         documents_at(tmp_path / "one", "body")
     with pytest.raises(UserError, match="has no split 'test'; it has: train, validation"):
@@ -396,9 +402,9 @@ def test_nul_characters_are_damage(tmp_path, kind):
     ],
 )
 def test_rows_that_would_fill_the_memory(tmp_path, monkeypatch, name, content):
-    for module in ("readers", "json_list"):
-        monkeypatch.setattr(f"torchtitan.components.data.{module}.LONGEST", 1000)
-    monkeypatch.setattr("torchtitan.components.data.readers.CHUNK_SIZE", 100)
+    for module in ("files", "rows"):
+        monkeypatch.setattr(f"torchtitan.components.data.sources.{module}.LONGEST", 1000)
+    monkeypatch.setattr("torchtitan.components.data.sources.files.CHUNK_SIZE", 100)
     if name != "b.csv":
         (tmp_path / name).write_text(content % ("x" * 900))
         assert documents_at(tmp_path / name)[-1] == "x" * 900

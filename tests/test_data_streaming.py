@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtitan.assets.stories import Stories
 from torchtitan.components.data import HubDataset, PretrainDataLoader, register_dataset
-from torchtitan.components.data.feeds import Layout
-from torchtitan.components.data.sources import resolve_source
-from torchtitan.components.data.stories import Stories
-from torchtitan.components.data.streaming import PackedStream, StreamOrder
+from torchtitan.components.data.base import Layout
+from torchtitan.components.data.pretraining.streaming import PackedStream, StreamOrder
+from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import RunFailure, UserError

@@ -18,15 +18,21 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from torchtitan.components.data import disk_cache, encoding
+from torchtitan.components.data import disk_cache
 from torchtitan.components.data.dataloader import PretrainDataLoader
-from torchtitan.components.data.encoding import encode_documents, split_document
+from torchtitan.components.data.disk_cache import cache_root
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
-from torchtitan.components.data.progress import progress
-from torchtitan.components.data.sources import resolve_source
-from torchtitan.components.data.token_cache import TokenCache, cache_root, open_token_cache
+from torchtitan.components.data.pretraining import token_cache as encoding
+from torchtitan.components.data.pretraining.token_cache import (
+    TokenCache,
+    encode_documents,
+    open_token_cache,
+    split_document,
+)
+from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.progress import progress
 
 
 @pytest.fixture(scope="module")
@@ -355,8 +361,8 @@ def test_a_cache_that_cannot_be_read_stays(tmp_path, tokenizer, monkeypatch):
 
 KILLED_BUILD = """
 import sys, time
-from torchtitan.components.data.sources import resolve_source
-from torchtitan.components.data.token_cache import open_token_cache
+from torchtitan.components.data.sources.source import resolve_source
+from torchtitan.components.data.pretraining.token_cache import open_token_cache
 from torchtitan.components.tokenizer import PretrainedTokenizer
 
 class Slow(PretrainedTokenizer):

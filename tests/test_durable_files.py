@@ -12,8 +12,8 @@ from tests.test_sample_cache import Texts
 from tests.test_sample_cache import open_cache as open_samples
 from tests.training import flags, train
 from torchtitan.cli.main import main
-from torchtitan.components.data.sources import resolve_source
-from torchtitan.components.data.token_cache import open_token_cache
+from torchtitan.components.data.pretraining.token_cache import open_token_cache
+from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools import durable

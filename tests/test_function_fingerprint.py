@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from torchtitan.components.data.finetuning.function_fingerprint import function_fingerprint
-from torchtitan.components.data.finetuning.row_functions import load_function
+from torchtitan.components.data.finetuning.functions import function_fingerprint, load_function
 from torchtitan.tools.errors import UserError
 
 DECORATOR = (

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from torchtitan.components.data.base import NO_DOCUMENT
 from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
-from torchtitan.components.data.packing import NO_DOCUMENT
 from torchtitan.components.data.plan import ShuffleSampler, StepStatistics
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer

@@ -162,7 +162,7 @@ def own_debugmodel():
 def test_dataloader():
     """From the base class, so that the trainer can rely on no more than that."""
     own = write_module('''
-from torchtitan.components.data.dataloader import BaseDataLoader
+from torchtitan.components.data.base import BaseDataLoader
 
 class Counting(BaseDataLoader):
     """Rows of numbers that count up to `period` - 1 and begin again."""

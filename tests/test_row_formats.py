@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from torchtitan.components.data.finetuning import registry
+from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
@@ -16,20 +16,15 @@ from torchtitan.components.data.finetuning.conversation import (
     Prompt,
     Text,
 )
-from torchtitan.components.data.finetuning.registry import (
-    ChatDataset,
-    dataset_formats,
-    describes,
-    register_chat_dataset,
-)
 from torchtitan.components.data.finetuning.row_formats import (
     FORMATS,
     RowFormat,
+    dataset_formats,
+    describes,
     find_format,
     function_format,
-    parse_columns,
 )
-from torchtitan.components.data.rows import resolve_rows
+from torchtitan.components.data.sources.source import CHAT_DATASETS, ChatDataset, register_chat_dataset, resolve_source
 from torchtitan.tools.errors import UserError
 
 QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -499,7 +494,7 @@ class TestFunctions:
 
 
 def test_registered_sets_say_how_their_rows_are_read(monkeypatch):
-    monkeypatch.setattr(registry, "_registry", {})
+    monkeypatch.setattr(CHAT_DATASETS, "registered", {})
     register_chat_dataset("mapped", ChatDataset(path="a.jsonl", columns={"prompt": "frage", "response": "antwort"}))
     register_chat_dataset("function", ChatDataset(path="a.jsonl", function=as_question))
     columns = ["frage", "antwort", "text", "body"]
@@ -518,7 +513,7 @@ def test_registered_sets_say_how_their_rows_are_read(monkeypatch):
 
 
 def test_options_are_for_the_sets_that_they_fit(monkeypatch):
-    monkeypatch.setattr(registry, "_registry", {})
+    monkeypatch.setattr(CHAT_DATASETS, "registered", {})
     register_chat_dataset("mapped", ChatDataset(path="a.jsonl", columns={"prompt": "q", "response": "a"}))
     register_chat_dataset("plain", ChatDataset(path="a.jsonl"))
     columns = {"mapped": ["q", "a"], "plain": ["text"], "x.jsonl": ["question", "reply"], "y.jsonl": ["messages"]}
@@ -563,7 +558,7 @@ def test_options_are_for_the_sets_that_they_fit(monkeypatch):
     ],
 )
 def test_real_files(assets, file, kind, name, counts):
-    rows = list(resolve_rows(str(assets / file)).rows(lambda _: None))
+    rows = list(resolve_source(str(assets / file), catalog=CHAT_DATASETS).rows(lambda _: None))
     format = find_format(list(rows[0].values), "auto", {}, kind)
     found: Counter[type] = Counter()
     for row in rows:

@@ -11,11 +11,16 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from torchtitan.components.data.finetuning import registry
-from torchtitan.components.data.finetuning.chats import Chats
-from torchtitan.components.data.finetuning.registry import ChatDataset, register_chat_dataset
-from torchtitan.components.data.rows import Row, RowSource, available_row_splits, resolve_rows
-from torchtitan.components.data.stories import Stories
+from torchtitan.assets.chats import Chats
+from torchtitan.assets.stories import Stories
+from torchtitan.components.data.sources.rows import Row
+from torchtitan.components.data.sources.source import (
+    CHAT_DATASETS,
+    ChatDataset,
+    Source,
+    register_chat_dataset,
+    resolve_source,
+)
 from torchtitan.tools.errors import UserError
 
 ROWS = [
@@ -25,12 +30,16 @@ ROWS = [
 ]
 
 
-def rows_of(source: RowSource) -> list[Row]:
+def source_of(dataset: str, split: str = "train") -> Source:
+    return resolve_source(dataset, split=split, catalog=CHAT_DATASETS)
+
+
+def rows_of(source: Source) -> list[Row]:
     return list(source.rows(lambda _: None))
 
 
 def rows_at(path: Path | str, split: str = "train") -> list[Row]:
-    return rows_of(resolve_rows(str(path), split))
+    return rows_of(source_of(str(path), split))
 
 
 def raises(message: str):
@@ -58,7 +67,7 @@ def write(path: Path, rows: list[dict]) -> Path:
 @pytest.fixture
 def own_registry(monkeypatch):
     """What is registered is gone after the test."""
-    monkeypatch.setattr(registry, "_registry", {})
+    monkeypatch.setattr(CHAT_DATASETS, "registered", {})
 
 
 @pytest.mark.parametrize("compression", ["", ".gz"])
@@ -67,7 +76,6 @@ def test_values_and_places(tmp_path, kind, compression):
     path = write(tmp_path / f"data.{kind}{compression}", ROWS)
     rows = rows_at(path)
     assert [row.values for row in rows] == ROWS
-    assert [row.number for row in rows] == [1, 2, 3]
     place = {"jsonl": ":{}", "json": ", element {}", "csv": ":{}", "parquet": ", row {}"}[kind]
     numbers = [2, 4, 5] if kind == "csv" else [1, 2, 3]  # of the line that a CSV row begins in, behind the header
     assert [row.where for row in rows] == [path.name + place.format(number) for number in numbers]
@@ -77,19 +85,19 @@ def test_values_and_places(tmp_path, kind, compression):
 def test_progress_adds_up_to_the_size(tmp_path, kind):
     path = tmp_path / f"data.{kind}"
     path.write_text("text " * 1000) if kind == "txt" else write(path, ROWS)
-    source, seen = resolve_rows(str(path)), []
+    source, seen = source_of(str(path)), []
     list(source.rows(seen.append))
     assert sum(seen) == source.size()
 
 
 def test_text_file_is_one_row(tmp_path):
     (tmp_path / "a.md").write_bytes("\ufeff# Title\r\n\r\nText 文".encode())
-    assert rows_at(tmp_path / "a.md") == [Row(1, "a.md", {"text": "# Title\r\n\r\nText 文"})]
+    assert rows_at(tmp_path / "a.md") == [Row("a.md", {"text": "# Title\r\n\r\nText 文"})]
 
 
 def test_blank_lines_are_left_out_and_numbers_kept(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\r\n  \n{"n": null}')
-    assert rows_at(tmp_path / "a.jsonl") == [Row(1, "a.jsonl:1", {"n": 1}), Row(4, "a.jsonl:4", {"n": None})]
+    assert rows_at(tmp_path / "a.jsonl") == [Row("a.jsonl:1", {"n": 1}), Row("a.jsonl:4", {"n": None})]
 
 
 @pytest.mark.parametrize(
@@ -107,14 +115,14 @@ def test_a_broken_line_is_a_row_with_an_error(tmp_path, line, error):
     (tmp_path / "a.jsonl").write_text('{"text": "whole \\ud83d\\ude42"}\n' + line + '\n{"text": "c"}\n')
     first, broken, last = rows_at(tmp_path / "a.jsonl")
     assert (first.values, last.values) == ({"text": "whole 🙂"}, {"text": "c"})
-    assert (broken.number, broken.where, broken.values) == (2, "a.jsonl:2", None)
+    assert (broken.where, broken.values) == ("a.jsonl:2", None)
     assert error in broken.error
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 2])
 def test_lists_in_pieces(tmp_path, monkeypatch, chunk, indent):
-    monkeypatch.setattr("torchtitan.components.data.readers.CHUNK_SIZE", chunk)
+    monkeypatch.setattr("torchtitan.components.data.sources.files.CHUNK_SIZE", chunk)
     elements = [{"n": 1, "t": 'a ], "b" \u6587'}, {}, {"n": [1, {"x": None}]}, {"n": -1.5e3}]
     for listed in (elements, elements[:1], []):
         (tmp_path / "a.json").write_text(" \n" + json.dumps(listed, indent=indent) + "\n\n")
@@ -139,7 +147,7 @@ def test_lists_in_pieces(tmp_path, monkeypatch, chunk, indent):
     ],
 )
 def test_broken_lists(tmp_path, monkeypatch, chunk, text, line):
-    monkeypatch.setattr("torchtitan.components.data.readers.CHUNK_SIZE", chunk)
+    monkeypatch.setattr("torchtitan.components.data.sources.files.CHUNK_SIZE", chunk)
     (tmp_path / "a.json").write_text(text)
     with raises(f"a.json{line}: broken JSON, "):
         rows_at(tmp_path / "a.json")
@@ -148,7 +156,7 @@ def test_broken_lists(tmp_path, monkeypatch, chunk, text, line):
 def test_no_more_of_a_list_is_read_than_is_needed(tmp_path):
     write(tmp_path / "a.json", ROWS * 10)
     seen: list[int] = []
-    next(resolve_rows(str(tmp_path / "a.json")).rows(seen.append))
+    next(source_of(str(tmp_path / "a.json")).rows(seen.append))
     assert sum(seen) <= 2 << 20 < (tmp_path / "a.json").stat().st_size
 
 
@@ -260,9 +268,9 @@ def test_damaged_parquet_files(tmp_path):
 
 def test_compressed_parquet_files_have_a_largest_size(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet.gz", [{"prompt": f"text {i}"} for i in range(1000)])
-    monkeypatch.setattr("torchtitan.components.data.readers.CHUNK_SIZE", 100)
+    monkeypatch.setattr("torchtitan.components.data.sources.files.CHUNK_SIZE", 100)
     assert len(rows_at(path)) == 1000
-    monkeypatch.setattr("torchtitan.components.data.readers._MOST_UNPACKED", 500)
+    monkeypatch.setattr("torchtitan.components.data.sources.files._MOST_UNPACKED", 500)
     with raises(f"{path} unpacks to more than 500 bytes; store it unpacked, parquet compresses by itself"):
         rows_at(path)
 
@@ -311,11 +319,11 @@ def test_saved_datasets_and_their_splits(tmp_path):
     train = datasets.Dataset.from_list(rows)
     train.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": train, "validation": train.select([1])}).save_to_disk(tmp_path / "several")
-    source = resolve_rows(str(tmp_path / "one"))
-    assert rows_of(source) == [Row(1, "one, row 1", rows[0]), Row(2, "one, row 2", rows[1])]
+    source = source_of(str(tmp_path / "one"))
+    assert rows_of(source) == [Row("one, row 1", rows[0]), Row("one, row 2", rows[1])]
     assert source.size() == 2
-    assert rows_at(tmp_path / "several", "validation") == [Row(1, "validation, row 1", rows[1])]
-    assert available_row_splits(str(tmp_path / "several")) == ("train", "validation")
+    assert rows_at(tmp_path / "several", "validation") == [Row("validation, row 1", rows[1])]
+    assert CHAT_DATASETS.splits(str(tmp_path / "several")) == ("train", "validation")
     with raises("has no split 'test'; it has: train, validation"):
         rows_at(tmp_path / "several", "test")
 
@@ -347,7 +355,7 @@ def test_damaged_saved_datasets_are_named(tmp_path, damage, message):
 
 def test_identity_is_the_content(tmp_path):
     def identity(path: Path) -> list[str]:
-        return resolve_rows(str(path)).identity(lambda file: file.read_bytes().hex())
+        return source_of(str(path)).identity(lambda file: file.read_bytes().hex())
 
     (tmp_path / "sub").mkdir()
     first = identity(write(tmp_path / "a.jsonl", ROWS[:2]))
@@ -355,7 +363,7 @@ def test_identity_is_the_content(tmp_path):
     renamed = identity(write(tmp_path / "b.jsonl", ROWS[:2]))  # places have the name
     assert len({*first, *renamed, *identity(write(tmp_path / "a.jsonl", ROWS[1:]))}) == 3
     for name in ("chats", "stories"):
-        splits = [resolve_rows(name, split).identity(lambda _: "") for split in available_row_splits(name)]
+        splits = [source_of(name, split).identity(lambda _: "") for split in CHAT_DATASETS.splits(name)]
         assert len(splits) == 2 and splits[0] != splits[1]
 
 
@@ -376,9 +384,9 @@ def test_folder_and_pattern(tmp_path):
 
 def test_embedded_sets():
     assert [row.values for row in rows_at("chats", "validation")] == [{"messages": m} for m in Chats("validation")]
-    source = resolve_rows("stories", "validation")
+    source = source_of("stories", "validation")
     rows = rows_of(source)
-    assert rows[1] == Row(2, "stories (validation), row 2", {"text": Stories("validation")[1]})
+    assert rows[1] == Row("stories (validation), row 2", {"text": Stories("validation")[1]})
     assert len(rows) == source.size()
 
 
@@ -388,8 +396,8 @@ def test_registered_local_set(tmp_path, own_registry):
     mine = ChatDataset(path=str(tmp_path / "{split}.jsonl"), splits=("train", "validation"))
     register_chat_dataset("mine", mine)
     register_chat_dataset("mine", mine)  # a module may be imported twice
-    assert available_row_splits("mine") == ("train", "validation")
-    assert rows_at("mine", "validation") == [Row(1, "validation.jsonl:1", {"text": "validation"})]
+    assert CHAT_DATASETS.splits("mine") == ("train", "validation")
+    assert rows_at("mine", "validation") == [Row("validation.jsonl:1", {"text": "validation"})]
     for name in ("mine", "chats"):
         with raises(f"there is a chat dataset called {name!r} already"):
             register_chat_dataset(name, ChatDataset(path="elsewhere.jsonl"))
@@ -419,11 +427,11 @@ def test_registered_hub_set(tmp_path, own_registry, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     register_chat_dataset("there", ChatDataset(path="someone/something", name="en", splits=("train", "test")))
-    source = resolve_rows("there", "test")
+    source = source_of("there", "test")
     assert asked == []  # only when it is needed
-    assert rows_of(source) == [Row(1, "there (test), row 1", {"prompt": "p", "response": "r"})]
+    assert rows_of(source) == [Row("there (test), row 1", {"prompt": "p", "response": "r"})]
     assert asked == [("someone/something", "en", "test")]
-    assert source.size() == 1 and len(source.identity(str)) == 4
+    assert source.size() == 1 and fetched.cache_files[0]["filename"] in source.identity(str)[0]
     register_chat_dataset("absent", ChatDataset(path="someone/absent"))
     with raises(
         "dataset 'absent' (someone/absent, split 'train') cannot be read: Couldn't reach 'someone/absent' on the Hub; "

@@ -13,21 +13,20 @@ import pytest
 
 from torchtitan import components
 from torchtitan.components.data.disk_cache import file_digest
-from torchtitan.components.data.finetuning import code_version
-from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
+from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, EmptySample, Text
-from torchtitan.components.data.finetuning.filters import Filters, repetition
-from torchtitan.components.data.finetuning.fitting import FittedSamples
-from torchtitan.components.data.finetuning.options import parse_token_range
-from torchtitan.components.data.finetuning.policies import Report, Rules
-from torchtitan.components.data.finetuning.row_encoders import EncodedRow
+from torchtitan.components.data.finetuning.filters import FilterConfig, repetition
 from torchtitan.components.data.finetuning.row_formats import RowFormat, function_format
-from torchtitan.components.data.finetuning.sample_cache import first_columns, open_sample_cache
-from torchtitan.components.data.rows import Row, RowSource
+from torchtitan.components.data.finetuning.sample_cache import SOURCES, first_columns, open_sample_cache
+from torchtitan.components.data.finetuning.samples import LengthFilteredDataset
+from torchtitan.components.data.finetuning.sft import parse_token_range
+from torchtitan.components.data.report import Report
+from torchtitan.components.data.sources.rows import Row
+from torchtitan.components.data.sources.source import Source
 from torchtitan.tools.errors import UserError
 
 
-class Texts(RowSource):
+class Texts(Source):
     """Rows in memory, each a text; None: a row that cannot be read."""
 
     name = "a.jsonl"
@@ -44,7 +43,7 @@ class Texts(RowSource):
     def rows(self, on_read):
         for number, text in enumerate(self.texts, 1):
             values = None if text is None else {"text": text}
-            yield Row(number, f"{self.name}:{number}", values, "broken JSON" if text is None else "")
+            yield Row(f"{self.name}:{number}", values, "broken JSON" if text is None else "")
             on_read(1)
 
 
@@ -85,7 +84,7 @@ def convert(row):
 
 
 FORMAT = RowFormat(name="plain", kind="sft", required=("text",), convert=convert, fingerprint="plain")
-LENIENT = Rules(broken="drop")
+LENIENT = FilterConfig(broken="drop")
 
 
 def open_cache(source, root, rules=LENIENT, encoder=None, row_format=FORMAT):
@@ -144,7 +143,7 @@ def test_what_is_compared_loses_nothing_but_its_beginning(tmp_path):
     """Both sequences of a sample lose as many tokens, none of them predicted, and none that all is predicted from."""
     texts = ["abcDE|abcF", "aBcde|abcF", "abcdE|aF", "abC|abD"]
     cache = open_cache(Texts(*texts), tmp_path, encoder=Answered())
-    fitted = FittedSamples(cache, 4, "truncate_left", None, "a.jsonl")
+    fitted = LengthFilteredDataset(cache, 4, "truncate_left", None, "a.jsonl")
     assert [["".join(map(chr, part.ids)) for part in fitted.sample(i).parts] for i in range(2)] == [
         ["bcDE", "bcF"],
         ["abC", "abD"],
@@ -204,7 +203,7 @@ def test_only_the_first_examples_are_named(tmp_path):
 )
 def test_error_policies_name_the_row(tmp_path, text, rules, message):
     with pytest.raises(UserError) as error:
-        open_cache(Texts("aB", text), tmp_path, Rules(**rules))
+        open_cache(Texts("aB", text), tmp_path, FilterConfig(**rules))
     assert message in str(error.value)
     assert kept(tmp_path) == []
 
@@ -231,7 +230,7 @@ def test_found_again_by_content(tmp_path):
     others = [
         open_cache(Texts("aB", "cE"), tmp_path),
         open_cache(Texts("aB", "cD"), tmp_path, encoder=Characters("others")),
-        open_cache(Texts("aB", "cD"), tmp_path, Rules(broken="drop", filters=Filters(min_tokens=1))),
+        open_cache(Texts("aB", "cD"), tmp_path, FilterConfig(broken="drop", min_tokens=1)),
         open_cache(
             Texts("aB", "cD"),
             tmp_path,
@@ -265,19 +264,11 @@ def test_all_code_that_makes_the_samples_is_known():
     """All modules that the caches import, and those import, are hashed, but for these."""
     elsewhere = {
         "data/disk_cache.py",  # where a cache is
-        "data/progress.py",
-        "data/packing.py",  # the type of an array
-        "data/finetuning/code_version.py",
-        "data/finetuning/registry.py",  # what it says is in the format's fingerprint
-        "data/finetuning/chats.py",  # these have versions of their own
-        "data/finetuning/chat_tables.py",
-        "data/story_grammar.py",
-        "data/stories.py",
-        "data/hub.py",  # words for errors
+        "data/plan/sampler.py",  # the type of an array
     }
     folder = Path(components.__path__[0])
-    known = {file for pattern in code_version.SOURCES for file in folder.glob(pattern)}
-    assert all(list(folder.glob(pattern)) for pattern in code_version.SOURCES)
+    known = {file for pattern in SOURCES for file in folder.glob(pattern)}
+    assert all(list(folder.glob(pattern)) for pattern in SOURCES)
     waiting = [folder / "data/finetuning/sample_cache.py"]
     seen = {folder / name for name in elsewhere}
     while waiting:
@@ -389,7 +380,7 @@ def test_damaged_cache_is_set_aside_and_made_again(tmp_path, caplog, damage):
 
 
 def fit(cache, seq_len, too_long, untrained="drop"):
-    return FittedSamples(cache, seq_len + 1, too_long, untrained, "a.jsonl")
+    return LengthFilteredDataset(cache, seq_len + 1, too_long, untrained, "a.jsonl")
 
 
 @pytest.fixture
@@ -433,7 +424,7 @@ def test_too_long_may_be_an_error(sizes):
 
 
 def test_filters_by_name():
-    filters = Filters(min_tokens=3, max_tokens=6, token_range=(10, 20), max_repetition=0.5, repetition_ngram=2)
+    filters = FilterConfig(min_tokens=3, max_tokens=6, token_range=(10, 20), max_repetition=0.5, repetition_ngram=2)
     outcomes = {
         (10, 11): "min_tokens",
         tuple(range(10, 17)): "max_tokens",
@@ -444,9 +435,9 @@ def test_filters_by_name():
         (20, 15, 10): None,
     }
     for ids, expected in outcomes.items():
-        objection = filters.objection(np.array(ids))
+        objection = filters.drop_reason(np.array(ids))
         assert (objection[0] if objection else None) == expected, ids
-    assert filters.objection(np.array((10, 11, 21))) == ("token_range", "token 21 is not from 10 to 20")
+    assert filters.drop_reason(np.array((10, 11, 21))) == ("token_range", "token 21 is not from 10 to 20")
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -462,7 +453,7 @@ def test_repetition_against_counting(n):
 
 
 def test_filters_are_counted(tmp_path):
-    rules = Rules(filters=Filters(min_tokens=3, max_repetition=0.5, repetition_ngram=1))
+    rules = FilterConfig(min_tokens=3, max_repetition=0.5, repetition_ngram=1)
     report = open_cache(Texts("aB", "aaaaaaB", "abcD"), tmp_path, rules).report
     assert report.kept == 1 and sorted(report.dropped) == ["max_repetition", "min_tokens"]
     assert report.dropped["max_repetition"].examples[0][1] == "71% of its 1-grams occurred before, more than 50%"
@@ -479,7 +470,7 @@ def test_filters_are_counted(tmp_path):
 )
 def test_limits_that_mean_nothing(limits, message):
     with pytest.raises(UserError, match=message):
-        Filters(**limits)
+        FilterConfig(**limits)
 
 
 def test_token_range():

@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from torchtitan.components.data.base import NO_DOCUMENT
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
-from torchtitan.components.data.finetuning.numbering import SampleSets
-from torchtitan.components.data.finetuning.options import parse_schedule
-from torchtitan.components.data.finetuning.sft import SFTDataLoader
-from torchtitan.components.data.finetuning.windows import pack_samples
-from torchtitan.components.data.packing import NO_DOCUMENT
+from torchtitan.components.data.finetuning.samples import SampleSets, pack_samples
+from torchtitan.components.data.finetuning.sft import SFTDataLoader, parse_schedule
 from torchtitan.components.data.plan import Sampler, ShuffleSampler, StepStatistics
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer

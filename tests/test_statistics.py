@@ -11,9 +11,8 @@ import torch.nn.functional as F
 
 from tests.processes import run_processes
 from tests.training import read_metrics, run, tiny_config, train
-from torchtitan.components.data.dataloader import BaseDataLoader
-from torchtitan.components.data.packing import IGNORE_INDEX, NO_DOCUMENT
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.experiments.template.trainer import TemplateTrainer
 from torchtitan.tools.errors import UserError

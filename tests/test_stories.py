@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import pytest
 
-from torchtitan.components.data import story_grammar as grammar
-from torchtitan.components.data.stories import VERSION, Stories
+from torchtitan.assets import stories as grammar
+from torchtitan.assets.stories import VERSION, Stories
 from torchtitan.tools.errors import UserError
 
 
@@ -47,7 +47,7 @@ def test_story_depends_on_split_and_index_only(train: list[str]) -> None:
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_story_is_the_same_in_every_process(hash_seed: str, train: list[str]) -> None:
-    program = "from torchtitan.components.data.stories import *; print(VERSION); print(Stories('train')[123])"
+    program = "from torchtitan.assets.stories import *; print(VERSION); print(Stories('train')[123])"
     env = {**os.environ, "PYTHONHASHSEED": hash_seed}
     output = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
     assert output == f"{VERSION}\n{train[123]}\n"

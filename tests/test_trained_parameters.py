@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.processes import run_processes
 from tests.training import read_validation, run, tiny_config
+from torchtitan.components.data.base import Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
-from torchtitan.components.data.packing import Batch
 from torchtitan.components.freeze import Freeze
 from torchtitan.components.optimizer import Optimizer, ParamGroup, trained_names
 from torchtitan.components.peft import LoRA, QLoRA

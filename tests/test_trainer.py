@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from tests.training import RaggedDataLoader, launch, read_metrics, read_validation, run, tiny_config, train
 from torchtitan.components.data import HubDataset, register_dataset
-from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
+from torchtitan.components.data.base import BaseDataLoader
+from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import NonFiniteError, Trainer

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.training import read_validation, tiny_config, train
-from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
-from torchtitan.components.data.packing import IGNORE_INDEX
+from torchtitan.components.data.base import BaseDataLoader
+from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.validate import Validator, count_bytes
 from torchtitan.tools.errors import UserError

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchtitan.components.data.base import Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
-from torchtitan.components.data.packing import Batch
 from torchtitan.config.manager import ConfigManager
 from torchtitan.trainer import Trainer
 

@@ -7,7 +7,8 @@ from random import randrange
 import numpy
 import torch
 
-from torchtitan.components.data.packing import IGNORE_INDEX, Batch
+from torchtitan.components.data.base import Batch
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.trainer import Trainer
 
 

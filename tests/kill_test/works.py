@@ -23,8 +23,8 @@ _SECONDS = 300
 _POLL_SECONDS = 0.001
 _BUILD_CACHE = """
 import sys
-from torchtitan.components.data.sources import resolve_source
-from torchtitan.components.data.token_cache import open_token_cache
+from torchtitan.components.data.sources.source import resolve_source
+from torchtitan.components.data.pretraining.token_cache import open_token_cache
 from torchtitan.components.tokenizer import PretrainedTokenizer
 
 open_token_cache(resolve_source(sys.argv[1]), PretrainedTokenizer.Config().build(path=""), sys.argv[2])

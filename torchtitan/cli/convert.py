@@ -109,10 +109,10 @@ def _write(options: argparse.Namespace) -> None:
 
 def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[ModelSpec, int, Callable[[Path], None]]":
     """The model, how many tensors are written, and what writes them into a folder."""
-    from torchtitan.components.data.progress import progress
     from torchtitan.components.weights import export_checkpoint
     from torchtitan.components.weights.assets import asset_folder
     from torchtitan.models.pretrained import native_source
+    from torchtitan.tools.progress import progress
 
     spec, source = native_source(options.input, base=options.base, family=family)
     export: Callable[..., None] = functools.partial(export_checkpoint, to=options.to)

@@ -17,9 +17,8 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger, print_error, visible
 
 if TYPE_CHECKING:
-    from torchtitan.components.data.dataloader import BaseDataLoader
-    from torchtitan.components.data.packing import Batch
-    from torchtitan.components.data.summary import DataSummary
+    from torchtitan.components.data.base import BaseDataLoader, Batch
+    from torchtitan.components.data.report import DataSummary
     from torchtitan.components.tokenizer import Tokenizer
     from torchtitan.config.manager import ResolvedConfig
     from torchtitan.trainer.data_progress import RunLength
@@ -276,7 +275,7 @@ def _ledger_entry(text: str) -> dict[str, Any] | None:
 def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
     """The step's samples by the configuration alone, the loader's first batch; `UserError` where it does not decide
     them, or the run ends before."""
-    from torchtitan.components.data.packing import NO_DOCUMENT
+    from torchtitan.components.data.base import NO_DOCUMENT
 
     if not _follows_seed(loader):
         raise UserError(

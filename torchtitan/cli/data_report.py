@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from torchtitan.cli.data_samples import Document, Row, Sample, Token
-from torchtitan.components.data.finetuning.policies import Tally
-from torchtitan.components.data.packing import Array
-from torchtitan.components.data.summary import DataSummary, SetSummary
+from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.tools.logging import visible
 
 
@@ -78,16 +77,9 @@ def _event_rows(of_set: SetSummary) -> Iterator[list[str]]:
     events |= {"cut": report.truncated, "spells special tokens": report.spelt}
     for event, tally in events.items():
         if tally.count:
-            yield [of_set.name, event, f"{tally.count:,}", _examples(tally)]
+            yield [of_set.name, event, f"{tally.count:,}", "\n".join(tally.in_words())]
     if report.unread:
         yield [of_set.name, "columns not read", "", ", ".join(report.unread)]
-
-
-def _examples(tally: Tally) -> str:
-    places: dict[str, list[str]] = {}
-    for where, why in tally.examples:
-        places.setdefault(why, []).append(where)
-    return "\n".join(f"{', '.join(where)}: {why}" for why, where in places.items())
 
 
 def histogram(lengths: Array, max_length: int) -> list[Bin]:

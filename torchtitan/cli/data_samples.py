@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan.components.data.dataloader import BaseDataLoader
+from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, Batch
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
-from torchtitan.components.data.packing import NO_DOCUMENT, Batch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.data.dataloader import BaseDataLoader, Batch
+from torchtitan.components.data.base import BaseDataLoader, Batch
 from torchtitan.components.loss import IGNORE_INDEX, Measures
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.components.data.packing import Batch
+from torchtitan.components.data.base import Batch
 from torchtitan.config import Configurable
 from torchtitan.distributed.compile import RecompileMonitor
 from torchtitan.trainer.outcome import StepOutcome

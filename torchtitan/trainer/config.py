@@ -13,7 +13,8 @@ import tyro
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.checkpoint.identity import RunIdentity, content
 from torchtitan.components.checkpoint.resume import check_owner
-from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
+from torchtitan.components.data.base import BaseDataLoader
+from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import Optimizer, check_early_step

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.components.data.packing import NO_DOCUMENT, Array, Batch
-from torchtitan.components.data.plan.sampler import StepStatistics
+from torchtitan.components.data.base import NO_DOCUMENT, Batch
+from torchtitan.components.data.plan.sampler import Array, StepStatistics
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.parallel_dims import ParallelDims

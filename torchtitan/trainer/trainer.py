@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
 from torchtitan.components.checkpoint.filesystem import is_url
 from torchtitan.components.checkpoint.identity import RunIdentity
-from torchtitan.components.data.dataloader import Batch
+from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX, Measures
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import Validator

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from torchtitan.components.data.stories import Stories
+from torchtitan.assets.stories import Stories
 
 VOCAB_SIZE = 2048
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"

@@ -1,12 +1,11 @@
 """Training data: documents, their token cache, packing, and the data loaders for pre-training and fine-tuning."""
 
-from torchtitan.components.data.dataloader import BaseDataLoader, PretrainDataLoader
+from torchtitan.components.data.base import BaseDataLoader, Batch
+from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
-from torchtitan.components.data.finetuning.registry import ChatDataset, register_chat_dataset
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
-from torchtitan.components.data.hub import HubDataset, register_dataset
-from torchtitan.components.data.packing import Batch
+from torchtitan.components.data.sources.source import ChatDataset, HubDataset, register_chat_dataset, register_dataset
 from torchtitan.components.loss import IGNORE_INDEX
 
 __all__ = [

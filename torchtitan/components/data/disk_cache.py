@@ -16,11 +16,15 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from torchtitan.components.checkpoint.identity import content
+from torchtitan.components.data.sources.paths import location
+from torchtitan.components.data.sources.source import Source, StreamSource
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -48,12 +52,8 @@ def digest_of(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def read_digest(path: Path) -> str:
-    """The digest that is all of a file; raises `ValueError` where there is none in it."""
-    return _digest(path.read_text())
-
-
-def _digest(text: str) -> str:
+def checked_digest(text: str) -> str:
+    """Return a digest; raises `ValueError` for text that is none."""
     if len(bytes.fromhex(text)) != _DIGEST_BYTES:
         raise ValueError(f"{text[:80]!r} is no digest")
     return text
@@ -77,49 +77,58 @@ class DamagedCache(UserError):
 
 
 def open_or_build(
-    folder: Path,
-    read: Callable[[], T],
+    room: str,
+    source: Source,
+    key: Callable[[list[str]], Any],
+    read: Callable[[Path], T],
     write: Callable[[Path], str],
+    cache_dir: str = "",
     *,
-    name: str,
-    unchanged: Callable[[], bool],
     verify: bool = False,
 ) -> T:
-    """Open `folder`, which one process makes if it is not there. A damaged one is renamed to `NAME.damaged`, in place
-    of an earlier one, and made again.
+    """Open the folder of what is made from a source; one process makes it if it is not there, while others that want
+    the same wait. A damaged one is renamed to `NAME.damaged`, in place of an earlier one, and made again.
 
     Args:
-        folder: appears when it is complete; its parent may not exist yet.
+        room: the folder's parent in the cache.
+        source: what is tokenized.
+        key: JSON-ready, from the source's identity: everything that decides the content.
         read: opens the finished folder, `readable` around it.
         write: tokenizes into the empty folder it is given and says how much that was. Where it raises, nothing is left.
-        name: the data set's, for messages.
-        unchanged: whether the data still is what the folder is named for; asked when all has been read.
+        cache_dir: see `cache_root`.
         verify: whether to compare the whole folder with its checksums, and not a sample of each file.
 
     Raises:
-        UserError: the data changed meanwhile, or the folder cannot be read.
+        UserError: the data cannot be used or changed meanwhile, the folder cannot be read, or the cache not be written.
     """
+    root = cache_root(cache_dir)
+
+    def identity() -> list[str]:
+        return source.identity(partial(file_digest, root))
 
     def opened() -> T:
         with readable(folder):
             _check_blocks(folder, verify)
-        return read()
+        return read(folder)
 
-    durable.make_folder(folder.parent)
-    if folder.exists():
-        with contextlib.suppress(DamagedCache):
-            return opened()
-    with _locked(folder.with_suffix(".lock"), name):
+    with writable(root):
+        before = identity()
+        folder = root / room / digest_of(key(before))
+        durable.make_folder(folder.parent)
         if folder.exists():
-            try:
-                return opened()  # another process has made it meanwhile
-            except DamagedCache as error:
-                damaged = folder.with_suffix(".damaged")
-                logger.warning("%s: it is set aside as %s and made again", error, damaged.name)
-                shutil.rmtree(damaged, ignore_errors=True)
-                folder.rename(damaged)  # not removed: another run may have it mapped into memory
-        _build(folder, write, name, unchanged)
-    return read()
+            with contextlib.suppress(DamagedCache):
+                return opened()
+        with _locked(folder.with_suffix(".lock"), source.name):
+            if folder.exists():
+                try:
+                    return opened()  # another process has made it meanwhile
+                except DamagedCache as error:
+                    damaged = folder.with_suffix(".damaged")
+                    logger.warning("%s: it is set aside as %s and made again", error, damaged.name)
+                    shutil.rmtree(damaged, ignore_errors=True)
+                    folder.rename(damaged)  # not removed: another run may have it mapped into memory
+            _build(folder, write, source.name, lambda: identity() == before)
+        return read(folder)
 
 
 def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Callable[[], bool]) -> None:
@@ -214,11 +223,6 @@ def map_array(path: Path, dtype: str, length: int) -> np.memmap:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The type that token ids are stored in: uint16, or uint32 for a vocabulary beyond 65,536."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
 def file_digest(root: Path, path: Path) -> str:
     """Digest of a file's content, remembered in `{root}/digests` for as long as the file's stat is the same.
 
@@ -247,26 +251,30 @@ def file_digest(root: Path, path: Path) -> str:
     return digest
 
 
-def sources_digest(sources: Sequence[Any], cache_dir: str) -> str:
-    """Return a digest of what data sources hold, wherever their files are and whatever they are called.
+def data_identity(
+    datasets: Sequence[str], resolve: Callable[[str], Source | StreamSource], cache_dir: str
+) -> dict[str, str]:
+    """The data sets of a run as a property of its identity: by what they hold, wherever the files are and whatever they
+    are called; by the names alone where that cannot be told, as of a stream, or of data that is not there anymore.
 
     Args:
-        sources: with a method `identity`, as `sources.Source` and `rows.RowSource`.
-        cache_dir: as of `cache_root`; the digests of files are remembered there.
-
-    Raises:
-        UserError: a file cannot be read, or the cache cannot be written.
+        datasets: dataset strings.
+        resolve: finds what one of them names.
+        cache_dir: see `cache_root`; the digests of files are remembered there.
     """
-    root = cache_root(cache_dir)
     of_files: list[str] = []
 
     def remembered(path: Path) -> str:
         of_files.append(file_digest(root, path))
         return of_files[-1]
 
-    with writable(root):
-        identities = [source.identity(remembered) for source in sources]
-    return digest_of(of_files or identities)
+    root, digest = cache_root(cache_dir), ""
+    with contextlib.suppress(UserError), writable(root):
+        sources = [resolve(dataset) for dataset in datasets]
+        local = [source for source in sources if isinstance(source, Source)]
+        identities = [source.identity(remembered) for source in local]
+        digest = digest_of(of_files or identities) if len(local) == len(sources) else ""
+    return content(", ".join(map(location, datasets)), digest)
 
 
 def content_digest(folder: Path, names: Sequence[str]) -> str:
@@ -278,7 +286,7 @@ def _noted(note: Path) -> dict[str, Any] | None:
     """Return the content of a note; None if there is none, or a damaged one, or one that was not written to its end."""
     try:
         noted = json.loads(note.read_text())
-        return {**noted, "digest": _digest(noted["digest"])}
+        return {**noted, "digest": checked_digest(noted["digest"])}
     except (FileNotFoundError, ValueError, TypeError, LookupError, RecursionError):
         return None
 

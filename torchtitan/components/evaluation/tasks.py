@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.data.readers import parse_json
+from torchtitan.components.data.sources.rows import parse_json
 from torchtitan.components.evaluation.scoring import Progress, Request, Scorer
 from torchtitan.components.generation import start_id
 from torchtitan.components.tokenizer import Tokenizer

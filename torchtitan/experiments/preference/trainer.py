@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.components.data.packing import Batch
+from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import RunModel, Trainer

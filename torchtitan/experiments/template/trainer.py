@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.components.data.dataloader import Batch
+from torchtitan.components.data.base import Batch
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import StepOutcome, Trainer
 

@@ -1,21 +1,26 @@
 """`ChatEncoder`: conversations and texts to token ids, and which of them are trained on."""
 
-import hashlib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Pair, Text
+from torchtitan.components.data.disk_cache import digest_of
+from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Pair, Sample, Text
 from torchtitan.components.data.finetuning.loss_mask import Rendered, TrainOn, render_with_mask
-from torchtitan.components.data.finetuning.template_tokens import check_template_tokens
 from torchtitan.components.tokenizer import Offsets, Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+
+_LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?s>|<(?:start|end)_of_turn>")
+"""What is never ordinary text, whoever wrote the template: the forms of most models, DeepSeek's, with full-width bars,
+and Gemma's. Not `[INST]` and the like, which is that in Llama 2's."""
+
+_MARKUP = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+"""What looks as if it were meant to be one token at the place where a model has to stop."""
 
 
 class EncodedSample(NamedTuple):
@@ -27,6 +32,40 @@ class EncodedSample(NamedTuple):
     """Which of them the model learns to predict, bool (n,)."""
     n_spelt: int = 0
     """How many special tokens its content spells, which are none of the template's."""
+
+
+class EncodedRow(NamedTuple):
+    """A row as a model sees it."""
+
+    parts: tuple[EncodedSample, ...]
+    """Its token sequences, as many for every row of a kind."""
+    answer: str | None = None
+    """The reference answer, where there is one."""
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Token ids of all parts, one behind the other, int64 (n,)."""
+        return np.concatenate([part.ids for part in self.parts])
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Which of them the model learns to predict, bool (n,)."""
+        return np.concatenate([part.trained for part in self.parts])
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all parts."""
+        return sum(len(part.ids) for part in self.parts)
+
+    @property
+    def n_trained(self) -> int:
+        """Tokens that are predicted: trained ones, of which each part's first has nothing to be predicted from."""
+        return sum(int(part.trained[1:].sum()) for part in self.parts)
+
+    @property
+    def n_spelt(self) -> int:
+        """How many special tokens the content spells."""
+        return sum(part.n_spelt for part in self.parts)
 
 
 class ChatEncoder:
@@ -56,17 +95,17 @@ class ChatEncoder:
         """Hexadecimal digest of what decides ids and masks: tokenizer, template, `train_on`; for a cache's key."""
         template = [self._template.source, self._template.variables] if self._template else None
         parts = [self._tokenizer.fingerprint, sorted(self._special_ids), template, self._train_on]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return digest_of(parts)
 
     def check(self) -> None:
-        """Find tokens that the template writes and the vocabulary does not have; see `check_template_tokens`. Warn of
-        a template whose texts depend on the day.
+        """Find tokens that the template writes and the vocabulary does not have; see
+        `_check_template_tokens`. Warn of a template whose texts depend on the day.
 
         Raises:
             UserError: naming them, and what to do.
         """
         if self._template:
-            check_template_tokens(self._template, self._tokenizer)
+            _check_template_tokens(self._template, self._tokenizer)
             if "strftime_now" in self._template.source:
                 logger.warning(
                     f"{self._template.name} writes the date, by strftime_now: what is tokenized now keeps this day's, "
@@ -262,3 +301,74 @@ def _texts(value: Any) -> Iterator[str]:
             yield value
         elif isinstance(value, dict | list):
             waiting.extend(value.values() if isinstance(value, dict) else value)
+
+
+def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    """Refuse a template that writes special tokens which the vocabulary does not have.
+
+    Spelt out in several ordinary tokens, they would be learnt as text, and none of them would end an answer. The
+    template that comes with a model may have such markers, since the model was trained with them so (Zephyr's
+    `<|user|>`): there it is enough that what ends a turn is a special token. In any other template, markup behind an
+    answer must be a token, whatever it looks like.
+
+    Raises:
+        UserError: naming the tokens, and what to do.
+    """
+    end = template.end_of_turn()
+    [end_ids] = tokenizer.tokenize([end], allow_special=True)
+    ends_by_special = not tokenizer.special_ids.isdisjoint(end_ids)
+    texts = [token for text in template.literals for token in _LOOKS_SPECIAL.findall(text)]
+    texts += template.required_tokens
+    if not ends_by_special and not template.of_model:
+        texts += _MARKUP.findall(end)
+    missing = [token for token in dict.fromkeys(texts) if tokenizer.id_of(token) is None]
+    if missing and template.of_model and ends_by_special:
+        logger.warning(f"{template.name} writes {', '.join(missing)}, which the tokenizer encodes as ordinary text")
+    elif missing:
+        raise UserError(
+            f"{template.name} writes {', '.join(missing)}, which the vocabulary does not have; choose another "
+            f"--dataloader.chat_template, or add the tokens: --tokenizer.added_tokens {' '.join(map(repr, missing))}"
+        )
+    elif not ends_by_special:
+        logger.warning(
+            f"{template.name} writes no special token behind an answer: a model that is trained with it will not stop"
+        )
+
+
+class RowEncoder:
+    """How rows of a kind are encoded: all that a `SampleCache` knows of them.
+
+    Args:
+        chat: encodes their conversations.
+    """
+
+    n_parts: ClassVar[int] = 1
+    """Token sequences of a row."""
+    has_answers: ClassVar[bool] = False
+    """Whether rows may have reference answers."""
+
+    def __init__(self, chat: ChatEncoder):
+        self._chat = chat
+
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal digest; equal ones encode equally."""
+        return digest_of([type(self).__name__, self._chat.fingerprint])
+
+    def check(self) -> None:
+        """Called before the first conversation is encoded; raises `UserError` where none can be."""
+        self._chat.check()
+
+    def encode_batch(self, samples: Sequence[Sample]) -> list[EncodedRow | BrokenSample]:
+        """Each sample encoded, or why it cannot be."""
+        return [self._encoded(sample) for sample in samples]
+
+    def encode(self, sample: Sample) -> EncodedRow:
+        """One sample; raises `BrokenSample` where it cannot be encoded."""
+        raise NotImplementedError
+
+    def _encoded(self, sample: Sample) -> EncodedRow | BrokenSample:
+        try:
+            return self.encode(sample)
+        except BrokenSample as error:
+            return error

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.components.data.readers import kind_of, parse_json
+from torchtitan.components.data.sources.rows import kind_of, parse_json
 from torchtitan.tools.errors import UserError
 
 Message = dict[str, Any]

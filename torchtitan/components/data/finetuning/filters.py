@@ -1,19 +1,42 @@
-"""Which samples are left out for what their tokens are: how many, which ids, how repetitive."""
+"""Which samples are left out: rows that say nothing or are broken, and limits for what the tokens are.
+
+What becomes of samples that are too long is decided later, when the size of a window is known: see `samples`.
+"""
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from torchtitan.components.data.packing import Array
+from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
+from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample
+from torchtitan.components.data.plan.sampler import Array
 from torchtitan.tools.errors import UserError
+
+Policy = Literal["drop", "error"]
+
+
+class Dropped(NamedTuple):
+    """A sample that is left out."""
+
+    reason: str
+    """The option that decides: `too_long`, `broken`, `min_tokens`, …"""
+    why: str
+    """What is the matter with this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filters:
-    """Limits for a sample's tokens, before anything is cut off. The names are those of the loader's options.
+class FilterConfig:
+    """Which samples are kept, before anything is cut off. The names are those of the loader's options.
 
     Raises:
         UserError: for limits that no sample could keep.
     """
 
+    empty: Policy = "drop"
+    """What to do with rows that say nothing."""
+    broken: Policy = "error"
+    """What to do with rows that cannot be read, converted or encoded."""
+    untrained: Policy | None = "drop"
+    """What to do with samples none of whose tokens is predicted; None: nothing, since the encoder sees to it."""
     min_tokens: int = 0
     """Fewest tokens of a sample."""
     max_tokens: int | None = None
@@ -36,23 +59,49 @@ class Filters:
         if self.repetition_ngram < 1:
             raise UserError(f"--dataloader.repetition_ngram must be at least 1 token, not {self.repetition_ngram}")
 
-    def objection(self, ids: Array) -> tuple[str, str] | None:
+    def apply(self, sample: EncodedRow | BrokenSample) -> EncodedRow | Dropped:
+        """The sample, or why it is left out.
+
+        Raises:
+            UserError: what is the matter, where the policy is `error`; without the place, which the caller knows.
+        """
+        if isinstance(sample, EmptySample):
+            return _drop("empty", str(sample), self.empty)
+        if isinstance(sample, BrokenSample):
+            return _drop("broken", str(sample), self.broken)
+        if sample.n_tokens == 0:
+            return _drop("empty", "it has no tokens", self.empty)
+        if dropped := self.drop_reason(sample.ids):
+            return dropped
+        if self.untrained and sample.n_trained == 0:
+            return _drop("untrained", "none of its tokens is trained", self.untrained)
+        return sample
+
+    def drop_reason(self, ids: Array) -> Dropped | None:
         """The first limit that a sample's token ids (n,) exceed, and how; None where they keep all of them."""
         if len(ids) < self.min_tokens:
-            return "min_tokens", f"{len(ids)} tokens, fewer than {self.min_tokens}"
+            return Dropped("min_tokens", f"{len(ids)} tokens, fewer than {self.min_tokens}")
         if self.max_tokens is not None and len(ids) > self.max_tokens:
-            return "max_tokens", f"{len(ids):,} tokens, more than {self.max_tokens:,}"
+            return Dropped("max_tokens", f"{len(ids):,} tokens, more than {self.max_tokens:,}")
         if self.token_range is not None:
             low, high = self.token_range
             outside = ids[(ids < low) | (ids > high)]
             if len(outside):
-                return "token_range", f"token {outside[0]} is not from {low} to {high}"
+                return Dropped("token_range", f"token {outside[0]} is not from {low} to {high}")
         if self.max_repetition < 1:
             share = repetition(ids, self.repetition_ngram)
             if share > self.max_repetition:
                 shown = f"{share:.0%} of its {self.repetition_ngram}-grams occurred before"
-                return "max_repetition", f"{shown}, more than {self.max_repetition:.0%}"
+                return Dropped("max_repetition", f"{shown}, more than {self.max_repetition:.0%}")
         return None
+
+
+def _drop(reason: str, why: str, policy: Policy) -> Dropped:
+    if policy == "error":
+        raise UserError(
+            f"{why}; --dataloader.{reason} drop leaves such rows out (torchtitan data inspect says how many these are)"
+        )
+    return Dropped(reason, why)
 
 
 def repetition(ids: Array, n: int) -> float:

@@ -7,25 +7,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
-from torchtitan.components.checkpoint.identity import content
-from torchtitan.components.data.dataloader import BaseDataLoader
-from torchtitan.components.data.disk_cache import digest_of, sources_digest
-from torchtitan.components.data.finetuning.fitting import FittedSamples, TooLong
-from torchtitan.components.data.finetuning.numbering import SampleSets
-from torchtitan.components.data.finetuning.policies import Policy, Rules
-from torchtitan.components.data.finetuning.registry import dataset_formats, describes
-from torchtitan.components.data.finetuning.row_encoders import RowEncoder
-from torchtitan.components.data.finetuning.row_formats import AUTO, Kind, RowFormat, parse_columns
+from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, is_own_position
+from torchtitan.components.data.disk_cache import data_identity, digest_of
+from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
+from torchtitan.components.data.finetuning.columns import parse_columns
+from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
+from torchtitan.components.data.finetuning.row_formats import Kind, RowFormat, dataset_formats, describes
 from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
-from torchtitan.components.data.finetuning.windows import WindowDataset, Windows
-from torchtitan.components.data.local_data import location
-from torchtitan.components.data.packing import NO_DOCUMENT, Batch
+from torchtitan.components.data.finetuning.samples import (
+    LengthFilteredDataset,
+    SampleSets,
+    TooLong,
+    WindowDataset,
+    Windows,
+    pack_windows,
+)
 from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics, Window
-from torchtitan.components.data.rows import RowSource, available_row_splits, resolve_rows
-from torchtitan.components.data.summary import DataSummary, SetSummary, numbers_of
+from torchtitan.components.data.report import DataSummary, SetSummary
+from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, Source, resolve_source
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
@@ -34,8 +37,11 @@ from torchtitan.tools.logging import logger
 PREFETCHED_BATCHES = 2
 """Batches that `Workers` has each of its processes prepare ahead."""
 
+DRAWN_AT_A_TIME = 1024
+"""Samples that a sampler draws at a time where nothing else depends on it, since samples share no windows."""
 
-class PlannedDataLoader(BaseDataLoader):
+
+class PlannedDataLoader(TokenizingDataLoader):
     """Batches of the windows of a `Planner`, made from the numbers of the samples in each.
 
     The windows come in one global order, the same for any number of ranks, workers and windows per batch: with R ranks
@@ -46,34 +52,17 @@ class PlannedDataLoader(BaseDataLoader):
     The batches' `documents` (B, M) are the numbers of the samples in each window, in their order, counted over all data
     sets, with `NO_DOCUMENT` behind them.
 
-    A subclass says what its rows are (`kind`), how they are encoded (`Config.encoder`), how long they may be, which of
-    them share a window (`plan`), and what a batch of windows is (`collate`).
-
-    Args:
-        config: what to read.
-        tokenizer: encodes the conversations; its folder has the chat template, unless the configuration names one.
-        seq_len: positions per window, T.
-        local_batch_size: windows per batch and rank, B.
-        dp_rank: this process's place among the data-parallel ranks.
-        dp_world_size: number of data-parallel ranks.
-        seed: decides the order.
-        epochs: how often the data is read, several data sets equally often; the last batch is filled up with windows
-            that have no sample. None: without end.
-        global_batch_size: windows of one training step, all ranks together; None: one batch of each rank.
-
-    Raises:
-        UserError: the data cannot be used, a number is out of range, or there is no such template.
+    A subclass says what its rows are (`kind`), how they are encoded (`Config.encoder`), how long they may be, and where
+    it differs, which of them share a window (`plan`), and what a batch of windows is (`collate`).
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
+    class Config(TokenizingDataLoader.Config):
         """Rows of fine-tuning data."""
 
         dataset: list[str] = field(default_factory=list)
         """What to read, one or several: a registered name, or a local path: a file (json, jsonl, csv, parquet; .gz or
         .zst of these), a folder, a glob pattern, or a folder saved by the library datasets."""
-        split: str = "train"
-        """Split to read, where the data sets have several."""
         format: str = "auto"
         """How rows are read: auto (by their columns), the name of a format, or a function of your own,
         package.module:function or path/to/file.py:function. Of several data sets, those that it fits."""
@@ -90,19 +79,12 @@ class PlannedDataLoader(BaseDataLoader):
         """Samples beyond the sequence length: drop, truncate_left (keeps the end), truncate_right, or error."""
         sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
         """Order in which samples are drawn."""
-        num_workers: int = 0
-        """Processes per rank that prepare batches; 0: none, which suffices."""
-        cache_dir: str = ""
-        """Folder for tokenized data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
-        verify_caches: bool = False
-        """Compare all of the tokenized data with its checksums before it is used; False: a sample of it."""
 
         def validate(self) -> None:
             """Raise `UserError` for a value out of range; looks at no data."""
+            TokenizingDataLoader.Config.validate(self)
             if not self.dataset or "" in self.dataset:
                 raise UserError("--dataloader.dataset must say what to read: a file such as my.jsonl")
-            if self.num_workers < 0:
-                raise UserError(f"--dataloader.num_workers must be at least 0, not {self.num_workers}")
             parse_columns(self.columns)
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
@@ -116,9 +98,9 @@ class PlannedDataLoader(BaseDataLoader):
             Raises:
                 UserError: the data cannot be used.
             """
-            encoder, rules = self.encoder(tokenizer, template), self.rules()
+            encoder, filters = self.encoder(tokenizer, template), self.filters()
             return [
-                open_sample_cache(*of_set, encoder, rules, self.cache_dir, verify=self.verify_caches)
+                open_sample_cache(*of_set, encoder, filters, self.cache_dir, verify=self.verify_caches)
                 for of_set in self.rows()
             ]
 
@@ -126,9 +108,9 @@ class PlannedDataLoader(BaseDataLoader):
             """How a row becomes a sample."""
             raise NotImplementedError
 
-        def rules(self) -> Rules:
+        def filters(self) -> FilterConfig:
             """Which rows become samples."""
-            return Rules(empty=self.empty, broken=self.broken, untrained=None)
+            return FilterConfig(empty=self.empty, broken=self.broken, untrained=None)
 
         def order_key(self) -> list[Any]:
             """What decides, beside the samples of the caches and the sequence length, which windows there are;
@@ -143,38 +125,39 @@ class PlannedDataLoader(BaseDataLoader):
             """
             return resolve_chat_template(self.chat_template, [tokenizer.folder] if tokenizer.folder else [], tokenizer)
 
-        def rows(self) -> list[tuple[RowSource, RowFormat]]:
+        def rows(self) -> list[tuple[Source, RowFormat]]:
             """The rows of each data set, and how they are read.
 
             Raises:
                 UserError: there are none, or they cannot be recognized.
             """
-            sources = [resolve_rows(dataset, self.split) for dataset in self.dataset]
+            sources = [self._source(dataset) for dataset in self.dataset]
             columns = [first_columns(source) for source in sources]
             mapping = parse_columns(self.columns)
             formats = dataset_formats(self.dataset, columns, self.format, mapping, self._kind)
             return list(zip(sources, formats, strict=True))
 
+        def _source(self, dataset: str) -> Source:
+            source = resolve_source(dataset, split=self.split, catalog=CHAT_DATASETS)
+            assert isinstance(source, Source)
+            return source
+
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, the content of its data sets, and how their rows are read."""
-            try:
-                digest = sources_digest([resolve_rows(name, self.split) for name in self.dataset], self.cache_dir)
-            except UserError:  # the data is not there anymore
-                digest = ""
             read = ("split", "format", "columns", "chat_template")
-            return BaseDataLoader.Config.identity(self) | {
-                "dataloader.dataset": content(", ".join(map(location, self.dataset)), digest),
+            return TokenizingDataLoader.Config.identity(self) | {
+                "dataloader.dataset": data_identity(self.dataset, self._source, self.cache_dir),
                 **{f"dataloader.{name}": getattr(self, name) for name in read},
             }
 
         def for_validation(self, dataset: str) -> Self | None:
             """The validation split of `dataset`, or all of it where it has no splits; where none is given, those of the
             own data sets that have one. `format` and `columns` hold for it where they fit."""
-            own = [name for name in self.dataset if "validation" in available_row_splits(name)]
+            own = [name for name in self.dataset if "validation" in CHAT_DATASETS.splits(name)]
             chosen = [dataset] if dataset else own
             if not chosen:
                 return None
-            splits = available_row_splits(chosen[0])
+            splits = CHAT_DATASETS.splits(chosen[0])
             split = "validation" if "validation" in splits else splits[0]
             in_order = ShuffleSampler.Config(shuffle=False)
             config = dataclasses.replace(self, dataset=chosen, split=split, sampler=in_order, num_workers=0)
@@ -186,7 +169,7 @@ class PlannedDataLoader(BaseDataLoader):
                 return True
             mapping = parse_columns(self.columns)
             return any(
-                describes(dataset, first_columns(resolve_rows(dataset, self.split)), self.format, mapping, self._kind)
+                describes(dataset, first_columns(self._source(dataset)), self.format, mapping, self._kind)
                 for dataset in self.dataset
             )
 
@@ -200,33 +183,13 @@ class PlannedDataLoader(BaseDataLoader):
     kind: ClassVar[Kind]
     """What the rows are for."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        local_batch_size: int,
-        dp_rank: int = 0,
-        dp_world_size: int = 1,
-        seed: int = 0,
-        epochs: int | None = None,
-        global_batch_size: int | None = None,
-    ):
-        super().__init__(config)
-        for name, number in (("seq_len", seq_len), ("local_batch_size", local_batch_size), ("epochs", epochs)):
-            if number is not None and number < 1:
-                raise UserError(f"{name} must be at least 1, not {number}")
-        assert 0 <= dp_rank < dp_world_size
-        self._seq_len, self._tokenizer = seq_len, tokenizer
-        self._first, self._per_rank = dp_rank * local_batch_size, local_batch_size
-        self._per_pass = local_batch_size * dp_world_size
-        self.template = config.find_template(tokenizer)
+    def _open(self, seed: int, samples_per_step: int) -> None:
+        self.template = self.config.find_template(self._tokenizer)
         """What makes text of the conversations; None: the data is running text."""
         self.samples = self._open_samples()
         """What is made batches of, with the report of what was left out."""
-        self._batches = WindowDataset(self.samples, seq_len, type(self).collate)
-        self._planner = self._new_planner(seed, epochs, global_batch_size or self._per_pass)
+        self._batches = WindowDataset(self.samples, self._layout.seq_len, type(self).collate)
+        self._planner = self._new_planner(seed, samples_per_step)
         self._planned: deque[Snapshot] = deque()
         self._handed_out = self._planner.snapshot()
         self._workers: Workers | None = None
@@ -244,10 +207,10 @@ class PlannedDataLoader(BaseDataLoader):
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
         """A batch, without `documents`."""
-        raise NotImplementedError
+        return pack_windows(windows, seq_len)
 
     def plan(self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any) -> Planner:
-        """The windows, from the first on.
+        """The windows, from the first on: of each sample one of its own.
 
         Args:
             samplers: of each data set.
@@ -255,31 +218,32 @@ class PlannedDataLoader(BaseDataLoader):
             windows_per_step: windows of one training step.
             order: what the planner is to be given beside these.
         """
-        raise NotImplementedError
+        lengths = [np.ones(of_set.n_samples, np.int64) for of_set in self.samples.sets]
+        return Planner(lengths, 1, samplers, packing="none", chunk=DRAWN_AT_A_TIME, epochs=epochs, **order)
 
     def _open_samples(self) -> SampleSets:
         config = self.config
-        caches, max_length = config.open_caches(self._tokenizer, self.template), self.max_length(self._seq_len)
+        caches, max_length = config.open_caches(self._tokenizer, self.template), self.max_length(self._layout.seq_len)
         contents = [cache.fingerprint for cache in caches]
-        self._fingerprint = digest_of([contents, [self._seq_len, *config.order_key()]])
+        self._fingerprint = digest_of([contents, [self._layout.seq_len, *config.order_key()]])
         fitted = [
-            FittedSamples(cache, max_length, config.too_long, config.rules().untrained, name)
+            LengthFilteredDataset(cache, max_length, config.too_long, config.filters().untrained, name)
             for name, cache in zip(config.dataset, caches, strict=True)
         ]
         return SampleSets(config.dataset, fitted)
 
-    def _new_planner(self, seed: int, epochs: int | None, windows_per_step: int) -> Planner:
+    def _new_planner(self, seed: int, windows_per_step: int) -> Planner:
         config = self.config
         sizes = [of_set.n_samples for of_set in self.samples.sets]
         samplers = [config.sampler.build(n_samples=size, seed=seed + i) for i, size in enumerate(sizes)]
         self.needs_sample_losses = any(sampler.needs_sample_losses for sampler in samplers)
         return self.plan(
             samplers,
-            epochs=epochs,
+            epochs=self._layout.epochs,
             windows_per_step=windows_per_step,
             names=config.dataset,
             seed=seed,
-            ahead=PREFETCHED_BATCHES * config.num_workers * self._per_pass,
+            ahead=PREFETCHED_BATCHES * config.num_workers * self._layout.global_batch_size,
         )
 
     @property
@@ -302,7 +266,7 @@ class PlannedDataLoader(BaseDataLoader):
         ]
         return DataSummary(
             sets=sets,
-            max_length=self.max_length(self._seq_len),
+            max_length=self.max_length(self._layout.seq_len),
             windows_per_epoch=self.windows_per_epoch,
             packing_efficiency=self.packing_efficiency,
             follows_seed=not self._planner.is_adaptive,
@@ -344,13 +308,14 @@ class PlannedDataLoader(BaseDataLoader):
         while windows := self._plan_pass():
             self._planned.append(self._planner.snapshot())
             numbers = [(window.samples + self._planner.offsets[window.source]).tolist() for window in windows]
-            numbers += [[]] * (self._per_pass - len(numbers))
-            yield numbers[self._first : self._first + self._per_rank]
+            numbers += [[]] * (self._layout.global_batch_size - len(numbers))
+            first = self._layout.dp_rank * self._layout.local_batch_size
+            yield numbers[first : first + self._layout.local_batch_size]
 
     def _plan_pass(self) -> list[Window]:
         """The next windows, one batch of every rank; none at the end."""
         try:
-            return list(itertools.islice(self._planner, self._per_pass))
+            return list(itertools.islice(self._planner, self._layout.global_batch_size))
         except UserError as error:
             self._refusal = error
             return []
@@ -361,14 +326,7 @@ class PlannedDataLoader(BaseDataLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position; one in other data, or in another order, is refused with a warning."""
-        if state["data"] != self._fingerprint:
-            before = state["dataset"]  # a string where the state is one of pre-training
-            before = before if isinstance(before, str) else " ".join(before)
-            logger.warning(
-                f"the saved position is one in other data than this run's {' '.join(self.config.dataset)} (it was "
-                f"{before}, or another content, tokenizer, template, filter, seq_len, packing or sampler): reading "
-                "starts at the beginning"
-            )
+        if not is_own_position(state, self._fingerprint, " ".join(self.config.dataset)):
             return
         self.close()
         self._exhausted = False
@@ -380,15 +338,11 @@ class PlannedDataLoader(BaseDataLoader):
         `PREFETCHED_BATCHES` batches of each later; and always behind the samples that are drawn already."""
         self._planner.observe(statistics, self._handed_out.n_windows)
 
-    def describe(self, documents: torch.Tensor) -> str:
-        return ", ".join(self.document_names(documents)) or "no document (padding)"
-
     def document_names(self, documents: torch.Tensor) -> list[str]:
         return [self.sample_name(number) for number in documents.tolist() if number != NO_DOCUMENT]
 
     def batch_of(self, names: Sequence[str]) -> Batch:
-        numbers = numbers_of(names, self.sample_name, self.samples.first[-1])
-        batch: Batch = self._batches[[[number] for number in numbers]]
+        batch: Batch = self._batches[[[number] for number in self.samples.numbers_of(names)]]
         return batch
 
     def assets(self) -> dict[str, str]:

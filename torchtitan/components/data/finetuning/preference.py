@@ -1,17 +1,34 @@
 """The data loader for preference methods: pairs of answers to one prompt, of which one is preferred."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torchtitan.components.chat_template import ChatTemplate
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
-from torchtitan.components.data.finetuning.example_loader import ExampleDataLoader
-from torchtitan.components.data.finetuning.row_encoders import SIDES, PairEncoder
-from torchtitan.components.data.finetuning.windows import Windows, pack_windows
-from torchtitan.components.data.packing import Batch
+from torchtitan.components.data.base import Batch
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow, RowEncoder
+from torchtitan.components.data.finetuning.conversation import EmptySample, Pair, Sample
+from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
+from torchtitan.components.data.finetuning.samples import Windows, pack_windows
 from torchtitan.components.tokenizer import Tokenizer
 
+SIDES = ("chosen", "rejected")
 
-class PreferenceDataLoader(ExampleDataLoader):
+
+class PairEncoder(RowEncoder):
+    """Pairs: the prompt with the chosen answer, and with the rejected one."""
+
+    n_parts = len(SIDES)
+
+    def encode(self, sample: Sample) -> EncodedRow:
+        assert isinstance(sample, Pair)
+        parts = self._chat.encode_pair(sample)
+        for side, part in zip(SIDES, parts, strict=True):
+            if not part.trained[1:].any():
+                raise EmptySample(f"{side} has no token to predict")
+        return EncodedRow(parts)
+
+
+class PreferenceDataLoader(PlannedDataLoader):
     """Pairs for the two forward passes of a preference method; see `PlannedDataLoader` for order and position.
 
     A batch has, for each side, `chosen_input`, `chosen_labels`, `chosen_positions` and `rejected_…` likewise, all
@@ -24,8 +41,11 @@ class PreferenceDataLoader(ExampleDataLoader):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ExampleDataLoader.Config):
+    class Config(PlannedDataLoader.Config):
         """Preference data."""
+
+        too_long: Literal["drop", "truncate_left", "error"] = "drop"
+        """Pairs beyond the sequence length: drop, truncate_left (cuts the beginning of the prompt), or error."""
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> PairEncoder:
             return PairEncoder(ChatEncoder(tokenizer, template, "assistant"))

@@ -1,20 +1,32 @@
 """The data loader for methods that have the model answer: prompts, with reference answers where there are some."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 
 from torchtitan.components.chat_template import ChatTemplate
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
-from torchtitan.components.data.finetuning.example_loader import ExampleDataLoader
-from torchtitan.components.data.finetuning.row_encoders import PromptEncoder
-from torchtitan.components.data.finetuning.windows import Windows
-from torchtitan.components.data.packing import NO_DOCUMENT, Batch
+from torchtitan.components.data.base import NO_DOCUMENT, Batch
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow, EncodedSample, RowEncoder
+from torchtitan.components.data.finetuning.conversation import Prompt, Sample
+from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
+from torchtitan.components.data.finetuning.samples import Windows
 from torchtitan.components.tokenizer import Tokenizer
 
 
-class PromptDataLoader(ExampleDataLoader):
+class PromptEncoder(RowEncoder):
+    """Prompts, and the reference answers as they are."""
+
+    has_answers = True
+
+    def encode(self, sample: Sample) -> EncodedRow:
+        assert isinstance(sample, Prompt)
+        ids = self._chat.encode_prompt(sample.prompt)
+        return EncodedRow((EncodedSample(ids, np.zeros(len(ids), bool)),), sample.answer)
+
+
+class PromptDataLoader(PlannedDataLoader):
     """Prompts for generation; see `PlannedDataLoader` for order and position.
 
     A batch has `prompts` (B, P), token ids that end with the beginning of the assistant's turn, padded on the right to
@@ -27,8 +39,11 @@ class PromptDataLoader(ExampleDataLoader):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ExampleDataLoader.Config):
+    class Config(PlannedDataLoader.Config):
         """Prompts to answer."""
+
+        too_long: Literal["drop", "truncate_left", "error"] = "drop"
+        """Prompts beyond the sequence length: drop, truncate_left (cuts the beginning), or error."""
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> PromptEncoder:
             return PromptEncoder(ChatEncoder(tokenizer, template, "assistant"))

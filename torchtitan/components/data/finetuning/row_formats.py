@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from torchtitan.components.data.finetuning.column_names import (
+from torchtitan.components.data.finetuning.columns import (
     LABELS,
     ROW_WEIGHTS,
     columns_that_matter,
@@ -29,20 +29,17 @@ from torchtitan.components.data.finetuning.conversions import (
     read_turns,
     turns_in,
 )
-from torchtitan.components.data.finetuning.function_fingerprint import function_fingerprint
-from torchtitan.components.data.finetuning.row_functions import RowFunction, load_function
-from torchtitan.components.data.readers import kind_of
+from torchtitan.components.data.finetuning.functions import function_fingerprint, load_function
+from torchtitan.components.data.sources.rows import kind_of
+from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, RowFunction
 from torchtitan.config.registry import suggest
 from torchtitan.tools.errors import UserError
 
 Kind = Literal["sft", "preference", "prompt"]
 """What rows are for: samples to imitate, pairs to choose from, prompts to answer."""
 
-AUTO = "auto"
-"""The format that is recognized by the columns."""
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RowFormat:
     """A shape of a row."""
 
@@ -50,11 +47,11 @@ class RowFormat:
     kind: Kind
     required: tuple[str, ...]
     """The columns that a row must have."""
-    optional: tuple[str, ...] = ()
-    """The columns that are read where a row has them; all others are not."""
     convert: Callable[[dict[str, Any]], Sample | None]
     """What a row says; None: it is left out, which only a user's function does.
     Raises `BrokenSample` for a row that cannot be used. That of `find_format` takes rows as they are in the file."""
+    optional: tuple[str, ...] = ()
+    """The columns that are read where a row has them; all others are not."""
     mapping: Mapping[str, str] = field(default_factory=dict)
     """Our name for a column → the file's, where they differ."""
     by_function: bool = False
@@ -89,89 +86,34 @@ _PROMPTS = {
 }
 """The columns that a prompt can be in: how it is read, and what is read beside it."""
 
+_QUESTIONS = (
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("problem", "solution"),
+)
+_CHOICE = ("chosen", "rejected")
+
 FORMATS: Sequence[RowFormat] = (
-    RowFormat(name="messages", kind="sft", required=("messages",), optional=_TURNS, convert=read_turns("messages")),
-    RowFormat(
-        name="conversations",
-        kind="sft",
-        required=("conversations",),
-        optional=_TURNS,
-        convert=read_turns("conversations"),
-    ),
+    RowFormat("messages", "sft", ("messages",), read_turns("messages"), _TURNS),
+    RowFormat("conversations", "sft", ("conversations",), read_turns("conversations"), _TURNS),
+    RowFormat("instruction", "sft", ("instruction", "output"), read_instruction("output"), _INSTRUCTION),
+    RowFormat("instruction_response", "sft", ("instruction", "response"), read_instruction("response"), _INSTRUCTION),
+    *(RowFormat("_".join(columns), "sft", columns, read_question(*columns), _TURNS) for columns in _QUESTIONS),
+    RowFormat("text", "sft", ("text",), read_text),
     *(
-        RowFormat(
-            name=name,
-            kind="sft",
-            required=("instruction", answer),
-            optional=_INSTRUCTION,
-            convert=read_instruction(answer),
-        )
-        for name, answer in (("instruction", "output"), ("instruction_response", "response"))
-    ),
-    *(
-        RowFormat(
-            name=f"{question}_{answer}",
-            kind="sft",
-            required=(question, answer),
-            optional=_TURNS,
-            convert=read_question(question, answer),
-        )
-        for question, answer in (
-            ("prompt", "response"),
-            ("prompt", "completion"),
-            ("question", "answer"),
-            ("question", "response"),
-            ("query", "response"),
-            ("problem", "solution"),
-        )
-    ),
-    RowFormat(name="text", kind="sft", required=("text",), convert=read_text),
-    *(
-        RowFormat(
-            name=column,
-            kind="preference",
-            required=(column, "chosen", "rejected"),
-            optional=beside,
-            convert=read_pair(prompt),
-        )
+        RowFormat(column, "preference", (column, *_CHOICE), read_pair(prompt), beside)
         for column, (prompt, beside) in _PROMPTS.items()
     ),
-    RowFormat(
-        name="chosen_rejected",
-        kind="preference",
-        required=("chosen", "rejected"),
-        optional=_TURNS,
-        convert=read_pair(no_prompt),
-    ),
+    RowFormat("chosen_rejected", "preference", _CHOICE, read_pair(no_prompt), _TURNS),
     *(
-        RowFormat(
-            name=column,
-            kind="prompt",
-            required=(column,),
-            optional=(*ANSWERS, *beside),
-            convert=read_prompt(prompt),
-        )
+        RowFormat(column, "prompt", (column,), read_prompt(prompt), (*ANSWERS, *beside))
         for column, (prompt, beside) in _PROMPTS.items()
     ),
 )
 """All formats. The first of a kind whose columns a row has is its own."""
-
-
-def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """`["prompt=question", …]`, the format's name for a column and the file's, as a dictionary.
-
-    Raises:
-        UserError: an entry of another form, or a name twice.
-    """
-    mapping: dict[str, str] = {}
-    for entry in columns:
-        ours, equals, theirs = (part.strip() for part in entry.partition("="))
-        if not (ours and equals and theirs):
-            raise UserError(f"--dataloader.columns: {entry!r} must be of the form OURS=THEIRS, such as prompt=question")
-        if ours in mapping:
-            raise UserError(f"--dataloader.columns: {ours!r} is given twice, {mapping[ours]!r} and {theirs!r}")
-        mapping[ours] = theirs
-    return mapping
 
 
 def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> RowFormat:
@@ -204,6 +146,65 @@ def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str],
     fingerprint = json.dumps([found.name, format == AUTO, kind, sorted(mapping.items())])
     convert = partial(_convert, found, dict(mapping), format == AUTO)
     return replace(found, convert=convert, mapping=dict(mapping), fingerprint=fingerprint)
+
+
+def dataset_formats(
+    datasets: Sequence[str],
+    columns: Sequence[Sequence[str]],
+    format: str,
+    mapping: Mapping[str, str],
+    kind: Kind,
+) -> list[RowFormat]:
+    """The formats of the rows of dataset strings, by the columns of each.
+
+    `format` (other than "auto") and `mapping` are those of the data sets that they fit, and go before what was
+    registered; the others are read as they are registered, or by their columns. A function fits all but those that are
+    registered with a way to be read.
+
+    Raises:
+        UserError: as `find_format`, and where they fit none.
+    """
+    if format == AUTO and not mapping:
+        return [_own_format(dataset, of_set, kind) for dataset, of_set in zip(datasets, columns, strict=True)]
+    formats: list[RowFormat | None] = []
+    errors = []
+    for dataset, of_set in zip(datasets, columns, strict=True):
+        try:
+            formats.append(_described_format(dataset, of_set, format, mapping, kind))
+        except UserError as error:
+            errors.append(error)
+            formats.append(None)
+    if not any(formats):
+        raise errors[0]
+    own = zip(datasets, columns, formats, strict=True)
+    return [described or _own_format(dataset, of_set, kind) for dataset, of_set, described in own]
+
+
+def describes(dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> bool:
+    """Whether `format` and `mapping` fit a data set with these columns, see `dataset_formats`."""
+    try:
+        _described_format(dataset, columns, format, mapping, kind)
+    except UserError:
+        return False
+    return True
+
+
+def _described_format(
+    dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind
+) -> RowFormat:
+    registered = CHAT_DATASETS.registered.get(dataset)
+    if ":" in format and registered is not None and registered.says_format():
+        raise UserError(f"--dataloader.format {format!r}: {dataset!r} is registered with a way to be read of its own")
+    return find_format(columns, format, mapping, kind)
+
+
+def _own_format(dataset: str, columns: Sequence[str], kind: Kind) -> RowFormat:
+    registered = CHAT_DATASETS.registered.get(dataset)
+    if registered is None:
+        return find_format(columns, AUTO, {}, kind)
+    if registered.function is not None:
+        return function_format(registered.function, kind)
+    return find_format(columns, registered.format, registered.columns, kind)
 
 
 def function_format(function: RowFunction, kind: Kind) -> RowFormat:

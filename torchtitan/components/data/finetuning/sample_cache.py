@@ -7,41 +7,45 @@ texts as JSON, `report.json`, `fingerprint`, a digest of the samples, and the ch
 `disk_cache`). The key is a digest of everything that decides the content of the folder. The size of a window does not.
 """
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from torchtitan.components.data.disk_cache import (
-    cache_root,
-    content_digest,
-    digest_of,
-    file_digest,
-    map_array,
-    open_or_build,
-    read_digest,
-    readable,
-    writable,
-)
-from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
-from torchtitan.components.data.finetuning.code_version import code_version
+from torchtitan import components
+from torchtitan.components.data.disk_cache import checked_digest, content_digest, map_array, open_or_build, readable
+from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample, RowEncoder
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Sample, Text
-from torchtitan.components.data.finetuning.policies import Dropped, Report, Rules, apply_rules, none_left
-from torchtitan.components.data.finetuning.row_encoders import EncodedRow, RowEncoder
+from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
-from torchtitan.components.data.packing import Array
-from torchtitan.components.data.progress import progress
-from torchtitan.components.data.rows import Row, RowSource
+from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.report import Report, none_left
+from torchtitan.components.data.sources.rows import Row
+from torchtitan.components.data.sources.source import Source
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.progress import progress
+
+SOURCES = ("chat_template/*.py", "tokenizer/*.py", "data/report.py", "data/sources/*.py", "data/finetuning/*.py")
+"""The modules, as patterns below `torchtitan/components`, by which rows are read, converted, encoded, kept or left out,
+and written."""
 
 BATCH_ROWS = 1024
 """Rows encoded at a time."""
+
+
+@cache
+def code_version() -> str:
+    """Hexadecimal digest of `SOURCES`: whatever it may make of the same rows, another version makes it anew."""
+    folder = Path(components.__path__[0])
+    files = [file for pattern in SOURCES for file in sorted(folder.glob(pattern))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 class SampleCache:
@@ -58,7 +62,7 @@ class SampleCache:
         with readable(folder):
             self.report = Report.from_dict(json.loads((folder / "report.json").read_text()))
             n, n_tokens = self.report.kept, self.report.tokens
-            self.fingerprint = read_digest(folder / "fingerprint")
+            self.fingerprint = checked_digest((folder / "fingerprint").read_text())
             """Equal ones mean equal samples, whatever they were made from."""
             self._ids = _mapped(folder / "ids.bin", "uint32", n_tokens)
             self._trained = _mapped(folder / "trained.bin", "bool", n_tokens)
@@ -112,40 +116,32 @@ def _mapped(path: Path, dtype: str, length: int) -> np.ndarray:
 
 
 def open_sample_cache(
-    source: RowSource,
+    source: Source,
     format: RowFormat,
     encoder: RowEncoder,
-    rules: Rules,
+    filters: FilterConfig,
     cache_dir: str = "",
     *,
     verify: bool = False,
 ) -> SampleCache:
-    """The samples of a source, encoded now if they are not in the cache, or damaged there.
-
-    While one process encodes, others that want the same wait for it. `verify` reads the whole of a cache to find
-    damage, and not a sample.
+    """The samples of a source, encoded now if they are not in the cache, or damaged there; see `open_or_build`.
 
     Raises:
-        UserError: a row cannot be used and `rules` end the run for that, no row is left, or the cache folder cannot be
-            written.
+        UserError: a row cannot be used and `filters` end the run for that, no row is left, or the cache folder cannot
+            be written.
     """
-    root = cache_root(cache_dir)
-    with writable(root):
-        digest = partial(file_digest, root)
-        identity = source.identity(digest)
-        key = [code_version(), identity, format.fingerprint, encoder.fingerprint, asdict(rules)]
-        folder = root / "samples" / digest_of(key)
-        return open_or_build(
-            folder,
-            partial(SampleCache, folder, encoder.n_parts, encoder.has_answers),
-            partial(_write, source, format, encoder, rules),
-            name=source.name,
-            unchanged=lambda: source.identity(digest) == identity,
-            verify=verify,
-        )
+    return open_or_build(
+        "samples",
+        source,
+        lambda identity: [code_version(), identity, format.fingerprint, encoder.fingerprint, asdict(filters)],
+        partial(SampleCache, n_parts=encoder.n_parts, has_answers=encoder.has_answers),
+        partial(_write, source, format, encoder, filters),
+        cache_dir,
+        verify=verify,
+    )
 
 
-def first_columns(source: RowSource) -> list[str]:
+def first_columns(source: Source) -> list[str]:
     """The columns of the first row that can be read, by which its format is recognized.
 
     Raises:
@@ -159,7 +155,7 @@ def first_columns(source: RowSource) -> list[str]:
     raise UserError(error or f"{source.name} has no rows")
 
 
-def _write(source: RowSource, format: RowFormat, encoder: RowEncoder, rules: Rules, folder: Path) -> str:
+def _write(source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path) -> str:
     """Write the samples into an empty folder; returns how many there are, in words."""
     report = Report(format=format.name)
     with progress(f"tokenizing {source.name}", source.size()) as advance, _writer(folder, encoder.has_answers) as add:
@@ -167,14 +163,18 @@ def _write(source: RowSource, format: RowFormat, encoder: RowEncoder, rules: Rul
             report.rows += 1
             report.unread += [column for column in format.unread(row.values or {}) if column not in report.unread]
             try:
-                outcome = encoded if isinstance(encoded, Dropped) else apply_rules(encoded, rules)
+                outcome = encoded if isinstance(encoded, Dropped) else filters.apply(encoded)
             except UserError as error:
                 raise UserError(f"{row.where}: {error}") from None
             if isinstance(outcome, Dropped):
-                report.drop(row.where, outcome)
-            else:
-                report.keep(row.where, outcome)
-                add(row.where, outcome)
+                report.drop(row.where, *outcome)
+                continue
+            report.kept += 1
+            report.tokens += outcome.n_tokens
+            report.trained_tokens += outcome.n_trained
+            if outcome.n_spelt:
+                report.spelt.add(row.where, f"{outcome.n_spelt} of its tokens")
+            add(row.where, outcome)
     if not report.kept:
         raise none_left(source.name, report)
     (folder / "report.json").write_text(json.dumps(report.to_dict()))

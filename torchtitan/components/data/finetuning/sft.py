@@ -1,23 +1,31 @@
 """The data loader for supervised fine-tuning: rows of tables as conversations, packed whole into windows."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, TrainOn
-from torchtitan.components.data.finetuning.filters import Filters
-from torchtitan.components.data.finetuning.options import parse_schedule, parse_token_range
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow, RowEncoder
+from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Sample, Text
+from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
+from torchtitan.components.data.finetuning.loss_mask import TrainOn
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
-from torchtitan.components.data.finetuning.policies import Policy, Rules
-from torchtitan.components.data.finetuning.row_encoders import ConversationEncoder
-from torchtitan.components.data.finetuning.windows import Windows, pack_windows
-from torchtitan.components.data.packing import Batch
 from torchtitan.components.data.plan import Packing, Planner, Sampler, ShuffleSampler
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+
+
+class ConversationEncoder(RowEncoder):
+    """Conversations and texts, many at a time."""
+
+    def encode_batch(self, samples: Sequence[Sample]) -> list[EncodedRow | BrokenSample]:
+        whole = [sample for sample in samples if isinstance(sample, Conversation | Text)]
+        assert len(whole) == len(samples), "the format is none of samples to train on"
+        encoded = self._chat.encode_batch(whole)
+        return [part if isinstance(part, BrokenSample) else EncodedRow((part,)) for part in encoded]
 
 
 class SFTDataLoader(PlannedDataLoader):
@@ -79,18 +87,20 @@ class SFTDataLoader(PlannedDataLoader):
                     )
             if any(not limit > 0 for limit in self.max_epochs):
                 raise UserError(f"--dataloader.max_epochs must be above 0, not {min(self.max_epochs):g}")
-            self.rules()
+            self.filters()
 
-        def rules(self) -> Rules:
+        def filters(self) -> FilterConfig:
             """Which rows become samples; raises `UserError` for limits that mean nothing."""
-            filters = Filters(
+            return FilterConfig(
+                empty=self.empty,
+                broken=self.broken,
+                untrained=self.untrained,
                 min_tokens=self.min_tokens,
                 max_tokens=self.max_tokens,
                 token_range=parse_token_range(self.token_range),
                 max_repetition=self.max_repetition,
                 repetition_ngram=self.repetition_ngram,
             )
-            return Rules(empty=self.empty, broken=self.broken, untrained=self.untrained, filters=filters)
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ConversationEncoder:
             return ConversationEncoder(ChatEncoder(tokenizer, template, self.train_on))
@@ -117,10 +127,6 @@ class SFTDataLoader(PlannedDataLoader):
     config: Config
     kind = "sft"
 
-    @staticmethod
-    def collate(windows: Windows, seq_len: int) -> Batch:
-        return pack_windows(windows, seq_len)
-
     def plan(self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any) -> Planner:
         config, n_sets = self.config, len(self.samples.sets)
         limits: list[float | None] = [*config.max_epochs] or [None] * n_sets
@@ -128,7 +134,7 @@ class SFTDataLoader(PlannedDataLoader):
             limits = [1.0] * n_sets
         return Planner(
             self.samples.positions,
-            self._seq_len,
+            self._layout.seq_len,
             samplers,
             packing=config.packing,
             chunk=config.pack_chunk,
@@ -154,17 +160,51 @@ class SFTDataLoader(PlannedDataLoader):
         if (of_epochs := self._planner.windows_of_epochs) is not None and not config.weights:
             return of_epochs[0]
         samplers = [ShuffleSampler.Config().build(n_samples=len(of_set), seed=0) for of_set in positions]
-        epoch = Planner(positions, self._seq_len, samplers, packing=config.packing, chunk=config.pack_chunk, epochs=1)
+        epoch = Planner(
+            positions, self._layout.seq_len, samplers, packing=config.packing, chunk=config.pack_chunk, epochs=1
+        )
         return sum(1 for _ in epoch)
 
     @property
     def packing_efficiency(self) -> float:
         n_positions = sum(int(of_set.sum()) for of_set in self.samples.positions)
-        return n_positions / (self.windows_per_epoch * self._seq_len)
+        return n_positions / (self.windows_per_epoch * self._layout.seq_len)
 
     def log_data(self) -> None:
         super().log_data()
         logger.info(
-            f"packing: {self.packing_efficiency:.1%} of the windows' {self._seq_len:,} positions are filled, "
+            f"packing: {self.packing_efficiency:.1%} of the windows' {self._layout.seq_len:,} positions are filled, "
             f"{self.samples.trained_fraction:.1%} of these are trained"
         )
+
+
+def parse_token_range(text: str) -> tuple[int, int] | None:
+    """`LOW-HIGH` as numbers; None for an empty text.
+
+    Raises:
+        UserError: for anything else.
+    """
+    if not text:
+        return None
+    low, dash, high = text.partition("-")
+    if not (dash and low.strip().isdecimal() and high.strip().isdecimal() and int(low) <= int(high)):
+        raise UserError(f"--dataloader.token_range is LOW-HIGH, two token ids such as 0-31999, not {text!r}")
+    return int(low), int(high)
+
+
+def parse_schedule(entries: list[str]) -> list[tuple[int, list[float]]]:
+    """`["500: 0.2 0.8", …]`, steps and the weights from then on, as numbers.
+
+    Raises:
+        UserError: an entry of another form.
+    """
+    schedule = []
+    for entry in entries:
+        step, colon, weights = entry.partition(":")
+        try:
+            schedule.append((int(step), [float(weight) for weight in weights.split()]))
+        except ValueError:
+            colon = ""
+        if not colon:
+            raise UserError(f"--dataloader.weight_schedule is entries such as '500: 0.2 0.8', not {entry!r}")
+    return schedule

@@ -1,10 +1,9 @@
 """Which samples make up which window: pure numbers, planned from the lengths of the samples alone."""
 
 from torchtitan.components.data.plan.mixture import Mixture
-from torchtitan.components.data.plan.packing import first_fit_decreasing, multipack, one_each
+from torchtitan.components.data.plan.packing import Packing, Window, first_fit_decreasing, multipack, one_each
 from torchtitan.components.data.plan.planner import Planner, Snapshot
 from torchtitan.components.data.plan.sampler import Sampler, ShuffleSampler, StepStatistics
-from torchtitan.components.data.plan.stream import Packing, Window
 
 __all__ = [
     "Mixture",

@@ -10,14 +10,11 @@ from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtitan.components.data.plan.mixture import Mixture
-from torchtitan.components.data.plan.sampler import Sampler, StepStatistics
-from torchtitan.components.data.plan.stream import Packing, SourceStream, StreamSnapshot, Window
+from torchtitan.components.data.plan.packing import Packing, SourceStream, StreamSnapshot, Window
+from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics, without_arrays
 from torchtitan.tools.errors import UserError
-
-Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,32 +88,27 @@ class Planner:
             raise UserError("a weight schedule needs --dataloader.weights, those before its first step")
         self._weighted = weights is not None
         self._mixture = Mixture(weights or self.n_tokens, capacity, schedule, windows_per_step)
-        self._limits = list(max_epochs) if max_epochs is not None else [None] * len(lengths)
-        if len(self._limits) != len(lengths):
+        self.max_epochs: list[float | None] = list([None] * len(lengths) if max_epochs is None else max_epochs)
+        """How often each source may be read; None: without limit."""
+        if len(self.max_epochs) != len(lengths):
             raise UserError(
-                f"{len(self._limits)} values of --dataloader.max_epochs for {len(lengths)} data sets: give one each"
+                f"{len(self.max_epochs)} values of --dataloader.max_epochs for {len(lengths)} data sets: give one each"
             )
         self.epochs = epochs
         """How often the sources are read; None: without end."""
         self._ahead = ahead
-        self._adaptive = any(sampler.adaptive for sampler in samplers)
+        self.is_adaptive = any(sampler.adaptive for sampler in samplers)
+        """Whether the windows depend on what is observed, and not on the arguments alone."""
         self._observed: list[tuple[int, StepStatistics]] = []
         self._horizon = 0
-        initial = copy.deepcopy(list(samplers))
-        self._from_start = lambda: Planner(
-            lengths,
-            capacity,
-            copy.deepcopy(initial),
-            packing=packing,
-            chunk=chunk,
-            weights=weights,
-            schedule=schedule,
-            windows_per_step=windows_per_step,
-            max_epochs=max_epochs,
-            names=names,
-            seed=seed,
-            epochs=epochs,
-        )
+        self._shared = {id(of_source): of_source for of_source in lengths}
+        self._initial = copy.deepcopy(self, {**self._shared})
+
+    def _from_start(self) -> "Planner":
+        """Another planner at the beginning, where nothing has been observed."""
+        planner = copy.deepcopy(self._initial, {**self._shared})
+        planner._ahead = 0
+        return planner
 
     @property
     def n_windows(self) -> int:
@@ -137,7 +129,7 @@ class Planner:
             if at == due:
                 self._teach(statistics)
         source, n_tokens = self._choose()
-        limit = self._limits[source]
+        limit = self.max_epochs[source]
         if limit is not None and self._mixture.given[source] + n_tokens > limit * self.n_tokens[source]:
             raise self._over_epoching(source, limit, n_tokens)
         self._mixture.deal(source, n_tokens)
@@ -167,22 +159,12 @@ class Planner:
             f"{limit:g}: train fewer steps, give it less weight, or allow more by --dataloader.max_epochs"
         )
 
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether the windows depend on what is observed, and not on the arguments alone."""
-        return self._adaptive
-
-    @property
-    def max_epochs(self) -> list[float | None]:
-        """How often each source may be read; None: without limit."""
-        return list(self._limits)
-
     def epochs_after(self, n_windows: int) -> list[float]:
         """How often each source has been read, by its tokens, after the first `n_windows` or at the end, whatever the
         limits, and as if nothing were observed: found by planning as many tokens as all sources have, and behind those
         estimated by the mean tokens of a window."""
         planner = self._from_start()
-        planner._limits = [None] * len(self._limits)
+        planner.max_epochs = [None] * len(self.max_epochs)
         mixture, n_all = planner._mixture, sum(self.n_tokens)
         for _ in itertools.islice(planner, n_windows):
             if sum(mixture.given) >= n_all and planner.n_windows < n_windows:
@@ -202,7 +184,7 @@ class Planner:
         Raises:
             UserError: a source would be read more often than its limit.
         """
-        if self.epochs is None or self._adaptive:
+        if self.epochs is None or self.is_adaptive:
             return None
         counts = Counter(window.epoch for window in self._from_start())
         return [counts[epoch] for epoch in range(self.epochs)]
@@ -214,7 +196,7 @@ class Planner:
         Raises:
             UserError: it is; the message says how often, estimated by the mean tokens of a window.
         """
-        if all(limit is None for limit in self._limits):
+        if all(limit is None for limit in self.max_epochs):
             return
         planner = self._from_start()
         planner.load_state_dict(self.state_dict())
@@ -229,7 +211,7 @@ class Planner:
             statistics: of the step; `samples` are numbers over all sources.
             n_windows: windows trained on so far, those of the step included; more than in the call before.
         """
-        if not self._adaptive:
+        if not self.is_adaptive:
             return
         assert self.n_windows <= n_windows + self._ahead, "planned further ahead than `ahead` says"
         # No position before `n_windows` will be saved any more, and those behind it have learned what is dropped here.
@@ -265,15 +247,8 @@ class Planner:
                 stream.state_dict(position) for stream, position in zip(self._streams, snapshot.streams, strict=True)
             ],
             "observed": [
-                {
-                    "n_windows": at,
-                    "step": of.step,
-                    "loss": of.loss,
-                    "grad_norm": of.grad_norm,
-                    "samples": of.samples.tolist(),
-                    "sample_losses": of.sample_losses.tolist(),
-                }
-                for at, of in self._observed
+                {"n_windows": at, **without_arrays(vars(statistics))}
+                for at, statistics in self._observed
                 if at > learned
             ],
         }
@@ -285,13 +260,8 @@ class Planner:
             stream.load_state_dict(of_stream)
         self._observed = []
         for entry in state["observed"]:
-            statistics = StepStatistics(
-                step=entry["step"],
-                loss=entry["loss"],
-                grad_norm=entry["grad_norm"],
-                samples=np.array(entry["samples"], np.int64),
-                sample_losses=np.array(entry["sample_losses"], np.float64),
-            )
+            samples, losses = np.array(entry["samples"], np.int64), np.array(entry["sample_losses"], np.float64)
+            statistics = StepStatistics(entry["step"], entry["loss"], entry["grad_norm"], samples, losses)
             if entry["n_windows"] < self.n_windows - self._ahead:
                 self._teach(statistics)  # the run that saved it planned further ahead
             else:

@@ -1,5 +1,6 @@
 """Samplers: in which order the samples of a data set are drawn."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -146,3 +147,8 @@ def permutation(size: int, *key: int) -> Array:
     """
     raw = np.random.PCG64(np.random.SeedSequence([part % (1 << 64) for part in key])).random_raw(size)
     return np.argsort(raw, kind="stable")
+
+
+def without_arrays(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping with lists in place of numpy arrays."""
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}

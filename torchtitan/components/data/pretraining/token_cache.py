@@ -1,41 +1,38 @@
 """Local documents as token ids on disk: made once per host, found again by content, mapped into memory.
 
 `{cache}/tokens/{key}/` holds `tokens.bin` (uint16, or uint32 for a vocabulary beyond 65,536), `offsets.bin` (int64:
-where each document begins, and the total), `meta.json`, and their checksums (see `disk_cache`). The key is a digest of
-everything that decides the tokens, so that a folder never has to change once it is there. It is written under another
-name and renamed when complete.
+where each document begins, and the total), `meta.json`, and their checksums (see `disk_cache`).
+
+Documents are encoded in batches that keep all of the tokenizer's threads busy and memory bounded.
 """
 
 import bisect
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtitan.components.data.disk_cache import (
-    cache_root,
-    digest_of,
-    file_digest,
-    map_array,
-    open_or_build,
-    readable,
-    token_dtype,
-    writable,
-)
-from torchtitan.components.data.encoding import document_wrapping, encode_documents
-from torchtitan.components.data.packing import Array
-from torchtitan.components.data.progress import progress
-from torchtitan.components.data.readers import Document
-from torchtitan.components.data.sources import Source
+from torchtitan.components.data.disk_cache import map_array, open_or_build, readable
+from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.sources.rows import Document
+from torchtitan.components.data.sources.source import Source
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.progress import progress
 
 FORMAT_VERSION = 2
+
+PIECE_SIZE = 1 << 18
+"""Characters after which a long document is cut, where that does not change its tokens."""
+BATCH_SIZE = 1 << 23
+"""Characters encoded at a time, at most about."""
+BATCH_TEXTS = 1 << 15
+"""Texts encoded at a time."""
 
 
 class TokenCache:
@@ -103,30 +100,20 @@ class TokenCache:
 
 
 def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "", *, verify: bool = False) -> TokenCache:
-    """The tokens of a source, encoded now if they are not in the cache, or damaged there.
-
-    While one process encodes, others that want the same wait for it. `verify` reads the whole of a cache to find
-    damage, and not a sample.
+    """The tokens of a source, encoded now if they are not in the cache, or damaged there; see `open_or_build`.
 
     Raises:
         UserError: the data is bad or empty, or the cache folder cannot be written.
     """
-    root = cache_root(cache_dir)
-    with writable(root):
-        identity = source.identity(partial(file_digest, root))
-        folder = root / "tokens" / _key(identity, tokenizer)
-        return open_or_build(
-            folder,
-            partial(TokenCache, folder, [part.name for part in source.parts]),
-            partial(_build, source, tokenizer),
-            name=source.name,
-            unchanged=lambda: source.identity(partial(file_digest, root)) == identity,
-            verify=verify,
-        )
-
-
-def _key(identity: list[str], tokenizer: Tokenizer) -> str:
-    return digest_of([FORMAT_VERSION, tokenizer.fingerprint, document_wrapping(tokenizer), identity])
+    return open_or_build(
+        "tokens",
+        source,
+        lambda identity: [FORMAT_VERSION, tokenizer.fingerprint, document_wrapping(tokenizer), identity],
+        partial(TokenCache, names=[part.name for part in source.parts]),
+        partial(_build, source, tokenizer),
+        cache_dir,
+        verify=verify,
+    )
 
 
 def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> str:
@@ -140,7 +127,7 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> str:
 
 def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Write the tokens and offsets; returns the content of `meta.json`."""
-    dtype = token_dtype(tokenizer.vocab_size)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     n_tokens = 0
     documents_per_part = [0] * len(source.parts)
     total = sum(part.size() for part in source.parts)
@@ -172,3 +159,98 @@ def _warn_of_empty_parts(source: Source, documents_per_part: list[int], offsets_
     if empty:
         shown = ", ".join(empty[:3]) + (", ..." if len(empty) > 3 else "")
         logger.warning(f"{len(empty)} of {len(source.parts)} files of {source.name} hold no text: {shown}")
+
+
+class Piece(NamedTuple):
+    """The token ids of a piece of a document, wrapped as the tokenizer asks."""
+
+    ids: list[int]
+    ends_document: bool
+
+
+def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Piece]:
+    """Encode documents as `Tokenizer.encode_documents` does, each in one or more pieces that together have its ids.
+
+    A document without any visible character has no ids, not even the wrapping: one empty piece.
+    """
+    cuts, wrapping = _may_be_cut(tokenizer), document_wrapping(tokenizer)
+    batch: list[tuple[str, bool, bool]] = []
+    n_characters = 0
+    for document in documents:
+        for piece in _with_ends(split_document(document, PIECE_SIZE) if cuts else iter(["".join(document)])):
+            batch.append(piece)
+            n_characters += len(piece[0])
+            if n_characters >= BATCH_SIZE or len(batch) >= BATCH_TEXTS:
+                yield from _encode(batch, tokenizer, *wrapping)
+                batch, n_characters = [], 0
+    yield from _encode(batch, tokenizer, *wrapping)
+
+
+def _encode(
+    batch: list[tuple[str, bool, bool]], tokenizer: Tokenizer, prefix: list[int], suffix: list[int]
+) -> Iterator[Piece]:
+    encoded = tokenizer.encode_batch([text for text, _, _ in batch], add_bos=False, add_eos=False)
+    for (text, begins, ends), ids in zip(batch, encoded, strict=True):
+        if begins and ends and (not text or text.isspace()):
+            yield Piece([], True)
+        else:
+            yield Piece([*(prefix if begins else ()), *ids, *(suffix if ends else ())], ends)
+
+
+def document_wrapping(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What `encode_documents` puts in front of a document and behind it."""
+    [bare], [wrapped] = tokenizer.encode_batch(["a"], add_bos=False, add_eos=False), tokenizer.encode_documents(["a"])
+    begin = next(i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare)
+    return wrapped[:begin], wrapped[begin + len(bare) :]
+
+
+def _with_ends(texts: Iterator[str]) -> Iterator[tuple[str, bool, bool]]:
+    """Each text with whether it is the first and whether it is the last; one empty text where there is none."""
+    begins, text = True, next(texts, "")
+    for following in texts:
+        yield text, begins, False
+        begins, text = False, following
+    yield text, begins, True
+
+
+def split_document(document: Document, size: int) -> Iterator[str]:
+    """The text of a document in pieces of about `size` characters, cut only where tokenizers cut as well.
+
+    That is behind a newline between two characters that are not white space, or in front of a `\\r\\n` that follows a
+    letter or digit: the pre-tokenizers of byte-level BPE always separate there, whatever comes before and after. A
+    stretch without such a place stays in one piece, however long.
+    """
+    held: list[str] = []
+    for chunk in document:
+        for start in range(0, len(chunk), size):
+            part = chunk[start : start + size]
+            cut = _last_cut(part) if len(part) == size or held else 0
+            if cut:
+                yield "".join([*held, part[:cut]])
+                held = [part[cut:]]
+            else:
+                held.append(part)
+    if held:
+        yield "".join(held)
+
+
+def _last_cut(text: str) -> int:
+    """The last place in `text` where it may be cut, or 0."""
+    newline = text.rfind("\n", 1, -1)
+    while newline > 0:
+        before, after = text[newline - 1], text[newline + 1]
+        if not before.isspace() and not after.isspace():
+            return newline + 1
+        if before == "\r" and newline > 1 and text[newline - 2].isalnum():
+            return newline - 1
+        newline = text.rfind("\n", 1, newline)
+    return 0
+
+
+def _may_be_cut(tokenizer: Tokenizer) -> bool:
+    """Whether texts may be encoded in pieces; not so where, as in SentencePiece, the start of a text is marked."""
+
+    def encode(*texts: str) -> list[int]:
+        return [i for ids in tokenizer.encode_batch(list(texts), add_bos=False, add_eos=False) for i in ids]
+
+    return encode("a\nb") == encode("a\n", "b") and encode("a\r\nb") == encode("a", "\r\nb")

@@ -1,7 +1,9 @@
 """Column names in public data: synonyms of our names, and names that reveal the purpose of a column."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from torchtitan.tools.errors import UserError
 
 SYNONYMS = {
     "system_prompt": "system",
@@ -63,3 +65,20 @@ def suggested_columns(columns: Iterable[str]) -> str:
     if turns:
         return f"messages={turns}"
     return f"prompt={ask} response={answer}" if ask and answer else "OURS=THEIRS"
+
+
+def parse_columns(columns: Sequence[str]) -> dict[str, str]:
+    """`["prompt=question", …]`, the format's name for a column and the file's, as a dictionary.
+
+    Raises:
+        UserError: an entry of another form, or a name twice.
+    """
+    mapping: dict[str, str] = {}
+    for entry in columns:
+        ours, equals, theirs = (part.strip() for part in entry.partition("="))
+        if not (ours and equals and theirs):
+            raise UserError(f"--dataloader.columns: {entry!r} must be of the form OURS=THEIRS, such as prompt=question")
+        if ours in mapping:
+            raise UserError(f"--dataloader.columns: {ours!r} is given twice, {mapping[ours]!r} and {theirs!r}")
+        mapping[ours] = theirs
+    return mapping

@@ -1,13 +1,29 @@
-"""Data that a program makes up: the splits of it, and the draws that its items are made by."""
+"""Data that a program makes up: the splits, and the random draws behind each item."""
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from random import Random
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from torchtitan.tools.errors import UserError
 
 T = TypeVar("T")
+
+_FOLDER = Path(__file__).parent
+
+
+def read_tables(name: str) -> dict[str, Any]:
+    """Return the tables in `name`, a JSON file beside this module."""
+    return json.loads((_FOLDER / name).read_bytes())
+
+
+def version_of(*names: str) -> str:
+    """Digest of files beside this module and of this module itself: equal versions generate equal items."""
+    contents = [(_FOLDER / name).read_bytes() for name in (*names, Path(__file__).name)]
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 class Draw:
@@ -66,3 +82,8 @@ def draw_pair(draw: Draw, n: int, *, held_out: bool) -> tuple[int, int]:
         first, second = draw(range(n)), draw(range(n))
         if first != second and ((first + second) % 20 == 0) == held_out:
             return first, second
+
+
+def capitalized(text: str) -> str:
+    """Return a text with a capital first letter; the others stay."""
+    return text[0].upper() + text[1:]

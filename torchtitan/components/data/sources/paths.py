@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from torchtitan.components.data.readers import file_format, regular_file, supported_formats
+from torchtitan.components.data.sources.files import file_format, supported_formats
+from torchtitan.components.data.sources.rows import regular_file
 from torchtitan.tools.errors import UserError
 
 _PATTERN_CHARACTERS = "*?["

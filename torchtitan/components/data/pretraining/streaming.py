@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchtitan.components.data.encoding import document_wrapping, encode_documents
-from torchtitan.components.data.feeds import Feed, Layout, fingerprint
-from torchtitan.components.data.hub import StreamSource
-from torchtitan.components.data.packing import NO_DOCUMENT, Array, Batch, collate, filler, pack, permute
-from torchtitan.components.data.readers import check_text
+from torchtitan.components.data.base import Batch, Layout
+from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.pretraining.token_cache import document_wrapping
+from torchtitan.components.data.pretraining.windows import BatchIterator, Sample, collate, filler, pack, permute
+from torchtitan.components.data.sources.rows import check_text
+from torchtitan.components.data.sources.source import StreamSource
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import RunFailure, UserError
@@ -28,7 +29,7 @@ DOCUMENTS_PER_ENCODING = 64
 """Documents of a block that are tokenized at a time."""
 
 
-class Place(NamedTuple):
+class StreamPosition(NamedTuple):
     """A token in a node's stream, JSON-ready as a dictionary."""
 
     epoch: int = 0
@@ -52,17 +53,13 @@ class StreamOrder:
     restarts: int = 0
     """How often the stream had to start anew; each time it is shuffled in another way."""
     first_epoch: int = 0
-    epochs: int | None = None
 
 
 class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
     """The batches of one rank, packed by each of its workers from its own share of the stream."""
 
     def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
-        self.source = source
-        self.tokenizer = tokenizer
-        self.layout = layout
-        self.order = order
+        self.source, self.tokenizer, self.layout, self.order = source, tokenizer, layout, order
 
     def __iter__(self) -> "PackedStreamIterator":
         worker = get_worker_info()
@@ -78,10 +75,8 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
     """
 
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
-        self.dataset = dataset
-        self.node = node
-        self.n_nodes = n_nodes
-        self._place = Place(epoch=dataset.order.first_epoch)
+        self.dataset, self.node, self.n_nodes = dataset, node, n_nodes
+        self._place = StreamPosition(epoch=dataset.order.first_epoch)
         self._windows = self._all_windows(self._place)
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,7 +85,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved place."""
-        self._place = Place(**state)
+        self._place = StreamPosition(**state)
         self._windows = self._all_windows(self._place)
 
     def __next__(self) -> Batch | UserError | RunFailure:
@@ -102,36 +97,36 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
     def _next_batch(self) -> Batch:
         layout = self.dataset.layout
         samples = []
-        for sample, documents, place in self._windows:
-            samples.append((sample, documents))
+        for sample, place in self._windows:
+            samples.append(sample)
             self._place = place
             if len(samples) == layout.local_batch_size:
                 break
         if not samples:
             raise StopIteration
-        padding = (filler(layout.seq_len, document_mask=layout.document_mask), (NO_DOCUMENT, NO_DOCUMENT))
+        padding = filler(layout.seq_len, document_mask=layout.document_mask)
         return collate(samples + [padding] * (layout.local_batch_size - len(samples)))
 
-    def _all_windows(self, place: Place) -> Iterator[tuple[dict[str, Array], tuple[int, int], Place]]:
-        """Samples, the documents they touch and the place behind each, from a place to the end of the last epoch."""
-        epochs = self.dataset.order.epochs
+    def _all_windows(self, place: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
+        """Samples and the place behind each, from a place to the end of the last epoch."""
+        epochs = self.dataset.layout.epochs
         while epochs is None or place.epoch < epochs:
-            at_beginning, empty = place == Place(epoch=place.epoch), True
+            at_beginning, empty = place == StreamPosition(epoch=place.epoch), True
             for window in self._epoch_windows(place):
                 yield window
                 empty = False
             if at_beginning and empty:
                 return  # this node has no documents, and would look for some forever
-            place = Place(epoch=place.epoch + 1)
+            place = StreamPosition(epoch=place.epoch + 1)
 
-    def _epoch_windows(self, place: Place) -> Iterator[tuple[dict[str, Array], tuple[int, int], Place]]:
+    def _epoch_windows(self, place: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
         seq_len, document_mask = self.dataset.layout.seq_len, self.dataset.layout.document_mask
         buffer = _TokenBuffer()
 
-        def window() -> tuple[dict[str, Array], tuple[int, int], Place]:
+        def window() -> tuple[Sample, StreamPosition]:
             tokens, starts, first, last = buffer.pop(seq_len)
-            documents = self._number(first), self._number(last)
-            return pack(tokens, starts, seq_len, document_mask=document_mask), documents, buffer.place()
+            sample = pack(tokens, starts, seq_len, document_mask=document_mask)
+            return (sample, (self._number(first), self._number(last))), buffer.place()
 
         skip = place.token
         for begin, ids in self._documents(place):
@@ -140,10 +135,10 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             while len(buffer) > seq_len:
                 yield window()
         if len(buffer) > 1:
-            sample, documents, _ = window()
-            yield sample, documents, Place(epoch=place.epoch + 1)
+            sample, _ = window()
+            yield sample, StreamPosition(epoch=place.epoch + 1)
 
-    def _documents(self, place: Place) -> Iterator[tuple[Place, Array]]:
+    def _documents(self, place: StreamPosition) -> Iterator[tuple[StreamPosition, Array]]:
         """The documents that have tokens, each with its beginning, from the document of `place` to the epoch's end."""
         for block, source, texts in self._blocks(place):
             texts = self._permuted(texts, place.epoch, block)
@@ -152,7 +147,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
                 numbers = range(start, min(start + DOCUMENTS_PER_ENCODING, len(texts)))
                 for number, ids in zip(numbers, self._encode(texts[start : numbers.stop]), strict=True):
                     if len(ids):
-                        yield Place(place.epoch, block, source, number), ids
+                        yield StreamPosition(place.epoch, block, source, number), ids
 
     def _permuted(self, texts: list[str], epoch: int, block: int) -> list[str]:
         order = self.dataset.order
@@ -161,7 +156,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         key = (order.seed, order.restarts, epoch, block, self.node)
         return [texts[permute(i, len(texts), *key)] for i in range(len(texts))]
 
-    def _blocks(self, place: Place) -> Iterator[tuple[int, dict[str, Any] | None, list[str]]]:
+    def _blocks(self, place: StreamPosition) -> Iterator[tuple[int, dict[str, Any] | None, list[str]]]:
         """Each block's number, the stream's state in front of it, and its texts, from the block of `place` on."""
         source, column = self.dataset.source, self.dataset.source.text_column
         with _named_failures(source):
@@ -181,14 +176,10 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             block, state = block + 1, stream.state_dict()
 
     def _encode(self, texts: list[str]) -> list[Array]:
-        documents: list[list[int]] = [[]]
-        for ids, ends_document in encode_documents(((text,) for text in texts), self.dataset.tokenizer):
-            documents[-1].extend(ids)
-            if ends_document:
-                documents.append([])
-        return [np.array(ids, np.int64) for ids in documents[:-1]]
+        encoded = self.dataset.tokenizer.encode_documents(texts)
+        return [np.array(ids if text.strip() else [], np.int64) for text, ids in zip(texts, encoded, strict=True)]
 
-    def _number(self, place: Place) -> int:
+    def _number(self, place: StreamPosition) -> int:
         """A number for a document from which the node and its place in the node's order can be told."""
         return (place.block * self.dataset.order.block_size + place.document) * self.n_nodes + self.node
 
@@ -198,16 +189,16 @@ class _TokenBuffer:
 
     def __init__(self) -> None:
         self._tokens = np.zeros(0, np.int64)
-        self._spans: list[tuple[int, Place]] = []  # (where a document's tokens begin in `_tokens`, place of the first)
+        self._spans: list[tuple[int, StreamPosition]] = []
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def append(self, place: Place, ids: Array) -> None:
+    def append(self, place: StreamPosition, ids: Array) -> None:
         self._spans.append((len(self._tokens), place))
         self._tokens = np.concatenate([self._tokens, ids])
 
-    def pop(self, seq_len: int) -> tuple[Array, Array, Place, Place]:
+    def pop(self, seq_len: int) -> tuple[Array, Array, StreamPosition, StreamPosition]:
         """The next window: its tokens, the document starts in it, its first and last document.
 
         The last token stays, being the first of the next window.
@@ -219,7 +210,7 @@ class _TokenBuffer:
         self._drop(seq_len)
         return tokens, starts, inside[0][1], inside[-1][1]
 
-    def place(self) -> Place:
+    def place(self) -> StreamPosition:
         """The place of the token that the next window begins with."""
         return self._spans[0][1]
 
@@ -253,54 +244,35 @@ def open_share(source: StreamSource, node: int, n_nodes: int) -> Any:
     return split_dataset_by_node(stream, node, n_nodes)
 
 
-class StreamFeed(Feed):
+class StreamBatches(BatchIterator):
     """Batches from a stream.
 
     It can be continued exactly by the same number of ranks and workers. With others, the shares of the stream are
     others too: it starts anew, shuffled in another way, and says so.
     """
 
-    def __init__(
-        self,
-        source: StreamSource,
-        tokenizer: Tokenizer,
-        layout: Layout,
-        order: StreamOrder,
-    ):
-        self._source = source
-        self._tokenizer = tokenizer
-        self._layout = layout
-        self._order = order
-        self._workers: Workers | None = None
+    def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
+        self._source, self._tokenizer, self._order = source, tokenizer, order
         self._workers_state: dict[str, Any] | None = None
-        self._exhausted = False
         data = [source.dataset.path, source.dataset.name, source.split, source.text_column]
         cutting = [layout.seq_len, order.shuffle, order.block_size]
         encoding = [tokenizer.fingerprint, document_wrapping(tokenizer)]
-        self.fingerprint = fingerprint("stream", data, encoding, cutting)
-
-    @property
-    def exhausted(self) -> bool:
-        return self._exhausted
+        super().__init__(layout, ["stream", data, encoding, cutting])
 
     def __next__(self) -> Batch:
-        if not self._exhausted:
+        layout = self._layout
+        if not self.exhausted:
             if self._workers is None:
-                dataset = PackedStream(self._source, self._tokenizer, self._layout, self._order)
-                num_workers = self._layout.num_workers
-                self._workers = Workers(dataset, num_workers=num_workers, state=self._workers_state)
+                dataset = PackedStream(self._source, self._tokenizer, layout, self._order)
+                self._workers = Workers(dataset, num_workers=layout.num_workers, state=self._workers_state)
             try:
                 batch: Batch = next(self._workers)
                 return batch
             except StopIteration:
-                self._exhausted = True
-        if self._layout.dp_world_size == 1:
+                self.exhausted = True
+        if layout.dp_world_size == 1:
             raise StopIteration
-        return self._filler()
-
-    def _filler(self) -> Batch:
-        sample = filler(self._layout.seq_len, document_mask=self._layout.document_mask)
-        return collate([(sample, (NO_DOCUMENT, NO_DOCUMENT))] * self._layout.local_batch_size)
+        return collate([filler(layout.seq_len, document_mask=layout.document_mask)] * layout.local_batch_size)
 
     def _shape(self) -> dict[str, int]:
         layout = self._layout
@@ -312,19 +284,19 @@ class StreamFeed(Feed):
             "seed": self._order.seed,
             "restarts": self._order.restarts,
             "first_epoch": self._order.first_epoch,
-            "ended_after_epochs": self._order.epochs if self._exhausted else None,
+            "ended_after_epochs": self._layout.epochs if self.exhausted else None,
             "workers": self._workers.state_dict() if self._workers else self._workers_state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
-        self._exhausted = False
+        self.exhausted = False
         self._workers_state = None
         order = replace(self._order, seed=state["seed"], restarts=state["restarts"], first_epoch=state["first_epoch"])
-        ended = state["ended_after_epochs"]
+        ended, epochs = state["ended_after_epochs"], self._layout.epochs
         if state["layout"] == self._shape():
             self._order = order if ended is None else replace(order, first_epoch=ended)
-            self._exhausted = ended is not None and order.epochs is not None and ended >= order.epochs
+            self.exhausted = ended is not None and epochs is not None and ended >= epochs
             self._workers_state = state["workers"] if ended is None else None
         else:
             self._order = replace(order, restarts=order.restarts + 1)
@@ -345,8 +317,7 @@ class StreamFeed(Feed):
     def close(self) -> None:
         if self._workers is not None:
             self._workers_state = self._workers.state_dict()
-            self._workers.close()
-            self._workers = None
+        super().close()
 
 
 def _in_words(layout: dict[str, int]) -> str:

@@ -1,0 +1,1 @@
+"""What comes with the package: a tokenizer, and corpora that a small grammar makes up."""

@@ -1,0 +1,1 @@
+"""Pre-training data: documents as one stream of tokens, cut into windows."""

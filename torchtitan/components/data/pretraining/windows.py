@@ -1,0 +1,246 @@
+"""Windows of a stream of tokens: the order in which they are visited, how one becomes a sample, and batches of them.
+
+The documents of a data set, one behind the other, are one stream of tokens. Window `i` covers the tokens
+`[i * seq_len, i * seq_len + seq_len]`: neighbors overlap by one token, so that every token but the first of the
+stream is the label of exactly one input position.
+"""
+
+import hashlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout
+from torchtitan.components.data.disk_cache import digest_of
+from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.pretraining.token_cache import TokenCache
+from torchtitan.components.data.report import DataSummary, Report, SetSummary
+from torchtitan.components.data.workers import Workers
+from torchtitan.components.loss import IGNORE_INDEX
+
+Sample = tuple[dict[str, Array], tuple[int, int]]
+"""A row of a batch, and the numbers of the first and last document in it."""
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 6
+
+
+def count_windows(n_tokens: int, seq_len: int) -> int:
+    """Number of windows of `seq_len` predictions that a stream of `n_tokens` tokens fills, the last one partly."""
+    return max(0, -(-(n_tokens - 1) // seq_len))
+
+
+def permute(index: int, size: int, *key: int) -> int:
+    """Where a pseudo-random permutation of `range(size)`, chosen by `key`, sends `index`.
+
+    It needs no memory: a Feistel network permutes the smallest even-bit power of two that holds `size`, and a result
+    outside is sent through again until it falls inside ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002). At most 4 times as large a domain: fewer than 4 passes on average.
+    """
+    assert 0 <= index < size
+    half_bits = max(1, -(-(size - 1).bit_length() // 2))
+    half_mask = (1 << half_bits) - 1
+    round_keys = _round_keys(key)
+    while True:
+        left, right = index >> half_bits, index & half_mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & half_mask)
+        index = left << half_bits | right
+        if index < size:
+            return index
+
+
+def _round_keys(key: tuple[int, ...]) -> list[int]:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
+    return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finalizer (Steele, Lea and Flood, 2014): every input bit moves every output bit."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> dict[str, Array]:
+    """One window as a sample of `seq_len` positions.
+
+    Args:
+        tokens: the window's 2 to `seq_len + 1` tokens; fewer than `seq_len + 1` at the end of the data only.
+        starts: the indices in `tokens` at which a document begins, index 0 or not.
+        document_mask: keep documents apart. Positions count from each document's start in the window, and the last
+            token of a document does not predict the first of the next, which it could not know. Without it, the
+            window is one text and there are no positions.
+
+    Returns:
+        `input`, `labels` and, with document masking, `positions`, each (seq_len,). The rest of a short window is
+        padding: a document of its own whose labels are ignored.
+    """
+    n_inputs = len(tokens) - 1
+    assert 1 <= n_inputs <= seq_len
+    inputs = np.zeros(seq_len, np.int64)
+    inputs[:n_inputs] = tokens[:-1]
+    labels = np.full(seq_len, IGNORE_INDEX, np.int64)
+    labels[:n_inputs] = tokens[1:]
+    if not document_mask:
+        return {"input": inputs, "labels": labels}
+    labels[starts[starts > 0] - 1] = IGNORE_INDEX
+    origin = np.zeros(seq_len, np.int64)
+    inside = np.append(starts[starts < n_inputs], n_inputs) if n_inputs < seq_len else starts[starts < seq_len]
+    origin[inside] = inside
+    return {"input": inputs, "labels": labels, "positions": np.arange(seq_len) - np.maximum.accumulate(origin)}
+
+
+def filler(seq_len: int, *, document_mask: bool) -> Sample:
+    """A sample that predicts nothing, to fill up the last batch."""
+    sample = {"input": np.zeros(seq_len, np.int64), "labels": np.full(seq_len, IGNORE_INDEX, np.int64)}
+    if document_mask:
+        sample["positions"] = np.arange(seq_len)
+    return sample, (NO_DOCUMENT, NO_DOCUMENT)
+
+
+def collate(samples: Sequence[Sample]) -> Batch:
+    """Samples as one batch."""
+    batch = {name: torch.from_numpy(np.stack([sample[name] for sample, _ in samples])) for name in samples[0][0]}
+    batch["documents"] = torch.tensor([documents for _, documents in samples])
+    return batch
+
+
+class BatchIterator(ABC):
+    """An iterator over one rank's batches whose position can be saved and set.
+
+    Args:
+        layout: of the batches.
+        fingerprint: parts, JSON-ready, that are equal where positions mean the same samples.
+        n_samples: samples of all epochs over all ranks; None: not known, or without end.
+    """
+
+    def __init__(self, layout: Layout, fingerprint: Sequence[Any], n_samples: int | None = None):
+        self.fingerprint = digest_of(fingerprint)
+        self.n_samples = n_samples
+        self.exhausted = False
+        """Whether `next` has found no more samples of this rank."""
+        self._layout = layout
+        self._workers: Workers | None = None
+
+    @abstractmethod
+    def __next__(self) -> Batch:
+        """The next batch; `StopIteration` where every rank ends after the same number of batches."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the last batch handed out, JSON-ready."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved position of an iterator with the same fingerprint."""
+
+    @abstractmethod
+    def describe(self, first: int, last: int) -> str:
+        """The documents with the numbers `first` to `last` in words."""
+
+    def summary(self, name: str, n_samples: int) -> DataSummary | None:
+        """What is known of the data set `name` for a run that reads `n_samples`; None: nothing, before it is read."""
+        return None
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+
+class PackedDataset(Dataset[Batch]):
+    """The batches of one rank as a pure function of their place in the global order of samples.
+
+    Sample `p` of all is, for an epoch of n windows, window `permute(p % n)` with the permutation of epoch `p // n`.
+    """
+
+    def __init__(self, cache: TokenCache, layout: Layout, *, shuffle: bool, seed: int, n_samples: int | None):
+        self.cache, self.layout, self.shuffle, self.seed, self.n_samples = cache, layout, shuffle, seed, n_samples
+        self.n_windows = count_windows(cache.n_tokens, layout.seq_len)
+
+    def __getitem__(self, position: int) -> Batch:
+        """The batch of the samples from global position `position` on; those behind `n_samples` predict nothing."""
+        return collate([self._sample(position + i) for i in range(self.layout.local_batch_size)])
+
+    def _sample(self, position: int) -> Sample:
+        seq_len, document_mask = self.layout.seq_len, self.layout.document_mask
+        if self.n_samples is not None and position >= self.n_samples:
+            return filler(seq_len, document_mask=document_mask)
+        epoch, index = divmod(position, self.n_windows)
+        window = permute(index, self.n_windows, self.seed, epoch) if self.shuffle else index
+        start = window * seq_len
+        tokens = self.cache.tokens(start, start + seq_len + 1)
+        starts = self.cache.starts(start, start + len(tokens))
+        documents = self.cache.document_at(start), self.cache.document_at(start + len(tokens) - 1)
+        return pack(tokens, starts, seq_len, document_mask=document_mask), documents
+
+
+class CachedBatches(BatchIterator):
+    """Batches from the token cache. The position is one number: how many samples all ranks together have taken.
+
+    So it can be continued by any number of ranks and workers, with batches of any size, at once.
+    """
+
+    def __init__(self, cache: TokenCache, layout: Layout, *, shuffle: bool, seed: int):
+        self._cache, self._shuffle, self._seed = cache, shuffle, seed
+        self._windows_per_epoch = count_windows(cache.n_tokens, layout.seq_len)
+        self._position = 0
+        n_samples = None if layout.epochs is None else layout.epochs * self._windows_per_epoch
+        super().__init__(layout, [cache.key, layout.seq_len, shuffle], n_samples)
+
+    def __next__(self) -> Batch:
+        if self.n_samples is not None and self._position >= self.n_samples:
+            self.exhausted = True
+            raise StopIteration
+        if self._workers is None:
+            dataset = PackedDataset(
+                self._cache, self._layout, shuffle=self._shuffle, seed=self._seed, n_samples=self.n_samples
+            )
+            self._workers = Workers(dataset, sampler=self._positions(), num_workers=self._layout.num_workers)
+        batch: Batch = next(self._workers)
+        self._position += self._layout.global_batch_size
+        if self.n_samples is not None:
+            self._position = min(self._position, self.n_samples)
+        return batch
+
+    def _positions(self) -> Iterable[int]:
+        """Where this rank's batches begin, from the current position to the end, as many on every rank."""
+        stride = self._layout.global_batch_size
+        first = self._position + self._layout.dp_rank * self._layout.local_batch_size
+        if self.n_samples is None:
+            return itertools.count(first, stride)
+        n_batches = -(-(self.n_samples - self._position) // stride)
+        return range(first, first + n_batches * stride, stride)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position, "seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.close()
+        self.exhausted = False
+        # The seed of the saved order: with another, some samples of this epoch would come twice and some never.
+        self._position, self._seed = state["position"], state["seed"]
+
+    def describe(self, first: int, last: int) -> str:
+        return self._cache.describe(first, last)
+
+    def summary(self, name: str, n_samples: int) -> DataSummary:
+        cache, seq_len, per_epoch = self._cache, self._layout.seq_len, self._windows_per_epoch
+        lengths = cache.lengths
+        # The first token of a text has nothing to be predicted from.
+        n_firsts = int((lengths > 0).sum()) if self._layout.document_mask else 1
+        report = Report("text", len(lengths), len(lengths), cache.n_tokens, cache.n_tokens - n_firsts)
+        return DataSummary(
+            sets=[SetSummary(name=name, report=report, lengths=lengths, epochs=n_samples / per_epoch, max_epochs=None)],
+            max_length=seq_len + 1,
+            windows_per_epoch=per_epoch,
+            packing_efficiency=(cache.n_tokens - 1) / (per_epoch * seq_len),
+            follows_seed=True,
+        )

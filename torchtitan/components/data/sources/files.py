@@ -1,0 +1,289 @@
+"""File formats: a local file in, its rows or its documents out.
+
+Each row of a table and each whole text file is one. Whatever is wrong with a file is a `UserError` that names the file
+and the place in it; what is wrong with a single row of it is the row's own.
+"""
+
+import codecs
+import csv
+import io
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from torchtitan.components.data.sources.rows import (
+    LONGEST,
+    Document,
+    OnRead,
+    Part,
+    Row,
+    check_column,
+    first_line,
+    json_rows,
+    numbered_lines,
+    read_json,
+    text_of,
+)
+from torchtitan.components.data.sources.tables import arrow_rows
+from torchtitan.tools.errors import UserError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+CHUNK_SIZE = 1 << 20
+"""Characters of a text file read at a time."""
+
+_MOST_UNPACKED = 4 << 30
+"""Bytes of a parquet file that was compressed as a whole, all of which are in memory."""
+
+
+def file_format(path: Path) -> str | None:
+    """The file's extension without a compression's, if there is a reader for it: `.jsonl` for `a.jsonl.zst`."""
+    name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+    suffix = name.suffix.lower()
+    return suffix if suffix in _READERS else None
+
+
+def supported_formats() -> str:
+    """The extensions that can be read, for a message."""
+    return f"{', '.join(suffix[1:] for suffix in _READERS)}, each also as {' or '.join(COMPRESSIONS)}"
+
+
+def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None) -> Iterator[Row]:
+    """The rows of a file in their order; a text file is one row, with the column `text`.
+
+    Args:
+        path: the file, of a known format.
+        name: what the rows' places call it.
+        on_read: see `OnRead`.
+        column: the only one that is wanted; the others may be left out.
+
+    Raises:
+        UserError: the file cannot be opened, decompressed, decoded or parsed as a whole, or lacks the `column`.
+    """
+    suffix = file_format(path)
+    assert suffix is not None, path
+    with _named_errors(path):
+        yield from _READERS[suffix](path, name, on_read, column)
+
+
+class FilePart(Part):
+    """A file of a known format."""
+
+    def __init__(self, name: str, path: Path, text_column: str):
+        super().__init__(name, text_column)
+        self.path = path
+
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def contents(self, digest: Callable[[Path], str]) -> list[str]:
+        return [f"{file_format(self.path)} {self.path.suffix} {digest(self.path)}"]
+
+    def rows(self, on_read: OnRead) -> Iterator[Row]:
+        return read_rows(self.path, self.name, on_read)
+
+    def documents(self, on_read: OnRead) -> Iterator[Document]:
+        if file_format(self.path) in _TEXT_FORMATS:
+            yield _text_chunks(self.path, on_read)
+            return
+        for row in read_rows(self.path, str(self.path), on_read, self.text_column):
+            yield text_of(row, self.text_column)
+
+
+class _CountedFile(io.FileIO):
+    """A file that tells how much of it has been read."""
+
+    def __init__(self, path: Path, on_read: OnRead):
+        super().__init__(path)
+        self.on_read = on_read
+
+    def readinto(self, buffer: Any) -> int | None:
+        n_bytes = super().readinto(buffer)
+        self.on_read(n_bytes or 0)
+        return n_bytes
+
+    def readall(self) -> bytes:
+        content = super().readall()
+        self.on_read(len(content))
+        return content
+
+
+def _open_bytes(path: Path, on_read: OnRead) -> IO[bytes]:
+    file = io.BufferedReader(_CountedFile(path, on_read), CHUNK_SIZE)
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        return file
+    # pyarrow, and not gzip and zstandard: it reads both, several frames too, and notices a file that is cut off.
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), compression)
+
+
+def _open_text(path: Path, on_read: OnRead, newline: str = "\n") -> IO[str]:
+    return io.TextIOWrapper(_open_bytes(path, on_read), encoding="utf-8-sig", newline=newline)
+
+
+def _unread(n_bytes: int) -> None:
+    """An `OnRead` of bytes that are not to be counted."""
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Turn what Python raises while the file is read into a message that names the file and the place."""
+    try:
+        yield
+    except UnicodeDecodeError:
+        offset, line, byte = _find_bad_byte(path)
+        raise UserError(
+            f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset} (line {line}); convert it, or leave it out"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or first_line(error)}") from error
+
+
+def _find_bad_byte(path: Path) -> tuple[int, int, int]:
+    """Offset in the decompressed file, line number (from 1) and value of the first byte that is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    n_bytes, n_lines = 0, 1
+    with _open_bytes(path, _unread) as file:
+        while True:
+            chunk = file.read(CHUNK_SIZE)
+            held = decoder.getstate()[0]  # the start of a character that the last chunk cut in two
+            seen = held + chunk
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                line = n_lines + seen[: error.start].count(b"\n")
+                return n_bytes - len(held) + error.start, line, seen[error.start]
+            n_bytes += len(chunk)
+            n_lines += chunk.count(b"\n")
+
+
+def _text_chunks(path: Path, on_read: OnRead) -> Iterator[str]:
+    # Its own error handling: the chunks are read by whoever takes the document, after `documents` has yielded it.
+    line = 1
+    with _named_errors(path), _open_text(path, on_read) as file:
+        while chunk := file.read(CHUNK_SIZE):
+            _check_nul(chunk, path, line)
+            yield chunk
+            line += chunk.count("\n")
+
+
+def _check_nul(text: str, path: Path, line: int) -> None:
+    if "\0" in text:
+        line += text.count("\n", 0, text.index("\0"))
+        raise UserError(
+            f"{path}:{line}: a NUL character, as in a damaged file or in UTF-16; mend or convert it, or leave it out"
+        )
+
+
+def _read_text(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
+    yield Row(name, {"text": "".join(_text_chunks(path, on_read))})
+
+
+def _read_json_lines(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
+    with _open_text(path, on_read) as file:
+        yield from json_rows(name, numbered_lines(file, path))
+
+
+def _read_json(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
+    with _open_text(path, _unread) as file:
+        first = next((c for c in iter(partial(file.read, 1), "") if not c.isspace()), "")
+    with _open_text(path, on_read) as file:
+        yield from read_json(file, path, name, is_list=first == "[", chunk_size=CHUNK_SIZE)
+
+
+def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
+    csv.field_size_limit(LONGEST)  # the default of 131,072 characters is less than a long document
+    with _open_text(path, on_read, newline="") as file:
+        reader = csv.reader(_without_nul(numbered_lines(file, path), path), strict=True)
+        try:
+            rows = _csv_lines(reader)
+            first, columns = next(rows, (1, []))
+            _check_header(columns, f"{path}:{first}")
+            for line, cells in rows:
+                where = f"{name}:{line}"
+                if len(cells) == len(columns):
+                    yield Row(where, dict(zip(columns, cells, strict=True)))
+                else:
+                    differ = "more" if len(cells) > len(columns) else "fewer"
+                    yield Row(where, None, f"{differ} cells than the {len(columns)} columns")
+        except csv.Error as error:
+            raise UserError(f"{path}:{reader.line_num}: broken CSV, {error}") from None
+
+
+def _without_nul(lines: Iterable[str], path: Path) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        _check_nul(line, path, number)
+        yield line
+
+
+def _csv_lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
+    """What a `csv.reader` reads, without blank lines, each with the number of the line that it begins in."""
+    first = 1
+    for cells in reader:
+        if cells:
+            yield first, cells
+        first = reader.line_num + 1
+
+
+def _check_header(columns: Sequence[str], where: str) -> None:
+    _check_names(columns, where)
+    if len(columns) == 1 and (other := next((mark for mark in ";\t" if mark in columns[0]), None)):
+        raise UserError(
+            f"{where}: the only column is {columns[0]!r}; columns must be separated by commas, not {other!r}"
+        )
+
+
+def _check_names(columns: Sequence[str], where: str) -> None:
+    """Raise `UserError` for columns of the same name."""
+    named = Counter(filter(str.strip, columns))
+    if twice := [column for column, count in named.items() if count > 1]:
+        raise UserError(f"{where}: several columns are called {twice[0]!r}; rename one of them")
+
+
+def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    source = pyarrow.BufferReader(_unpacked(path)) if path.suffix.lower() in COMPRESSIONS else path
+    try:
+        file = parquet.ParquetFile(source, page_checksum_verification=True)
+        _check_names(file.schema_arrow.names, str(path))
+        if column is not None:
+            check_column(file.schema_arrow.names, column, str(path))
+        n_read, n_rows, size = 0, file.metadata.num_rows, path.stat().st_size
+        for batch in file.iter_batches(batch_size=1024, columns=None if column is None else [column]):
+            yield from arrow_rows(batch, name, n_read + 1)
+            n_read += len(batch)
+            on_read(size * len(batch) // max(n_read, n_rows))
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise UserError(f"{path} is not a readable parquet file: {first_line(error)}") from None
+    if n_read != n_rows:
+        raise UserError(f"{path} is not a readable parquet file: it has {n_read:,} rows, and should have {n_rows:,}")
+
+
+def _unpacked(path: Path) -> bytearray:
+    """All of a compressed parquet file, which is read from its end and so has to be in memory."""
+    content = bytearray()
+    with _open_bytes(path, _unread) as file:
+        while piece := file.read(CHUNK_SIZE):
+            content += piece
+            if len(content) > _MOST_UNPACKED:
+                most = f"{_MOST_UNPACKED:,} bytes"
+                raise UserError(f"{path} unpacks to more than {most}; store it unpacked, parquet compresses by itself")
+    return content
+
+
+_TEXT_FORMATS = (".txt", ".md")
+_READERS: dict[str, Callable[[Path, str, OnRead, str | None], Iterator[Row]]] = {
+    **dict.fromkeys(_TEXT_FORMATS, _read_text),
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

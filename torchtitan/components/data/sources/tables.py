@@ -1,0 +1,156 @@
+"""Tables of Arrow: the rows of a batch, and data sets of the library `datasets`, saved in a folder or fetched."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.components.data.sources.rows import (
+    Document,
+    OnRead,
+    Part,
+    Row,
+    check_column,
+    first_line,
+    regular_file,
+    text_of,
+)
+from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+BATCH_SIZE = 256
+"""Rows read at a time."""
+
+
+class Table(Part):
+    """A map-style `datasets.Dataset`, loaded when it is first asked for something.
+
+    Args:
+        name: what the rows' places call it.
+        place: where it is, for messages.
+        load: gives the data set.
+        files: gives the files that decide what is in it.
+        text_column: see `Part`.
+    """
+
+    kind = "datasets"
+
+    def __init__(
+        self,
+        name: str,
+        place: str,
+        load: Callable[[], Any],
+        files: Callable[[Any], list[Path]],
+        text_column: str = "text",
+    ):
+        super().__init__(name, text_column)
+        self._place = place
+        self._load = load
+        self._files = files
+
+    @cached_property
+    def _dataset(self) -> Any:
+        return self._load().with_format(None)
+
+    def size(self) -> int:
+        return len(self._dataset)
+
+    def contents(self, digest: Callable[[Path], str]) -> list[str]:
+        return [digest(path) for path in self._files(self._dataset)]
+
+    def rows(self, on_read: OnRead) -> Iterator[Row]:
+        return self._rows(self._dataset, self.name, on_read)
+
+    def documents(self, on_read: OnRead) -> Iterator[Document]:
+        check_column(self._dataset.column_names, self.text_column, self._place)
+        for row in self._rows(self._dataset.select_columns([self.text_column]), self._place, on_read):
+            yield text_of(row, self.text_column)
+
+    def _rows(self, dataset: Any, name: str, on_read: OnRead) -> Iterator[Row]:
+        # As Arrow has them: images and sounds, which no format reads, are not decoded.
+        batches, n_read = iter(dataset.with_format("arrow").iter(batch_size=BATCH_SIZE)), 0
+        while (batch := self._next(batches)) is not None:
+            for row in arrow_rows(batch, name, n_read + 1):
+                yield row
+                on_read(1)
+            n_read += len(batch)
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch. It is validated: the files are mapped into memory as they are, and damaged offsets
+        would have Arrow read beyond them."""
+        try:
+            if (batch := next(batches, None)) is not None:
+                batch.validate(full=True)
+            return batch
+        except Exception as error:  # of `datasets` or pyarrow, at any damage
+            raise _cannot_be_read(self._place, error) from error
+
+
+def saved_table(folder: Path, text_column: str) -> Table:
+    """The table in a folder that `datasets.Dataset.save_to_disk` wrote; what is asked of it raises `UserError` if it
+    cannot be read."""
+
+    def load() -> Any:
+        from datasets import load_from_disk
+
+        try:
+            for path in folder.iterdir():
+                if not path.is_dir():
+                    regular_file(path)
+            _check_names(folder)
+            return load_from_disk(folder)
+        except UserError:
+            raise
+        except Exception as error:  # of `datasets` or pyarrow, at any damage
+            raise _cannot_be_read(str(folder), error) from error
+
+    def files(dataset: Any) -> list[Path]:
+        return sorted(path for path in folder.iterdir() if path.is_file())
+
+    return Table(folder.name, str(folder), load, files, text_column)
+
+
+def _check_names(folder: Path) -> None:
+    """Refuse a saved data set whose description names a file that is not in its folder."""
+    state = folder / "state.json"
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    for data_file in json.loads(state.read_bytes())["_data_files"]:
+        if (name := data_file["filename"]) not in files:
+            raise UserError(f"{state} names {name!r}, which is not a file in its folder; save the data set again")
+
+
+def _cannot_be_read(place: str, error: Exception) -> UserError:
+    return UserError(f"the data set saved in {place} cannot be read ({first_line(error)}); save it again")
+
+
+def arrow_rows(batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: int) -> Iterator[Row]:
+    """Yield the rows of an Arrow batch, numbered from `first`. One with a value that Python has no form for, such as a
+    time after the year 9999 or text that is not UTF-8, is a row with an error."""
+    try:
+        cells = batch.to_pylist()
+    except Exception as error:  # of many types, by the type of the column
+        if len(batch) == 1:
+            yield Row(f"{name}, row {first}", None, f"a cell that cannot be read, {first_line(error)}")
+            return
+        for index in range(len(batch)):
+            yield from arrow_rows(batch.slice(index, 1), name, first + index)
+        return
+    for number, values in enumerate(cells, first):
+        # An object in a cell has the keys of all others in its column too: those without a value go.
+        filled = {field.name: _without_nulls(values[field.name], field.type) for field in batch.schema}
+        yield Row(f"{name}, row {number}", filled)
+
+
+def _without_nulls(value: Any, kind: "pyarrow.DataType") -> Any:
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_struct(kind):
+        return {f.name: _without_nulls(value[f.name], f.type) for f in kind if value[f.name] is not None}
+    if types.is_list(kind) or types.is_large_list(kind):
+        return [_without_nulls(item, kind.value_type) for item in value]
+    return value
