@@ -44,20 +44,6 @@ COMPONENTS = [
 ]
 """The packages inside `components`, lowest first; modules beside them have no place, and are in no cycle either."""
 
-KNOWN_CYCLES: list[set[str]] = [
-    {"components.checkpoint.writer_process", "components.checkpoint.writing"},
-    {
-        "components.checkpoint.formats.dcp",
-        "components.checkpoint.formats.find",
-        "components.checkpoint.reading",
-        "components.checkpoint.storage",
-    },
-    {"components.checkpoint.checks", "components.checkpoint.manager", "components.checkpoint.start"},
-    {"components.peft.adapter_files", "components.peft.converter"},
-    {"components.checkpoint", "components.peft", "components.quantization"},
-]
-"""Modules, or packages, that import one another: none is to be added."""
-
 PACKAGE = PROJECT / "torchtitan"
 
 
@@ -121,12 +107,10 @@ def package_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     return {name: imported - {name} for name, imported in packages.items()}
 
 
-def cycles(graph: Mapping[str, set[str]], known: Iterable[set[str]] = ()) -> list[list[str]]:
-    """A cycle, if there is one that does not run inside one of `known` alone."""
-    pairs = {(a, b) for names in known for a in names for b in names}
-    rest = {name: {one for one in imported if (name, one) not in pairs} for name, imported in graph.items()}
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """A cycle, if there is one."""
     try:
-        TopologicalSorter(rest).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         return [error.args[1]]
     return []
@@ -159,28 +143,9 @@ def test_dependencies_point_downwards():
         if LAYERS.index(name.partition(".")[0]) < LAYERS.index(one.partition(".")[0])
         or {name, one} <= set(packages)
         and packages.index(name) < packages.index(one)
-        and not any({name, one} <= names for names in KNOWN_CYCLES)
     ]
     assert upwards == []
     assert sum(map(len, graph.values())) > 500
-
-
-def test_files_of_checkpoints_and_weights_import_each_other_in_one_direction():
-    """Also where an import is deferred or for types only; and checkpoints know nothing of weights' formats."""
-    imported: dict[str, set[str]] = {}
-    for path in (PACKAGE / "components").glob("*/*.py"):
-        own = path.relative_to(PROJECT).with_suffix("").as_posix().replace("/", ".")
-        if own.split(".")[2] in ("checkpoint", "weights") and path.stem != "__init__":
-            tree, package = ast.parse(path.read_text()), own.rpartition(".")[0]
-            froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-            names = {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
-            imported[own] = names | set(imports_of(tree, package))
-    upwards = [own for own, names in imported.items() if ".checkpoint." in own and any(".weights" in n for n in names)]
-    assert len(imported) > 15 and upwards == []
-    left = dict(imported)
-    while free := [own for own, names in left.items() if not names & left.keys() - {own}]:
-        left = {own: names for own, names in left.items() if own not in free}
-    assert left == {}
 
 
 def test_every_package_is_in_a_layer():
@@ -192,18 +157,8 @@ def test_every_package_is_in_a_layer():
 
 def test_nothing_imports_itself_in_the_end():
     graph = import_graph(SOURCES)
-    known = [{f"torchtitan.{name}" for name in names} for names in KNOWN_CYCLES]
-    assert cycles(graph, known) == []
-    assert cycles(package_graph(graph), KNOWN_CYCLES) == []
-
-
-def test_a_known_cycle_is_one():
-    """One that has gone is to be taken out of the list."""
-    graph = import_graph(SOURCES)
-    for names in KNOWN_CYCLES:
-        modules = {f"torchtitan.{name}" for name in names}
-        one_of = {name: imported & modules for name, imported in graph.items() if name in modules}
-        assert cycles(one_of or {name: package_graph(graph)[name] & names for name in names}) != [], names
+    assert cycles(graph) == []
+    assert cycles(package_graph(graph)) == []
 
 
 def test_cycles_are_seen():
@@ -216,7 +171,6 @@ def test_cycles_are_seen():
     graph = import_graph({name: ast.parse(text) for name, text in modules.items()})
     [cycle] = cycles(graph)
     assert set(cycle) == {"torchtitan.tools.a", "torchtitan.tools.b"}
-    assert cycles(graph, [set(cycle)]) == []
     x, y = "torchtitan.components.x", "torchtitan.components.y"
     between: dict[str, set[str]] = {f"{x}.a": {f"{y}.a"}, f"{y}.b": {f"{x}.b"}, f"{x}.b": set(), f"{y}.a": set()}
     assert cycles(between) == [] and cycles(package_graph(between)) != []

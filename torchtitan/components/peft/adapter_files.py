@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,8 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger
 
-if TYPE_CHECKING:
-    from torchtitan.components.peft.converter import LoRA
+LoRAConfig = Any
+"""A `LoRA.Config`, whose module imports this one."""
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = ADAPTER_CONFIG
@@ -130,7 +130,7 @@ class AdapterSource(TensorSource):
         UserError: as `check_adapter_config`; for a damaged file, or an adapter of other layers or sizes, by name.
     """
 
-    def __init__(self, folder: Path, config: "LoRA.Config", model: nn.Module, spec: ModelSpec):
+    def __init__(self, folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec):
         check_adapter_config(folder, config)
         self._file = _AdapterFile(folder)
         entries = _entries(model, spec)
@@ -159,7 +159,7 @@ class _AdapterFile(HuggingFaceSource):
 
 
 def write_adapter(
-    folder: Path, config: "LoRA.Config", model: nn.Module, spec: ModelSpec, read: Callable[[str], Tensor]
+    folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec, read: Callable[[str], Tensor]
 ) -> None:
     """Write a model's adapter such that `peft.PeftModel.from_pretrained(base, folder)` computes the same.
 
@@ -199,7 +199,7 @@ def write_adapter(
 
 
 def read_adapter(
-    folder: Path, config: "LoRA.Config", model: nn.Module, spec: ModelSpec, model_parts: list[nn.Module]
+    folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec, model_parts: list[nn.Module]
 ) -> None:
     """Load an adapter in PEFT's files into a converted model, each process of the default group its part.
 
@@ -222,7 +222,7 @@ def read_adapter(
     logger.info("loaded %s, an adapter", folder)
 
 
-def check_adapter_config(folder: Path, config: "LoRA.Config") -> None:
+def check_adapter_config(folder: Path, config: LoRAConfig) -> None:
     """Raise `UserError` where one of the two files is missing, or `folder`'s adapter_config.json has a setting that is
     not `config`'s, or an option that ours has no counterpart of."""
     option = f"--model_converters.{config_key(config)}"
