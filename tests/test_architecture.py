@@ -313,3 +313,43 @@ def test_another_distribution_of_our_name_is_not_our_environment(tmp_path: Path,
     assert not suffices()
     install(["__init__.py", "cli/__init__.py", "cli/main.py"])
     assert suffices()
+
+
+WALKS = {
+    "An option to the line that uses it": 5,
+    "A token in a file to the loss": 12,
+    "A token in a file to the loss, in a conversation": 20,
+    "A save": 8,
+    "A new family": 3,
+}
+"""Most files of each walk in docs/architecture.md."""
+
+
+def walks() -> dict[str, list[tuple[Path, list[str]]]]:
+    """The walks of docs/architecture.md: heading → files, and names in them. A second list under one heading is that
+    of a conversation."""
+    found: dict[str, list[tuple[Path, list[str]]]] = {}
+    heading = ""
+    for line in (PROJECT / "docs/architecture.md").read_text().splitlines():
+        if line.startswith("## "):
+            heading = line.removeprefix("## ")
+        elif match := re.match(r"(\d+)\. `(torchtitan/[\w/]+\.py)`: (.*)", line):
+            if match[1] == "1" and heading in found:
+                heading += ", in a conversation"
+            names = [name for name in re.findall(r"`([\w.]+)`", match[3]) if not name.islower() or "_" in name]
+            found.setdefault(heading, []).append((PROJECT / match[2], names))
+    return found
+
+
+def test_the_walks_lead_through_files_and_names_that_exist():
+    found = walks()
+    assert {heading: len(files) for heading, files in found.items()} == WALKS
+    for path, names in [pair for files in found.values() for pair in files]:
+        tree = ast.parse(path.read_text())
+        for name in names:
+            scope: list[ast.stmt] = tree.body
+            for part in name.split("."):
+                defined = {node.name: node for node in scope if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+                targets = [target for node in scope if isinstance(node, ast.Assign) for target in node.targets]
+                assert part in defined or part in map(ast.unparse, targets), f"{path}: {name}"
+                scope = defined[part].body if part in defined else []

@@ -290,7 +290,9 @@ class Trainer(RunBuilder):
         """The loss of a batch, summed over its valid tokens; tensor-parallel ranks all have the whole of it."""
         if self.pipeline:
             return self.pipeline.forward(batch)
-        return self.models["model"](batch["input"], batch.get("positions"), head=self.loss, labels_BL=batch["labels"])
+        (model,) = self.model_parts
+        loss: Tensor = model(batch["input"], batch.get("positions"), head=self.loss, labels_BL=batch["labels"])
+        return loss
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The summed loss of a batch, and the weight that sums of losses are divided by: here its valid tokens.
