@@ -1,9 +1,12 @@
-"""The layout of the package: who may import whom, and what importing costs."""
+"""The layout of the package: who may import whom, who may use PyTorch's private names, and what importing costs."""
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,6 @@ LAYERS = [
     "protocols",
     "distributed",
     "components",
-    "trainer_config",
     "trainer",
     "models",
     "experiments",
@@ -27,23 +29,104 @@ LAYERS = [
 ]
 """Lowest first: a module imports from its own layer and from those before it."""
 
+COMPONENTS = [
+    "tokenizer",
+    "chat_template",
+    "checkpoint",
+    "quantization",
+    "peft",
+    "data",
+    "generation",
+    "evaluation",
+]
+"""The packages inside `components`, lowest first; modules beside them have no place, and are in no cycle either."""
+
+KNOWN_CYCLES: list[set[str]] = [
+    {"components.checkpoint.writer_process", "components.checkpoint.writing"},
+    {
+        "components.checkpoint.formats.dcp",
+        "components.checkpoint.formats.find",
+        "components.checkpoint.reading",
+        "components.checkpoint.storage",
+    },
+    {"components.checkpoint.checks", "components.checkpoint.manager", "components.checkpoint.start"},
+    {"components.peft.adapter_files", "components.peft.converter"},
+    {"components.checkpoint", "components.peft", "components.quantization"},
+]
+"""Modules, or packages, that import one another: none is to be added."""
+
 PACKAGE = PROJECT / "torchtitan"
 
 
+def name_of(path: Path) -> str:
+    """The import path of a file of the package, `__init__` included."""
+    return path.relative_to(PROJECT).with_suffix("").as_posix().replace("/", ".")
+
+
+def sources() -> dict[str, ast.Module]:
+    """The library's modules by name, without the files that users copy."""
+    paths = [path for path in PACKAGE.rglob("*.py") if not {"assets", "templates"} & set(path.parts)]
+    return {name_of(path): ast.parse(path.read_text()) for path in paths}
+
+
+SOURCES = sources()
+
+
 def imports_of(tree: ast.AST, package: str) -> list[str]:
-    """Modules of this project that a module inside `package` imports."""
+    """Modules of this project, or names in them, that a module inside `package` imports: anywhere in it, also inside
+    functions and for type checking alone, since whoever reads the one needs the other."""
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            names += [source] if source != "torchtitan" else [f"torchtitan.{alias.name}" for alias in node.names]
+            names += [f"{source}.{alias.name}" for alias in node.names]
     return [name for name in names if name.startswith("torchtitan.")]
 
 
-def layer_of(name: str) -> str:
-    return name.split(".")[1]
+def module_of(imported: str, modules: Iterable[str]) -> str:
+    """The module that an imported name is, or is in."""
+    packages = {name.removesuffix(".__init__"): name for name in modules}
+    while imported not in packages:
+        imported = imported.rpartition(".")[0]
+    return packages[imported]
+
+
+def node_of(module: str) -> str:
+    """The layer of a module, or its package or module inside `components`."""
+    _, *parts = module.removesuffix(".__init__").split(".")
+    return ".".join(parts[:2] if parts[0] == "components" else parts[:1])
+
+
+def import_graph(sources: Mapping[str, ast.AST]) -> dict[str, set[str]]:
+    """Module → the modules that it imports. The `__init__` of a package above a module does not count, where it is not
+    named: it may show what the module has."""
+    graph = {}
+    for name, tree in sources.items():
+        imported = {module_of(one, sources) for one in imports_of(tree, name.rpartition(".")[0])}
+        graph[name] = imported - {name, "torchtitan.__init__"}
+    return graph
+
+
+def package_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The same between layers, and between what is inside `components`."""
+    packages: dict[str, set[str]] = {}
+    for name, imported in graph.items():
+        if name != "torchtitan.__init__":
+            packages.setdefault(node_of(name), set()).update(map(node_of, imported - {"torchtitan.__init__"}))
+    return {name: imported - {name} for name, imported in packages.items()}
+
+
+def cycles(graph: Mapping[str, set[str]], known: Iterable[set[str]] = ()) -> list[list[str]]:
+    """A cycle, if there is one that does not run inside one of `known` alone."""
+    pairs = {(a, b) for names in known for a in names for b in names}
+    rest = {name: {one for one in imported if (name, one) not in pairs} for name, imported in graph.items()}
+    try:
+        TopologicalSorter(rest).prepare()
+    except CycleError as error:
+        return [error.args[1]]
+    return []
 
 
 @pytest.mark.parametrize(
@@ -51,11 +134,12 @@ def layer_of(name: str) -> str:
     [
         ("import torch, torchtitan.tools.device", ["torchtitan.tools.device"]),
         ("from torchtitan import trainer", ["torchtitan.trainer"]),
-        ("from torchtitan.cli.main import main", ["torchtitan.cli.main"]),
-        ("from . import job_config", ["torchtitan.config"]),
-        ("from .registry import suggest", ["torchtitan.config.registry"]),
+        ("from torchtitan.cli.main import main", ["torchtitan.cli.main.main"]),
+        ("from . import sections", ["torchtitan.config.sections"]),
+        ("from .registry import suggest", ["torchtitan.config.registry.suggest"]),
         ("from .. import trainer", ["torchtitan.trainer"]),
-        ("def f():\n    from ..cli.main import main", ["torchtitan.cli.main"]),
+        ("def f():\n    from ..cli.main import main", ["torchtitan.cli.main.main"]),
+        ("if TYPE_CHECKING:\n    from torchtitan.trainer import Trainer", ["torchtitan.trainer.Trainer"]),
     ],
 )
 def test_every_kind_of_import_is_seen(line, found):
@@ -63,17 +147,19 @@ def test_every_kind_of_import_is_seen(line, found):
 
 
 def test_dependencies_point_downwards():
-    upwards, checked = [], 0
-    for path in PACKAGE.rglob("*.py"):
-        own = path.relative_to(PROJECT).with_suffix("").as_posix().replace("/", ".")
-        if own == "torchtitan.__init__" or own.startswith("torchtitan.assets."):
-            continue
-        for name in imports_of(ast.parse(path.read_text()), own.rpartition(".")[0]):
-            checked += 1
-            if LAYERS.index(layer_of(name)) > LAYERS.index(layer_of(own)):
-                upwards.append(f"{own} imports {name}")
-    assert checked > 50
+    packages = [f"components.{name}" for name in COMPONENTS]
+    graph = import_graph(SOURCES)
+    imports = [(name, one) for name, imported in package_graph(graph).items() for one in imported]
+    upwards = [
+        f"{name} imports {one}"
+        for name, one in imports
+        if LAYERS.index(name.partition(".")[0]) < LAYERS.index(one.partition(".")[0])
+        or {name, one} <= set(packages)
+        and packages.index(name) < packages.index(one)
+        and not any({name, one} <= names for names in KNOWN_CYCLES)
+    ]
     assert upwards == []
+    assert sum(map(len, graph.values())) > 500
 
 
 def test_files_of_checkpoints_and_weights_import_each_other_in_one_direction():
@@ -98,6 +184,143 @@ def test_every_package_is_in_a_layer():
     found = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     found |= {path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
     assert found == set(LAYERS)
+    assert {path.parent.name for path in PACKAGE.glob("components/*/__init__.py")} == set(COMPONENTS)
+
+
+def test_nothing_imports_itself_in_the_end():
+    graph = import_graph(SOURCES)
+    known = [{f"torchtitan.{name}" for name in names} for names in KNOWN_CYCLES]
+    assert cycles(graph, known) == []
+    assert cycles(package_graph(graph), KNOWN_CYCLES) == []
+
+
+def test_a_known_cycle_is_one():
+    """One that has gone is to be taken out of the list."""
+    graph = import_graph(SOURCES)
+    for names in KNOWN_CYCLES:
+        modules = {f"torchtitan.{name}" for name in names}
+        one_of = {name: imported & modules for name, imported in graph.items() if name in modules}
+        assert cycles(one_of or {name: package_graph(graph)[name] & names for name in names}) != [], names
+
+
+def test_cycles_are_seen():
+    modules = {
+        "torchtitan.tools.a": "def f():\n    from torchtitan.tools import b",
+        "torchtitan.tools.b": "if TYPE_CHECKING:\n    from torchtitan.tools.a import f",
+        "torchtitan.tools.__init__": "from torchtitan.tools.a import f",
+        "torchtitan.tools.c": "from torchtitan.tools.a import f",
+    }
+    graph = import_graph({name: ast.parse(text) for name, text in modules.items()})
+    [cycle] = cycles(graph)
+    assert set(cycle) == {"torchtitan.tools.a", "torchtitan.tools.b"}
+    assert cycles(graph, [set(cycle)]) == []
+    x, y = "torchtitan.components.x", "torchtitan.components.y"
+    between: dict[str, set[str]] = {f"{x}.a": {f"{y}.a"}, f"{y}.b": {f"{x}.b"}, f"{x}.b": set(), f"{y}.a": set()}
+    assert cycles(between) == [] and cycles(package_graph(between)) != []
+
+
+OTHERS = {
+    "os": {"_exit"},
+    "sys": {"_current_frames"},
+    "pickle": {"_Unpickler"},
+    "named tuples": {"_replace", "_asdict", "_fields"},
+    "torchao": {"_tensor"},
+}
+"""Private names that are not PyTorch's, where they come from."""
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def own_names(trees: Iterable[ast.AST]) -> set[str]:
+    """Private names that this library gives to something: functions, classes, variables, attributes of `self`."""
+    names = set()
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                    names.add(node.attr)
+    return names
+
+
+def private_names_of_torch(tree: ast.AST, allowed: set[str]) -> Iterator[str]:
+    """Yield what a module takes from PyTorch that has a private name: by an import, as an attribute of anything (unless
+    the attribute is one of `allowed`), by `getattr` and its kin, and by a module's name in a string."""
+    bound = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
+            yield from (alias.name for alias in aliases if is_private(alias.name))
+            bound |= {alias.asname for alias in aliases if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in names if is_private(name))
+            bound |= {alias.asname or alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if node.attr not in allowed or ast.unparse(node).split(".")[0] in bound:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            for text in filter(is_private, texts):
+                called = ast.unparse(node.func)
+                if called in ("getattr", "setattr", "hasattr", "delattr") and text not in allowed:
+                    yield f"{called} {text}"
+                elif re.fullmatch(r"torch(\.\w+)+", text):
+                    yield f"{called} {text}"
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import torch._inductor.config", "torch._inductor.config"),
+        ("import torch._inductor.config as settings", "torch._inductor.config"),
+        ("from torch import _C", "torch._C"),
+        ("from torch._ops import OpOverload", "torch._ops.OpOverload"),
+        ("from torch.distributed.tensor import _utils", "torch.distributed.tensor._utils"),
+        ("def f():\n    from torch._ops import OpOverload", "torch._ops.OpOverload"),
+        ("import torch\ntorch._C.f()", "torch._C"),
+        ("import torch.distributed as dist\ndist.distributed_c10d._world", "dist.distributed_c10d._world"),
+        ("from torch import cuda\ncuda._own()", "cuda._own"),
+        ("def f(mesh):\n    return mesh['tp']._flatten()", "mesh['tp']._flatten"),
+        ("f(x)[0]._spec = 1", "f(x)[0]._spec"),
+        ("class A(B):\n    def f(self):\n        super()._inherited()", "super()._inherited"),
+        ("class A(B):\n    def f(self):\n        self._inherited()", "self._inherited"),
+        ("getattr(x, '_cdata')", "getattr _cdata"),
+        ("setattr(x, '_cdata', 1)", "setattr _cdata"),
+        ("sys.modules.get('torch._dynamo.utils')", "sys.modules.get torch._dynamo.utils"),
+        ("importlib.import_module('torch._ops')", "importlib.import_module torch._ops"),
+        ("import torch\nself._own = x._own + torch.tensor(1).__len__()", None),
+    ],
+)
+def test_every_private_name_is_seen(code, found):
+    assert list(private_names_of_torch(ast.parse(code), {"_own"})) == ([found] if found else [])
+
+
+def test_one_module_alone_has_private_names_of_torch():
+    allowed = own_names(SOURCES.values()).union(*OTHERS.values())
+    found = {name: list(private_names_of_torch(tree, allowed)) for name, tree in SOURCES.items()}
+    assert len(found.pop("torchtitan.tools.torch_private")) > 10
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_every_private_name_of_torch_is_there_and_used():
+    from torchtitan.tools import torch_private
+
+    own = "torchtitan.tools.torch_private"
+    imported = {one for name, tree in SOURCES.items() if name != own for one in imports_of(tree, "torchtitan")}
+    functions = [node.name for node in SOURCES[own].body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+    offered = {f"{own}.{name}" for name in (*torch_private._SOURCES, *functions)}
+    assert {one for one in imported if one.startswith(f"{own}.")} == offered
+    for name in torch_private._SOURCES:
+        assert getattr(torch_private, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute other"):
+        _ = torch_private.other
 
 
 def test_importing_the_trainer_stays_cheap():

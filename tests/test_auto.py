@@ -345,13 +345,13 @@ class TestAuto:
         assert config.model_spec.model.dim == 32
 
     def test_a_saved_run_is_the_same_again(self, folder, tmp_path):
-        job = parse("--hf_assets_path", folder, "--model.norm_eps", "1e-4", "--optimizer.lr", "3e-5")
-        job.save(tmp_path / "config.yaml")
+        resolved = parse("--hf_assets_path", folder, "--model.norm_eps", "1e-4", "--optimizer.lr", "3e-5")
+        resolved.save(tmp_path / "config.yaml")
         again = ConfigManager().parse_args(["--config_file", str(tmp_path / "config.yaml")])
-        assert again.config == job.config
+        assert again.config == resolved.config
         moved = folder.rename(tmp_path / "moved")
         args = ["--config_file", str(tmp_path / "config.yaml"), "--hf_assets_path", str(moved)]
-        assert ConfigManager().parse_args(args).config.model_spec == job.config.model_spec
+        assert ConfigManager().parse_args(args).config.model_spec == resolved.config.model_spec
 
     @pytest.mark.parametrize("args", [(), ("--hf_assets_path=",)])
     def test_without_a_folder(self, args):

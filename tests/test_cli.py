@@ -20,8 +20,8 @@ from tokenizers.models import WordLevel
 from tests.conftest import PROJECT
 from tests.training import TINY, flags
 from torchtitan.cli.main import main
-from torchtitan.tools import signals
-from torchtitan.tools.signals import COMMAND_VARIABLE, StopRequest, StopSignals
+from torchtitan.tools import process
+from torchtitan.tools.process import COMMAND_VARIABLE, StopRequest, StopSignals
 
 CONFIG_OF = """
 import dataclasses
@@ -405,7 +405,7 @@ class TestSignals:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does: to the process, then to its group
             assert calls == ["first"] and stop.first == signal.SIGTERM
-            monkeypatch.setattr(signals, "_SAME_REQUEST_SECONDS", 0.0)
+            monkeypatch.setattr(process, "_SAME_REQUEST_SECONDS", 0.0)
             os.kill(os.getpid(), signal.SIGINT)
             assert calls == ["first", "second"] and stop.first == signal.SIGTERM
         finally:

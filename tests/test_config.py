@@ -14,8 +14,8 @@ import yaml
 
 from tests.conftest import PROJECT
 from torchtitan.config import Configurable
-from torchtitan.config.configurable import leaves, types_by_key
-from torchtitan.config.manager import ConfigManager
+from torchtitan.config.configurable import leaves
+from torchtitan.config.manager import ConfigManager, types_by_key
 from torchtitan.config.registry import built_in_modules, list_module, load_config_function, needs_assets
 from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.errors import UserError
@@ -161,27 +161,27 @@ class TestPrecedence:
         args = ["--model.dim", "128", "--training.epochs", "2", "--checkpoint.enable", "--validator.no_enable"]
         args += ["--checkpoint.exclude_from_loading", "optimizer", "dataloader", "--loss.chunk_tokens", "7"]
         args += ["--optimizer.param_groups.no_decay.lr", "1e-4", "--dataloader.text_column", "None"]
-        job = parse(*args)
-        job.save(tmp_path / "config.yaml")
+        resolved = parse(*args)
+        resolved.save(tmp_path / "config.yaml")
         again = parse("--config_file", str(tmp_path / "config.yaml"))
-        assert again.config == job.config
-        assert (again.module, again.config_name) == (job.module, job.config_name)
+        assert again.config == resolved.config
+        assert (again.module, again.config_name) == (resolved.module, resolved.config_name)
         assert again.config.checkpoint.exclude_from_loading == ["optimizer", "dataloader"]
 
     def test_a_saved_vocabulary_can_follow_another_tokenizer(self, tmp_path):
         def resolve(config, vocab_size):
             return config.resolve(SimpleNamespace(vocab_size=vocab_size, n_added=0)).model_spec.model.vocab_size
 
-        job = parse("--model.vocab_size", "2048")  # as a run saves what it has taken from its tokenizer
-        job.save(tmp_path / "config.yaml")
+        resolved = parse("--model.vocab_size", "2048")  # as a run saves what it has taken from its tokenizer
+        resolved.save(tmp_path / "config.yaml")
         args = ["--config_file", str(tmp_path / "config.yaml"), "--hf_assets_path", "other"]
         with pytest.raises(UserError, match=r"5000 tokens.*2048"):
             resolve(parse(*args).config, 5000)
         assert resolve(parse(*args, "--model.vocab_size", "None").config, 5000) == 5000
 
     def test_lists_and_nothing_survive_the_round_trip(self, tmp_path):
-        job = parse("--checkpoint.exclude_from_loading")
-        job.save(tmp_path / "config.yaml")
+        resolved = parse("--checkpoint.exclude_from_loading")
+        resolved.save(tmp_path / "config.yaml")
         assert parse("--config_file", str(tmp_path / "config.yaml")).config.checkpoint.exclude_from_loading == []
 
     def test_a_file_s_word_stands_for_a_list_of_one(self, tmp_path):

@@ -19,7 +19,7 @@ from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.fake_trainer import FakeTrainer, without_data
-from torchtitan.dry_run.rank_report import axis_of, report_of
+from torchtitan.dry_run.report import axis_of, report_of
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 

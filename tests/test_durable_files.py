@@ -157,9 +157,9 @@ def test_a_run_without_checkpoints(tmp_path: Path, disk: Disk) -> None:
 def test_the_configuration(tmp_path: Path, disk: Disk) -> None:
     from torchtitan.config.manager import ConfigManager
 
-    job = ConfigManager().parse_args(flags({"dump_folder": tmp_path}))
+    resolved = ConfigManager().parse_args(flags({"dump_folder": tmp_path}))
     named = synced_when_renamed(disk, lambda target: True)
-    job.save(tmp_path / "config.yaml")
+    resolved.save(tmp_path / "config.yaml")
     assert named == [tmp_path / "config.yaml"] and disk.lost(tmp_path) == []
 
 

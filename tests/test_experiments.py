@@ -16,7 +16,7 @@ import torch
 from tests.training import flags, read_metrics, read_validation
 from torchtitan.cli.main import main
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from torchtitan.tools.signals import COMMAND_VARIABLE
+from torchtitan.tools.process import COMMAND_VARIABLE
 
 NUMBERS = ("loss", "grad_norm", "lr", "n_tokens_seen")
 TINY = {

@@ -197,8 +197,8 @@ def test_a_configuration_of_ones_own_goes_before_that_of_auto(in_workplace, tmp_
     file = tmp_path / "homemade/config_registry.py"
     own = "\n\ndef homemade_sft():\n    return llama3_debugmodel()\n"
     file.write_text(file.read_text() + own)
-    job = ConfigManager().parse_args(["--module", str(tmp_path / "homemade"), "--config", "sft"])
-    assert job.config.registered_as == "homemade.homemade_sft"
+    resolved = ConfigManager().parse_args(["--module", str(tmp_path / "homemade"), "--config", "sft"])
+    assert resolved.config.registered_as == "homemade.homemade_sft"
 
 
 def test_another_module_is_named(in_workplace, capsys):

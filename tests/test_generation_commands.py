@@ -257,7 +257,7 @@ def test_another_models_tokenizer_is_refused(stories, assets, capsys):
 def test_a_reader_that_leaves_ends_it_silently(stories):
     code = (
         "import sys\nfrom torchtitan.cli.generate import generate\n"
-        "from torchtitan.tools.signals import default_signals\nwith default_signals(): generate(sys.argv[1:])"
+        "from torchtitan.tools.process import default_signals\nwith default_signals(): generate(sys.argv[1:])"
     )
     command = [sys.executable, "-c", code, "--checkpoint", stories, "--device", "cpu", "--max_new_tokens", "200"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
-from torchtitan.tools.caching_allocator import CachingAllocator
-from torchtitan.tools.memory_tracker import MemoryTracker
-from torchtitan.tools.operations import observing
-from torchtitan.tools.work_tracker import Channel, Volume, WorkTracker
+from torchtitan.dry_run.caching_allocator import CachingAllocator
+from torchtitan.dry_run.memory_tracker import MemoryTracker
+from torchtitan.dry_run.observer import observing
+from torchtitan.dry_run.work_tracker import Channel, Volume, WorkTracker
 
 KIB, MIB = 2**10, 2**20
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.processes import run_processes
 from torchtitan.config import CommConfig
 from torchtitan.distributed import process_group
-from torchtitan.distributed.attempt_store import attempt_store
+from torchtitan.distributed.process_group import attempt_store
 from torchtitan.tools.errors import UserError
 
 

@@ -16,7 +16,7 @@ import yaml
 from tests.conftest import PROJECT
 from tests.training import flags, read_metrics, read_validation
 from torchtitan.cli.main import main
-from torchtitan.tools.signals import COMMAND_VARIABLE
+from torchtitan.tools.process import COMMAND_VARIABLE
 
 TINY = {
     "model.dim": 64,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.training import read_metrics, tiny_config, train
-from torchtitan.config.job_config import parse_step_ranges
+from torchtitan.config.sections import parse_step_ranges
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 

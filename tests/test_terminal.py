@@ -13,8 +13,7 @@ from torchtitan.cli.model_options import OpenedModel, run_command
 from torchtitan.components.generation import Generation
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import _Formatter
-from torchtitan.tools.terminal import visible
+from torchtitan.tools.logging import _Formatter, visible
 
 RED = "\x1b[31m"
 
@@ -46,7 +45,7 @@ def test_a_message_s_newlines_stay(capsys):
 
 
 def test_the_log_has_no_colors_but_our_own():
-    formatter = _Formatter(coloured=True, rank="0")
+    formatter = _Formatter(colored=True, rank="0")
 
     def line(message: str, **extra: bool) -> str:
         record = logging.LogRecord("x", logging.WARNING, "", 0, message, (), None)

@@ -16,7 +16,7 @@ from tests.conftest import PROJECT
 from tests.test_cli import write_module
 from tests.test_launcher import Command, free_port
 from tests.training import TINY, flags
-from torchtitan.distributed.roll_call import Position, Process, describe
+from torchtitan.distributed.hang_consensus import Position, Process, describe
 
 _TIMEOUT = 300  # seconds after which a command hangs; it takes less than 20 where the machine is not busy
 _LIMIT = 2  # seconds that a step may take here; one takes milliseconds

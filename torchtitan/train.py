@@ -20,41 +20,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.tools.errors import RunComplete, RunFailure, UserError
-from torchtitan.tools.launched import end_with_launcher, is_launched, leave, report_failure
 from torchtitan.tools.logging import init_logger, logger
-from torchtitan.tools.signals import COMMAND_VARIABLE
+from torchtitan.tools.process import COMMAND_VARIABLE, end_with_launcher, is_launched, leave, report_failure
 
 if TYPE_CHECKING:
-    from torchtitan.config.manager import Job
+    from torchtitan.config.manager import ResolvedConfig
 
 _FIRST_RANK_SECONDS = 5.0
 """How long the other ranks of a host leave it to the first one to tell a user's mistake; torchrun then ends them."""
 
 
-def run(job: "Job") -> None:
+def run(resolved: "ResolvedConfig") -> None:
     """Build the trainer of a configuration that has been checked, train, and leave together with the other ranks.
 
     Whatever is raised is raised as it is: a process group that lost a rank cannot be left in an orderly way.
     """
-    trainer = job.config.build()
+    trainer = resolved.config.build()
     trainer.load_checkpoint()
     # Not before: a run that cannot start leaves the file of the one before it as it is.
     if trainer.rank == 0:
-        _save_config(dataclasses.replace(job, config=trainer.config), fresh=trainer.step == 0)
+        _save_config(dataclasses.replace(resolved, config=trainer.config), fresh=trainer.step == 0)
     trainer.train()
     trainer.close()
 
 
-def _save_config(job: "Job", *, fresh: bool) -> None:
+def _save_config(resolved: "ResolvedConfig", *, fresh: bool) -> None:
     """Write the resolved configuration to the run's folder; a fresh run keeps that of the run before it."""
     from torchtitan.components.metric_sinks import set_aside
 
-    folder = job.config.dump_folder
+    folder = resolved.config.dump_folder
     path = Path(folder) / "config.yaml"
     try:
         if fresh and path.exists():
             set_aside(path)
-        job.save(path)
+        resolved.save(path)
     except OSError as error:
         raise UserError(f"--dump_folder '{folder}' cannot be written: {error.strerror}") from error
 
@@ -103,10 +102,10 @@ def _parse_and_run(words: list[str]) -> None:
     if "COMM_MODE" in os.environ:
         raise UserError("the environment variable COMM_MODE is for `torchtitan train`, which makes a dry run by itself")
     with _printing_once() if _repeats() else contextlib.nullcontext():
-        job = ConfigManager("python -m torchtitan.train").parse_args(words)
+        resolved = ConfigManager("python -m torchtitan.train").parse_args(words)
     if not is_launched():
-        job.config.check(int(os.environ.get("WORLD_SIZE", "1")))
-    run(job)
+        resolved.config.check(int(os.environ.get("WORLD_SIZE", "1")))
+    run(resolved)
 
 
 def _repeats() -> bool:

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
-from torchtitan.tools.terminal import print_error, visible
+from torchtitan.tools.logging import logger, print_error, visible
 
 if TYPE_CHECKING:
     from torchtitan.components.data.dataloader import BaseDataLoader
     from torchtitan.components.data.packing import Batch
     from torchtitan.components.data.summary import DataSummary
     from torchtitan.components.tokenizer import Tokenizer
-    from torchtitan.config.manager import Job
+    from torchtitan.config.manager import ResolvedConfig
     from torchtitan.trainer.data_progress import RunLength
 
 _USAGE = """usage: torchtitan data inspect|show [options]
@@ -147,7 +146,7 @@ def _data_parallel_degree(parallelism: Any) -> int:
     return ParallelDims.from_config(parallelism, max(processes, needed)).dp_degree
 
 
-def _inspect(options: argparse.Namespace, job: "Job") -> None:
+def _inspect(options: argparse.Namespace, job: "ResolvedConfig") -> None:
     from torchtitan.cli.data_report import Inspection, open_console, page, print_inspection
     from torchtitan.cli.data_samples import Sample, samples_of
 
@@ -215,7 +214,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _show(options: argparse.Namespace, job: "Job") -> None:
+def _show(options: argparse.Namespace, job: "ResolvedConfig") -> None:
     from torchtitan.cli.data_report import open_console, print_samples
     from torchtitan.cli.data_samples import samples_of
 

@@ -16,7 +16,7 @@ from torchtitan.cli.data_samples import Document, Row, Sample, Token
 from torchtitan.components.data.finetuning.policies import Tally
 from torchtitan.components.data.packing import Array
 from torchtitan.components.data.summary import DataSummary, SetSummary
-from torchtitan.tools.terminal import visible
+from torchtitan.tools.logging import visible
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torchtitan.components.data.packing import NO_DOCUMENT, Batch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.terminal import visible
+from torchtitan.tools.logging import visible
 
 _UNDECODED = "\ufffd"
 _MOST_SHARED = 16

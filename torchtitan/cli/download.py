@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError
-from torchtitan.tools.model_folder import DOWNLOADS, is_lfs_pointer
+from torchtitan.tools.files import DOWNLOADS, is_lfs_pointer
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import HfApi, RepoSibling

@@ -1,7 +1,6 @@
 """`torchtitan eval`: measures a checkpoint's model."""
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import math
@@ -10,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.cli.model_options import OpenedModel, add_model_options, open_model, run_command
+from torchtitan.cli.model_options import add_model_options, open_model, run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
 if TYPE_CHECKING:
-    from torchtitan.components.evaluation import Progress, Scorer
+    from torchtitan.components.evaluation import Progress
 
 
 def evaluate(args: Sequence[str]) -> int:
@@ -48,14 +47,18 @@ def evaluate(args: Sequence[str]) -> int:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from torchtitan.components.evaluation import Scorer
+    from torchtitan.components.evaluation.tasks import SUFFIXES, evaluate_file
     from torchtitan.components.generation import stop_ids
 
-    files = [task for task in options.tasks if _is_file(task)]
-    names = [task for task in options.tasks if not _is_file(task)]
+    files = [task for task in options.tasks if Path(task).suffix in SUFFIXES]
+    names = [task for task in options.tasks if task not in files]
     _check(options, files, names)
     opened = open_model(options)
     scorer = Scorer(opened.model, batch_size=options.batch_size)
-    results = {file: _evaluate_file(Path(file), scorer, opened, options.limit) for file in files}
+    results: dict[str, dict[str, Any]] = {}
+    for file in files:
+        with _progress_bar(Path(file).name) as progress:
+            results[file] = evaluate_file(Path(file), scorer, opened.tokenizer, options.limit, progress)
     if names:
         from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
 
@@ -63,10 +66,6 @@ def _evaluate(options: argparse.Namespace) -> None:
             model = TorchtitanLM(scorer, opened.tokenizer, stop_ids(opened.tokenizer, *opened.folders), progress)
             results |= evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
     _report({"checkpoint": str(options.checkpoint), "results": results}, options.output)
-
-
-def _is_file(task: str) -> bool:
-    return Path(task).suffix in (".jsonl", ".txt", ".md")
 
 
 def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> None:
@@ -84,22 +83,6 @@ def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> N
             f"{', '.join(names)}: neither .jsonl, .txt nor .md, so a task of lm-eval, which is not installed "
             "(pip install 'torchtitan[eval]')"
         )
-
-
-def _evaluate_file(path: Path, scorer: "Scorer", opened: OpenedModel, limit: int | None) -> dict[str, Any]:
-    from torchtitan.components.evaluation import multiple_choice, read_questions, text_perplexity
-
-    with _progress_bar(path.name) as progress:
-        if path.suffix == ".jsonl":
-            questions = read_questions(path, limit)
-            return dataclasses.asdict(multiple_choice(scorer, opened.tokenizer, questions, progress))
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"'{path}' cannot be read as a text in UTF-8: {error}") from error
-        if not text:
-            raise UserError(f"'{path}' is empty: there is nothing to score")
-        return dataclasses.asdict(text_perplexity(scorer, opened.tokenizer, text, progress))
 
 
 @contextmanager

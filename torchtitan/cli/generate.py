@@ -17,7 +17,7 @@ from torchtitan.cli.model_options import (
     sampling_of,
 )
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.terminal import for_output, print_error
+from torchtitan.tools.logging import for_output, print_error
 
 if TYPE_CHECKING:
     from torchtitan.components.generation import Generation

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from torchtitan.cli.model_options import add_module_option, given_package, run_command
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
-from torchtitan.tools.terminal import print_error, visible
+from torchtitan.tools.files import read_object
+from torchtitan.tools.logging import print_error, visible
 
 if TYPE_CHECKING:
     from types import ModuleType

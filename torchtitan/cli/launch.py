@@ -1,4 +1,11 @@
-"""Starts the processes of a run on this host, and turns their fate into one exit code and at most one message."""
+"""Starts the processes of a run on this host, and turns their fate into one exit code and at most one message.
+
+PyTorch's elastic agent (2.13), on which torchrun is built, could take its place but for four things, none of which is
+an option of its: its rendezvous opens the store on all network interfaces, and whoever reaches it can write to it; it
+starts the workers again after every failure, a user's mistake included; it ends the ranks that are left after a failure
+by SIGTERM, our request to save and to stop; and it gives workers that are to stop a fixed time, where ours have as long
+as their last save takes, or until a second signal. Several hosts that are to restart use torchrun (docs/multinode.md).
+"""
 
 import dataclasses
 import json
@@ -10,10 +17,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.tools.signals import LAUNCHER_VARIABLE, StopSignals, announce_stop
+from torchtitan.tools.process import LAUNCHER_VARIABLE, StopSignals, announce_stop
 
 _POLL_SECONDS = 0.1
 _MAX_REPORT_BYTES = 2**17
@@ -32,11 +40,8 @@ class Hosts:
 
     @classmethod
     def from_environment(cls) -> "Hosts":
-        """What `NNODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` say; one host where they say nothing.
-
-        Raises:
-            UserError: for a value that cannot be used, or one that several hosts need and that is not set.
-        """
+        """Return what `NNODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` say, by default one host. Raises
+        `UserError` for a value that cannot be used, or one that several hosts need and that is not set."""
         count = environment_number("NNODES", default=1, minimum=1)
         if count == 1:
             return cls(count=1, rank=0, address="127.0.0.1", port=_free_port())
@@ -49,17 +54,9 @@ class Hosts:
         port = environment_number("MASTER_PORT", default=29500, minimum=1)
         return cls(count=count, rank=rank, address=os.environ["MASTER_ADDR"], port=port)
 
-    def at_another_port(self) -> "Hosts":
-        """For a restart: what a killed worker had started may still hold the port."""
-        return dataclasses.replace(self, port=_free_port())
-
 
 def environment_number(name: str, *, default: int, minimum: int) -> int:
-    """The environment variable as a number.
-
-    Raises:
-        UserError: if it is none, or below `minimum`.
-    """
+    """Return an environment variable as a number; raises `UserError` if it is none, or below `minimum`."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or int(text) < minimum:
         raise UserError(f"the environment variable {name} is '{text}', and must be a number of at least {minimum}")
@@ -87,7 +84,8 @@ def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: i
                 break
             logger.error("%s", min(failures).text)
             logger.warning("restart %d of %d: all processes start again", restart, max_restarts)
-            hosts = hosts.at_another_port()
+            # At another port: what a killed worker had started may still hold this one.
+            hosts = dataclasses.replace(hosts, port=_free_port())
             failures = _run_once(workers, signals, args, hosts, processes)
     finally:
         _kill(workers)
@@ -95,16 +93,18 @@ def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: i
     return _outcome(failures, signals.first)
 
 
-@dataclass(frozen=True, order=True)
-class _Failure:
-    """A worker that ended, and not well: when (seconds since the epoch), the exit code to give, what to say, whether it
-    may pass when the run is started again, and how the process itself ended."""
+class _Failure(NamedTuple):
+    """A worker that ended, and not well."""
 
     time: float
+    """Seconds since the epoch."""
     code: int
+    """The exit code to give."""
     text: str
     passing: bool
+    """Whether the run may well succeed when it is started again."""
     returncode: int
+    """How the process itself ended."""
 
 
 class _Worker:
@@ -162,10 +162,6 @@ class _Worker:
 
 def _stop(workers: Sequence[_Worker], number: int) -> None:
     announce_stop(number, "after this step, or at once if it has not made one")
-    _terminate(workers)
-
-
-def _terminate(workers: Sequence[_Worker]) -> None:
     for worker in workers:
         worker.process.terminate()
 
@@ -189,8 +185,8 @@ def _run_once(
             break
         workers.append(_Worker(args, hosts, processes, local_rank))
     signal.signal(signal.SIGINT, handler)
-    if signals.first:  # it arrived when they were not all there
-        _terminate(workers)
+    for worker in workers if signals.first else []:  # it arrived when they were not all there
+        worker.process.terminate()
     _wait(workers)
     failed = [worker for worker in workers if worker.failed]
     _kill(workers)

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 import torchtitan
-from torchtitan.tools.signals import default_signals
-from torchtitan.tools.terminal import visible
+from torchtitan.tools.logging import visible
+from torchtitan.tools.process import default_signals
 
 # A function by its module is imported on demand: `ls`, for one, needs no torch and answers at once.
 _COMMANDS = {

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan.tools.errors import RunFailure, UserError
-from torchtitan.tools.logging import init_logger
-from torchtitan.tools.terminal import print_error
+from torchtitan.tools.logging import init_logger, print_error
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.config.registry import built_in_modules
-from torchtitan.tools.terminal import print_error
+from torchtitan.tools.logging import print_error
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _EXPERIMENT = _PACKAGE / "experiments" / "template"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torchtitan.cli.launch import Hosts, environment_number, launch
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger
-from torchtitan.tools.signals import COMMAND_VARIABLE
+from torchtitan.tools.process import COMMAND_VARIABLE
 from torchtitan.train import exit_code_of, log_message, run
 
 PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"
@@ -51,20 +51,20 @@ def train(args: Sequence[str]) -> int:
 def _train(args: list[str]) -> int:
     from torchtitan.config.manager import ConfigManager
 
-    job = ConfigManager().parse_args(args)
+    resolved = ConfigManager().parse_args(args)
     if _is_dry_run():
         from torchtitan.dry_run import dry_run
 
-        dry_run(job.config, environment_number("NNODES", default=1, minimum=1) * _named_processes(default=1))
+        dry_run(resolved.config, environment_number("NNODES", default=1, minimum=1) * _named_processes(default=1))
         return 0
     # No longer a filter that ends when nobody reads it: a connection that the other side closes is an error to handle.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     hosts, processes = Hosts.from_environment(), _processes()
-    job.config.check(hosts.count * processes)
+    resolved.config.check(hosts.count * processes)
     max_restarts = _max_restarts(hosts)
     if hosts.count * processes > 1 or max_restarts > 0:
         return launch(args, hosts=hosts, processes=processes, max_restarts=max_restarts)
-    run(job)
+    run(resolved)
     return 0
 
 

@@ -9,7 +9,7 @@ import torch
 
 from torchtitan.components.optimizer import Optimizer
 from torchtitan.config import Configurable
-from torchtitan.config.job_config import require_at_least
+from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.tools import durable, json_file
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import parse_json
 from torchtitan.tools.logging import logger
 
 
@@ -173,7 +174,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 def step_of(line: bytes) -> int | None:
     """Return the step that a line of `JsonLines` is of; None of a line that is damaged."""
     try:
-        content = json_file.loads(line, "the line")
+        content = parse_json(line, "the line")
     except UserError:
         return None
     step = content.get("step") if isinstance(content, dict) else None

@@ -16,7 +16,7 @@ import torch
 
 from torchtitan.components.metric_sinks import JsonLines, Sink, TensorBoard, WandB
 from torchtitan.config.configurable import Configurable
-from torchtitan.config.job_config import require_at_least
+from torchtitan.config.sections import require_at_least
 from torchtitan.tools import durable
 from torchtitan.tools.device import PeakFlops, device_description, memory_gib, peak_flops, synchronize
 from torchtitan.tools.errors import UserError

@@ -9,11 +9,12 @@ from types import TracebackType
 import torch
 
 from torchtitan.config.configurable import Configurable
-from torchtitan.config.job_config import require_at_least
+from torchtitan.config.sections import require_at_least
 from torchtitan.tools import durable
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.torch_private import dump_memory_snapshot, record_memory_history
 
 _SNAPSHOT_EVENTS = 100_000  # allocations and frees that a memory snapshot reaches back
 
@@ -93,7 +94,7 @@ class Profiler(Configurable):
         if self.config.enable_profiling:
             self._trace = self._start_trace()
         if self.config.enable_memory_snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+            record_memory_history(max_entries=_SNAPSHOT_EVENTS)
         return self
 
     def step(self, step: int) -> None:
@@ -118,7 +119,7 @@ class Profiler(Configurable):
         if self.config.enable_memory_snapshot:
             if isinstance(error, torch.OutOfMemoryError):
                 self._save_snapshot(f"step-{self._step + 1}-out-of-memory")
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory_history(enabled=None)
         if self._trace is not None:
             self._trace.stop()
             self._trace = None
@@ -145,7 +146,7 @@ class Profiler(Configurable):
         return trace
 
     def _save_snapshot(self, name: str) -> None:
-        folder, dump = self.config.save_memory_snapshot_folder, torch.cuda.memory._dump_snapshot
+        folder, dump = self.config.save_memory_snapshot_folder, dump_memory_snapshot
         self._write("memory snapshot", folder, name, "pickle", lambda path: dump(str(path)))
 
     def _write(self, kind: str, folder: str, name: str, suffix: str, write: Callable[[Path], None]) -> None:

@@ -16,7 +16,7 @@ from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.loss import IGNORE_INDEX, Measures
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
-from torchtitan.config.job_config import require_at_least
+from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import on_all_ranks, sum_over_ranks
 from torchtitan.tools.errors import UserError

@@ -1,7 +1,8 @@
-"""Configuration: `Configurable`, the shared job sections, and `ConfigManager`, which reads the command line."""
+"""Configuration: `Configurable`, the sections that every run has, and `ConfigManager`, which reads the command line."""
 
 from torchtitan.config.configurable import Configurable
-from torchtitan.config.job_config import (
+from torchtitan.config.manager import ConfigManager
+from torchtitan.config.sections import (
     ActivationCheckpointConfig,
     CommConfig,
     CompileConfig,
@@ -9,7 +10,6 @@ from torchtitan.config.job_config import (
     ParallelismConfig,
     TrainingConfig,
 )
-from torchtitan.config.manager import ConfigManager
 
 __all__ = [
     "ActivationCheckpointConfig",

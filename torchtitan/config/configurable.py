@@ -2,12 +2,15 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-from torchtitan.config.value_types import describe, fits
 from torchtitan.tools.errors import UserError
+
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 
 
 class Configurable:
@@ -32,23 +35,18 @@ class Configurable:
             """Construct the component this configuration belongs to, as `Owner(copy, **runtime)`.
 
             It gets a copy of the configuration, so that what changes in one of the two does not change the other.
-
-            Raises:
-                torchtitan.tools.errors.UserError: for values that cannot be used, see `validate`.
+            Raises as `validate`, which it calls.
             """
             self.validate()
             return self._owner(copy.deepcopy(self), **runtime)
 
         def validate(self) -> None:
-            """Find mistakes in the values, before anything is built; `build` calls it.
-
-            Raises:
-                torchtitan.tools.errors.UserError: for a value that cannot be used.
-            """
+            """Find mistakes in the values, before anything is built; `build` calls it. Raises `UserError` for a value
+            that cannot be used."""
 
         def to_dict(self) -> dict[str, Any]:
             """The configuration as JSON-ready values: nested dictionaries, lists, strings, numbers, booleans, None."""
-            return {field.name: to_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+            return _fields_as_plain(self)
 
         @classmethod
         def from_dict(cls, document: Mapping[str, Any]) -> Self:
@@ -84,11 +82,11 @@ def config_key(config: Configurable.Config) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """`value` as JSON-ready values; raises `TypeError` for what has no such form."""
+    """Return `value` as JSON-ready values; raises `TypeError` for what has no such form."""
     if callable(to_dict := getattr(value, "to_dict", None)):
         return to_dict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return _fields_as_plain(value)
     if isinstance(value, dict):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -98,6 +96,10 @@ def to_plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     raise TypeError(f"{value!r} of type {type(value).__name__} has no JSON form and cannot be a configuration value")
+
+
+def _fields_as_plain(value: Any) -> dict[str, Any]:
+    return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
 def from_plain(cls: type, document: Mapping[str, Any], prefix: str = "") -> Any:
@@ -131,52 +133,20 @@ def leaves(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
-    """Return the types of all values in a configuration by their keys on the command line.
-
-    As on the command line, a field with `tyro.conf.arg(name="")` adds nothing to the keys, and the items of a list of
-    configurations are named by their classes.
-    """
-    children: Iterable[tuple[str, Any, Any]]
-    if dataclasses.is_dataclass(value):
-        hints = get_type_hints(type(value), include_extras=True)
-        names = [field.name for field in dataclasses.fields(value)]
-        children = ((_shown(name, hints[name]), getattr(value, name), hints[name]) for name in names)
-    elif isinstance(value, Mapping):
-        children = ((name, item, get_args(declared)[1]) for name, item in value.items())
-    elif isinstance(value, list) and value and all(isinstance(item, Configurable.Config) for item in value):
-        children = ((config_key(item), item, type(item)) for item in value)
-    else:
-        return {key: declared}
-    types: dict[str, Any] = {}
-    for name, item, item_type in children:
-        types |= types_by_key(item, item_type, ".".join(part for part in (key, name) if part))
-    return types
-
-
-def _shown(name: str, declared: Any) -> str:
-    annotations = get_args(declared)[1:] if get_origin(declared) is Annotated else ()
-    return "" if any(getattr(annotation, "name", None) == "" for annotation in annotations) else name
-
-
 def _derive_config(cls: type[Configurable]) -> type:
     parent = cls.Config
-    derived = type(
-        "Config",
-        (parent,),
-        {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config", "__doc__": parent.__doc__},
-    )
-    return dataclasses.dataclass(kw_only=True, slots=True)(derived)
+    names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config", "__doc__": parent.__doc__}
+    return dataclasses.dataclass(kw_only=True, slots=True)(type("Config", (parent,), names))
 
 
 def _check_config(cls: type[Configurable]) -> None:
     config = cls.__dict__["Config"]
     name = f"{cls.__qualname__}.Config"
-    inherited = [
-        base.Config for base in cls.__mro__[1:] if "Config" in base.__dict__ and issubclass(base, Configurable)
-    ]
-    if not (isinstance(config, type) and issubclass(config, inherited[0])):
-        raise TypeError(f"{name} must inherit from {inherited[0].__qualname__}")
+    inherited = next(
+        base.Config for base in cls.__mro__[1:] if issubclass(base, Configurable) and "Config" in vars(base)
+    )
+    if not (isinstance(config, type) and issubclass(config, inherited)):
+        raise TypeError(f"{name} must inherit from {inherited.__qualname__}")
     if "__dataclass_fields__" not in config.__dict__:
         raise TypeError(f"{name} must be decorated with @dataclass(kw_only=True, slots=True)")
     positional = [field.name for field in dataclasses.fields(config) if not field.kw_only]
@@ -184,3 +154,60 @@ def _check_config(cls: type[Configurable]) -> None:
         raise TypeError(f"{name} must be decorated with kw_only=True (positional: {', '.join(positional)})")
     if "__slots__" not in config.__dict__:
         raise TypeError(f"{name} must be decorated with slots=True")
+
+
+def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
+    """Return whether a value of a YAML or JSON file fits the declared type; one that files have no form for takes all.
+
+    With `quoted`, as on the command line, a number may be quoted, a string without quotes, `None` a string, and a list
+    of one its single item.
+    """
+    arguments = get_args(declared)
+    origin = get_origin(declared)
+    if origin is Annotated:
+        return fits(value, arguments[0], quoted=quoted)
+    if origin in (Union, UnionType):
+        return any(fits(value, argument, quoted=quoted) for argument in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin in (list, tuple):
+        if not quoted and not isinstance(value, list):
+            return False
+        items = value if isinstance(value, list) else [value]
+        types = arguments if origin is tuple and Ellipsis not in arguments else [arguments[0]] * len(items)
+        return len(items) == len(types) and all(fits(*pair, quoted=quoted) for pair in zip(items, types, strict=True))
+    if declared is NoneType:
+        return value is None or quoted and value == "None"
+    if declared is bool:
+        return isinstance(value, bool)
+    if declared in (str, Path):
+        return isinstance(value, str | int | float | date if quoted else str) and not isinstance(value, bool)
+    if declared in (int, float):
+        return not isinstance(value, bool) and _is_number(value, declared, quoted=quoted)
+    return True
+
+
+def _is_number(value: Any, declared: type[int] | type[float], *, quoted: bool) -> bool:
+    if declared is int and isinstance(value, float) or not quoted and not isinstance(value, (int, float)):
+        return False
+    try:
+        declared(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def describe(declared: Any) -> str:
+    """Return words for the type that complete "must be …"."""
+    arguments = get_args(declared)
+    origin = get_origin(declared)
+    if origin is Annotated:
+        return describe(arguments[0])
+    if origin in (Union, UnionType):
+        return " or ".join("null" if argument is NoneType else describe(argument) for argument in arguments)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in (list, tuple):
+        types = dict.fromkeys(describe(argument) for argument in arguments if argument is not Ellipsis)
+        return f"a list (each item {' or '.join(types)})"
+    return _NAMES.get(declared, str(declared))

@@ -1,17 +1,18 @@
 """`ConfigManager`: from the command line to one resolved configuration."""
 
 import argparse
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from torchtitan.config.configurable import Configurable, config_key, leaves, types_by_key
+from torchtitan.config.configurable import Configurable, config_key, describe, fits, leaves
 from torchtitan.config.registry import (
     ASSETS_PARAMETER,
     import_failure,
@@ -20,9 +21,9 @@ from torchtitan.config.registry import (
     needs_assets,
     suggest,
 )
-from torchtitan.config.value_types import describe, fits
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import regular_file
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
 """What is trained when nothing is named."""
@@ -34,7 +35,7 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
-class Job:
+class ResolvedConfig:
     """A configuration and the names it was found under."""
 
     module: str
@@ -42,11 +43,8 @@ class Job:
     config: Any  # a Trainer.Config; this layer does not know the Trainer
 
     def save(self, path: Path) -> None:
-        """Write the resolved configuration as YAML that `--config_file` takes back.
-
-        Raises:
-            OSError: if it cannot be written.
-        """
+        """Write the resolved configuration as YAML that `--config_file` takes back. Raises `OSError` if it cannot be
+        written."""
         document = {"module": self.module, "config": self.config_name, **self.config.to_dict()}
         durable.write(path, yaml.safe_dump(document, sort_keys=False))
 
@@ -57,7 +55,7 @@ class ConfigManager:
     def __init__(self, prog: str = "torchtitan train"):
         self.prog = prog
 
-    def parse_args(self, args: Sequence[str]) -> Job:
+    def parse_args(self, args: Sequence[str]) -> ResolvedConfig:
         """Resolve `args`, the words of the command line after the command's own name.
 
         Raises:
@@ -80,7 +78,10 @@ class ConfigManager:
         arguments: dict[str, str] = {}
         if needs_assets(function):
             arguments[ASSETS_PARAMETER] = self._assets_path(config_name, overrides, document)
-        default: Any = _call(function, arguments, module)
+        try:
+            default: Any = function(**arguments)
+        except ImportError as error:
+            raise import_failure(module, error) from error
         if not isinstance(default, Configurable.Config):
             raise UserError(
                 f"configuration '{config_name}' of module '{module}' returned {default!r}, not a Trainer.Config"
@@ -92,7 +93,7 @@ class ConfigManager:
             _check_values(document, types_by_key(default, type(default)), selected.config_file)
             _check_code(document, overrides, selected.config_file)
         words = _to_switches(overrides, {key for key, value in known.items() if isinstance(value, bool)})
-        return Job(module, config_name, self._parse(default, [*_to_flags(document), *words]))
+        return ResolvedConfig(module, config_name, self._parse(default, [*_to_flags(document), *words]))
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
         """What the command line, or else the file, gives a configuration that is computed from a folder."""
@@ -147,13 +148,6 @@ def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     )
 
 
-def _call(function: Callable[..., object], arguments: dict[str, str], module: str) -> object:
-    try:
-        return function(**arguments)
-    except ImportError as error:
-        raise import_failure(module, error) from error
-
-
 def _registered_name(function: Callable[..., object]) -> str:
     """Return the name that a configuration is registered under, package.function. Of the package's import path it has
     the last part only, since several paths may lead to the package."""
@@ -179,8 +173,7 @@ def _wrong_node(problem: str, node: yaml.Node) -> yaml.YAMLError:
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
-    if path.exists() and not path.is_file():  # reading a pipe or a device may take forever
-        raise UserError(f"--config_file {path} is not a regular file; save its content in one")
+    regular_file(path, f"--config_file {path}")
     try:
         n_bytes = path.stat().st_size
         document = _load_yaml(path.read_text(encoding="utf-8")) if n_bytes <= _MOST_BYTES else None
@@ -215,10 +208,7 @@ def _load_yaml(text: str) -> Any:
 
 def _check_expanded(node: yaml.Node, known: dict[int, int]) -> int:
     """Return how many nodes a node has with its aliases (`*name`) written out; `known` holds the sizes by identity.
-
-    Raises:
-        yaml.YAMLError: for a node that is inside of itself, or far too large.
-    """
+    Raises `YAMLError` for a node that is inside of itself, or far too large."""
     if known.setdefault(id(node), 0):
         return known[id(node)]
     children = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -256,6 +246,32 @@ def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str)
                 raise UserError(f"'{key}' in {path} has the item {item!r}, and an item cannot begin with '-'")
 
 
+def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
+    """Return the types of all values in a configuration by their keys on the command line: a field with
+    `tyro.conf.arg(name="")` adds nothing to them, and the items of a list of configurations are named by their classes.
+    """
+    children: Iterable[tuple[str, Any, Any]]
+    if dataclasses.is_dataclass(value):
+        hints = get_type_hints(type(value), include_extras=True)
+        names = [field.name for field in dataclasses.fields(value)]
+        children = (("" if _is_unnamed(hints[name]) else name, getattr(value, name), hints[name]) for name in names)
+    elif isinstance(value, Mapping):
+        children = ((name, item, get_args(declared)[1]) for name, item in value.items())
+    elif isinstance(value, list) and value and all(isinstance(item, Configurable.Config) for item in value):
+        children = ((config_key(item), item, type(item)) for item in value)
+    else:
+        return {key: declared}
+    types: dict[str, Any] = {}
+    for name, item, item_type in children:
+        types |= types_by_key(item, item_type, ".".join(part for part in (key, name) if part))
+    return types
+
+
+def _is_unnamed(declared: Any) -> bool:
+    annotations = get_args(declared)[1:] if get_origin(declared) is Annotated else ()
+    return any(getattr(annotation, "name", None) == "" for annotation in annotations)
+
+
 def _check_code(document: dict[str, Any], overrides: Sequence[str], path: str) -> None:
     """Make sure that functions which rows are read with (`file.py:function`) are given on the command line too."""
     given = {word.partition("=")[0].replace("-", "_").lstrip("_") for word in overrides}
@@ -290,11 +306,8 @@ def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:
 
 def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
     """The same command line with the one form of a boolean that tyro knows: `--checkpoint.enable true` and
-    `--checkpoint.enable=true` become `--checkpoint.enable`, and with `false`, `--checkpoint.no_enable`.
-
-    Raises:
-        UserError: for another value after `=`.
-    """
+    `--checkpoint.enable=true` become `--checkpoint.enable`, and with `false`, `--checkpoint.no_enable`. Raises
+    `UserError` for another value after `=`."""
     words: list[str] = []
     rest = list(args)
     while rest:

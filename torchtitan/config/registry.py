@@ -12,10 +12,10 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from torchtitan.tools.errors import UserError
 
@@ -38,8 +38,7 @@ _OWN_CODE = tuple(f"torchtitan.{folder}" for folder in ("components", *_BUILT_IN
 """The packages of this one that a checkpoint may name a part of."""
 
 
-@dataclass(frozen=True)
-class ModuleListing:
+class ModuleListing(NamedTuple):
     """What `torchtitan ls` shows of one module."""
 
     name: str
@@ -72,10 +71,8 @@ def modules_on_disk() -> dict[str, Path]:
 
 
 def list_module(name: str, folder: Path) -> ModuleListing:
-    """Configurations and flavours of the module in `folder`, read from its source without importing it.
-
-    Configurations are the public functions of `config_registry.py` without parameters, or with `hf_assets_path`;
-    flavors are the keys of the dictionary `FLAVORS` in `__init__.py`, if it has one.
+    """Return what is in the module in `folder`, read from its source without importing it: configurations are public
+    functions of `config_registry.py` with `_PARAMETERS`, flavors the keys of the dictionary `FLAVORS` in `__init__.py`.
     """
     registry = ast.parse((folder / REGISTRY_FILE).read_text())
     functions = {node.name: node.args for node in registry.body if isinstance(node, ast.FunctionDef)}
@@ -83,9 +80,7 @@ def list_module(name: str, folder: Path) -> ModuleListing:
     flavors: list[str] = []
     init = folder / "__init__.py"
     for node in ast.parse(init.read_text()).body if init.exists() else []:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
+        targets = getattr(node, "targets", [getattr(node, "target", None)])  # of `FLAVORS = …`, or `FLAVORS: … = …`
         named = any(isinstance(target, ast.Name) and target.id == "FLAVORS" for target in targets)
         if named and isinstance(value := getattr(node, "value", None), ast.Dict):
             flavors = [key.value for key in value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
@@ -93,14 +88,11 @@ def list_module(name: str, folder: Path) -> ModuleListing:
 
 
 def load_config_function(module: str, config: str) -> Callable[..., object]:
-    """The function that `--module module --config config` names; see `needs_assets` for what it is called with.
+    """Return the function that `--module module --config config` names; `needs_assets` says what it is called with.
 
-    Args:
-        module: a short name, a dotted import path, or a folder on disk that holds a `config_registry.py`.
-        config: a function there, with or without the module's name in front (`debugmodel`, `llama3_debugmodel`).
-
-    Raises:
-        UserError: if there is no such module or configuration, or importing it fails.
+    The module is a short name, a dotted import path, or a folder that holds a `config_registry.py`; the configuration
+    a function there, with or without the module's name in front (`debugmodel`, `llama3_debugmodel`). Raises `UserError`
+    if there is no such module or configuration, or importing it fails.
     """
     registry = _import_registry(module)
     functions = _configurations(registry)
@@ -130,11 +122,8 @@ def _configurations(registry: ModuleType) -> dict[str, Callable[..., object]]:
 
 
 def import_package(module: str) -> ModuleType:
-    """The package that `--module module` names, imported together with its `config_registry.py`.
-
-    Raises:
-        UserError: as `load_config_function`.
-    """
+    """The package that `--module module` names, imported together with its `config_registry.py`. Raises `UserError` as
+    `load_config_function`."""
     return _package_of(_import_registry(module))
 
 
@@ -154,7 +143,6 @@ def trusted_module(name: str) -> ModuleType | None:
 
 
 def _is_of(name: str, packages: Iterable[str]) -> bool:
-    """Return whether an import path is one of a package or of its parts."""
     is_path = all(part.isidentifier() for part in name.split("."))
     return is_path and any(f"{name}.".startswith(f"{package}.") for package in packages)
 
@@ -191,8 +179,7 @@ def _is_config(name: str, parameters: list[str]) -> bool:
 def _import_registry(module: str) -> ModuleType:
     built_in = built_in_modules()
     if module in built_in:
-        folder = built_in[module]
-        return _import(f"torchtitan.{folder.parent.name}.{module}.config_registry", module)
+        return _import(f"torchtitan.{built_in[module].parent.name}.{module}.config_registry", module)
     installed = installed_modules()
     if module in installed:
         return _import(f"{installed[module]}.config_registry", module)

@@ -1,18 +1,21 @@
 """Activation checkpointing: the backward pass computes again what the forward pass did not keep."""
 
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import (
+    attention_operations,
+    checkpoint_wrapper,
+    communication_operations,
+    functorch_config,
+)
 
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}
 """What a linear layer is computed by: without bias, with it, and on MPS."""
@@ -22,16 +25,16 @@ def check_activation_checkpoint(
     config: ActivationCheckpointConfig, compile: CompileConfig, parallelism: ParallelismConfig
 ) -> None:
     """Raise `UserError` for a memory budget that no compiler would keep to, and for what a pipeline cannot do."""
-    compiled = compile.enable and "model" in compile.components
-    selects_results = config.mode == "selective" and config.selective_option == "op"
-    if selects_results and parallelism.splits_backward and not compiled:
+    if compile.enable and "model" in compile.components:
+        return
+    if config.mode == "selective" and config.selective_option == "op" and parallelism.splits_backward:
         # What was kept is let go of after the first part of the backward pass, and the second asks for it again.
         raise UserError(
             "--activation_checkpoint.mode selective, of single results (`op`), does not go with "
             f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}, whose backward passes "
             "come in two parts: choose --activation_checkpoint.selective_option 2, mode full, or --compile.enable"
         )
-    if config.mode == "memory_budget" and not compiled:
+    if config.mode == "memory_budget":
         raise UserError(
             "--activation_checkpoint.mode memory_budget is a setting of the compiler, and needs --compile.enable with "
             "`model` among --compile.components"
@@ -49,7 +52,11 @@ def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpoin
     if config.mode == "full":
         _wrap_blocks(model)
     elif config.mode == "selective" and config.selective_option == "op":
-        _show_compiled_functions_to_policies()
+        from torchtitan.tools.torch_private import inductor_config
+
+        # FlexAttention is a compiled function also in a block that is not, and would be computed again: by default
+        # torch runs compiled code unseen by a policy.
+        inductor_config.wrap_inductor_compiled_regions = True
         _wrap_blocks(model, context_fn=_keep_costly_results)
     elif config.mode == "selective":
         _wrap_blocks(model, every=int(config.selective_option))
@@ -63,43 +70,16 @@ def _wrap_blocks(model: nn.Module, *, every: int = 1, **checkpoint_options: Any)
             layers[name] = checkpoint_wrapper(block, **checkpoint_options)
 
 
-def _show_compiled_functions_to_policies() -> None:
-    """FlexAttention is a compiled function also in a block that is not; torch by default runs such code unseen by a
-    policy, and would compute it again."""
-    import torch._inductor.config as inductor_config
-
-    inductor_config.wrap_inductor_compiled_regions = True
-
-
 @functools.cache
 def _always_kept() -> frozenset[Any]:
-    """Attention in all of torch's implementations, and communication that leaves each rank a part only: what is
-    gathered is large."""
-    ops: Any = torch.ops
-    higher_order: Any = torch.ops.higher_order
-    return frozenset(
-        {
-            ops.aten._scaled_dot_product_flash_attention.default,
-            ops.aten._scaled_dot_product_efficient_attention.default,
-            ops.aten._scaled_dot_product_cudnn_attention.default,
-            ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-            ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-            ops.aten._scaled_dot_product_attention_math_for_mps.default,
-            higher_order.flex_attention,
-            higher_order.inductor_compiled_code,
-            ops._c10d_functional.reduce_scatter_tensor.default,
-            ops._c10d_functional.all_to_all_single.default,
-        }
-    )
+    """Attention, and communication that leaves each rank a part only: what is gathered is large."""
+    compiled: Any = torch.ops.higher_order.inductor_compiled_code
+    return frozenset({*attention_operations(), *communication_operations(), compiled})
 
 
 def _keep_costly_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of one forward pass and of its recomputation, for `torch.utils.checkpoint.checkpoint`."""
-    return create_selective_checkpoint_contexts(_costly_results_policy())
-
-
-def _costly_results_policy() -> Callable[..., CheckpointPolicy]:
-    """Keep attention, communication, and every second matrix product of a block, counted from its first."""
+    """Contexts of one forward pass and of its recomputation, which keep attention, communication, and every second
+    matrix product of a block, counted from its first."""
     products = 0
 
     def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -111,4 +91,4 @@ def _costly_results_policy() -> Callable[..., CheckpointPolicy]:
             kept = products % 2 == 0
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return policy
+    return create_selective_checkpoint_contexts(policy)

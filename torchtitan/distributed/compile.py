@@ -1,19 +1,17 @@
 """torch.compile: what is compiled, with which settings, and whether it stays compiled."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
 
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.torch_private import AsyncCollectiveTensor, compiler_statistics, functorch_config, wait_tensor
 
 
 def check_compile(config: CompileConfig) -> None:
@@ -26,13 +24,9 @@ def check_compile(config: CompileConfig) -> None:
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         raise UserError(f"--compile.backend is '{config.backend}', and torch knows {known}; to debug: aot_eager, eager")
-    if config.backend == "inductor" and device_type() == "cpu":
-        _check_cpp_compiler()
-
-
-def _check_cpp_compiler() -> None:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
+    if config.backend != "inductor" or device_type() != "cpu":
+        return
+    from torchtitan.tools.torch_private import InvalidCxxCompiler, get_cpp_compiler
 
     try:
         get_cpp_compiler()
@@ -46,12 +40,8 @@ def _check_cpp_compiler() -> None:
 def apply_compile(model: nn.Module, config: CompileConfig, parallelism: ParallelismConfig) -> None:
     """Compile the blocks in `model.layers`, each by itself and in place; blocks that are alike share the result.
 
-    After activation checkpointing, and before data parallelism, which communicates around a block.
-
-    Args:
-        model: has its blocks in `layers`, a `ModuleDict`, and in `mask` what makes their attention masks.
-        config: says with which backend.
-        parallelism: says in which order a pipeline computes.
+    After activation checkpointing, and before data parallelism, which communicates around a block. The model has in
+    `mask` what makes its attention masks.
     """
     # Memory of saved tensors is given to the first half of a backward pass, and the second would read what it left.
     functorch_config.donated_buffer = not parallelism.splits_backward
@@ -93,7 +83,7 @@ class RecompileMonitor:
     def watch(self, step: int) -> Iterator[None]:
         """Report on what is compiled within, which is all of a training step: once for the first that is watched, and
         as a warning with the reason that torch gives for a later one."""
-        before, last_record = _graphs_compiled(), _last_record()
+        before, last_record = _graphs_compiled(), (_records() or [None])[-1]
         yield
         compiled = _graphs_compiled() - before
         if compiled and self._is_first_step:
@@ -105,25 +95,20 @@ class RecompileMonitor:
         self._is_first_step = False
 
 
-def _dynamo() -> Any:
-    """torch.compile's own statistics, or None where nothing has been compiled yet: importing them takes a second."""
-    return sys.modules.get("torch._dynamo.utils")
-
-
 def _graphs_compiled() -> int:
-    dynamo = _dynamo()
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+    statistics = compiler_statistics()
+    return statistics.counters["stats"]["unique_graphs"] if statistics else 0
 
 
-def _last_record() -> Any:
-    records = _dynamo().get_compilation_metrics() if _dynamo() else []
-    return records[-1] if records else None
+def _records() -> list[Any]:
+    statistics = compiler_statistics()
+    return statistics.get_compilation_metrics() if statistics else []
 
 
 def _reasons_since(last_record: Any) -> list[str]:
     """Why functions were compiled again since `last_record`, the latest first; torch keeps 64 records."""
     reasons = []
-    for record in reversed(_dynamo().get_compilation_metrics()):
+    for record in reversed(_records()):
         if record is last_record:
             break
         if record.recompile_reason:

@@ -11,11 +11,11 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.protocols.sharding import ShardingPlan
+from torchtitan.tools.torch_private import all_gather_single_autograd, wait_tensor
 
 LoadBalancer = Literal["headtail", "none"]
 
@@ -58,11 +58,8 @@ def shard_sequences(batch: Mapping[str, Tensor], shards: SequenceShards, rank: i
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, shards: SequenceShards) -> None:
     """Make a model's attention reach over the tokens of all ranks, in place; nothing changes in its weights.
 
-    Args:
-        model: whose batches `shard_sequences` shares out over `mesh`.
-        mesh: of the one dimension of context parallelism.
-        plan: names the attention and mask modules.
-        shards: which tokens a rank has.
+    Its batches are shared out by `shard_sequences` over `mesh`, which has the one dimension of context parallelism;
+    `plan` names the attention and mask modules.
     """
     rank = mesh.get_local_rank()
 
@@ -88,7 +85,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPla
 
 def _gather_sequence(x_BLHD: Tensor, mesh: DeviceMesh) -> Tensor:
     """(B, L, H, D) of each rank → (B, degree x L, H, D); backward, the sum over ranks of each rank's part."""
-    gathered = funcol.all_gather_single_autograd(x_BLHD.contiguous(), gather_dim=1, group=mesh)
+    gathered = all_gather_single_autograd(x_BLHD.contiguous(), gather_dim=1, group=mesh)
     # At once, and not where it is first used: with torch 2.13 and gloo, results that were still to be waited for
     # corrupted the heap of pipeline ranks, in every second run.
-    return funcol.wait_tensor(gathered)
+    return wait_tensor(gathered)

@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchtitan.protocols.initializer import DerivedRows, Initializer, initializer_of
+from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
 _CHUNK_ELEMENTS = 2**22
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -28,11 +28,8 @@ def canonical_name(name: str) -> str:
 
 @torch.no_grad()
 def initialize_weights(model: nn.Module, seed: int) -> None:
-    """Fill all parameters and buffers of `model`, sharded or not, with their initial values.
-
-    Args:
-        model: materialised; its modules carry their initializers (`torchtitan.protocols.initializer`).
-        seed: the run's seed.
+    """Fill all parameters and buffers of `model`, materialized and sharded or not, with the initial values that its
+    modules' initializers (`torchtitan.protocols.initializer`) give for a seed.
 
     Raises:
         LookupError: if a module has a parameter or a buffer without an initializer: its memory would stay as it was.

@@ -11,6 +11,7 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.context_parallel import LoadBalancer, SequenceShards
 from torchtitan.protocols import BaseModel
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import flatten_mesh, split_mesh
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,7 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, config: ParallelismConfig, world_size: int) -> "ParallelDims":
-        """Resolve `-1` and check that the degrees multiply to `world_size`.
-
-        Raises:
-            UserError: if they do not.
-        """
+        """Resolve `-1` and check that the degrees multiply to `world_size`. Raises `UserError` if they do not."""
         config.validate()
         shard = config.data_parallel_shard_degree
         others = {
@@ -66,11 +63,8 @@ class ParallelDims:
         )
 
     def check_fits(self, model: BaseModel.Config, seq_len: int) -> None:
-        """Check that the model and the sequence can be shared out.
-
-        Raises:
-            UserError: for the first size that cannot, by name.
-        """
+        """Check that the model and the sequence can be shared out. Raises `UserError` for the first size that cannot,
+        by name."""
         for name, size in model.tensor_parallel_sizes.items():
             if size % self.tp:
                 raise UserError(f"--parallelism.tensor_parallel_degree {self.tp} does not divide --model.{name} {size}")
@@ -102,9 +96,14 @@ class ParallelDims:
     def coordinate(self, dimension: str) -> int:
         """This rank's place in a dimension of the mesh."""
         rank = dist.get_rank() if self.world_size > 1 else 0
-        names = list(self.sizes)
-        inner = prod(self.sizes[name] for name in names[names.index(dimension) + 1 :])
-        return rank // inner % self.sizes[dimension]
+        return self.coordinates(rank)[dimension]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the place of a rank in each dimension of the mesh."""
+        places = {}
+        for name, size in reversed(self.sizes.items()):
+            rank, places[name] = divmod(rank, size)
+        return places
 
     @property
     def dp_degree(self) -> int:
@@ -147,12 +146,12 @@ class ParallelDims:
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.dp_shard * self.cp, "tp": self.tp}
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         if sizes["fsdp"] > 1 and sizes["tp"] > 1:
-            mesh["fsdp", "tp"]._flatten()  # for DTensor to sum over both at once
+            flatten_mesh(mesh["fsdp", "tp"])  # for DTensor to sum over both at once
         return mesh
 
     def context_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The one dimension of context parallelism, inside that of "fsdp"."""
-        return mesh["fsdp"]._unflatten(0, (self.dp_shard, self.cp), ("dp_shard", "cp"))["cp"]
+        return split_mesh(mesh["fsdp"], (self.dp_shard, self.cp), ("dp_shard", "cp"))["cp"]
 
 
 def _product(degrees: Mapping[str, int]) -> str:

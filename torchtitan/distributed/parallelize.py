@@ -4,7 +4,6 @@ import warnings
 
 import torch
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -15,6 +14,7 @@ from torchtitan.distributed.context_parallel import apply_context_parallel
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan.protocols.sharding import ShardingPlan
+from torchtitan.tools.torch_private import replicate
 
 # Nothing here changes hidden states in place.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning)

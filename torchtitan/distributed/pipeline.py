@@ -4,6 +4,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,27 +42,19 @@ class PipelinePlan:
 
     @classmethod
     def from_config(cls, config: ParallelismConfig, model: BaseModel.Config, local_batch_size: int) -> "PipelinePlan":
-        """Share the modules of a model out to stages.
-
-        Raises:
-            UserError: where the model, the schedule, the stages and the batch do not fit together.
-        """
+        """Share the modules of a model out to stages. Raises `UserError` where the model, the schedule, the stages and
+        the batch do not fit together."""
         groups = model.pipeline_modules()
-        if config.module_fqns_per_model_part is not None:
-            if config.pipeline_parallel_layers_per_stage is not None:
-                raise UserError(
-                    "--parallelism.module_fqns_per_model_part says what the stages are: leave out "
-                    "--parallelism.pipeline_parallel_layers_per_stage"
-                )
-            stages = _stages_by_name(config.module_fqns_per_model_part, groups)
-        else:
-            stages = _stages_by_weight(config, groups)
-        plan = cls(
-            schedule=config.pipeline_parallel_schedule,
-            degree=config.pipeline_parallel_degree,
-            stages=stages,
-            n_microbatches=_count_microbatches(config, local_batch_size),
-        )
+        named = config.module_fqns_per_model_part is not None
+        stages = _stages_by_name(config, groups) if named else _stages_by_weight(config, groups)
+        size = config.pipeline_parallel_microbatch_size
+        if local_batch_size % size:
+            raise UserError(
+                f"--parallelism.pipeline_parallel_microbatch_size {size} does not divide "
+                f"--training.local_batch_size {local_batch_size}"
+            )
+        schedule, degree = config.pipeline_parallel_schedule, config.pipeline_parallel_degree
+        plan = cls(schedule, degree, stages, n_microbatches=local_batch_size // size)
         plan._check_schedule()
         return plan
 
@@ -105,48 +98,36 @@ def _is_single(schedule: str) -> bool:
     return issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
 
 
-def _count_microbatches(config: ParallelismConfig, local_batch_size: int) -> int:
-    size = config.pipeline_parallel_microbatch_size
-    if local_batch_size % size:
-        raise UserError(
-            f"--parallelism.pipeline_parallel_microbatch_size {size} does not divide "
-            f"--training.local_batch_size {local_batch_size}"
-        )
-    return local_batch_size // size
-
-
-def _stages_by_name(parts: Sequence[str], groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+def _stages_by_name(config: ParallelismConfig, groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     """The stages that the user lists, checked to be all modules in their order."""
+    option, parts = "--parallelism.module_fqns_per_model_part", config.module_fqns_per_model_part or []
+    if config.pipeline_parallel_layers_per_stage is not None:
+        raise UserError(
+            f"{option} says what the stages are: leave out --parallelism.pipeline_parallel_layers_per_stage"
+        )
     stages = tuple(tuple(name.strip() for name in part.split(",") if name.strip()) for part in parts)
     listed = [name for stage in stages for name in stage]
     names = [name for group in groups for name in group]
-    for name in listed:
-        if name not in names:
-            raise UserError(f"--parallelism.module_fqns_per_model_part: '{name}' is no part of the model ({names})")
+    if unknown := [name for name in listed if name not in names]:
+        raise UserError(f"{option}: '{unknown[0]}' is no part of the model ({names})")
     if listed != names:
-        raise UserError(
-            "--parallelism.module_fqns_per_model_part must list each part of the model once, in this order: "
-            + ", ".join(names)
-        )
+        raise UserError(f"{option} must list each part of the model once, in this order: {', '.join(names)}")
     for group in groups:
         if not any(set(group) <= set(stage) for stage in stages):
-            raise UserError(f"--parallelism.module_fqns_per_model_part: {', '.join(group)} belong into one stage")
+            raise UserError(f"{option}: {', '.join(group)} belong into one stage")
     if not all(stages):
-        raise UserError("--parallelism.module_fqns_per_model_part: a stage without modules")
+        raise UserError(f"{option}: a stage without modules")
     return stages
 
 
 def _stages_by_weight(config: ParallelismConfig, groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     """Stages of about the same weight: a layer weighs 1, the first and last modules what the configuration says."""
-    first, last = (
-        config.pipeline_parallel_first_stage_less_layers,
-        config.pipeline_parallel_last_stage_less_layers,
-    )
-    weights = [first, *[1] * (len(groups) - 2), last]
-    n_stages = _count_stages(config, sum(weights))
+    first = config.pipeline_parallel_first_stage_less_layers
+    last = config.pipeline_parallel_last_stage_less_layers
     layers = len(groups) - 2
+    n_stages = _count_stages(config, first + layers + last)
     # Each stage's number of layers, as even as can be once the first and the last one are relieved.
-    share, rest = divmod(sum(weights), n_stages)
+    share, rest = divmod(first + layers + last, n_stages)
     capacity = [share + (stage < rest) for stage in range(n_stages)]
     capacity[0] -= first
     capacity[-1] -= last
@@ -155,12 +136,8 @@ def _stages_by_weight(config: ParallelismConfig, groups: Sequence[Sequence[str]]
             f"{layers} layers are too few for {n_stages} pipeline stages, with the embedding counting for {first} and "
             f"the head for {last} (--parallelism.pipeline_parallel_first_stage_less_layers, …last_stage_less_layers)"
         )
-    ends = [1 + sum(capacity[: stage + 1]) for stage in range(n_stages)]
-    starts = [0, *ends[:-1]]
-    ends[-1] = len(groups)
-    return tuple(
-        tuple(name for group in groups[start:end] for name in group) for start, end in zip(starts, ends, strict=True)
-    )
+    ends = [0, *(1 + sum(capacity[: stage + 1]) for stage in range(n_stages - 1)), len(groups)]
+    return tuple(tuple(name for group in groups[start:end] for name in group) for start, end in pairwise(ends))
 
 
 def _count_stages(config: ParallelismConfig, weight: int) -> int:
@@ -268,9 +245,7 @@ class Pipeline:
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
             raise
-        return (
-            torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=labels.device)
-        )
+        return sum((loss.detach() for loss in losses), torch.zeros((), device=labels.device))
 
 
 def _unscaled(loss: Tensor) -> Tensor:

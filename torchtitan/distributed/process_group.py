@@ -4,23 +4,26 @@ import contextlib
 import ipaddress
 import os
 import socket
+import time
+import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from torchtitan.config import CommConfig
-from torchtitan.distributed.attempt_store import attempt_store
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import process_groups, set_group_timeout
+
+_POLL_SECONDS = 0.05
 
 _made_here = False  # whether this module made the process group, and so is to destroy it
 
 
 def world_size() -> int:
-    """Processes in this run: those of the process group, or what the launcher said; 1 without a launcher."""
+    """Return the number of processes: of the process group, or as the launcher said; 1 without a launcher."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -106,6 +109,60 @@ def _listener(address: str, port: int, place: str) -> Iterator[int]:
         raise
 
 
+def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return the store of torchrun's agent, with a prefix that the processes of this attempt alone have.
+
+    The agent keeps one store over all restarts, and PyTorch (2.13) writes the same keys to it each time: a rank that is
+    faster than another would find the address of that one's dead predecessor, fail to connect, and use up a restart.
+    Nor does the agents' count of restarts tell attempts apart, since those of several hosts may count differently.
+
+    So each process says hello with a number of its own. Rank 0 replies with its number, which is the prefix, and a
+    process believes a reply only if it repeats that process's number: a dead rank 0 cannot have known it.
+
+    Raises:
+        TimeoutError: if the others do not come.
+    """
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    greetings, own = dist.PrefixStore("torchtitan", store), uuid.uuid4().hex
+    attempts = _welcome(greetings, own, world_size) if rank == 0 else _greet(greetings, own, rank)
+    deadline = time.monotonic() + timeout.total_seconds()
+    with contextlib.suppress(dist.DistStoreError):  # a key that was waited for did not come
+        for prefix in attempts:
+            if prefix is not None:
+                return dist.PrefixStore(prefix, store)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+    raise TimeoutError("the processes of this attempt did not all come (--comm.init_timeout_seconds)")
+
+
+def _welcome(store: dist.Store, own: str, world_size: int) -> Iterator[str | None]:
+    """Reply to all others, and yield the prefix once each has confirmed it; None before: a new process may take the
+    place of a dead one meanwhile."""
+    keys = {rank: f"hello/{rank}" for rank in range(1, world_size)}
+    replied: dict[int, str] = {}
+    while True:
+        hellos = [value.decode().split() for value in store.multi_get(list(keys.values()))]
+        if all(confirmed == [own] for _, *confirmed in hellos):
+            yield own
+        for rank, (number, *_) in zip(keys, hellos, strict=True):
+            if replied.get(rank) != number:
+                store.set(f"reply/{rank}", f"{own} {number}")
+                replied[rank] = number
+        yield None
+
+
+def _greet(store: dist.Store, own: str, rank: int) -> Iterator[str | None]:
+    """Yield rank 0's number, once it has replied to this very process; None before."""
+    store.set(f"hello/{rank}", own)
+    while True:
+        prefix, number = store.get(f"reply/{rank}").decode().split()
+        if number == own:
+            store.set(f"hello/{rank}", f"{own} {prefix}")
+            yield prefix
+        yield None
+
+
 def set_timeouts(seconds: float) -> None:
     """Let the collectives that training makes, in the default group and in those of device meshes, wait so long for the
     slowest rank; nothing to do in a single process.
@@ -115,10 +172,10 @@ def set_timeouts(seconds: float) -> None:
     """
     if not dist.is_initialized():
         return
-    for group in list(distributed_c10d._world.pg_map):
+    for group in process_groups():
         # PyTorch names them so, also those that it makes later, when a mesh is flattened.
         if group is dist.group.WORLD or group.group_desc.startswith("mesh_"):
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_group_timeout(timedelta(seconds=seconds), group)
 
 
 def destroy_process_group() -> None:

@@ -2,20 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
 from torchtitan.distributed.loss_parallel import gather_for_head
 from torchtitan.protocols.converter import converter_of
@@ -32,81 +24,68 @@ _LAYER_KINDS: Mapping[TensorSharding, type[nn.Module]] = {
 """The class of a module, by how tensor parallelism treats it; others may be any module."""
 
 
-class _WholeSequence(PrepareModuleInput):
-    """Gathers the first of a module's inputs from the ranks' parts of the sequence; the others are the same anyway."""
+class _Interface(NamedTuple):
+    """How a module's first input and its output lie on the ranks; in hidden states, the sequence is dimension 1."""
 
-    def __init__(self) -> None:
-        super().__init__(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    given: Placement
+    """The input as it comes."""
+    wanted: Placement
+    """The input that the module computes with."""
+    returned: Placement | None = None
+    """The output; None: as the module makes it."""
+    returns_local: bool = True
+    """Whether the output is each rank's part, rather than a DTensor."""
 
-    def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
-        first, *others = inputs
-        return (*super()._prepare_input_fn((first,), device_mesh), *others)
+
+_INTERFACES: Mapping[TensorSharding, _Interface] = {
+    "vocabulary": _Interface(Replicate(), Replicate(), returned=Shard(1)),
+    "sequence": _Interface(Shard(1), Shard(1), returns_local=False),
+    "heads": _Interface(Shard(2), Shard(2)),
+    "whole sequence": _Interface(Shard(1), Replicate()),
+    "columns": _Interface(Replicate(), Replicate(), returned=Shard(-1)),
+    "rows": _Interface(Shard(-1), Shard(-1), returned=Shard(1)),
+}
 
 
-def _share_parameters(module: nn.Module, mesh: DeviceMesh, features: Features, src_data_rank: int | None) -> None:
+def share_parameters(module: nn.Module, mesh: DeviceMesh, features: Features | None) -> None:
     """Share out the dimension of each of `module`'s own parameters that runs over `features`; the others are whole.
 
-    Torch's own styles know a weight and a bias only, and a converted layer has others.
+    The weights must be the same on all ranks, or on the meta device.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
-        dimensions = features_of(module)[name]
-        placement: Placement = Shard(dimensions.index(features)) if features in dimensions else Replicate()
-        shared = distribute_tensor(parameter, mesh, [placement], src_data_rank=src_data_rank)
+        dimensions = features_of(module)[name] if features else ()
+        placement = Shard(dimensions.index(features)) if features in dimensions else Replicate()
+        shared = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(shared, requires_grad=parameter.requires_grad))
 
 
-class _Columns(ColwiseParallel):
-    """A linear layer whose outputs are shared out, with all the parameters that it has."""
+def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) -> None:
+    """Do with one module what the plan says, in place. Torch's own `ParallelStyle`s know a weight and a bias only,
+    where a converted layer has other parameters, and train a norm's weight that is frozen."""
+    given, wanted, returned, returns_local = _INTERFACES[sharding]
+    features: Features | None = "in" if sharding == "vocabulary" else _SHARED_FEATURES.get(sharding)
 
-    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        _share_parameters(module, device_mesh, "out", self.src_data_rank)
+    def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+        first, *others = inputs
+        if not isinstance(first, DTensor):
+            first = DTensor.from_local(first, mesh, [given], run_check=False)
+        return (first if given == wanted else first.redistribute(placements=[wanted]), *others)
 
+    def give(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        if returned is not None and output.placements != (returned,):
+            output = output.redistribute(placements=[returned], async_op=True)
+        return output.to_local() if returns_local else output
 
-class _Rows(RowwiseParallel):
-    """A linear layer whose inputs, or an embedding whose tokens, are shared out, with all the parameters it has."""
-
-    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        _share_parameters(module, device_mesh, "in", self.src_data_rank)
-
-    _partition_embedding_fn = _partition_linear_fn
-
-
-class _SameWeights(SequenceParallel):
-    """Works on the parts of a sequence, or on some of the heads, with the same weights on every rank, frozen ones too,
-    which torch's own style would train."""
-
-    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        frozen = [own_name for own_name, parameter in module.named_parameters() if not parameter.requires_grad]
-        super()._replicate_module_fn(name, module, device_mesh)
-        for own_name in frozen:
-            module.get_parameter(own_name).requires_grad_(False)
-
-
-def _style(sharding: TensorSharding) -> ParallelStyle:
-    """Torch's name for it; the sequence is dimension 1."""
-    match sharding:
-        case "vocabulary":
-            return _Rows(input_layouts=Replicate(), output_layouts=Shard(1))
-        case "sequence":
-            return _SameWeights()
-        case "heads":
-            return _SameWeights(sequence_dim=2, use_local_output=True)
-        case "whole sequence":
-            return _WholeSequence()
-        case "columns":
-            return _Columns()
-        case "rows":
-            return _Rows(output_layouts=Shard(1))
+    if sharding == "whole sequence":  # its parts have entries of their own
+        module.register_forward_pre_hook(lambda module, inputs: take(module, inputs, mesh))
+    else:
+        distribute_module(module, mesh, lambda _, part, mesh: share_parameters(part, mesh, features), take, give)
 
 
 def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
     """Find entries of the plan that do not fit the model, which is converted and still whole, and linear layers that
     cannot be split over `degree` ranks: inputs that a parameter holds in pieces, and parts that a layer cannot compute
-    with (`with_part_multiple`).
-
-    Raises:
-        UserError: for the first such entry, or the first such layer, by name.
-    """
+    with (`with_part_multiple`). Raises `UserError` for the first such entry, or the first such layer, by name."""
     for pattern, sharding in plan.tensor.items():
         parts = list(_parts(model, pattern))
         _check_entry(f"the sharding plan's entry '{pattern}': '{sharding}'", sharding, parts)
@@ -160,20 +139,15 @@ def apply_tensor_parallel(
 ) -> None:
     """Shard the modules that `plan` names over `mesh`, in place. Those that a pipeline stage lacks are skipped.
 
-    Args:
-        model: on the meta device, or with the same weights on every rank.
-        mesh: of the one dimension of tensor parallelism.
-        plan: see `ShardingPlan`.
-        disable_loss_parallel: hand whole hidden states and output weights to the model's head.
-
-    Raises:
-        UserError: as `check_parts`, and if a parameter belongs to no module in `plan`, by name.
+    The model is on the meta device, or has the same weights on every rank; with `disable_loss_parallel` its head gets
+    whole hidden states and output weights. Raises `UserError` as `check_parts`, and if a parameter belongs to no module
+    in `plan`, by name.
     """
     check_parts(model, plan, mesh.size())
     for pattern, sharding in plan.tensor.items():
         for _, module in list(_parts(model, pattern)):
             if module is not None:
-                parallelize_module(module, mesh, _style(sharding))
+                _parallelize(module, mesh, sharding)
     missed = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if missed:
         # Each rank would train its own copy of it, from its own part of the sequence.

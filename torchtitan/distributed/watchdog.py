@@ -12,24 +12,24 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
+from torchtitan.distributed.hang_consensus import TICK_SECONDS, HangConsensus, HangReport, Position, Process, headline
 from torchtitan.distributed.process_group import gather_objects
-from torchtitan.distributed.roll_call import TICK_SECONDS, Position, Process, RollCall, Verdict, verdict_alone
-from torchtitan.tools.launched import is_launched, leave, report_failure
 from torchtitan.tools.logging import logger
+from torchtitan.tools.process import is_launched, leave, report_failure
 
 HANG_EXIT_CODE = 3
 """That of a run that failed for a stated reason."""
 
-_ROLL_CALL_SECONDS = 10.0
+_CONSENSUS_SECONDS = 10.0
 """How long the ranks may take to agree; after that, the store they agree through has stopped."""
 
 _PRINTING_SECONDS = 2.0
-"""How long a rank waits for the others to learn of the verdict, and to print where they stand, before it ends."""
+"""How long a rank waits for the others to learn of the report, and to print where they stand, before it ends."""
 
 _LAST_SECONDS = 10.0
-"""After which a rank that has the verdict ends, even if it could not print it."""
+"""After which a rank that has the report ends, even if it could not print it."""
 
 _STDERR = 2  # the file itself: the stream in front of it may be locked by a thread that hangs
 
@@ -77,7 +77,7 @@ class Watchdog:
         self._last_step = 0  # the last one that has ended
         self._rank = 0
         self._processes: list[Process] = []
-        self._roll_call: RollCall | None = None
+        self._consensus: HangConsensus | None = None
         self._main_thread = threading.current_thread()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -89,7 +89,7 @@ class Watchdog:
         self._processes = gather_objects(own)
         self._rank = self._processes.index(own)
         if len(self._processes) > 1:
-            self._roll_call = RollCall(self._rank, self._processes, self._position)
+            self._consensus = HangConsensus(self._rank, self._processes, self._position)
         # A shell starts what runs in its background with this signal ignored, and then it would end no process.
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         faulthandler.register(signal.SIGQUIT, file=_STDERR, chain=True)
@@ -106,8 +106,8 @@ class Watchdog:
             self._closed.set()
             self._thread.join()
             faulthandler.unregister(signal.SIGQUIT)
-        if self._roll_call:
-            self._roll_call.close()
+        if self._consensus:
+            self._consensus.close()
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -127,9 +127,10 @@ class Watchdog:
 
     def _position(self) -> Position:
         """Where this rank stands; called by other threads."""
-        step = self._step
-        frame = sys._current_frames().get(self._main_thread.ident or 0)
-        line = _line_of(frame) if frame else "its end"
+        step, line = self._step, "its end"
+        if frame := sys._current_frames().get(self._main_thread.ident or 0):
+            code = frame.f_code
+            line = f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"
         if step is None:
             return Position(step=self._last_step, n_phases=sys.maxsize, phase=None, line=line)
         return Position(step=step.number, n_phases=step.n_phases, phase=step.phase, line=line)
@@ -139,44 +140,44 @@ class Watchdog:
         or a host that was asleep, has not been hanging."""
         watched, n_ticks = None, 0
         while not self._closed.wait(TICK_SECONDS):
-            acquitted = self._roll_call is not None and self._roll_call.hear_acquittal()
+            cleared = self._consensus is not None and self._consensus.hear_cleared()
             step = self._step
-            n_ticks = 0 if acquitted or step is not watched else n_ticks + 1
+            n_ticks = 0 if cleared or step is not watched else n_ticks + 1
             watched = step
-            verdict = self._verdict(step, n_ticks * TICK_SECONDS)
-            if verdict:
-                self._end(verdict)
+            if report := self._hang(step, n_ticks * TICK_SECONDS):
+                self._end(report)
 
-    def _verdict(self, step: _Step | None, seconds: float) -> Verdict | None:
+    def _hang(self, step: _Step | None, seconds: float) -> HangReport | None:
         """That the run hangs, as the ranks have found together, or as this one finds by itself."""
         limit = step.seconds if step and seconds > step.seconds else None
-        calls = self._roll_call
-        if calls is None:
-            return verdict_alone(self._position(), limit) if limit else None
-        calls.suspected_seconds = limit
-        if limit and calls.verdict is None and seconds > limit + _ROLL_CALL_SECONDS:
-            return calls.verdict_without_store(limit)
-        return calls.verdict
+        if self._consensus is None:
+            return HangReport(f"{headline(limit)}: the process is {self._position()}", 0, []) if limit else None
+        self._consensus.suspected_seconds = limit
+        if limit and self._consensus.report is None and seconds > limit + _CONSENSUS_SECONDS:
+            return self._consensus.report_without_store(limit)
+        return self._consensus.report
 
-    def _end(self, verdict: Verdict) -> None:
-        """Print this rank's stacks and, once, the verdict, then end; a rank that does not answer is ended too."""
+    def _end(self, report: HangReport) -> None:
+        """Print this rank's stacks and, once, the report, then end; a rank that does not answer is ended too."""
         stacks = self._stacks()
-        _leave_after(_LAST_SECONDS)
+        timer = threading.Timer(_LAST_SECONDS, os._exit, [HANG_EXIT_CODE])
+        timer.daemon = True
+        timer.start()
         os.write(_STDERR, stacks.encode(errors="replace"))
-        if self._roll_call:
+        if self._consensus:
             time.sleep(_PRINTING_SECONDS)
         if is_launched():
-            report_failure(HANG_EXIT_CODE, verdict.text, passing=True)
-        elif verdict.spokesman == self._rank:
-            logger.error("%s", verdict.text)
-        self._end_silent_ranks(verdict.silent)
+            report_failure(HANG_EXIT_CODE, report.text, passing=True)
+        elif report.reporter_rank == self._rank:
+            logger.error("%s", report.text)
+        self._end_silent_ranks(report.silent)
         leave(HANG_EXIT_CODE)
 
     def _stacks(self) -> str:
         """Where this rank stands, with the stacks of its threads: the main one first, and the watchdog's left out."""
         frames = sys._current_frames()
         threads = [self._main_thread, *(one for one in threading.enumerate() if one is not self._main_thread)]
-        own = (self._thread, self._roll_call.thread if self._roll_call else None)
+        own = (self._thread, self._consensus.thread if self._consensus else None)
         lines = [f"rank {self._rank} ({self._processes[self._rank]}) is {self._position()}\n"]
         for thread in threads:
             frame = frames.get(thread.ident or 0)
@@ -190,26 +191,15 @@ class Watchdog:
         Of the ranks on a host that answer, the first one does it.
         """
         host = self._processes[self._rank].host
-        here = [rank for rank, process in enumerate(self._processes) if process.host == host]
-        if self._rank != min(set(here) - set(silent)):
+        here = {rank for rank, process in enumerate(self._processes) if process.host == host}
+        if self._rank != min(here - set(silent)):
             return
-        for rank in set(here) & set(silent):
+        for rank in here & set(silent):
             process = self._processes[rank]
             if _is_sibling(process.pid):
                 os.write(_STDERR, f"rank {rank} ({process}) does not answer\n".encode())
                 os.kill(process.pid, signal.SIGQUIT)
                 os.kill(process.pid, signal.SIGCONT)  # one that was stopped learns of it now
-
-
-def _line_of(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"
-
-
-def _leave_after(seconds: float) -> None:
-    timer = threading.Timer(seconds, os._exit, [HANG_EXIT_CODE])
-    timer.daemon = True
-    timer.start()
 
 
 def _is_sibling(pid: int) -> bool:

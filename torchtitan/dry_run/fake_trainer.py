@@ -2,15 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import CheckpointManager
@@ -18,16 +15,17 @@ from torchtitan.components.data.dataloader import BaseDataLoader, Batch
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig
+from torchtitan.dry_run.memory_tracker import MemoryTracker
 from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
+from torchtitan.dry_run.observer import observing
+from torchtitan.dry_run.work_tracker import Work, WorkTracker
 from torchtitan.protocols import ModelSpec
-from torchtitan.tools.memory_tracker import MemoryTracker
-from torchtitan.tools.operations import observing
-from torchtitan.tools.work_tracker import Work, WorkTracker
+from torchtitan.tools.torch_private import FakeTensorMode, fsdp_parameters, gathered_weights
 from torchtitan.trainer import StepOutcome, Trainer
 
 
 class VocabularySize(Tokenizer):
-    """A tokenizer of which nothing is known but the size of its vocabulary."""
+    """A tokenizer of which nothing is known but the size of its vocabulary; there is no text in a dry run."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Tokenizer.Config):
@@ -41,11 +39,9 @@ class VocabularySize(Tokenizer):
         self.vocab_size = config.vocab_size
 
     def tokenize(self, texts: Any, *, allow_special: bool) -> list[list[int]]:
-        """Not to be called: there is no text in a dry run."""
         raise NotImplementedError
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
-        """Not to be called: there is no text in a dry run."""
         raise NotImplementedError
 
 
@@ -196,29 +192,20 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
-def _fsdp_parameters(parts: list[nn.Module]) -> Iterator[Any]:
-    """FSDP's own record of each parameter that it shards or replicates."""
-    for module in [module for part in parts for module in part.modules() if isinstance(module, FSDPModule)]:
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            yield from group.fsdp_params
+def _records(parts: list[nn.Module]) -> list[Any]:
+    return list(fsdp_parameters(module for part in parts for module in part.modules()))
 
 
 def _gathered_parameters(parts: list[nn.Module]) -> list[Tensor]:
     """Whole weights, which have memory while they are used."""
-    records = list(_fsdp_parameters(parts))
-    return [tensor for record in records for tensor in (*record.all_gather_outputs, *_unsharded(record))]
+    return [tensor for record in _records(parts) for tensor in (*record.all_gather_outputs, *gathered_weights(record))]
 
 
 def _gradients(parts: list[nn.Module]) -> list[Tensor | None]:
     """Gradients of the parameters, and those that are yet to be reduced over the ranks."""
-    records = list(_fsdp_parameters(parts))
+    records = _records(parts)
     return [
         *(parameter.grad for part in parts for parameter in part.parameters()),
         *(record.unsharded_accumulated_grad for record in records),
-        *(tensor.grad for record in records for tensor in _unsharded(record)),
+        *(tensor.grad for record in records for tensor in gathered_weights(record)),
     ]
-
-
-def _unsharded(record: Any) -> list[Tensor]:
-    """The whole weight, once it has been gathered for the first time."""
-    return [record._unsharded_param] if hasattr(record, "_unsharded_param") else []

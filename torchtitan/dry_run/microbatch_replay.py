@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining.schedules import BACKWARD_INPUT, FULL_BACKWARD, PipelineScheduleMulti, _Action
-from torch.distributed.pipelining.stage import InferenceMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.distributed.pipelining.schedules import BACKWARD_INPUT, FULL_BACKWARD, PipelineScheduleMulti
 
 from torchtitan.distributed.pipeline import Pipeline
-from torchtitan.tools.memory_tracker import Allocation, MemoryTracker
-from torchtitan.tools.work_tracker import Work, WorkTracker
+from torchtitan.dry_run.memory_tracker import Allocation, MemoryTracker
+from torchtitan.dry_run.work_tracker import Work, WorkTracker
+from torchtitan.tools.torch_private import pipeline_stages, skip_shape_vote, tree_iter, tree_map_only
 
 
 @dataclass
@@ -55,10 +54,12 @@ class MicrobatchReplay:
         self.twins: dict[Hashable, dict[Allocation, Allocation]] = {}
 
     def install(self) -> None:
-        """Put this between the schedule and its stages."""
-        self.schedule._warmup_p2p = _skip_vote
-        multiple = isinstance(self.schedule, PipelineScheduleMulti)
-        for stage in self.schedule._stages if multiple else [self.schedule._stage]:
+        """Put this between the schedule and its stages.
+
+        Their vote on shapes is skipped: `Pipeline` says what each stage takes and gives.
+        """
+        skip_shape_vote(self.schedule)
+        for stage in pipeline_stages(self.schedule):
             replays = _can_replay(self.schedule, stage.stage_index)
             stage.forward_one_chunk = functools.partial(self.forward, stage, stage.forward_one_chunk, replays)
             stage.backward_one_chunk = functools.partial(self.backward, stage, stage.backward_one_chunk, replays)
@@ -109,12 +110,6 @@ class MicrobatchReplay:
         return result
 
 
-def _skip_vote(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
-    """In place of a vote of all ranks, whose outcome is known: `Pipeline` says what each stage takes and gives."""
-    for stage in stages:
-        stage._inference_mode = InferenceMode.STATIC
-
-
 def _can_replay(schedule: Any, stage: int) -> bool:
     """Whether the second micro-batch of a stage stands for all later ones."""
     backward = [
@@ -127,7 +122,7 @@ def _can_replay(schedule: Any, stage: int) -> bool:
     return order == sorted(order) and not split
 
 
-def _actions(schedule: Any) -> Iterator[_Action]:
+def _actions(schedule: Any) -> Iterator[Any]:
     """What this rank does, one after the other; nothing for GPipe and 1F1B, whose code says it instead of a list."""
     if isinstance(schedule, PipelineScheduleMulti):
         for action in schedule.pipeline_order[schedule.rank]:

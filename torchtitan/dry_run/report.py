@@ -1,21 +1,23 @@
-"""The dry run itself, and how its results are shown."""
+"""The dry run itself, what it finds out about each rank, and how that is shown."""
 
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from torchtitan.dry_run.fake_trainer import fake_trainer, without_data
-from torchtitan.dry_run.rank_report import RankReport, report_of
+from torchtitan.distributed import ParallelDims
+from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
+from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
+from torchtitan.dry_run.work_tracker import CommunicationKind, Volume
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.tools.memory_tracker import MEMORY_KINDS, MemoryKind
+from torchtitan.tools.torch_private import clear_sharding_cache
 from torchtitan.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ Units = tuple[tuple[str, float], ...]
 
 _BYTES: Units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _OPERATIONS: Units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+_Row = tuple[Sequence[str], Sequence[float]]
 _WIDTH_OF_A_FILE = 120
 _COLUMN_OF_KIND: dict[MemoryKind, str] = {
     "parameters": "weights",
@@ -37,13 +40,91 @@ _COLUMN_OF_KIND: dict[MemoryKind, str] = {
 }
 
 
+ON_HOST: tuple[MemoryKind, ...] = ("parameters", "gradients", "optimizer")
+"""What `training.enable_cpu_offload` keeps in CPU memory."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank communicates in one step; see `Volume`."""
+
+    kind: CommunicationKind
+    axis: str
+    """Mesh dimensions that the communicating ranks differ in, joined by `+`."""
+    calls: int
+    n_bytes: int
+    n_bytes_sent: int
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank, which stands for all with the same pipeline stages. Memory in bytes, work of one optimizer step."""
+
+    rank: int
+    stages: list[int]
+    """Numbers of its pipeline stages."""
+    parameters: int
+    """Elements of its part of the weights."""
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    peak: dict[MemoryKind, int]
+    """What is in device memory at the moment when that is most."""
+    peak_bytes: int
+    """Their sum."""
+    peak_reserved_bytes: int
+    """What PyTorch's CUDA allocator would have reserved by the end of the step, see `CachingAllocator`."""
+    communication: list[Traffic]
+    model_flops: float
+    """By the usual formula, evenly over all ranks: what model FLOP/s utilization counts."""
+    executed_flops: int
+    """Matrix products and attention that this rank computes, recomputed ones included."""
+
+
+def report_of(trainer: FakeTrainer) -> RankReport:
+    """The report of a trainer that has measured a step."""
+    memory, dims = trainer.memory, trainer.parallel_dims
+    not_on_device = ON_HOST if trainer.config.training.enable_cpu_offload else ()
+    held = memory.use().by_kind
+    peak = memory.peak(without=not_on_device)
+    plan = trainer.pipeline_plan
+    return RankReport(
+        rank=trainer.rank,
+        stages=plan.stages_of_rank(dims.coordinate("pp")) if plan else [0],
+        parameters=trainer.count_own_parameters(),
+        parameter_bytes=held["parameters"],
+        gradient_bytes=held["gradients"],
+        optimizer_bytes=held["optimizer"],
+        peak=peak.by_kind,
+        peak_bytes=peak.total,
+        peak_reserved_bytes=memory.reserved(without=not_on_device),
+        communication=_by_axis(trainer, dims),
+        model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
+        executed_flops=trainer.work.work.flops,
+    )
+
+
+def _by_axis(trainer: FakeTrainer, dims: ParallelDims) -> list[Traffic]:
+    volumes: dict[tuple[CommunicationKind, str], Volume] = {}
+    for (kind, ranks), volume in trainer.work.work.volumes.items():
+        key = (kind, axis_of(ranks, dims))
+        volumes[key] = volumes.get(key, Volume()) + volume
+    return [
+        Traffic(kind, axis, volume.calls, volume.n_bytes, round(volume.n_bytes_sent))
+        for (kind, axis), volume in sorted(volumes.items(), key=lambda item: -item[1].n_bytes)
+    ]
+
+
+def axis_of(ranks: tuple[int, ...], dims: ParallelDims) -> str:
+    """Return the mesh dimensions in which these ranks have different places: `dp_shard+cp`."""
+    places = [dims.coordinates(rank) for rank in ranks]
+    return "+".join(name for name in dims.sizes if len({place[name] for place in places}) > 1)
+
+
 def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     """Try one step of a run of `world_size` ranks in this process, without their memory: one report per rank with other
-    pipeline stages. They are printed, and written to `{dump_folder}/dry_run.json`.
-
-    Raises:
-        UserError: where the run itself would refuse its configuration, and for what cannot be tried without it.
-    """
+    pipeline stages. They are printed, and written to `{dump_folder}/dry_run.json`. Raises `UserError` where the run
+    itself would refuse its configuration, and for what cannot be tried without it."""
     _check(config)
     tried = without_data(config)
     tried.check(world_size, dry_run=True)
@@ -63,8 +144,8 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     for rank in range(0, world_size, world_size // pipeline_degree):
         reports.append(_try_rank(tried, rank, world_size))
         if pipeline_degree > 1:
-            name, (peak,) = _in_one_unit([[reports[-1].peak_bytes]], _BYTES)
-            logger.info("rank %d: %s %s at most", rank, *peak, name)
+            unit, size = _unit(reports[-1].peak_bytes, _BYTES)
+            logger.info("rank %d: %s %s at most", rank, _shown(reports[-1].peak_bytes / size), unit)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
     durable.write(path, json.dumps(_document(config, world_size, reports), indent=2) + "\n")
@@ -97,7 +178,7 @@ def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
             dist.destroy_process_group()
         sys.excepthook = exception_hook
         # Torch remembers the process groups of one rank's mesh, and takes the next rank's for the same.
-        _clear_sharding_prop_cache()
+        clear_sharding_cache()
 
 
 def _document(config: Trainer.Config, world_size: int, reports: Sequence[RankReport]) -> dict[str, Any]:
@@ -111,65 +192,45 @@ def _document(config: Trainer.Config, world_size: int, reports: Sequence[RankRep
 def _print(reports: Sequence[RankReport]) -> None:
     from rich.console import Console
 
+    kinds = [kind for kind in MEMORY_KINDS if any(report.peak[kind] for report in reports)]
+    held: list[_Row] = []
+    peaks: list[_Row] = []
+    messages: list[_Row] = []
+    work: list[_Row] = []
+    for report in reports:
+        rank, stages = str(report.rank), ", ".join(map(str, report.stages))
+        sizes = [report.parameter_bytes, report.gradient_bytes, report.optimizer_bytes]
+        held.append(([rank, stages, f"{report.parameters:,}"], sizes))
+        peaks.append(([rank], [*map(report.peak.__getitem__, kinds), report.peak_bytes, report.peak_reserved_bytes]))
+        for one in report.communication:
+            messages.append(([rank, one.kind, one.axis, f"{one.calls:,}"], [one.n_bytes, one.n_bytes_sent]))
+        work.append(([rank], [report.model_flops, report.executed_flops]))
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
-    for table in (_state_table(reports), _peak_table(reports), _communication_table(reports), _work_table(reports)):
-        console.print(table)
+    console.print(_table("Held by each rank", "rank stages parameters weights gradients optimizer", held))
+    columns = " ".join(_COLUMN_OF_KIND[kind] for kind in kinds)
+    console.print(_table("Peak of a step", f"rank {columns} allocated reserved", peaks))
+    console.print(_table("Communication of a step", "rank kind axis calls size sent", messages))
+    console.print(_table("Operations of a step", "rank model executed", work, _OPERATIONS))
 
 
-def _table(title: str, *columns: str) -> "Table":
+def _table(title: str, columns: str, rows: Sequence[_Row], units: Units = _BYTES) -> "Table":
+    """A table of words and, after them, numbers in one unit."""
     from rich.table import Table
 
+    largest = max((number for _, numbers in rows for number in numbers), default=0)
+    unit, size = _unit(largest, units)
+    title = f"{title} ({unit})"
     table = Table(title=title, title_justify="left", title_style="bold", min_width=len(title))
-    for column in columns:
+    for column in columns.split():
         table.add_column(column, justify="left" if column in ("kind", "axis") else "right")
+    for words, numbers in rows:
+        table.add_row(*words, *(_shown(number / size) for number in numbers))
     return table
 
 
-def _state_table(reports: Sequence[RankReport]) -> "Table":
-    sizes = [(report.parameter_bytes, report.gradient_bytes, report.optimizer_bytes) for report in reports]
-    unit, rows = _in_one_unit(sizes, _BYTES)
-    title = f"Held by each rank ({unit})"
-    table = _table(title, "rank", "stages", "parameters", "weights", "gradients", "optimizer")
-    for report, row in zip(reports, rows, strict=True):
-        table.add_row(str(report.rank), ", ".join(map(str, report.stages)), f"{report.parameters:,}", *row)
-    return table
-
-
-def _peak_table(reports: Sequence[RankReport]) -> "Table":
-    kinds = [kind for kind in MEMORY_KINDS if any(report.peak[kind] for report in reports)]
-    sizes = [
-        [*(report.peak[kind] for kind in kinds), report.peak_bytes, report.peak_reserved_bytes] for report in reports
-    ]
-    unit, rows = _in_one_unit(sizes, _BYTES)
-    columns = (*map(_COLUMN_OF_KIND.__getitem__, kinds), "allocated", "reserved")
-    table = _table(f"Peak of a step ({unit})", "rank", *columns)
-    for report, row in zip(reports, rows, strict=True):
-        table.add_row(str(report.rank), *row)
-    return table
-
-
-def _communication_table(reports: Sequence[RankReport]) -> "Table":
-    traffics = [(report.rank, traffic) for report in reports for traffic in report.communication]
-    unit, rows = _in_one_unit([(traffic.n_bytes, traffic.n_bytes_sent) for _, traffic in traffics], _BYTES)
-    table = _table(f"Communication of a step ({unit})", "rank", "kind", "axis", "calls", "size", "sent")
-    for (rank, traffic), row in zip(traffics, rows, strict=True):
-        table.add_row(str(rank), traffic.kind, traffic.axis, f"{traffic.calls:,}", *row)
-    return table
-
-
-def _work_table(reports: Sequence[RankReport]) -> "Table":
-    unit, rows = _in_one_unit([(report.model_flops, report.executed_flops) for report in reports], _OPERATIONS)
-    table = _table(f"Operations of a step ({unit})", "rank", "model", "executed")
-    for report, row in zip(reports, rows, strict=True):
-        table.add_row(str(report.rank), *row)
-    return table
-
-
-def _in_one_unit(rows: Sequence[Sequence[float]], units: Units) -> tuple[str, list[list[str]]]:
-    """The largest unit that the largest number has one of, and all numbers in it."""
-    largest = max((value for row in rows for value in row), default=0)
-    name, size = next((unit for unit in units if largest >= unit[1]), units[-1])
-    return name, [[_shown(value / size) for value in row] for row in rows]
+def _unit(number: float, units: Units) -> tuple[str, float]:
+    """The largest unit that the number has one of."""
+    return next((unit for unit in units if number >= unit[1]), units[-1])
 
 
 def _shown(value: float) -> str:

@@ -17,8 +17,7 @@ from torchtitan.components.weights.sources import format_of, formats_in
 from torchtitan.models.families import families_with, named_family
 from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
-from torchtitan.tools.model_folder import no_folder
+from torchtitan.tools.files import no_folder, read_object
 
 DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
 """Format → name of the file next to the weights that describes the model."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.model_folder import unreadable
+from torchtitan.tools.files import unreadable
 
 Slices = tuple[slice, ...]
 """Part of a tensor: start and stop for each dimension, without steps."""

@@ -81,17 +81,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
-    """Peak dense matrix-product FLOP/s of one device in `dtype`, the type that training computes in.
+    """Return the peak dense matrix-product FLOP/s of one device in `dtype`, the type that training computes in.
 
     Published for the well-known GPUs in bf16 and fp16. Measured otherwise (CPU, another GPU or a slice of one, fp32),
-    with the threads of this process, in about half a second; a measured peak is what matrix products reach here,
-    so it lies below what a data sheet would say.
+    with the threads of this process, in about half a second, which gives less than a data sheet would say.
     """
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        name = torch.cuda.get_device_name(device)
-        published = published_peak(name)
-        if published is not None:
-            return PeakFlops(published, f"published for {name}")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if dtype in (torch.bfloat16, torch.float16) and (published := published_peak(name)) is not None:
+        return PeakFlops(published, f"published for {name}")
     return _measured_peak(device, dtype)
 
 

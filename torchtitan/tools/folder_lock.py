@@ -92,11 +92,8 @@ _held: "weakref.WeakValueDictionary[Path, FolderLock]" = weakref.WeakValueDictio
 
 def lock_folder(folder: Path) -> FolderLock:
     """Lock `folder`, which is created if necessary, against runs of other processes, as long as the returned object
-    exists. A process that already holds the lock gets the same object again.
-
-    Raises:
-        UserError: if a run of another process holds the lock, or the folder cannot be written.
-    """
+    exists. A process that already holds the lock gets the same object again. Raises `UserError` if a run of another
+    process holds the lock, or the folder cannot be written."""
     place = folder.resolve()
     if (lock := _held.get(place)) is not None:
         return lock

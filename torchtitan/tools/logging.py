@@ -1,31 +1,31 @@
-"""The package's logger: one line per message on standard error, from rank 0 unless told otherwise."""
+"""The package's logger, and text from files and models for a terminal, which shows it and never obeys it."""
 
 import logging
 import os
 import sys
-
-from torchtitan.tools.terminal import visible
+import unicodedata
 
 logger = logging.getLogger("torchtitan")
 
-_COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
+_COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
 _RESET = "\033[0m"
+_BIDIRECTIONAL = "\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 class _Formatter(logging.Formatter):
-    """Time, level, rank where it is not 0, and message; coloured by level when the stream is a terminal."""
+    """Time, level, rank where it is not 0, and message; colored by level when the stream is a terminal."""
 
-    def __init__(self, *, coloured: bool, rank: str):
+    def __init__(self, *, colored: bool, rank: str):
         whose = "" if rank == "0" else f"rank {rank}: "
         super().__init__(f"%(asctime)s %(levelname)s {whose}%(message)s", datefmt="%H:%M:%S")
-        self.coloured = coloured
+        self.colored = colored
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
         if not getattr(record, "is_colored", False):  # by us: any other color would come from a stranger's text
             line = visible(line)
-        colour = _COLOURS.get(record.levelno, "")
-        return f"{colour}{line}{_RESET}" if self.coloured and colour else line
+        color = _COLORS.get(record.levelno, "")
+        return f"{color}{line}{_RESET}" if self.colored and color else line
 
 
 def init_logger() -> None:
@@ -37,7 +37,29 @@ def init_logger() -> None:
     rank = os.environ.get("RANK", "0")
     speaks = "RANK" not in os.environ or rank in os.environ.get("LOG_RANK", "0").split(",")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter(coloured=sys.stderr.isatty(), rank=rank))
+    handler.setFormatter(_Formatter(colored=sys.stderr.isatty(), rank=rank))
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if speaks else logging.ERROR)
     logger.propagate = False
+
+
+def visible(text: str) -> str:
+    """`text` with what would control a terminal, or the direction of the text, spelled out; lines and tabs stay."""
+    return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
+
+
+def for_output(text: str) -> str:
+    """`text` as it goes to standard output: `visible` on a terminal, and as it is in a file or a pipe."""
+    return visible(text) if sys.stdout.isatty() else text
+
+
+def print_error(command: str, message: object) -> None:
+    """Print the message of a command's failure to standard error."""
+    sys.stdout.flush()
+    print(visible(f"torchtitan {command}: {message}"), file=sys.stderr)
+
+
+def _visible(char: str) -> str:
+    if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cs") and char not in _BIDIRECTIONAL:
+        return char
+    return chr(0x2400 + ord(char)) if ord(char) < 0x20 else f"\\u{ord(char):04x}"

@@ -7,11 +7,7 @@ from torchtitan.tools.errors import UserError
 
 
 def check_pattern(option: str, pattern: str) -> None:
-    """Make sure that `pattern`, the value of `option`, is a regular expression.
-
-    Raises:
-        UserError: where it is none.
-    """
+    """Raise `UserError` unless `pattern`, the value of `option`, is a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -19,17 +15,8 @@ def check_pattern(option: str, pattern: str) -> None:
 
 
 def check_choice(option: str, include: Sequence[str], exclude: Sequence[str], consequence: str) -> None:
-    """Make sure that `include` and `exclude` are regular expressions, and that something is included.
-
-    Args:
-        option: what has both as `{option}.include` and `{option}.exclude`.
-        include: what these find is chosen.
-        exclude: but for what these find.
-        consequence: of an empty `include`: "nothing would be converted".
-
-    Raises:
-        UserError: where they are not.
-    """
+    """Raise `UserError` unless `{option}.include` and `{option}.exclude` are regular expressions, and something is
+    included: otherwise, in the words of the message, `consequence` ("nothing would be converted")."""
     for name, patterns in (("include", include), ("exclude", exclude)):
         for pattern in patterns:
             check_pattern(f"{option}.{name}", pattern)
@@ -38,36 +25,17 @@ def check_choice(option: str, include: Sequence[str], exclude: Sequence[str], co
 
 
 def choose(option: str, include: Sequence[str], exclude: Sequence[str], names: Sequence[str], kind: str) -> list[str]:
-    """Those of `names` that one of `include` is found in, and none of `exclude`.
-
-    Args:
-        option, include, exclude: as of `check_choice`.
-        names, kind: as of `check_matches`.
+    """Return those of `names` that one of `{option}.include` is found in, and none of `{option}.exclude`.
 
     Raises:
-        UserError: as `check_matches`.
+        UserError: for the first pattern that is found in no name; `kind` is what these are of, "layers".
     """
-    check_matches(f"{option}.include", include, names, kind)
-    check_matches(f"{option}.exclude", exclude, names, kind)
+    for option_name, patterns in ((f"{option}.include", include), (f"{option}.exclude", exclude)):
+        for pattern in patterns:
+            if not any(re.search(pattern, name) for name in names):
+                there = ", ".join(without_numbers(names))
+                raise UserError(f"{option_name} '{pattern}' matches none of the {kind}; there are: {there}")
     return [name for name in names if _matches_any(include, name) and not _matches_any(exclude, name)]
-
-
-def check_matches(option: str, patterns: Sequence[str], names: Sequence[str], kind: str) -> None:
-    """Make sure that each of `patterns`, the values of `option`, is found in one of `names` at least.
-
-    Args:
-        option: what the patterns were given for.
-        patterns: regular expressions.
-        names: what there is to choose from.
-        kind: what the names are of, in the plural: "layers".
-
-    Raises:
-        UserError: naming the first pattern that is found in none, and what there is.
-    """
-    for pattern in patterns:
-        if not any(re.search(pattern, name) for name in names):
-            there = ", ".join(without_numbers(names))
-            raise UserError(f"{option} '{pattern}' matches none of the {kind}; there are: {there}")
 
 
 def without_numbers(names: Iterable[str]) -> list[str]:

@@ -34,7 +34,9 @@ def workplace(target: Path) -> Iterator[Path]:
     SIGKILL leaves the folder: the next call for the same target removes it. A process holds a lock on its folder as
     long as it lives, so that no folder in use is ever removed. Only the main thread can call this.
     """
-    _remove_abandoned(target)
+    for left in target.parent.glob(f"{glob.escape(target.name)}.{'[0-9a-f]' * 2 * _NAME_BYTES}.partial"):
+        with contextlib.suppress(OSError):
+            _remove_if_abandoned(left)
     # Named before it exists, so that a signal at any moment finds it.
     folder = target.parent / f"{target.name}.{secrets.token_hex(_NAME_BYTES)}.partial"
 
@@ -62,14 +64,8 @@ def workplace(target: Path) -> Iterator[Path]:
             signal.signal(number, handler)
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Remove the folders of processes that were killed while they wrote `target`."""
-    for folder in target.parent.glob(f"{glob.escape(target.name)}.{'[0-9a-f]' * 2 * _NAME_BYTES}.partial"):
-        with contextlib.suppress(OSError):  # it is in use, or has gone
-            _remove_if_abandoned(folder)
-
-
 def _remove_if_abandoned(folder: Path) -> None:
+    """Remove a folder that a killed process has left; raises `OSError` if it is in use, or has gone."""
     names = os.listdir(folder)
     if _LOCK not in names and time.time() - folder.stat().st_mtime < _STARTING_SECONDS:
         return

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from torchtitan.config.job_config import TrainingConfig, parse_step_ranges
+from torchtitan.config.sections import TrainingConfig, parse_step_ranges
 
 
 class RunLength:

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.evaluation import Scorer
-from torchtitan.components.evaluation.files import SUFFIXES, evaluate_file, read_text
-from torchtitan.components.evaluation.multiple_choice import read_questions
-from torchtitan.config.job_config import require_at_least
+from torchtitan.components.evaluation.tasks import SUFFIXES, evaluate_file, read_questions, read_text
+from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.outcome import StepOutcome

@@ -9,7 +9,7 @@ from typing import Literal
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.tools.errors import RunFailure
 from torchtitan.tools.logging import logger
-from torchtitan.tools.signals import COMMAND_VARIABLE
+from torchtitan.tools.process import COMMAND_VARIABLE
 
 Ending = Literal["completed", "data ended", "stopped"]
 """Why a run's loop ended."""

@@ -33,7 +33,7 @@ from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols.conversion import describe_converters, describe_simulation
 from torchtitan.tools.errors import RunComplete
 from torchtitan.tools.logging import logger
-from torchtitan.tools.signals import StopRequest
+from torchtitan.tools.process import StopRequest
 from torchtitan.trainer.builder import RunBuilder
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
 from torchtitan.trainer.ledger import Ledger, in_global_order, names_of, shortened

@@ -10,8 +10,7 @@ from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQ
 from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
-from torchtitan.tools.model_folder import file_to_copy
+from torchtitan.tools.files import file_to_copy, read_object
 
 Message = Mapping[str, Any]
 """`role` ("system", "user", "assistant", …), `content`, and whatever else the template reads."""

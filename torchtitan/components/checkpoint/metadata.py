@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torchtitan.components.checkpoint.filesystem import DCP_METADATA, Folder
 from torchtitan.protocols.tensor_source import damaged
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import StorageInfo
 
 _MAX_DIMS = 64
 """The largest number of dimensions of a tensor in PyTorch."""
@@ -157,7 +158,7 @@ def _checked(root: Any, sizes: Mapping[str, int]) -> Metadata:
 
 
 def _form(
-    name: str, record: Any, places: Mapping[MetadataIndex, _StorageInfo]
+    name: str, record: Any, places: Mapping[MetadataIndex, StorageInfo]
 ) -> TensorStorageMetadata | BytesStorageMetadata:
     if not _is_tensor(record):
         require(type(record).__name__ == "BytesStorageMetadata", f"{name} is neither tensor nor text")
@@ -194,7 +195,7 @@ def _index(record: Any) -> MetadataIndex:
     return MetadataIndex(_text(fields["fqn"]), None if offset is None else _size(offset), index)
 
 
-def _place(record: Any, sizes: Mapping[str, int]) -> _StorageInfo:
+def _place(record: Any, sizes: Mapping[str, int]) -> StorageInfo:
     fields = _fields(record, "_StorageInfo")
     file, numbers = _text(fields["relative_path"]), (fields["offset"], fields["length"])
     require(all(type(number) is int and 0 <= number < 2**63 for number in numbers), f"it has no place in {file}")
@@ -244,7 +245,7 @@ def require(is_met: bool, otherwise: str) -> None:
         raise _DamageError(otherwise)
 
 
-def _needed(places: Collection[_StorageInfo]) -> dict[str, int]:
+def _needed(places: Collection[StorageInfo]) -> dict[str, int]:
     """Return the bytes that the files must have, by name, since no two places in a file overlap."""
     ends, lengths = Counter[str](), Counter[str]()
     for place in places:

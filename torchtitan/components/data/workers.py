@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.torch_private import end_loader_workers
 
 
 class Workers:
@@ -49,7 +50,7 @@ class Workers:
         self._items = iter(self._loader)
         # Also at exit, since an iterator that an exception's traceback still holds would never be finalized, and the
         # interpreter would wait for workers that nobody has told to end.
-        self._finalizer = weakref.finalize(self, _shut_down, self._items) if num_workers else None
+        self._finalizer = weakref.finalize(self, end_loader_workers, self._items) if num_workers else None
 
     def __next__(self) -> Any:
         item = next(self._items)
@@ -71,9 +72,3 @@ def _ignore_signals(worker_id: int) -> None:
     """Leave Ctrl-C and SIGTERM, which reach a whole process group, to the training process; it ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _shut_down(items: Any) -> None:
-    items._shutdown_workers()
-    for process in items._workers:
-        process.kill()  # one that is stuck, in a download, say; the others have ended

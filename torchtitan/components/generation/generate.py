@@ -17,6 +17,7 @@ from torchtitan.components.generation.sampling import Sampler, Sampling
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import forward_pre_hooks
 
 FinishReason = Literal["stop", "length"]
 
@@ -141,7 +142,7 @@ def _check(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: i
 def _refuse_a_part_of_a_model(model: nn.Module) -> None:
     if any(getattr(model, name, model) is None for name in ("tok_embeddings", "norm")):
         raise UserError("a pipeline stage cannot generate text: it has only a part of the model's layers")
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    hooks = (hook for module in model.modules() for hook in forward_pre_hooks(module))
     if any(getattr(hook, "__module__", None) == context_parallel.__name__ for hook in hooks):
         raise UserError("a model under context parallelism cannot generate text: each rank has a part of the tokens")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
+from torchtitan.tools.files import read_object
 
 _UNDECODED = "�"  # what stands for bytes that are not UTF-8 (yet)
 

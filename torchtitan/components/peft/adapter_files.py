@@ -30,7 +30,7 @@ from torchtitan.protocols.sharding import features_of
 from torchtitan.protocols.state_dict_adapter import Identity, TensorConversion, Transform, model_forms
 from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, some
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
+from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.quantization import check_torchao, import_torchao
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import config_key
-from torchtitan.config.job_config import require_at_least
+from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import initializers_of, with_initializers

@@ -22,7 +22,7 @@ from torch import nn
 
 from torchtitan.components.quantization import check_torchao, import_torchao
 from torchtitan.config.configurable import config_key
-from torchtitan.config.job_config import require_at_least
+from torchtitan.config.sections import require_at_least
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import initializers_of, with_initializers
 from torchtitan.tools.errors import UserError

@@ -17,7 +17,7 @@ from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer
 from torchtitan.components.tokenizer.tiktoken_model import converted_tiktoken
 from torchtitan.components.tokenizer.tokenizer_json import naming, reading
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
+from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger
 
 _VERSION = "5.23.0"

@@ -11,8 +11,7 @@ from torchtitan.components.tokenizer.interface import Offsets, Tokenizer
 from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
 from torchtitan.components.tokenizer.tokenizer_json import HuggingFace
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
-from torchtitan.tools.model_folder import no_folder
+from torchtitan.tools.files import no_folder, read_object
 
 EMBEDDED_TOKENIZER = Path(__file__).parents[2] / "assets" / "tokenizer"
 """Folder of the tokenizer that the package brings along, trained on `Stories`."""

@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.components.tokenizer.tokenizer_json import without_surrogates
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.model_folder import unreadable
+from torchtitan.tools.files import unreadable
 
 # Llama 3's split pattern and special tokens (with Llama 3.1's names), as published with the model:
 # https://github.com/meta-llama/llama-models/blob/main/models/llama3/tokenizer.py

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.model_folder import unreadable
+from torchtitan.tools.files import unreadable
 
 _UNUSABLE = "is not a tokenizer that `tokenizers` can use"
 

@@ -12,11 +12,9 @@ from torchtitan.components.checkpoint.filesystem import folder_at
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.protocols.conversion import Description
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.tools import json_file
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
+from torchtitan.tools.files import file_to_copy, parse_json, read_object
 from torchtitan.tools.logging import logger
-from torchtitan.tools.model_folder import file_to_copy
 
 FOLDER = "assets"
 """The folder inside a checkpoint's."""
@@ -138,7 +136,7 @@ def read_converters(
     """
     folder, name = folder_at(checkpoint), DESCRIPTION
     try:
-        content = json_file.loads(folder.read(name), f"{checkpoint}/{name}") if folder.has_file(name) else {}
+        content = parse_json(folder.read(name), f"{checkpoint}/{name}") if folder.has_file(name) else {}
     except OSError as error:
         raise UserError(f"{checkpoint}/{name} cannot be read: {error}") from error
     converters = content.get(key, []) if isinstance(content, dict) else None

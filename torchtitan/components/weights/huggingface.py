@@ -24,7 +24,7 @@ from torchtitan.protocols.tensor_source import (
 )
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
+from torchtitan.tools.files import read_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, some
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
 _QUANTIZED = "of a type for quantized weights, where at least 16 bits of floating point are needed"
 

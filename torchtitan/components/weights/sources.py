@@ -12,7 +12,7 @@ from torchtitan.components.checkpoint.identity import BASE_PATH, BaseWeights, co
 from torchtitan.components.weights import huggingface, torch_files
 from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, some, whole
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.model_folder import no_folder
+from torchtitan.tools.files import no_folder
 
 Format = Literal["dcp", "hf", "meta"]
 

@@ -30,8 +30,7 @@ from torchtitan.protocols.tensor_source import (
 )
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.json_file import read_object
-from torchtitan.tools.model_folder import unreadable
+from torchtitan.tools.files import read_object, unreadable
 
 PICKLED_WEIGHTS = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics
-from torchtitan.config.job_config import require_at_least
+from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
 
 _UNSEEN = -1.0

@@ -7,10 +7,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_iter
 
-from torchtitan.tools.operations import Observer
+from torchtitan.dry_run.observer import Observer
+from torchtitan.tools.torch_private import OpOverload, group_by_name, is_process_group, tree_iter
 
 CommunicationKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive"]
 
@@ -63,8 +62,7 @@ class Work:
     volumes: dict[Channel, Volume] = field(default_factory=dict)
 
     def __add__(self, other: "Work") -> "Work":
-        channels = [*self.volumes, *(channel for channel in other.volumes if channel not in self.volumes)]
-        return Work(self.flops + other.flops, {c: self[c] + other[c] for c in channels})
+        return Work(self.flops + other.flops, {c: self[c] + other[c] for c in self.volumes | other.volumes})
 
     def __sub__(self, other: "Work") -> "Work":
         return Work(self.flops - other.flops, {c: self[c] - other[c] for c in self.volumes})
@@ -92,7 +90,7 @@ class WorkTracker(Observer):
             self.work += Work(flops=formula(*args, **kwargs, out_val=result))
 
     def _count_message(self, func: OpOverload, values: list[Any]) -> None:
-        name = func._opname.replace("_", "")
+        name = func.overloadpacket.__name__.replace("_", "")
         kind = next((kind for word, kind in _KIND_OF_WORD.items() if word in name), None)
         if kind is None:
             return
@@ -111,19 +109,19 @@ def _count_bytes(value: Any) -> int:
 def _group_in(values: list[Any]) -> dist.ProcessGroup:
     """The process group among an operation's arguments, itself or by its name, which comes last of the strings."""
     for value in values:
-        if isinstance(value, torch.ScriptObject) and str(value._type()).endswith(".ProcessGroup"):
+        if is_process_group(value):
             return dist.ProcessGroup.unbox(value)
     name = [value for value in values if isinstance(value, str)][-1]
-    return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
+    return group_by_name(dist.distributed_c10d.GroupName(name))
 
 
 def _formula_of(func: OpOverload) -> Callable[..., int] | None:
     """What counts the operations of `func` from its arguments' shapes; None where it computes no products."""
     from torch.utils.flop_counter import flop_registry
 
-    if func._opname.startswith("_scaled_dot_product"):
-        return _attention_backward_flops if "backward" in func._opname else _attention_flops
-    in_place = getattr(torch.ops.aten, func._opname.removesuffix("_"), None)
+    if func.overloadpacket.__name__.startswith("_scaled_dot_product"):
+        return _attention_backward_flops if "backward" in func.overloadpacket.__name__ else _attention_flops
+    in_place = getattr(torch.ops.aten, func.overloadpacket.__name__.removesuffix("_"), None)
     return flop_registry.get(func.overloadpacket) or flop_registry.get(in_place)
 
 

@@ -13,12 +13,16 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
-from torchtitan.tools.caching_allocator import CachingAllocator
-from torchtitan.tools.operations import Observer
+from torchtitan.dry_run.caching_allocator import CachingAllocator
+from torchtitan.dry_run.observer import Observer
+from torchtitan.tools.torch_private import (
+    OpOverload,
+    current_backward_pass,
+    is_traceable_wrapper_subclass,
+    storage_key,
+    tree_iter,
+)
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"]
 """What memory is for. The first four are what `MemoryTracker.label` said; `activations` is what was made outside of a
@@ -135,7 +139,7 @@ class MemoryTracker(Observer):
 
     def allocation_of(self, tensor: Tensor) -> Allocation | None:
         """The memory of a plain tensor; None where it is not followed."""
-        owner = self._owners.get(tensor.untyped_storage()._cdata)
+        owner = self._owners.get(storage_key(tensor.untyped_storage()))
         return owner.current if owner else None
 
     def label_like(self, allocation: Allocation | None, tensor: Tensor) -> None:
@@ -146,15 +150,8 @@ class MemoryTracker(Observer):
     def replay(
         self, start: int, end: int, twins: dict[Allocation, Allocation], omit: Sequence[Allocation | None]
     ) -> None:
-        """Pretend that what happened from moment `start` to `end` happens again, to memory of its own.
-
-        Args:
-            start: see `now`.
-            end: see `now`.
-            twins: allocations of an earlier replay that have not been freed; what is freed here is taken out, and what
-                is allocated and not freed is added.
-            omit: allocations that are not made again.
-        """
+        """Pretend that what happened from moment `start` to `end` (see `now`) happens again, to memory of its own, but
+        for the allocations in `omit`. `twins` holds what earlier replays allocated and did not free."""
         for allocation, sign in self._events[start:end]:
             if sign < 0 and allocation in twins:
                 self._free(twins.pop(allocation).owner)
@@ -165,16 +162,18 @@ class MemoryTracker(Observer):
     def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Follow the storages that the operation made."""
         self._note_backward_pass()
-        if func._opname in _FSDP_COMMUNICATION and (buffer := self.allocation_of(args[0])) is not None:
-            buffer.stream = func._opname
+        if func.overloadpacket.__name__ in _FSDP_COMMUNICATION and (buffer := self.allocation_of(args[0])) is not None:
+            buffer.stream = func.overloadpacket.__name__
         made = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
         if not made:
             return
-        given = {tensor.untyped_storage()._cdata for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)}
+        given = {
+            storage_key(tensor.untyped_storage()) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)
+        }
         for tensor in made:
             storage = tensor.untyped_storage()
             # The storage of an argument that is not followed existed before.
-            if storage._cdata not in self._owners and storage._cdata not in given:
+            if storage_key(storage) not in self._owners and storage_key(storage) not in given:
                 self._allocate(self._owner_of(storage), storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
@@ -188,7 +187,7 @@ class MemoryTracker(Observer):
 
     def _owner_of(self, storage: torch.UntypedStorage) -> Owner:
         """What is known of a storage; begins to follow it."""
-        address = storage._cdata
+        address = storage_key(storage)
         if address not in self._owners:
             self._owners[address] = Owner(weakref.ref(storage, lambda _: self._free(self._owners.pop(address))))
         return self._owners[address]
@@ -206,8 +205,7 @@ class MemoryTracker(Observer):
             self._events.append((allocation, -1))
 
     def _note_backward_pass(self) -> None:
-        """Find out whether another backward pass has begun."""
-        current = torch._C._current_graph_task_id()
+        current = current_backward_pass()
         if current > self._latest_backward:
             self._latest_backward = current
             for allocation in self._live:
@@ -221,6 +219,6 @@ def _plain_parts(tensor: Any) -> Iterator[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
-    names, _ = tensor.__tensor_flatten__()
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     for name in names:
         yield from _plain_parts(getattr(tensor, name))

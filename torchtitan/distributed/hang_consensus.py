@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+
+from torchtitan.tools.torch_private import default_store
 
 TICK_SECONDS = 0.5
 
@@ -31,16 +32,15 @@ class Process:
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """How far a rank has come: a smaller one is further behind.
-
-    `n_phases` counts the phases begun in the step; `phase` is the last one's name, None after the step; `line` is what
-    the main thread executes.
-    """
+    """How far a rank has come; a smaller one is further behind."""
 
     step: int
     n_phases: int
+    """Phases begun in the step."""
     phase: str | None = dataclasses.field(compare=False)
+    """The last one's name; None after the step."""
     line: str = dataclasses.field(compare=False)
+    """What the main thread executes."""
 
     def __str__(self) -> str:
         place = f"after step {self.step}" if self.phase is None else f'in step {self.step}, phase "{self.phase}"'
@@ -48,23 +48,23 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangReport:
     """That the run hangs: what to say, the rank that says it, and the ranks that do not answer."""
 
     text: str
-    spokesman: int
+    reporter_rank: int
     silent: list[int]
 
 
-class RollCall:
+class HangConsensus:
     """Answers, on a thread of its own, when a rank suspects that the run hangs; asks the others when this one does.
 
     A rank that suspects a hang calls by setting a key, which all look at twice a second. Each then writes where it
     stands, and waits for the outcome; the rank that called decides it once it has all answers, or has waited for them
     long enough. If a rank answers that it is between two steps, nothing hangs: the others have reason to wait for it.
 
-    The connection to the store is one of its own. Where the process that holds the store has stopped, requests never
-    return: this thread then stands still, and whoever reads `verdict` must not wait for it.
+    Where the process that holds the store has stopped, requests never return: this thread, which has a connection of
+    its own, then stands still, and whoever reads `report` must not wait for it.
 
     Args:
         rank: this process's.
@@ -75,80 +75,75 @@ class RollCall:
     def __init__(self, rank: int, processes: list[Process], position: Callable[[], Position]):
         self.suspected_seconds: float | None = None
         """Set while this rank suspects that the run hangs: how long its step may take."""
-        self.verdict: Verdict | None = None
-        """That the run hangs; None as long as that is not known."""
+        self.report: HangReport | None = None
+        """Set when the ranks have agreed that the run hangs."""
         self._rank = rank
         self._processes = processes
         self._position = position
-        self._acquitted = threading.Event()
+        self._cleared = threading.Event()
         self._closed = threading.Event()
         # A store may outlive the processes (torchrun's does): the keys are those of this very group of processes.
-        prefix = f"roll call of {processes[0]}, {processes[0].begun}"
-        own_connection = _get_default_store().clone()  # type: ignore[attr-defined]  # PyTorch's stubs lack it
-        self._store = dist.PrefixStore(prefix, own_connection)
-        self.thread = threading.Thread(target=self._take_part, name="roll call", daemon=True)
+        prefix = f"hang consensus of {processes[0]}, {processes[0].begun}"
+        self._store = dist.PrefixStore(prefix, default_store().clone())
+        self.thread = threading.Thread(target=self._take_part, name="hang consensus", daemon=True)
         self.thread.start()
 
-    def hear_acquittal(self) -> bool:
-        """Whether this rank's suspicion turned out to be none; True once, after which it may suspect again."""
-        acquitted = self._acquitted.is_set()
-        if acquitted:
-            self._acquitted.clear()
-        return acquitted
+    def hear_cleared(self) -> bool:
+        """Return, once, that this rank's suspicion turned out to be none; after that it may suspect again."""
+        cleared = self._cleared.is_set()
+        self._cleared.clear()
+        return cleared
 
     def close(self) -> None:
-        """This rank has finished: it is not to be missed. Waits for the last request, if the store still answers."""
+        """Let the others know that this rank has finished, and wait for the store, if it still answers."""
         self._closed.set()
         self.thread.join(timeout=5)
 
-    def verdict_without_store(self, seconds: float) -> Verdict:
-        """What this rank can say by itself where the store does not answer: its process has stopped."""
+    def report_without_store(self, seconds: float) -> HangReport:
+        """Return what this rank can say by itself when the store does not answer: its process has stopped."""
         from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         holder = "torchrun's first agent" if from_agent else f"rank 0 ({self._processes[0]})"
-        text = (
-            f"{_headline(seconds)}: {holder} does not answer, and holds the store that the ranks talk through\n"
-            f"  rank {self._rank}: {self._position()}"
-        )
-        return Verdict(text, self._rank, [] if from_agent else [0])
+        finding = f"{holder} does not answer, and holds the store that the ranks talk through"
+        text = f"{headline(seconds)}: {finding}\n  rank {self._rank}: {self._position()}"
+        return HangReport(text, self._rank, [] if from_agent else [0])
 
     def _take_part(self) -> None:
         number = 0
         with contextlib.suppress(dist.DistError):  # the store has gone, and with it the run
-            while self.verdict is None and not self._closed.wait(TICK_SECONDS):
-                called = self.suspected_seconds is not None and self._call(number)
+            while self.report is None and not self._closed.wait(TICK_SECONDS):
+                called = self.suspected_seconds is not None and self._set_once(f"{number}/call", str(self._rank))
                 if called or self._store.check([f"{number}/call"]):
                     self._answer(number, called)
                     number += 1
             self._store.set(f"finished/{self._rank}", "")
 
-    def _call(self, number: int) -> bool:
-        """Make call `number`; False where another rank has been first."""
-        own = str(self._rank)
-        return self._store.compare_set(f"{number}/call", "", own).decode() == own
+    def _set_once(self, key: str, value: str) -> bool:
+        """Set a key; False if another rank has been first."""
+        return self._store.compare_set(key, "", value).decode() == value
 
     def _answer(self, number: int, called: bool) -> None:
         """Answer call `number`, and wait for what comes of it; decide that, where this rank `called`."""
         self._store.set(f"{number}/{self._rank}", json.dumps(dataclasses.asdict(self._position())))
         outcome, n_ticks = f"{number}/outcome", 0
+        # Other ranks decide only where the one that called is stuck itself.
+        last_tick = _ANSWER_TICKS if called else 2 * _ANSWER_TICKS
         while not self._store.check([outcome]):
-            # Other ranks decide only where the one that called is stuck itself.
-            last_tick = _ANSWER_TICKS if called else 2 * _ANSWER_TICKS
             complete = called and self._store.check([f"{number}/{rank}" for rank in range(len(self._processes))])
             if complete or n_ticks >= last_tick or (called and self.suspected_seconds is None):
-                verdict = self._judge(number)
-                self._store.compare_set(outcome, "", json.dumps(verdict and dataclasses.asdict(verdict)))
+                report = self._judge(number)
+                self._set_once(outcome, json.dumps(report and dataclasses.asdict(report)))
             elif self._closed.wait(TICK_SECONDS):
                 return
             n_ticks += 1
         content = json.loads(self._store.get(outcome))
         if content is not None:
-            self.verdict = Verdict(**content)
+            self.report = HangReport(**content)
         elif self.suspected_seconds is not None:
-            self._acquitted.set()
-            while self._acquitted.is_set() and not self._closed.wait(TICK_SECONDS):
+            self._cleared.set()
+            while self._cleared.is_set() and not self._closed.wait(TICK_SECONDS):
                 pass
 
-    def _judge(self, number: int) -> Verdict | None:
+    def _judge(self, number: int) -> HangReport | None:
         """That the run hangs; None where the step has ended after all, or ranks wait for one that is between steps."""
         seconds = self.suspected_seconds
         if seconds is None:
@@ -161,16 +156,11 @@ class RollCall:
                 silent[rank] = process
         if not silent and any(position.phase is None for position in answers.values()):
             return None
-        return Verdict(describe(answers, silent, seconds), self._rank, list(silent))
-
-
-def verdict_alone(position: Position, seconds: float) -> Verdict:
-    """The verdict in a run of a single process."""
-    return Verdict(f"{_headline(seconds)}: the process is {position}", 0, [])
+        return HangReport(describe(answers, silent, seconds), self._rank, list(silent))
 
 
 def describe(answers: Mapping[int, Position], silent: Mapping[int, Process], seconds: float) -> str:
-    """In words: which ranks hold up the others, then where each stands, those furthest behind first.
+    """Say which ranks hold up the others, then where each stands, those furthest behind first.
 
     Ranks that do not answer hold up the others; where there are none, the ranks that are behind all others do.
     """
@@ -182,7 +172,7 @@ def describe(answers: Mapping[int, Position], silent: Mapping[int, Process], sec
         finding = f"{_names(behind)} {'holds' if len(behind) == 1 else 'hold'} up the others"
     else:
         finding = "all ranks are in the same phase"
-    lines = [f"{_headline(seconds)}: {finding}"]
+    lines = [f"{headline(seconds)}: {finding}"]
     for rank, process in silent.items():
         lines.append(f"rank {rank}: {process}; it is stopped, or a thread never lets go of Python's lock")
     places: dict[str, list[int]] = {}
@@ -191,7 +181,8 @@ def describe(answers: Mapping[int, Position], silent: Mapping[int, Process], sec
     return "\n  ".join([*lines, *(f"{_names(ranks)}: {place}" for place, ranks in places.items())])
 
 
-def _headline(seconds: float) -> str:
+def headline(seconds: float) -> str:
+    """Return how a report begins."""
     return f"the run hangs, a step has not ended after {seconds:g} seconds"
 
 

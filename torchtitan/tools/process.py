@@ -1,12 +1,15 @@
-"""Stopping on request: SIGTERM and Ctrl-C end a run after the step in progress."""
+"""The process of a run: requests to stop it, and the launcher that started it."""
 
 import contextlib
+import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import NoReturn
 
 from torchtitan.tools.logging import logger
 
@@ -17,6 +20,11 @@ COMMAND_VARIABLE = "TORCHTITAN_COMMAND"
 """Holds the command that started the run, to be shown when it stops."""
 
 _SAME_REQUEST_SECONDS = 1.0
+_LAUNCHER = 0  # standard input: a socket whose other end is our launcher's
+_MAX_REPORT_LENGTH = 20_000  # characters; the connection's buffer holds them all, so that sending never waits
+
+_reporting = threading.Lock()
+_reported = False
 
 
 @contextlib.contextmanager
@@ -48,7 +56,6 @@ class StopSignals:
 
     def __init__(self, on_first: Callable[[int], None], on_second: Callable[[int], None]) -> None:
         self.first: int | None = None
-        """Number of the first signal; None before it."""
         self._on_first = on_first
         self._on_second = on_second
         self._first_time = 0.0
@@ -73,27 +80,61 @@ def announce_stop(number: int, when: str = "after this step") -> None:
     logger.warning("%s received: the run stops %s (a second one ends it at once)", name, when)
 
 
-class StopRequest:
+class StopRequest(StopSignals):
     """From construction to `close`, a SIGTERM or SIGINT sets `received`; a second one ends the process at once.
 
-    Where our launcher started this process, counting signals and ending processes are the launcher's.
+    In a process that our launcher started, counting signals and ending processes are the launcher's.
     """
 
     def __init__(self) -> None:
-        self.received = False
-        self._launched = LAUNCHER_VARIABLE in os.environ
-        self._signals = StopSignals(self._request, self._end)
+        if is_launched():
+            super().__init__(on_first=lambda number: None, on_second=lambda number: None)
+        else:
+            super().__init__(on_first=announce_stop, on_second=_end_by)
 
-    def close(self) -> None:
-        """Give the signals back to whoever handled them before."""
-        self._signals.close()
+    @property
+    def received(self) -> bool:
+        """Whether the run is to stop."""
+        return self.first is not None
 
-    def _request(self, number: int) -> None:
-        self.received = True
-        if not self._launched:
-            announce_stop(number)
 
-    def _end(self, number: int) -> None:
-        if not self._launched:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+def _end_by(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def is_launched() -> bool:
+    """Whether our launcher started this process."""
+    return LAUNCHER_VARIABLE in os.environ
+
+
+def end_with_launcher() -> None:
+    """From now on, end this process when the launcher, at the other end of standard input, has gone."""
+    threading.Thread(target=_wait_for_its_end, name="launcher", daemon=True).start()
+
+
+def report_failure(code: int, text: str, *, passing: bool) -> None:
+    """Tell the launcher the exit code to end with, what to say, and whether the same run may well succeed when it is
+    started again; it follows the rank that failed first. Later calls change nothing."""
+    global _reported
+    report = {"time": time.time(), "code": code, "text": text[-_MAX_REPORT_LENGTH:], "passing": passing}
+    with _reporting:
+        if not _reported:
+            os.write(_LAUNCHER, json.dumps(report, ensure_ascii=False).encode(errors="replace"))
+        _reported = True
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, whatever its threads do.
+
+    Not through the interpreter's own end: what is left of a process group that lost a rank may abort there.
+    """
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _wait_for_its_end() -> None:
+    with contextlib.suppress(OSError):
+        os.read(_LAUNCHER, 1)  # it never sends anything
+    os.kill(os.getpid(), signal.SIGKILL)

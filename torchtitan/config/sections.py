@@ -1,4 +1,4 @@
-"""The sections of a job that belong to no single component: training, parallelism, communication, debugging."""
+"""The sections of a run's configuration that belong to no single component."""
 
 import re
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 from torchtitan.tools.errors import UserError
 
 
-def require_at_least(minimum: float, **values: float) -> None:
-    """Raise `UserError` for the first of `values` (option name with `__` for `.`) that is below `minimum`."""
+def require_at_least(minimum: float, **values: float | None) -> None:
+    """Raise `UserError` for the first of `values` (option name with `__` for `.`) that is below `minimum`, or NaN."""
     for name, value in values.items():
-        if not value >= minimum:  # so that NaN is refused too
+        if value is not None and not value >= minimum:
             raise UserError(f"--{name.replace('__', '.')} is {value}, and must be at least {minimum}")
 
 
@@ -65,10 +65,8 @@ class TrainingConfig:
 
     def validate(self) -> None:
         """Raise `UserError` for values that no run could use."""
-        require_at_least(1, training__steps=self.steps, training__seq_len=self.seq_len)
+        require_at_least(1, training__steps=self.steps, training__epochs=self.epochs, training__seq_len=self.seq_len)
         require_at_least(1, training__local_batch_size=self.local_batch_size, training__gc_freq=self.gc_freq)
-        if self.epochs is not None:
-            require_at_least(1, training__epochs=self.epochs)
         if not self.max_norm > 0:
             raise UserError(f"--training.max_norm is {self.max_norm}, and must be above 0 (inf: never clip)")
         try:
@@ -79,11 +77,8 @@ class TrainingConfig:
             ) from None
 
     def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
-        """Samples in one optimizer step over `data_parallel_degree` ranks.
-
-        Raises:
-            UserError: if the ranks' local batches do not divide `global_batch_size`.
-        """
+        """Samples in one optimizer step over `data_parallel_degree` ranks. Raises `UserError` if the ranks' local
+        batches do not divide `global_batch_size`."""
         one_pass = self.local_batch_size * data_parallel_degree
         if self.global_batch_size == -1:
             return one_pass
@@ -112,13 +107,7 @@ def parse_step_ranges(words: Sequence[str]) -> list[range]:
 
 
 PipelineSchedule = Literal[
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 
 
@@ -184,26 +173,19 @@ class ParallelismConfig:
 
     def validate(self) -> None:
         """Raise `UserError` for degrees and sizes that no run could use; `ParallelDims` checks how they fit."""
-        sizes = {
-            name: getattr(self, name)
-            for name in (
-                "data_parallel_replicate_degree",
-                "tensor_parallel_degree",
-                "context_parallel_degree",
-                "pipeline_parallel_degree",
-                "pipeline_parallel_microbatch_size",
-            )
+        least = {
+            "data_parallel_replicate_degree": 1,
+            "data_parallel_shard_degree": -1 if self.data_parallel_shard_degree == -1 else 1,
+            "tensor_parallel_degree": 1,
+            "context_parallel_degree": 1,
+            "pipeline_parallel_degree": 1,
+            "pipeline_parallel_microbatch_size": 1,
+            "pipeline_parallel_layers_per_stage": 1,
+            "pipeline_parallel_first_stage_less_layers": 0,
+            "pipeline_parallel_last_stage_less_layers": 0,
         }
-        require_at_least(1, **{f"parallelism__{name}": value for name, value in sizes.items()})
-        if self.data_parallel_shard_degree != -1:
-            require_at_least(1, parallelism__data_parallel_shard_degree=self.data_parallel_shard_degree)
-        if self.pipeline_parallel_layers_per_stage is not None:
-            require_at_least(1, parallelism__pipeline_parallel_layers_per_stage=self.pipeline_parallel_layers_per_stage)
-        require_at_least(
-            0,
-            parallelism__pipeline_parallel_first_stage_less_layers=self.pipeline_parallel_first_stage_less_layers,
-            parallelism__pipeline_parallel_last_stage_less_layers=self.pipeline_parallel_last_stage_less_layers,
-        )
+        for name, minimum in least.items():
+            require_at_least(minimum, **{f"parallelism__{name}": getattr(self, name)})
 
 
 @dataclass(kw_only=True, slots=True)

@@ -5,8 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from torchtitan.tools.torch_private import (
+    DecompShardingStrategy,
+    OpOverload,
+    ShardingPropagator,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
+)
 
 
 class Observer:
@@ -27,9 +33,6 @@ def observing(*observers: Observer) -> Iterator[None]:
     communication. The operations by which a DTensor finds the shape of a result, on tensors without memory and of
     *global* shape, are not seen.
     """
-    from torch.distributed.tensor._decompositions import DecompShardingStrategy
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
     mode = _Observation(observers)
     with contextlib.ExitStack() as stack:
         wrap = _wrapping(stack)

@@ -1,0 +1,165 @@
+"""Reads files that anyone may have written: what may be opened, JSON, and the folders of models."""
+
+import json
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from torchtitan.tools.errors import UserError
+
+DOWNLOADS = Path("assets/hf")
+"""Where `torchtitan download` puts models, each into a folder of its name."""
+
+_MOST_JSON_BYTES = 2**28
+"""The vocabulary of the largest tokenizers takes a tenth of it."""
+
+_MOST_JSON_LEVELS = 100
+"""Python gives up at about a thousand; whoever walks through the content has room left below this."""
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_META = re.compile(r"(Meta-)?Llama-\d")
+"""Start of the names of the models that Meta has published on the hub."""
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+"""Start of the text that Git leaves in place of a large file that Git LFS has not fetched."""
+
+
+def regular_file(path: Path, name: str | None = None) -> Path:
+    """Return `path`, which may be opened: a regular file, a link to one, or nothing at all.
+
+    Args:
+        path: what is about to be read or replaced.
+        name: what the message calls it, by default the path.
+
+    Raises:
+        UserError: for a link to nothing, for a folder, a pipe, a socket or a device, of which reading may wait forever,
+            and if the file system does not say what it is.
+    """
+    name = name or str(path)
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if path.is_symlink():
+            message = f"{name} is a link to '{path.readlink()}', which does not exist; mend it, or remove it"
+            raise UserError(message) from error
+        return path
+    except OSError as error:
+        raise UserError(f"{name} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{name} is not a regular file; save its content in one, or remove it")
+    return path
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or an empty one when nothing has this name. Raises `UserError` naming the file,
+    if it does not hold a JSON object."""
+    name = f"'{path}'"
+    if not regular_file(path, name).exists():
+        return {}
+    try:
+        if (n_bytes := path.stat().st_size) > _MOST_JSON_BYTES:
+            raise UserError(f"{name} has {n_bytes:,} bytes, and may have {_MOST_JSON_BYTES:,} at most")
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{name} cannot be read: {error.strerror}") from error
+    try:
+        content = parse_json(text, name)
+    except UserError as error:
+        raise unreadable(path, str(error)) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{name} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def parse_json(text: str | bytes, name: str) -> Any:
+    """Return the value of a JSON text, whoever wrote it.
+
+    Args:
+        text: bytes are UTF-8.
+        name: what the message calls it.
+
+    Raises:
+        UserError: if it is not JSON, or is JSON nested so deeply that it cannot be worked with.
+    """
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        levels: int = _MOST_JSON_LEVELS + 1
+    except ValueError as error:  # also bytes that are not UTF-8, and a number of thousands of digits
+        raise UserError(f"{name} is not valid JSON: {error}") from error
+    else:
+        levels = _levels(content)
+    if levels > _MOST_JSON_LEVELS:
+        raise UserError(f"{name} is nested more than {_MOST_JSON_LEVELS} levels deep")
+    return content
+
+
+def _levels(content: Any) -> int:
+    levels, level = 0, [content]
+    while level := [value for value in level if isinstance(value, (dict, list))]:
+        levels += 1
+        level = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
+    return levels
+
+
+def no_folder(path: str | Path) -> UserError:
+    """Return the error for a `path` that is not the folder of a model's files that it should be.
+
+    It names the command that fetches the model if `path` can be the id of one on the Hugging Face hub, or a place for
+    one.
+    """
+    place = Path(path)
+    missing = f"{place} is not a folder"
+    if place.exists():
+        return UserError(f"{missing} but a file; name the folder that it is in")
+    if place.parent.parts[-2:] == DOWNLOADS.parts:
+        owner = "meta-llama" if _META.match(place.name) else "OWNER"
+        dest = "" if place.parent == DOWNLOADS else f" --dest {place}"
+        return UserError(f"{missing}: fetch the model: torchtitan download {owner}/{place.name}{dest}")
+    # A folder of that name here is the user's own, and the rest of the path is mistyped.
+    if not _HUB_ID.fullmatch(str(place)) or place.parent.exists():
+        return UserError(f"{missing}; name the folder that holds the model's files")
+    downloaded = DOWNLOADS / place.name
+    if downloaded.is_dir():
+        return UserError(f"{missing} but the name of a model, which has been downloaded: give ./{downloaded}")
+    return UserError(
+        f"{missing}: if it is a model on the Hugging Face hub, fetch it: torchtitan download {place}, and give "
+        f"./{downloaded}"
+    )
+
+
+def file_to_copy(folder: Path, name: str) -> Path:
+    """Return the file or folder `name` of a model's folder, which is about to be copied.
+
+    A stranger's folder may hold a link to any file of this machine, which an export would then publish. The folder
+    itself may be a link, and in the cache of the Hugging Face hub a model's files are links to its `blobs`. Weights are
+    not copied byte by byte: their reader follows links, to another disk for example.
+
+    Raises:
+        UserError: if it is a link that leaves the folder.
+    """
+    home, target = folder.resolve(), (folder / name).resolve()
+    cached = (outer.parent for outer in (home, *home.parents) if outer.parent.name == "snapshots")
+    of_model = next((each.parent for each in cached if each.parent.name.startswith("models--")), home)
+    if not target.is_relative_to(of_model):
+        raise UserError(f"{folder / name} is a link to {target}, outside the folder; replace it with a copy")
+    return folder / name
+
+
+def unreadable(file: str | Path, message: str) -> UserError:
+    """Return the error for a model's file, on a disk or behind a URL, whose fault `message` says; if the file is a Git
+    LFS pointer, that is the message."""
+    path = Path(file)
+    if path.is_file() and is_lfs_pointer(path):
+        return UserError(
+            f"{file} is a Git LFS pointer in place of the file itself: fetch the file with `git lfs pull`, or the "
+            "model with `torchtitan download`"
+        )
+    return UserError(message)
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file holds the few lines that Git leaves in place of a large one."""
+    with open(path, "rb") as opened:
+        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER

@@ -1,0 +1,194 @@
+"""The private names of PyTorch (2.13) that this project uses, each with the reason: no other module has any.
+
+They are imported when they are first asked for, since some take a second. What is overridden or read on an object has a
+function here; only a method that a subclass must override by its private name stays in the subclass.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+_SOURCES = {
+    # PyTorch documents these under their private modules, and has them nowhere else.
+    "FakeTensorMode": "torch._subclasses.fake_tensor",
+    "OpOverload": "torch._ops",
+    "TorchDispatchMode": "torch.utils._python_dispatch",
+    "is_traceable_wrapper_subclass": "torch.utils._python_dispatch",
+    "is_traceable_wrapper_subclass_type": "torch.utils._python_dispatch",
+    "record_memory_history": "torch.cuda.memory:_record_memory_history",
+    "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
+    # Trees of tensors as PyTorch's operations take them; `optree` is another dependency, and knows fewer types.
+    "tree_iter": "torch.utils._pytree",
+    "tree_map_only": "torch.utils._pytree",
+    # Collectives that are differentiable; those of `torch.distributed` are not.
+    "all_gather_single_autograd": "torch.distributed._functional_collectives",
+    "wait_tensor": "torch.distributed._functional_collectives",
+    "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
+    # `torch.utils.checkpoint.checkpoint` wraps a call; this wraps a module, and keeps its names in a state dict.
+    "checkpoint_wrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    # DDP by FSDP2's machinery; `DistributedDataParallel` knows neither DTensor parameters nor mixed precision.
+    "replicate": "torch.distributed._composable.replicate_with_fsdp",
+    # A DTensor says what its shard is, and not where that lies in the whole.
+    "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils",
+    # Where DTensor finds a result's shape by operations of that shape, which a dry run must not count; and its memory
+    # of them, which no public name empties.
+    "DecompShardingStrategy": "torch.distributed.tensor._decompositions",
+    "ShardingPropagator": "torch.distributed.tensor._sharding_prop",
+    "clear_sharding_cache": "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
+    # `torch.distributed` gives out neither the store of the default group nor a group by its name, and sets timeouts
+    # when a group is made only.
+    "default_store": "torch.distributed.distributed_c10d:_get_default_store",
+    "group_by_name": "torch.distributed.distributed_c10d:_resolve_process_group",
+    "set_group_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
+    # DCP's public readers and writers know local folders only.
+    "FsspecReader": "torch.distributed.checkpoint._fsspec_filesystem",
+    "FsspecWriter": "torch.distributed.checkpoint._fsspec_filesystem",
+    # What DCP's files consist of, which its public planners return as opaque objects.
+    "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
+    "set_element": "torch.distributed.checkpoint._nested_dict",
+    "PyTorchFileReader": "torch._C",
+    # The compiler's settings for the whole process; `torch.compile(options=…)` takes inductor's, and not these.
+    "functorch_config": "torch._functorch.config:",
+    "inductor_config": "torch._inductor.config:",
+    # Whether inductor could compile here; `torch.compile` tells when it fails.
+    "get_cpp_compiler": "torch._inductor.cpp_builder",
+    "InvalidCxxCompiler": "torch._inductor.exc",
+    # Memory that is there already; `Tensor.pin_memory` copies into memory of its own.
+    "pin_memory": "torch.cuda._pin_memory_utils",
+    "unpin_memory": "torch.cuda._pin_memory_utils",
+    # The number of the backward pass in progress, -1 outside of one; hooks need a tensor that takes part in it.
+    "current_backward_pass": "torch._C:_current_graph_task_id",
+}
+"""Our name → the module in which it is, and its name there if that is another (`module:` is the module itself)."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SOURCES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    module, _, own_name = _SOURCES[name].partition(":")
+    imported = importlib.import_module(module)
+    return imported if _SOURCES[name].endswith(":") else getattr(imported, own_name or name)
+
+
+def compiler_statistics() -> Any:
+    """Return the module in which torch.compile counts and records what it compiles, or None before it has compiled:
+    importing it takes a second. `torch.compiler` has no public counters."""
+    return sys.modules.get("torch._dynamo.utils")
+
+
+def attention_operations() -> list[Any]:
+    """Return `scaled_dot_product_attention` in all of torch's implementations, and FlexAttention: the operations that a
+    checkpointing policy sees in place of the public functions."""
+    import torch
+
+    aten: Any = torch.ops.aten
+    return [
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_attention_math_for_mps.default,
+        torch.ops.higher_order.flex_attention,
+    ]
+
+
+def communication_operations() -> list[Any]:
+    """Return the collectives that leave each rank a part, as a checkpointing policy sees them."""
+    import torch
+
+    collectives: Any = torch.ops._c10d_functional
+    return [collectives.reduce_scatter_tensor.default, collectives.all_to_all_single.default]
+
+
+def process_groups() -> list["dist.ProcessGroup"]:
+    """Return all process groups that this process is in; torch lists them nowhere else."""
+    from torch.distributed import distributed_c10d
+
+    return list(distributed_c10d._world.pg_map)
+
+
+def flatten_mesh(mesh: "DeviceMesh") -> None:
+    """Make the dimensions of a mesh known as one too; `DeviceMesh` has no public way."""
+    mesh._flatten()
+
+
+def split_mesh(mesh: "DeviceMesh", sizes: tuple[int, ...], names: tuple[str, ...]) -> "DeviceMesh":
+    """Split a mesh of one dimension into several; `DeviceMesh` has no public way."""
+    return mesh._unflatten(0, sizes, names)
+
+
+def dtensor_like(local: "Tensor", like: "DTensor") -> "DTensor":
+    """Return a DTensor laid out like another, whose local part stays where it is: `DTensor.from_local` would move it to
+    the device of the mesh."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def storage_key(storage: "torch.UntypedStorage") -> int:
+    """Return what tells a storage from all others that live; a fake one has no `data_ptr`."""
+    return storage._cdata
+
+
+def offset_in_file(storage: "torch.UntypedStorage") -> int | None:
+    """Return where a fake storage that `torch.load` made lies in its file: PyTorch documents this, and that alone."""
+    return getattr(storage, "_checkpoint_offset", None)
+
+
+def is_process_group(value: Any) -> bool:
+    """Return whether an operation's argument is a process group, boxed for TorchScript."""
+    import torch
+
+    return isinstance(value, torch.ScriptObject) and str(value._type()).endswith(".ProcessGroup")
+
+
+def fsdp_parameters(modules: Iterable["nn.Module"]) -> Iterator[Any]:
+    """Yield FSDP's own record of each parameter that it shards or replicates. Public are the sharded ones only, and a
+    dry run asks for what is gathered too."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in modules:
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []:
+            yield from group.fsdp_params
+
+
+def gathered_weights(record: Any) -> list["Tensor"]:
+    """Return the whole weight of a record of `fsdp_parameters`, once it has been gathered for the first time."""
+    return [record._unsharded_param] if hasattr(record, "_unsharded_param") else []
+
+
+def pipeline_stages(schedule: Any) -> list[Any]:
+    """Return this rank's stages of a pipeline schedule, which shows its orders and not its stages."""
+    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def skip_shape_vote(schedule: Any) -> None:
+    """Let the stages of a schedule take their shapes as given, without the vote of all ranks on whether they do."""
+    from torch.distributed.pipelining.stage import InferenceMode
+
+    def skip(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    schedule._warmup_p2p = skip
+
+
+def forward_pre_hooks(module: "nn.Module") -> Iterable[Any]:
+    """Return the functions that are called before a module's `forward`, which can be registered and not listed."""
+    return module._forward_pre_hooks.values()
+
+
+def end_loader_workers(iterator: Any) -> None:
+    """End the worker processes of a `DataLoader`'s iterator, which has no `close`."""
+    iterator._shutdown_workers()
+    for process in iterator._workers:
+        process.kill()  # one that is stuck, in a download, say; the others have ended
