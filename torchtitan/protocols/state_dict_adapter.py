@@ -1,7 +1,6 @@
 """How a family's weights are called and laid out in other formats: a table, used in both directions.
 
-A row says which tensors of ours ("native") are which of another format's ("foreign"), and what lies between them. An
-adapter is the table of one model configuration; where tensors lie in files is none of its business.
+A row says which tensors of ours ("native") are which of another format's ("foreign"), and what lies between them.
 """
 
 from abc import ABC, abstractmethod
@@ -28,14 +27,11 @@ def model_forms(config: BaseModel.Config) -> dict[str, TensorForm]:
 
 
 class Transform(ABC):
-    """What lies between the tensors of a row: a rearrangement, exact to the bit, without memory of its own.
-
-    Works on tensors of the meta device too, which is how the shapes on the other side are found.
-    """
+    """What lies between the tensors of a row: a rearrangement, exact to the bit, of meta tensors too."""
 
     rows_only: ClassVar[bool] = False
-    """Whether it makes one tensor of one, and only moves rows: then it does the same to whatever else has one entry per
-    row, as the adapter of a weight and the norms of its rows have."""
+    """Whether it makes one tensor of one by moving rows, so that it fits whatever else has one entry per row: an
+    adapter of the weight, the norms of its rows."""
 
     @abstractmethod
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
@@ -63,8 +59,8 @@ class Identity(Transform):
 class RopePermutation(Transform):
     """Rows of a query or key projection, if the other format rotates neighboring pairs of a head's elements.
 
-    Ours rotates element i with i + head_dim / 2 (`torchtitan.models.common.rope`), as Hugging Face's does; in Meta's
-    checkpoints, as in the RoPE paper (arXiv:2104.09864, section 3.2), that pair are elements 2i and 2i + 1.
+    Our pair is elements i and i + head_dim / 2, as in Hugging Face's format; in Meta's, as in the RoPE paper
+    (arXiv:2104.09864, section 3.2), it is elements 2i and 2i + 1.
     """
 
     rows_only = True
