@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from tests.conftest import PROJECT
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer, Tokenizer
 from torchtitan.tools.errors import UserError
 
@@ -374,7 +375,7 @@ def test_missing_folder(tmp_path: Path) -> None:
 def test_sentencepiece_is_refused(tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
-    sentences = iter((EMBEDDED_TOKENIZER / "train_tokenizer.py").read_text(encoding="utf-8").splitlines())
+    sentences = iter((PROJECT / "scripts/train_tokenizer.py").read_text(encoding="utf-8").splitlines())
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=sentences, model_writer=model, vocab_size=100, minloglevel=2
     )
@@ -474,7 +475,7 @@ def test_a_users_subclass() -> None:
 
 
 def test_embedded_files_are_what_the_script_writes(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("train_tokenizer", EMBEDDED_TOKENIZER / "train_tokenizer.py")
+    spec = importlib.util.spec_from_file_location("train_tokenizer", PROJECT / "scripts/train_tokenizer.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,7 +1,7 @@
-"""Trains the embedded tokenizer on the training stories: `python torchtitan/assets/tokenizer/train_tokenizer.py`.
+"""Trains the embedded tokenizer on the training stories: `python scripts/train_tokenizer.py`.
 
-Writes `tokenizer.json` and `tokenizer_config.json` into the folder named as the only argument, by default beside this
-script. Run it again when the stories change.
+Writes `tokenizer.json` and `tokenizer_config.json` into the folder named as the only argument, by default the one that
+the package has. Run it again when the stories change.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from torchtitan.assets.stories import Stories
+from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 
 VOCAB_SIZE = 2048
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
@@ -49,4 +50,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else EMBEDDED_TOKENIZER)
