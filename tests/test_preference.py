@@ -214,3 +214,19 @@ def test_mistakes_are_told(folder, tmp_path):
         dpo(folder, tmp_path, parallelism__pipeline_parallel_degree=2)
     with pytest.raises(UserError, match=r"offloaded by FSDP only"):
         dpo(folder, tmp_path, reference__offload=True)
+
+
+def test_a_dry_run_counts_both_models(folder, tmp_path):
+    from torchtitan.dry_run.fake_trainer import fake_trainer, without_data
+    from torchtitan.experiments.preference.config_registry import dpo as dpo_config
+
+    config = without_data(dpo_config(str(folder / "model")))
+    config.dump_folder, config.training.seq_len = str(tmp_path), 64
+    torch.distributed.init_process_group("fake", rank=0, world_size=2)
+    try:
+        trainer = fake_trainer(config)
+        trainer.measure_step()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert trainer.count_own_parameters() == pytest.approx(trainer.num_parameters, rel=0.01)  # half of each of two
+    assert trainer.work.work.flops > 0

@@ -48,7 +48,16 @@ class VocabularySize(Tokenizer):
 class ZeroBatches(BaseDataLoader):
     """Batches of the configured shape, all zeros; each sample is one document."""
 
-    def __init__(self, config: BaseDataLoader.Config, *, seq_len: int, local_batch_size: int, **_: Any):
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """The tensors of a batch."""
+
+        names: list[str]
+        """As `BaseDataLoader.token_tensors`."""
+
+    config: Config
+
+    def __init__(self, config: Config, *, seq_len: int, local_batch_size: int, **_: Any):
         super().__init__(config)
         self.shape = (local_batch_size, seq_len)
 
@@ -58,7 +67,7 @@ class ZeroBatches(BaseDataLoader):
     @functools.cached_property
     def batch(self) -> Batch:
         """The only one: on a device there would never be two."""
-        return {name: torch.zeros(self.shape, dtype=torch.int64) for name in ("input", "labels")}
+        return {name: torch.zeros(self.shape, dtype=torch.int64) for name in self.config.names}
 
     def state_dict(self) -> dict[str, Any]:
         """There is no position."""
@@ -76,10 +85,12 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
     vocab_size = config.model_spec.model.vocab_size
     if vocab_size is None:
         vocab_size = config.tokenizer.build(path=config.hf_assets_path).vocab_size
+    loader = config.dataloader._owner
+    assert issubclass(loader, BaseDataLoader)
     return dataclasses.replace(
         config,
         tokenizer=VocabularySize.Config(vocab_size=vocab_size),
-        dataloader=ZeroBatches.Config(),
+        dataloader=ZeroBatches.Config(names=list(loader.token_tensors)),
         validator=Validator.Config(),
         checkpoint=CheckpointManager.Config(),
         training=dataclasses.replace(config.training, epochs=None),
@@ -152,10 +163,15 @@ class FakeTrainer(Trainer):
         """There is nothing to read."""
         return StepOutcome(loss=0.0, grad_norm=0.0, stop_requested=False, data_exhausted=False)
 
+    @property
+    def all_parts(self) -> list[nn.Module]:
+        """This rank's parts of all models of the run."""
+        return [part for model in self.models.values() for part in model.parts]
+
     def measure_step(self) -> None:
         """One optimizer step, of which `memory` and `work` learn."""
         self.n_computed = 0
-        parameters = [p for part in self.model_parts for p in (*part.parameters(), *part.buffers())]
+        parameters = [p for part in self.all_parts for p in (*part.parameters(), *part.buffers())]
         states = [state for optimizer in self.optimizer.optimizers for state in optimizer.state.values()]
         self.memory.label("parameters", parameters)
         self.memory.label("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])
@@ -167,15 +183,15 @@ class FakeTrainer(Trainer):
 
     def count_own_parameters(self) -> int:
         """Elements of this rank's part of the weights."""
-        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
+        parameters = [parameter for part in self.all_parts for parameter in part.parameters()]
         return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
 
     def label_what_training_made(self) -> None:
         """Say which memory holds gradients, and which gathered weights."""
-        self.memory.label("gathered parameters", _gathered_parameters(self.model_parts))
-        self.memory.label("gradients", _gradients(self.model_parts))
+        self.memory.label("gathered parameters", _gathered_parameters(self.all_parts))
+        self.memory.label("gradients", _gradients(self.all_parts))
         # Last: where there is nothing to gather, a gathered weight is the weight itself.
-        self.memory.label("parameters", [p for part in self.model_parts for p in part.parameters()])
+        self.memory.label("parameters", [p for part in self.all_parts for p in part.parameters()])
 
 
 def fake_trainer(config: Trainer.Config) -> FakeTrainer:

@@ -488,7 +488,7 @@ class Trainer(RunBuilder):
             f"{self.num_parameters:,}",
             trained,
             spec.model.vocab_size,
-            self.global_batch_size,
+            self.global_batch_size * self.sequences_per_sample,
             training.seq_len,
             self.step + 1,
             self.total_steps,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -101,6 +101,9 @@ class BaseDataLoader(Configurable):
                 None where there is no validation data.
             """
             return None
+
+    token_tensors: ClassVar[tuple[str, ...]] = ("input", "labels")
+    """Names of the (B, T) tensors that a loss needs of a batch: all that a dry run knows of the data."""
 
     n_samples: int | None = None
     """Samples that all ranks together are given over all `epochs`, the fillers of a last batch left out; None: not

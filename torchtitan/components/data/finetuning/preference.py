@@ -52,6 +52,7 @@ class PreferenceDataLoader(PlannedDataLoader):
 
     config: Config
     kind = "preference"
+    token_tensors = tuple(f"{side}_{name}" for side in SIDES for name in ("input", "labels", "positions"))
 
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
