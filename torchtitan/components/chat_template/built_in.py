@@ -1,5 +1,4 @@
-"""The chat formats that are known by name. They say by generation marks what the assistant writes, the token that ends
-its turn included."""
+"""Built-in chat formats. Their generation marks cover the assistant's text, including the token that ends its turn."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -77,8 +76,8 @@ REFUSE_TOOLS
 {%- endif %}
 """
 
-# The system message stands before the first question: in front of the last one, as in Mistral's own template, it would
-# move with every turn.
+# The system message precedes the first question: in front of the last one, as in Mistral's own template, it would move
+# with every turn.
 _MISTRAL = """\
 REFUSE_TOOLS
 {{- bos_token }}
@@ -130,11 +129,11 @@ BUILT_IN_TEMPLATES: Mapping[str, str] = MappingProxyType(
 )
 """Name → template, which reads `bos_token` and `eos_token`: `resolve_chat_template` sets them for a tokenizer.
 
-- `chatml`: each turn between `<|im_start|>` and `<|im_end|>`; tools and their calls as JSON, between tags.
-- `llama3`: Llama 3's headers and `<|eot_id|>`, which are in its vocabulary only.
-- `mistral`: the question between `[INST]` and `[/INST]`, as Mistral v0.3 has it; EOS behind the answer.
-- `alpaca`: `### Instruction:` and `### Response:`, of ordinary text; EOS behind the answer.
+- `chatml`: each turn between `<|im_start|>` and `<|im_end|>`; tools and calls as JSON, between tags. - `llama3`: Llama
+3's headers and `<|eot_id|>`, which only its vocabulary has. - `mistral`: the question between `[INST]` and `[/INST]`,
+as in Mistral v0.3; EOS after the answer. - `alpaca`: `### Instruction:` and `### Response:`, as ordinary text; EOS
+after the answer.
 """
 
 REQUIRED_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType({"mistral": ("[INST]", "[/INST]")})
-"""Tokens of a built-in template whose spelling does not tell that they are special."""
+"""Special tokens of a built-in template that are not recognizable by their spelling."""
