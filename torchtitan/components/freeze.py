@@ -28,15 +28,12 @@ class Freeze(ModelConverter):
         """Regular expressions: parameters with matching names are trained nevertheless."""
 
         def validate(self) -> None:
-            """Raise `UserError` for an invalid regular expression, or if nothing is included."""
             consequence = "nothing would be frozen; give patterns of parameters' names (^tok_embeddings)"
             check_choice(f"--model_converters.{config_key(self)}", self.include, self.exclude, consequence)
 
     config: Config
 
     def convert(self, model: nn.Module) -> None:
-        """Freeze the chosen parameters in place and log them; raise `UserError` if a pattern or the choice matches
-        none."""
         config, key = self.config, config_key(self.config)
         option = f"--model_converters.{key}"
         parameters = dict(model.named_parameters())

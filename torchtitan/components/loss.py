@@ -36,7 +36,6 @@ class CrossEntropyLoss(Configurable):
         """Number of tokens with logits in memory at a time; 0: all at once (the plain loss)."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a negative chunk."""
             if self.chunk_tokens < 0:
                 raise UserError(f"--loss.chunk_tokens is {self.chunk_tokens}, and must be at least 0")
 

@@ -45,7 +45,6 @@ class LRScheduler(Configurable):
         """Final rate as a fraction of the peak."""
 
         def validate(self) -> None:
-            """Raise `UserError` for values that give no curve."""
             require_at_least(0, lr_scheduler__warmup_steps=self.warmup_steps)
             if self.total_steps is not None:
                 require_at_least(1, lr_scheduler__total_steps=self.total_steps)

@@ -73,7 +73,6 @@ class MetricsProcessor(Configurable):
         """Also send the metrics to Weights & Biases; WANDB_PROJECT and its other environment variables set the rest."""
 
         def validate(self) -> None:
-            """Raise `UserError` for `log_freq` < 1, and for W&B if its package is not installed."""
             require_at_least(1, metrics__log_freq=self.log_freq)
             if self.enable_wandb:
                 WandB.check_installed()

@@ -89,7 +89,6 @@ class Optimizer(Configurable):
         Only without gradient accumulation, clipping and pipeline parallelism."""
 
         def validate(self) -> None:
-            """Raise `UserError` for values that the optimizers refuse or ignore."""
             rates = {"lr": self.lr, "weight_decay": self.weight_decay}
             for key, group in self.param_groups.items():
                 option = f"param_groups.{key}"
@@ -150,7 +149,6 @@ class Optimizer(Configurable):
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         self._row_norms.clear()
         self._updated_early.clear()
         for optimizer in self.optimizers:

@@ -58,7 +58,6 @@ class Profiler(Configurable):
         """Folder of the memory snapshots inside the dump folder."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a cycle shorter than its parts, or a memory snapshot on anything but CUDA."""
             require_at_least(
                 1, profiling__profile_freq=self.profile_freq, profiling__profiler_active=self.profiler_active
             )

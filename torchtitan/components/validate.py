@@ -58,7 +58,6 @@ class Validator(Configurable):
         """Also validate before the first step."""
 
         def validate(self) -> None:
-            """Raise `UserError` for invalid counts, and for sets of one name."""
             require_at_least(1, validator__freq=self.freq)
             if self.steps != -1 and self.steps < 1:
                 raise UserError(f"--validator.steps is {self.steps}, and must be at least 1, or -1 for all")
@@ -101,7 +100,6 @@ class Validator(Configurable):
         self.counts_bytes = counts_bytes
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Return whether to validate after `step`."""
         return last or step % self.config.freq == 0
 
     @torch.no_grad()
@@ -150,7 +148,6 @@ class Validator(Configurable):
         return torch.cat([totals, counted, self.measures.take().to("cpu", torch.float64)])
 
     def _means(self, sums: Tensor) -> dict[str, float]:
-        """Return the means of a set, or of all, from their sums over ranks."""
         nats, weight, n_bytes, *measured = sums.tolist()
         means = {"validation_loss": nats / weight if weight else math.nan}
         if self.tokenizer:

@@ -300,7 +300,6 @@ def _joined(context: jinja2.runtime.Context, parts: list[Any]) -> str:
 
 
 def _priced_filter(made: _Sandbox, name: str) -> Callable[..., Any]:
-    """Return a filter of `made` that charges its price."""
     plain = made.filters[name]
     key: Any = object()  # which no template can name
     made.filters[key] = plain
@@ -330,8 +329,6 @@ def _priced_filter(made: _Sandbox, name: str) -> Callable[..., Any]:
 
 
 def _priced_test(name: str, plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Return a test that charges for the sizes of its arguments."""
-
     @jinja2.pass_context
     def priced(context: jinja2.runtime.Context, value: Any, *args: Any, **kwargs: Any) -> bool:
         progress = _progress(context)

@@ -221,7 +221,6 @@ class Saver:
         return catalog.commit(partial, marker, self.ranks, name=f"step-{marker.step}")
 
     def _fail(self, step: int, cause: Exception) -> None:
-        """Report a failed save and remove its files."""
         path = self.folder / f"step-{step}"
         reason = str(cause) if isinstance(cause, _ExportError) else f"{type(cause).__name__}: {cause}"
         self.failure = f"{path} could not be saved: {reason}"
@@ -368,7 +367,6 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process ID; None before the process starts."""
         return self._process.pid if self._process else None
 
     def write(self, path: str, plan: "SavePlan", planner: "SavePlanner") -> "list[WriteResult]":

@@ -56,7 +56,6 @@ class CheckpointInfo:
 
     @property
     def kind(self) -> Kind | None:
-        """Contents of the checkpoint; None if it is incomplete."""
         return self.marker.kind if self.marker else None
 
     @property

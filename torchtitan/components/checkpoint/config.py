@@ -87,7 +87,6 @@ class CheckpointConfig(Configurable.Config):
         return "huggingface" if self.last_save_in_hf else "model_only" if self.last_save_model_only else "full"
 
     def validate(self) -> None:
-        """Raise `UserError` for a wrong value, without looking at any file."""
         if self.interval < 1:
             raise UserError(f"checkpoint.interval must be at least 1 step, not {self.interval}")
         if self.keep_latest_k < 0:

@@ -237,7 +237,6 @@ class CheckpointManager(Configurable):
             raise UserError("checkpoint.trained_only: all weights are trained, so that none can be left out")
 
     def _restore(self, start: Start) -> set[str]:
-        """Load the selected states from `start` and return their names."""
         from torchtitan.components.checkpoint import dcp
 
         checkpoint, model_only = start.checkpoint, not start.resumes and self.config.initial_load_model_only

@@ -42,12 +42,10 @@ class TorchtitanLM(LM):
         self.scorer, self.tokenizer, self.stop_ids, self.progress = scorer, tokenizer, stop_ids, progress
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability, and whether it is the greedy one."""
         pairs = encode_pairs(self.tokenizer, [request.args for request in requests])
         return [(score.logprob, score.is_greedy) for score in self.scorer.score(pairs, self.progress)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Return each text's log-probability after BOS, in lm-eval's consecutive windows."""
         start, size = start_id(self.tokenizer), self.scorer.max_seq_len
         windows = []
         for request in requests:
@@ -58,7 +56,6 @@ class TorchtitanLM(LM):
         return [sum(next(scores).logprob for _ in of_text) for of_text in windows]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Continue each context until one of the task's strings, a stop token, or the task's token limit."""
         same_options: dict[str, list[int]] = {}  # as one batch needs
         for index, request in enumerate(requests):
             same_options.setdefault(repr(request.args[1]), []).append(index)

@@ -134,7 +134,6 @@ def _joined(question: Question, choice: str) -> str:
 
 
 def _stderr(hits: Sequence[bool]) -> float | None:
-    """Return the sample standard deviation over the square root of the number."""
     mean = sum(hits) / len(hits)
     return math.sqrt(mean * (1 - mean) / (len(hits) - 1)) if len(hits) > 1 else None
 

@@ -141,7 +141,6 @@ class AdapterSource(TensorSource):
         """Weights among `forms` that are below the adapter, some of which PEFT saves too."""
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """As `TensorSource.read`; if the rows are in another order, the whole tensor is read."""
         entry = self._entries[name]
         if entry.rows is None or entry.transform == Identity():
             return self._file.read(entry.key, slices)

@@ -70,11 +70,9 @@ class LoRA(LayerConverter):
 
         @property
         def scaling(self) -> float:
-            """Factor of an adapter's output."""
             return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
         def validate(self) -> None:
-            """Raise `UserError` for invalid values."""
             LayerConverter.Config.validate(self)
             option = f"--model_converters.{config_key(self)}"
             if not 1 <= self.rank <= _MOST_RANKS:
@@ -91,19 +89,14 @@ class LoRA(LayerConverter):
         self._trained: set[str] = set()
 
     def check_model(self, model: nn.Module) -> None:
-        """Convert the temporary model; raise as `convert`."""
         super().check_model(model)
         freeze_all_but_adapters(model)
 
     def convert(self, model: nn.Module) -> None:
-        """Give the chosen layers adapters, and freeze everything else, in place. Raise `UserError` as
-        `LayerConverter.convert`; for a layer that cannot have an adapter of this kind."""
         super().convert(model)
         freeze_all_but_adapters(model)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the layers that the patterns choose, by name; raise `UserError` for an embedding that is also the
-        head."""
         chosen = super().select(model)
         tied = getattr(model, _HEAD, None) is None
         for name, layer in chosen.items():
@@ -112,7 +105,6 @@ class LoRA(LayerConverter):
         return chosen
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
-        """Return True; raise `UserError` for a layer that cannot have such an adapter."""
         config = self.config
         assert isinstance(layer, (nn.Linear, nn.Embedding))
         shape = tuple(layer.weight.shape)
@@ -141,8 +133,6 @@ class LoRA(LayerConverter):
         )
 
     def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
-        """Open the adapter in `adapter_path`, if any; raise as `AdapterSource`, and if the run continues with other
-        adapters."""
         path = self.config.adapter_path
         if path and given is None:
             AdapterSource(Path(path), self.config, converted_model(spec.model, [self]), spec)
@@ -155,7 +145,6 @@ class LoRA(LayerConverter):
             )
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
-        """Start from the adapter in `adapter_path`, if any; raise as `read_adapter`."""
         if self.config.adapter_path:
             model = converted_model(spec.model, [self])
             read_adapter(Path(self.config.adapter_path), self.config, model, spec, model_parts)
@@ -187,7 +176,6 @@ class QLoRA(LoRA):
         """Adapters of weights in 4 bits (NF4): size and location."""
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
-        """As `LoRA.accepts`; also raise `UserError` for a linear layer with inputs that are not whole NF4 blocks."""
         if isinstance(layer, nn.Linear) and layer.in_features % BLOCK_SIZE:
             why = f"weights in 4 bits need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
             raise self._refusal(name, why)

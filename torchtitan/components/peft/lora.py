@@ -65,16 +65,13 @@ class AdaptedLayer(ConvertedModule):
 
     @property
     def derived(self) -> Mapping[str, DerivedRows]:
-        """Parameters with derived initial values."""
         return {name: start for name, start in initializers_of(self).items() if isinstance(start, DerivedRows)}
 
     @property
     def added(self) -> tuple[str, ...]:
-        """Matrices of the adapter."""
         return "lora_A", "lora_B"
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the plain layer's parameters in float32, with the adapter merged into the weight."""
         adapter = {name: own[name].float() for name in self.adapter}
         bias = {"bias": own["bias"]} if "bias" in own else {}
         return {"weight": self._merge(own["weight"].float(), adapter), **bias}
@@ -202,7 +199,6 @@ class QLoRALinear(LoRALinear):
         with_features(self, packed=("out", "in"), scales=("out", "in"), scale_ranges=("out", None))
 
     def base_weight(self) -> Tensor:
-        """Return the frozen weight (out, in), unpacked, in the type of the adapter."""
         return unpack_weight(self.packed, self.scales, self.scale_ranges, self.lora_A.dtype)
 
     def base_output(self, x: Tensor) -> Tensor:
@@ -210,11 +206,9 @@ class QLoRALinear(LoRALinear):
         return y if self.bias is None else y + self.bias
 
     def base_rows(self, rows: Tensor) -> Tensor:
-        """Return rows of the plain weight, (n, in), rounded to 4 bits, in float32."""
         return unpack(*pack(rows), torch.float32)
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the plain layer's parameters in float32, with the adapter merged into the unpacked weight."""
         form = NF4(*(own[name] for name in NF4._fields))
         return super().plain_state({**own, "weight": unpack(*form, torch.float32)})
 

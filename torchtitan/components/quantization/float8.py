@@ -60,7 +60,6 @@ class Float8LinearConverter(LayerConverter):
         """Skip layers with fewer inputs or outputs: casting costs more than their products gain."""
 
         def validate(self) -> None:
-            """Raise `UserError` for invalid values or combinations."""
             LayerConverter.Config.validate(self)
             option = f"--model_converters.{config_key(self)}"
             if self.fsdp_float8_all_gather and self.recipe != "tensorwise":
@@ -73,8 +72,6 @@ class Float8LinearConverter(LayerConverter):
         def check_run(
             self, *, training: TrainingConfig, parallelism: ParallelismConfig, compile: CompileConfig
         ) -> None:
-            """Raise `UserError` if torchao is missing, or if the kernels cannot sum over the number of tokens for a
-            weight's gradient."""
             option = f"--model_converters.{config_key(self)}"
             check_torchao(option)
             if self.emulate:
@@ -89,7 +86,6 @@ class Float8LinearConverter(LayerConverter):
                 )
 
         def check_device(self) -> None:
-            """Raise `UserError` if this device has no kernels and they are not emulated."""
             if not self.emulate and (reason := _why_no_kernels()) is not None:
                 option = f"--model_converters.{config_key(self)}"
                 raise UserError(
@@ -100,14 +96,12 @@ class Float8LinearConverter(LayerConverter):
     config: Config
 
     def convert(self, model: nn.Module) -> None:
-        """As `LayerConverter.convert`; also log why layers that the patterns choose are skipped."""
         left_out = self._left_out(super().select(model))
         super().convert(model)
         if left_out:
             logger.info("%s: left as they were %s", config_key(self.config), left_out)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the layers that the patterns choose and that the kernels support and speed up, by name."""
         chosen = super().select(model)
         kept = {name: layer for name, layer in chosen.items() if self._why_left_out(layer) is None}
         if not kept:
@@ -131,7 +125,6 @@ class Float8LinearConverter(LayerConverter):
         return "; ".join(f"{reason}: {', '.join(without_numbers(names))}" for reason, names in names_by_reason.items())
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
-        """Return torchao's layer, with the same parameters."""
         float8 = import_torchao("torchao.float8")
         settings = dataclasses.replace(
             float8.Float8LinearConfig.from_recipe_name(self.config.recipe),

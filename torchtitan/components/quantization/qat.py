@@ -48,7 +48,6 @@ class QAT(LayerConverter):
         """Steps trained before quantization is simulated."""
 
         def validate(self) -> None:
-            """Raise `UserError` for invalid values."""
             LayerConverter.Config.validate(self)
             option = f"model_converters.{config_key(self)}"
             require_at_least(2, **{f"{option}.group_size": self.group_size})
@@ -57,8 +56,6 @@ class QAT(LayerConverter):
     config: Config
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the layers that the patterns choose, by name; raise `UserError` if inputs are no whole number of
-        groups."""
         chosen = super().select(model)
         size = self.config.group_size
         unfit = [name for name, layer in chosen.items() if _n_inputs(layer) % size]
@@ -72,7 +69,6 @@ class QAT(LayerConverter):
         return chosen
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
-        """Return a layer with the same parameters that computes with quantized values from step `start_step` + 1."""
         scheme = inference_config(self.config.group_size)
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig

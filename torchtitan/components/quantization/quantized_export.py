@@ -84,7 +84,6 @@ def _weights_to_quantize(spec: ModelSpec, adapter: StateDictAdapter, quantizatio
 
 
 def _quantize(matrix: Tensor, group_size: int) -> Tensor:
-    """Return torchao's tensor of the quantized matrix."""
     n_outputs, n_inputs = matrix.shape
     layer = nn.Linear(n_inputs, n_outputs, bias=False, device="meta")
     layer.weight = nn.Parameter(matrix, requires_grad=False)
@@ -93,7 +92,6 @@ def _quantize(matrix: Tensor, group_size: int) -> Tensor:
 
 
 def _write_description(folder: Path, config: dict[str, Any], assets: Path | None) -> None:
-    """Write everything except the weights."""
     write_files(folder, files_in(assets))
     ids = token_ids(folder, assets / "config.json") if assets else {}
     _write_json(folder / "config.json", {**config, **ids})

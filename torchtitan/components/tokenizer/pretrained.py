@@ -46,7 +46,6 @@ class PretrainedTokenizer(Tokenizer):
         """Special tokens, such as <|im_start|>, to add if the vocabulary lacks them; the model gets rows for them."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a text that cannot be a token."""
             if blank := [token for token in self.added_tokens if not token.strip()]:
                 raise UserError(f"--tokenizer.added_tokens has {blank[0]!r}, and needs texts that are not blank")
 
@@ -86,11 +85,9 @@ class PretrainedTokenizer(Tokenizer):
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens that the file marks as special."""
         return self._backend.special_ids()
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token of the vocabulary, or None."""
         return self._backend.id_of(token)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -134,7 +134,6 @@ def _write_description(
     changed_files: Mapping[str, bytes],
     forms: Mapping[str, TensorForm],
 ) -> None:
-    """Write everything except the weights."""
     files: dict[str, AssetFile] = {**files_in(assets), **changed_files}
     beside = folder / FOLDER if to == "dcp" else folder
     if to == "dcp":

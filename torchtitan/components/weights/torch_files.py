@@ -79,7 +79,6 @@ class PickledSource(TensorSource):
         self.forms = {name: piece.form for name, piece in self._pieces.items()}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """As `TensorSource.read`; only the rows in `slices` are read."""
         return self._pieces[name].read(slices or whole(self.forms[name].shape))
 
 

@@ -42,7 +42,6 @@ class View(TensorSource):
         self._last: dict[str, Tensor] = {}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """As `TensorSource.read`; a computed tensor needs all inputs of its recipe."""
         inputs, outputs, compute = self._recipes[name]
         if compute is None:
             return self._source.read(inputs[0], slices)
@@ -233,7 +232,6 @@ class ResizedEmbedding(TensorSource):
         return f"rows {self._added.start} to {self._added.stop - 1} of {', '.join(self._names)}"
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """As `TensorSource.read`; a part with rows of added tokens needs all rows below them."""
         rows, *columns = slices or whole(self.forms[name].shape)
         start, stop = max(rows.start, self._added.start), min(rows.stop, self._added.stop)
         if name not in self._names or start >= stop:
