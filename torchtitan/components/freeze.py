@@ -21,8 +21,7 @@ class Freeze(ModelConverter):
         """Parameters to freeze."""
 
         include: list[str] = field(default_factory=list)
-        """Regular expressions, each searched in the parameters' names (layers.0.attention.wq.weight): matches are
-        frozen."""
+        """Regular expressions searched in parameters' names (layers.0.attention.wq.weight): matches are frozen."""
 
         exclude: list[str] = field(default_factory=list)
         """Regular expressions: parameters with matching names are trained nevertheless."""

@@ -24,9 +24,8 @@ IGNORE_INDEX = -100
 
 
 class CrossEntropyLoss(Configurable):
-    """Sum of the negative log-likelihood over valid tokens (label != -100). The caller divides by the number of valid
-    tokens of the *global* batch. A subclass that also sums over tokens overrides only `from_logits`, and is chunked
-    like this one."""
+    """Sum of the negative log-likelihood over valid tokens (label != -100); the caller divides by their number in the
+    *global* batch. A subclass that also sums over tokens overrides only `from_logits`, and is chunked like this one."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -87,8 +86,7 @@ class CrossEntropyLoss(Configurable):
         return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
 
     def token_losses(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        """Return the loss of each token, (N,) in float32, 0 for label -100; a subclass with another `from_logits` may
-        override it."""
+        """Return the loss of each token, (N,) in float32, 0 for label -100; override it together with `from_logits`."""
         return F.cross_entropy(logits_NV.float(), labels_N, reduction="none", ignore_index=IGNORE_INDEX)
 
     def _from_logits_and_record(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
@@ -147,14 +145,8 @@ class _ChunkedLinearLoss(torch.autograd.Function):
 
 
 class Measures:
-    """Named weighted means that a loss measures besides itself, such as a preference method's margin; the sums stay on
-    the device.
-
-    Args:
-        names: of the means.
-        device: of the sums.
-        dtype: of the sums.
-    """
+    """Named weighted means that a loss measures besides itself, such as a preference method's margin. The sums, of type
+    `dtype`, stay on `device`."""
 
     def __init__(self, names: Sequence[str], *, device: torch.device, dtype: torch.dtype = torch.float64):
         self.names = list(names)

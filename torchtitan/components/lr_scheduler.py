@@ -17,12 +17,8 @@ from torchtitan.tools.logging import logger
 class LRScheduler(Configurable):
     """Sets the rate of every parameter group to its peak rate times `factor(steps taken so far)`.
 
-    A subclass with another curve overrides `factor`.
-
-    Args:
-        optimizer: sets its rates. A torch optimizer's peak rates are the `initial_lr` of its groups, or their `lr` when
-            the schedule is built.
-        training_steps: length of the schedule, unless `total_steps` is set.
+    A subclass with another curve overrides `factor`. A torch optimizer's peak rates are the `initial_lr` of its groups,
+    or their `lr` when the schedule is built. `training_steps` is the schedule's length, unless `total_steps` is set.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -100,8 +96,7 @@ class LRScheduler(Configurable):
 
     @property
     def lr(self) -> float:
-        """The rate of the coming step: of the parameters that are in no group of their own, or of a torch optimizer's
-        first group."""
+        """Rate of the next step, of parameters without their own group or of a torch optimizer's first group."""
         if isinstance(self.optimizer, torch.optim.Optimizer):
             return float(self.optimizer.param_groups[0]["lr"])
         return self.optimizer.config.lr * self.factor(self.steps_taken)

@@ -144,8 +144,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the whole lines up to `step`: a killed run may leave its last one torn. If other lines are damaged, keep a
-    copy of the file."""
+    """Keep the whole lines up to `step` (a killed run may tear its last one); copy a file with other damaged lines."""
     if not path.is_file():
         raise UserError(f"'{path}' is not a regular file; remove it")
     n_damaged = 0

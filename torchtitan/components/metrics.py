@@ -40,20 +40,29 @@ class MetricsProcessor(Configurable):
     """Measures the steps of a run and reports them, see `docs/metrics.md`.
 
         metrics.start(step)                     # after loading a checkpoint, if any
-        for step in range(step + 1, total_steps + 1): with metrics.timing_data(): batch = next(batches)
-            metrics.count_tokens(...)           # of the global batch ... metrics.log_step(step, loss=...,
-            grad_norm=..., lr=..., n_tokens_seen=...) if ...:                             # validation or a checkpoint
-            is due with metrics.exclude(): ...
+        for step in range(step + 1, total_steps + 1):
+            with metrics.timing_data():
+                batch = next(batches)
+            metrics.count_tokens(...)           # of the global batch
+            ...
+            metrics.log_step(step, loss=..., grad_norm=..., lr=..., n_tokens_seen=...)
+            if ...:                             # validation or a checkpoint is due
+                with metrics.exclude():
+                    ...
         metrics.flush()
         metrics.close()
 
     Every rank makes these calls; rank 0 writes to the sinks, and ranks with an active logger print a line.
 
-    Args of `Config.build`: dump_folder: the run's folder; `metrics.jsonl` is written there. device: computes on this
-    rank. compute_dtype: type of matrix products; MFU is relative to its peak. flops_per_token: floating-point
-    operations of a training step (forward and backward) per token. total_steps: the last step, for the ETA. world_size,
-    rank: number of devices that share the work, and this one's index. run_config: the run's configuration, for W&B.
-    clock: a monotonic clock in seconds.
+    Args of `Config.build`:
+        dump_folder: the run's folder; `metrics.jsonl` is written there.
+        device: computes on this rank.
+        compute_dtype: type of matrix products; MFU is relative to its peak.
+        flops_per_token: floating-point operations of a training step (forward and backward) per token.
+        total_steps: the last step, for the ETA.
+        world_size, rank: number of devices that share the work, and this one's index.
+        run_config: the run's configuration, for W&B.
+        clock: a monotonic clock in seconds.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -107,13 +116,10 @@ class MetricsProcessor(Configurable):
         self._reports = rank == 0 or logger.isEnabledFor(logging.INFO)
 
     def start(self, step: int) -> None:
-        """Open the sinks and start the clock; `step` is the last finished one, 0 for a fresh run.
+        """Open the sinks, start the clock and log the peak that MFU is relative to; `step` is the last finished one.
 
-        A fresh run sets aside an earlier run's metrics in the folder; a resumed one drops metrics after `step`, since
-        it repeats those steps. Log the peak that MFU is relative to.
-
-        Raises:
-            UserError: if the dump folder cannot be written, or W&B does not start.
+        A fresh run (`step` 0) sets aside an earlier run's metrics in the folder; a resumed one drops metrics after
+        `step`, since it repeats those steps. Raise `UserError` if the folder is not writable, or W&B does not start.
         """
         if self.rank == 0:
             try:
@@ -132,7 +138,7 @@ class MetricsProcessor(Configurable):
     def make_sinks(self, step: int) -> list[Sink]:
         """Return rank 0's sinks, opened for a run that starts after `step`. Override to add one."""
         sinks: list[Sink] = []
-        if self.config.enable_wandb:  # first: where it refuses, the files of the run before are left as they are
+        if self.config.enable_wandb:  # first: if it refuses, the previous run's files stay unchanged
             sinks.append(WandB(self.dump_folder, step, self.run_config))
         sinks.append(JsonLines(self.dump_folder / "metrics.jsonl", step))
         if self.config.enable_tensorboard:
@@ -141,7 +147,7 @@ class MetricsProcessor(Configurable):
 
     @contextmanager
     def timing_data(self) -> Iterator[None]:
-        """Around the fetch of a batch: the time that the step waits for data."""
+        """Time the fetch of a batch, during which the step waits for data."""
         start = self._clock()
         try:
             yield
@@ -172,15 +178,13 @@ class MetricsProcessor(Configurable):
     def log_step(
         self, step: int, *, loss: float, grad_norm: float, lr: float, n_tokens_seen: int, **extra: float
     ) -> None:
-        """Report a finished step if `should_log`; call it once the loss has been read from the device.
-
-        Other steps are kept until the next one, in case they are the last, see `flush`.
+        """Report a finished step if `should_log`; call it once the loss has been read from the device. Other steps are
+        kept until the next one, in case they are the last, see `flush`.
 
         Args:
             step: counted from 1.
             loss: mean over the valid tokens of the global batch.
             grad_norm: norm of the gradient before clipping.
-            lr: learning rate of this step.
             n_tokens_seen: tokens since step 1 on all ranks, including padding.
             extra: your own metrics by name.
         """

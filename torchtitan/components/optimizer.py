@@ -22,7 +22,7 @@ from torchtitan.tools.patterns import check_pattern, without_numbers
 
 @dataclass(kw_only=True, slots=True)
 class ParamGroup:
-    """Settings of the parameters whose name matches a pattern."""
+    """Settings of the parameters with names that match a pattern."""
 
     pattern: str
     """Regular expression, searched in the parameter's name (layers.0.attention.wq.weight)."""
@@ -39,17 +39,13 @@ def _default_param_groups() -> dict[str, ParamGroup]:
 
 
 class Optimizer(Configurable):
-    """One or more `torch.optim` optimizers over the parameters of all model parts, used as one.
-
-    Hyperparameters always come from the configuration, also on resuming; a checkpoint holds only the moments.
+    """One or more `torch.optim` optimizers over the parameters of all model parts, used as one. Hyperparameters always
+    come from the configuration, also on resuming; a checkpoint holds only the moments.
 
     Args:
         model_parts: the model, or this rank's pipeline stages, materialized: the moments go on the same devices.
-            Parameters that require no gradient are skipped.
+            Parameters that require no gradient are skipped; raises `UserError` if none is left.
         all_names: canonical names of the whole model's trained parameters, if `model_parts` are some of its stages.
-
-    Raises:
-        UserError: if no parameter requires a gradient.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -155,8 +151,7 @@ class Optimizer(Configurable):
             optimizer.zero_grad(set_to_none=True)
 
     def warn_of_idle_parameters(self) -> None:
-        """Name the trained parameters, of any rank, that a step's backward passes gave no gradient. A collective; call
-        it before `zero_grad`."""
+        """Warn of trained parameters, of any rank, without a gradient. A collective; call it before `zero_grad`."""
         own = [
             canonical_name(name)
             for part in self.model_parts
@@ -186,14 +181,9 @@ class Optimizer(Configurable):
         parameter.grad = None
 
     def make_optimizers(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[torch.optim.Optimizer]:
-        """Return the torch optimizers for one model part. A subclass with another optimizer overrides this.
-
-        Args:
-            groups: group name ("" for parameters that no pattern matches) → (canonical name, parameter) pairs.
-
-        Returns:
-            Optimizers that divide the parameters among them, with each group's rate at its peak.
-        """
+        """Return torch optimizers that divide one model part's parameters, with each group's rate at its peak. `groups`
+        maps a group's name ("" for parameters that no pattern matches) to (canonical name, parameter) pairs. A subclass
+        with another optimizer overrides this."""
         config = self.config
         if config.name == "Muon":
             muon, rest = (
@@ -260,8 +250,7 @@ class Optimizer(Configurable):
         return settings
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the moments under canonical parameter names, independent of order and grouping: they can be
-        resharded."""
+        """Return the moments under canonical parameter names; they can be resharded and regrouped."""
         entries = (entry for state in self._states for entry in state.state_dict().items())
         return {key: value for key, value in entries if key.startswith("state.")}
 
@@ -272,21 +261,15 @@ class Optimizer(Configurable):
 
 
 class OptimizerState:
-    """Checkpoint state of torch optimizers over one model, under canonical parameter names, for `CheckpointManager`'s
-    `states`.
-
-    Args:
-        model: wrapped and sharded as it is trained.
-        optimizers: all optimizers of its parameters, and no others.
-    """
+    """Checkpoint state, for `CheckpointManager`'s `states`, of all torch optimizers of a model (wrapped and sharded as
+    it is trained), under canonical parameter names."""
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer):
         self.model = model
         self.optimizers = optimizers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `state.<parameter>.<moment>` and `param_groups.<parameter>.<hyper-parameter>` of every trained
-        parameter."""
+        """Return `state.<parameter>.<moment>` and `param_groups.<parameter>.<hyperparameter>` by parameter name."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
         for optimizer in self.optimizers:
@@ -336,9 +319,8 @@ def trained_names(model: nn.Module) -> list[str]:
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter without moments its moments, all zero, so that a checkpoint always holds the same tensors.
-    Torch would also create missing ones for a `state_dict`, but not zero if weight decay is part of the gradient, and
-    counted as a step."""
+    """Give every parameter without moments zero moments, so that a checkpoint always holds the same tensors. Torch
+    would create them for a `state_dict`, but nonzero if weight decay is part of the gradient, and counted as a step."""
     groups = optimizer.param_groups
     without = [[p for p in group["params"] if p.requires_grad and p not in optimizer.state] for group in groups]
     gradients = {parameter: parameter.grad for parameters in without for parameter in parameters}

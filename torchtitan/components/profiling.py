@@ -22,14 +22,15 @@ _SNAPSHOT_EVENTS = 100_000  # allocations and frees that a memory snapshot reach
 class Profiler(Configurable):
     """Records traces and memory snapshots of a training loop; does nothing unless enabled.
 
-        with profiler: for step in range(1, total_steps + 1): ... profiler.step(step)
+        with profiler:
+            for step in range(1, total_steps + 1):
+                ...
+                profiler.step(step)
 
     Traces go to `{dump_folder}/{save_traces_folder}/step-N/rank{r}.json` (Chrome trace format, for
     https://ui.perfetto.dev), memory snapshots to `{dump_folder}/{save_memory_snapshot_folder}/step-N/rank{r}.pickle`
     (for https://pytorch.org/memory_viz); N is the last step recorded. Every rank writes its own. If a file cannot be
     written, a warning says so and training continues.
-
-    Args of `Config.build`: dump_folder: the run's folder. device: computes on this rank. rank: this process's.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -106,11 +106,9 @@ class Validator(Configurable):
     def validate(self) -> dict[str, float]:
         """Measure the validation data.
 
-        Returns:
-            `validation_loss`, the mean per valid token of all sets (NaN without any), `validation_bits_per_byte`, the
-                same in
-            bits per byte of predicted text, and both of each named set, as `validation_loss/NAME`; `validation_time` in
-            seconds, and `validation_tokens_per_second`, valid tokens of all ranks.
+        Return `validation_loss`, the mean per valid token of all sets (NaN without any), `validation_bits_per_byte`,
+        the same in bits per byte of predicted text, and both of each named set, as `validation_loss/NAME`;
+        `validation_time` in seconds, and `validation_tokens_per_second`, valid tokens of all ranks.
         """
         begun = time.perf_counter()
         for part in self.model_parts:

@@ -129,10 +129,10 @@ BUILT_IN_TEMPLATES: Mapping[str, str] = MappingProxyType(
 )
 """Name → template, which reads `bos_token` and `eos_token`: `resolve_chat_template` sets them for a tokenizer.
 
-- `chatml`: each turn between `<|im_start|>` and `<|im_end|>`; tools and calls as JSON, between tags. - `llama3`: Llama
-3's headers and `<|eot_id|>`, which only its vocabulary has. - `mistral`: the question between `[INST]` and `[/INST]`,
-as in Mistral v0.3; EOS after the answer. - `alpaca`: `### Instruction:` and `### Response:`, as ordinary text; EOS
-after the answer.
+- `chatml`: each turn between `<|im_start|>` and `<|im_end|>`; tools and calls as JSON, between tags.
+- `llama3`: Llama 3's headers and `<|eot_id|>`, which only its vocabulary has.
+- `mistral`: the question between `[INST]` and `[/INST]`, as in Mistral v0.3; EOS after the answer.
+- `alpaca`: `### Instruction:` and `### Response:`, as ordinary text; EOS after the answer.
 """
 
 REQUIRED_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType({"mistral": ("[INST]", "[/INST]")})

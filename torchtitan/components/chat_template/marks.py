@@ -2,11 +2,9 @@
 
 The marks are edits of the template's text: they move the header of an assistant's turn before `{% generation %}` and
 put `{% endgeneration %}` after the token that ends the turn. Rendered text and refused conversations stay the same. A
-template is recognized by its digest, so an edited copy is another template. To add one, add an entry to `_KNOWN` and
-the text to `tests/chat_templates`.
+template is recognized by its digest; to add one, add an entry to `_KNOWN` and the text to `tests/chat_templates`.
 
-The quoted text is from Qwen3 (Apache-2.0, Alibaba Cloud), Phi-3 (MIT, Microsoft Corporation) and gpt-oss (Apache-2.0,
-OpenAI).
+The quoted text is from Qwen3 (Apache-2.0, Alibaba Cloud), Phi-3 (MIT, Microsoft) and gpt-oss (Apache-2.0, OpenAI).
 """
 
 import hashlib

@@ -1,9 +1,8 @@
 """Jinja's sandbox for chat templates, with an allowance of work and text for one rendering.
 
-A template comes with a model, from anywhere. Jinja's own sandbox keeps it from running code, but lets it loop for hours
-and fill the memory. Here loop turns, calls, filters, tests, operators and output each take a price from an allowance,
-by the sizes of the values and before the result is made, so that a template stops at the same point on every machine.
-Filters without a price, which templates do not use, are omitted.
+A template may come from anywhere. Jinja's own sandbox keeps it from running code, but lets it loop for hours and fill
+the memory. Here loop turns, calls, filters, tests, operators and output each take a price from an allowance, by the
+sizes of the values and before the result is made, so that a template stops at the same point on every machine.
 """
 
 import functools
@@ -36,8 +35,7 @@ _SECONDS = 10.0
 """Limit of CPU time for one rendering, for operations that cost more than their price."""
 
 _STEP, _ITEM, _GROWTH = 512, 64, 16
-"""Prices of a loop turn or call, of a list item, and of a character that a filter may escape; other characters cost
-1."""
+"""Prices of a loop turn or call, a list item, and a character that a filter may escape; other characters cost 1."""
 
 _WIDEST = 9999
 """Largest number, such as a width, that a method of a value accepts."""
@@ -74,7 +72,7 @@ class TooMuchError(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """The text that a template has written so far, and its remaining allowance."""
+    """Text that a template has written so far, and its remaining allowance."""
 
     n_characters: int = 0
     marks: list[tuple[int, str]] = field(default_factory=list)
@@ -90,8 +88,7 @@ class Progress:
             raise TooMuchError
 
     def size(self, value: Any) -> int:
-        """Return the length of a value as text, counting repeated parts each time; raise `TooMuchError` beyond the
-        allowance."""
+        """Return a value's length as text, with repeated parts; raise `TooMuchError` beyond the remaining allowance."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, int):

@@ -1,5 +1,4 @@
-"""`ChatTemplate`, which renders conversations like transformers, from a model's folder, a file or the built-in
-templates."""
+"""`ChatTemplate`, which renders conversations like transformers, and the loading of templates."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ _LONGEST_SOURCE = 2**20
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled template. Raises `UserError` if it is not one.
 
     Args:
         source: the template, in Jinja's language. It may come from anywhere, so it runs in a sandbox.
@@ -35,9 +34,6 @@ class ChatTemplate:
         name: its name in messages.
         required_tokens: texts in it that must be tokens of the vocabulary, though they do not look special.
         of_model: True for the template that the model was trained with.
-
-    Raises:
-        UserError: if it is not a template.
     """
 
     source: str
@@ -84,8 +80,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation, including special tokens: encode it with `allow_special`, without another
-        BOS.
+        """Return the text of a conversation with special tokens: encode it with `allow_special`, without another BOS.
 
         Args:
             add_generation_prompt: end with the beginning of the assistant's next turn.
@@ -163,7 +158,7 @@ def _as_templates_read_it(message: Message) -> dict[str, Any]:
 def resolve_chat_template(
     name_or_path: str, folders: Sequence[Path], tokenizer: Tokenizer, *, option: str = "--dataloader.chat_template"
 ) -> ChatTemplate:
-    """Return the selected template.
+    """Return the selected template. Raise `UserError` if it cannot be found, read or used with the tokenizer.
 
     Args:
         name_or_path: empty for the model's own; a name of `BUILT_IN_TEMPLATES`, which then uses the tokenizer's BOS (if
@@ -171,9 +166,6 @@ def resolve_chat_template(
         folders: the model's, see `load_chat_template`.
         tokenizer: encodes the texts.
         option: the option that sets `name_or_path`, for messages.
-
-    Raises:
-        UserError: if there is no such template, or it cannot be read or used with the tokenizer.
     """
     if name_or_path in BUILT_IN_TEMPLATES:
         return _built_in(name_or_path, tokenizer)
@@ -189,15 +181,13 @@ def resolve_chat_template(
 
 
 def load_chat_template(*folders: Path) -> ChatTemplate | None:
-    """Return the template in the first of a model's folders that has one: `chat_template.jinja`, else `chat_template`
-    of `tokenizer_config.json`; None if there is none.
+    """Return the first template in a model's folders: `chat_template.jinja`, else `chat_template` of
+    `tokenizer_config.json`; None if there is none. It can read the special tokens of `tokenizer_config.json`, else
+    `special_tokens_map.json`.
 
     If several are named, in `additional_chat_templates/` or as a list, `tool_use` writes the conversations with tools,
-    and `default` the others, as in transformers. The template can read the special tokens of `tokenizer_config.json`,
-    else `special_tokens_map.json`.
-
-    Raises:
-        UserError: if the template cannot be read, or its part for tools is a link out of the folder.
+    and `default` the others, as in transformers. Raise `UserError` if the template cannot be read, or its part for
+    tools is a link out of the folder.
     """
     for folder in folders:
         file = folder / "chat_template.jinja"

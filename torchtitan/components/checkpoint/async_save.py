@@ -4,11 +4,10 @@ For a background save, `stage` first copies the states to CPU memory; training w
 writes a rank's files from memory shared with the rank. Planning, digests and the commit stay with the rank, so if the
 process dies the save fails, but no other rank waits for it.
 
-`torch.distributed.checkpoint.async_save` with `AsyncCheckpointerType.PROCESS` (torch 2.13) was tried and rejected: it
-reruns a script that has no `__main__` guard, needs a process group even for one process, fails every later save once
-its process is killed, keeps writing after the rank is killed (into the folder that the rank's successor uses), and if
-one writer dies, the others time out only after half an hour. `DefaultStager` copies whole storages if a state holds a
-slice, and shares memory through /dev/shm, which has 64 MB in a container by default.
+`torch.distributed.checkpoint.async_save` with `AsyncCheckpointerType.PROCESS` (torch 2.13) reruns scripts that have no
+`__main__` guard, needs a process group, fails all saves after its process is killed, keeps writing into the folder
+after the rank is killed, and if one writer dies the others wait half an hour. `DefaultStager` copies whole storages of
+slices, and shares memory through /dev/shm, only 64 MB in a container by default.
 """
 
 import contextlib
@@ -74,8 +73,7 @@ class Assets(Protocol):
 @dataclasses.dataclass
 class Saver:
     """Writes, commits and reports the saves of a `CheckpointManager`, one at a time. Every rank makes the same calls. A
-    failed save raises nothing: `failure` holds the reason until the next save begins. A programming error (`TypeError`,
-    `AssertionError`) is raised."""
+    failed save sets `failure` until the next save begins; only `TypeError` and `AssertionError` are raised."""
 
     folder: Folder
 
@@ -357,8 +355,7 @@ def _aligned(n_bytes: int) -> int:
 
 
 class WriterProcess:
-    """Writes the files of a checkpoint in another process, started on demand. The contents of `memory` must not change
-    while `write` runs."""
+    """Writes checkpoint files in another process, started on demand. `memory` must not change while `write` runs."""
 
     def __init__(self) -> None:
         self.memory = SharedMemory()

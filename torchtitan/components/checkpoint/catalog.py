@@ -1,8 +1,7 @@
 """Finds, names, commits and removes the checkpoints in a folder.
 
-A save is written into `step-N.partial`, which is renamed to `step-N`; the marker, put in place last, makes it count. In
-a store that cannot rename, files go directly into `step-N` and the marker alone decides. An interrupted save leaves a
-folder without a marker, which is never taken for a checkpoint.
+A save is written into `step-N.partial`, which is renamed to `step-N`; the marker, put in place last, makes it count.
+If the store cannot rename, files go into `step-N`, and the marker alone decides. An interrupted save has no marker.
 """
 
 import dataclasses
@@ -199,10 +198,8 @@ def start_native(partial: Folder) -> Folder:
 
 
 def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, name: str = "") -> Folder:
-    """Write the manifest of the fully written folder `partial`, make it a complete checkpoint and return that
-    checkpoint.
-
-    A checkpoint of the same name, left by a run that later resumed from an earlier one, is replaced. `marker` gets its
+    """Write the manifest of the fully written folder `partial`, make it a complete checkpoint and return it. It
+    replaces a checkpoint of the same name that a run left before it went back to an earlier one. `marker` gets its
     `manifest`; `ranks` call this together; `name` is "step-N", by default the name of `partial`.
 
     Raises:

@@ -1,9 +1,8 @@
 """The interface to torch.distributed.checkpoint (DCP): save and load states, read and write single tensors.
 
 The tensors of a state are entries under their own names, so that DCP can shard and reshard them. All other values are
-one entry, a JSON string, so their structure may differ between the saved state and the loading one.
-
-DCP takes a second to import: import this module inside the functions that use it.
+one JSON string, so their structure may differ between the saved state and the loading one. DCP takes a second to
+import: import this module inside the functions that use it.
 """
 
 import hashlib
@@ -51,7 +50,7 @@ from torchtitan.protocols.tensor_source import (
 )
 from torchtitan.tools.errors import UserError
 
-# DCP warns at each save and load of a single process, where nothing is wrong.
+# DCP gives this warning at each save and load of a single process, although nothing is wrong.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 _SHOWN_PROBLEMS = 5
@@ -98,9 +97,8 @@ def save(
     group: dist.ProcessGroup | None,
     write_items: Callable[[str, SavePlan, SavePlanner], list[WriteResult]] | None = None,
 ) -> None:
-    """Write `states`, name → entries, into the empty `folder`, each rank of `group` its part. `write_items` writes the
-    items of this rank's plan into the path; by default, DCP does. Raise `Exception` on every rank if any rank failed:
-    the error of the first such rank."""
+    """Write `states`, name → entries, into the empty `folder`, each rank of `group` its part; `write_items` replaces
+    DCP's writing of this rank's plan into the path. Raise the error of the first failed rank on every rank."""
     writer = _writer_into(folder)
     writer.write_items = write_items
     _run(lambda: dcp.save(dict(states), storage_writer=writer, process_group=group, no_dist=group is None))
@@ -207,13 +205,11 @@ def load(
     *,
     optional: Collection[str] = (),
 ) -> set[str]:
-    """Load the checkpoint in `path` into `states`, which must fit it, and `rank_states`, which accept any content.
+    """Load the checkpoint in `path` into `states`, which must fit it, and `rank_states`, which accept any content;
+    return the names of the loaded states, all except `optional` ones that the checkpoint lacks.
 
-    Each rank reads its shards of the tensors of `states` in place; `rank_states` get the states of `saved_rank`. Return
-    the names of the loaded states: all except `optional` ones that the checkpoint lacks.
-
-    Raises:
-        UserError: on every rank, if the checkpoint lacks a state, does not fit or cannot be read.
+    Each rank reads its shards of the tensors of `states` in place; `rank_states` get the states of `saved_rank`. Raise
+    `UserError` on every rank if the checkpoint lacks a state, does not fit or cannot be read.
     """
     metadata = ranks.broadcast_from_rank0(lambda: read_metadata(path))
     saved = _saved_states(metadata)

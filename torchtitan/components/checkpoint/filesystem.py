@@ -28,8 +28,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def folder_at(path: "AnyFolder") -> "Folder":
-    """Return the folder of a path or URL, existing or not; file:// is a path. Raise `UserError` for a URL that no
-    installed package can open."""
+    """Return the folder of a path or URL, existing or not; raise `UserError` for a URL that cannot be opened here."""
     if isinstance(path, Folder):
         return path
     text = os.fspath(path)

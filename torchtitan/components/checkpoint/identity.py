@@ -45,8 +45,7 @@ class RunIdentity:
         return [_in_words(name, then, now) for name, then, now in pairs if not _equal(then, now)]
 
     def is_finished(self, step: int, length: Mapping[str, int]) -> bool:
-        """Return whether nothing is left to train after a run of `length` that ended, perhaps out of data, at
-        `step`."""
+        """Return whether a run of `length` that ended, perhaps out of data, at `step` has nothing left to train."""
         [(unit, asked)] = self.length.items()
         made = step if unit == "steps" else length.get(unit, 0)
         return asked <= made or length == self.length

@@ -106,9 +106,9 @@ class CheckpointManager(Configurable):
         self._resumed_step, self._saved_steps = 0, set[int]()
 
     def is_due(self, step: int, *, last: bool = False, validation_loss: float | None = None) -> bool:
-        """Return whether `save` with these arguments saves, if the checkpoint of `step` does not exist yet. The result
-        is the same on every rank. It touches no file, process or device, with one exception: with `keep_best` and a
-        validation loss it waits for the background save, since only a successful save's loss counts."""
+        """Return whether `save` with these arguments saves, if the checkpoint of `step` does not exist yet; the same on
+        every rank. With `keep_best` and a validation loss it waits for the background save, since only a successful
+        save's loss counts; otherwise it touches no file, process or device."""
         if not self.config.saves:
             return False
         best = False
@@ -124,7 +124,6 @@ class CheckpointManager(Configurable):
         """Save the checkpoint of `step` if one is due and not yet there. A failure is a warning: training continues.
 
         Args:
-            step: number of training steps done.
             last: training is done; save, only the model if so configured.
             stopped: training stops here to be resumed later; save.
             validation_loss: measured after `step`, equal on all ranks; with `keep_best`, the lowest makes a save due.
@@ -175,10 +174,8 @@ class CheckpointManager(Configurable):
             self._saver.raise_failure()
 
     def load(self) -> int:
-        """Restore the configured state and return the run's step, 0 if it begins.
-
-        Data is verified before it is loaded. If the newest checkpoint of the run is damaged or unreadable, a warning
-        says so and an older one is used.
+        """Restore the configured state and return the run's step, 0 if it begins. Data is verified before it is loaded;
+        if the newest checkpoint of the run is damaged or unreadable, a warning says so and an older one is used.
 
         Raises:
             UserError: if a named checkpoint is damaged or cannot be loaded, all of the run's own are damaged, one does

@@ -138,9 +138,8 @@ class Faults:
 
 
 def write_manifest(folder: Folder, ranks: Ranks) -> str:
-    """Write the manifest of all files in `folder`, each rank digesting its share; return the manifest's digest. On
-    return the files survive a power failure. Raise `OSError` on every rank if a file cannot be read or the manifest
-    cannot be written."""
+    """Write the manifest of all files in `folder`, each rank digesting its share; return the manifest's digest. The
+    files then survive a power failure. Raise `OSError` on every rank if a file cannot be read or written."""
     sizes = _files_of_all(folder, ranks)
     share = split_by_size(sizes, ranks.size)[ranks.rank]
 

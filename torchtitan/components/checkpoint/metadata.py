@@ -1,9 +1,8 @@
 """Safe reader of `.metadata`, the index of a torch.distributed.checkpoint (DCP) checkpoint from any source.
 
 DCP's own reader unpickles it, and a pickle can run any code. This module turns the pickle into records without code,
-checks them against the files in the folder, and builds DCP's objects from the checked values.
-
-DCP takes a second to import: import this module inside the functions that use it.
+checks them against the files in the folder, and builds DCP's objects from the checked values. DCP takes a second to
+import: import this module inside the functions that use it.
 """
 
 import io

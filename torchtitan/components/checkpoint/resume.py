@@ -1,4 +1,4 @@
-"""Where a run starts: its own checkpoint or another's, verified before it is loaded."""
+"""Start of a run: from its own checkpoint or another's, verified before it is loaded."""
 
 import contextlib
 import dataclasses
@@ -36,9 +36,7 @@ class Start:
 
 
 def check_owner(config: CheckpointConfig, folder: Folder, get_identity: Callable[[], RunIdentity]) -> None:
-    """Raise if a run must not train into `folder`; looks only at markers.
-
-    `get_identity` returns the run's identity; it is not called if the folder holds no checkpoint.
+    """Raise if a run must not train into `folder`; looks only at markers, and needs the identity only if there are any.
 
     Raises:
         UserError: if the folder holds checkpoints of another run, or if this run has steps left but has ended in a
@@ -91,8 +89,7 @@ def _stop_if_finished(config: CheckpointConfig, checkpoints: Sequence[Checkpoint
 
 def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
     """Return the checkpoint that a run with checkpoints in `folder` would start from, judging by the markers alone.
-    Raise `UserError` if a named checkpoint cannot be loaded, all of the run's own are damaged, or nothing can be
-    read."""
+    Raise `UserError` if a named one cannot be loaded, all of the run's own are damaged, or nothing can be read."""
     with _looking_through(folder):
         if config.load_step != -1:
             return Start(catalog.find_step(folder, config.load_step), resumes=True)
@@ -151,13 +148,11 @@ def choose_start(
     identity: RunIdentity | None = None,
     verifies_initial: bool,
 ) -> Start | None:
-    """Return the verified result of `find_start`; every rank calls it and digests its share.
+    """Return the verified result of `find_start`; every rank calls it and digests its share. Raise as `check_owner` and
+    `find_start`, and `UserError` if every candidate is damaged.
 
     The checkpoint of another run is verified only if `verifies_initial`; otherwise its loader does so. Warn about other
-    contents of the folder and remove the remains of unfinished saves. If the newest checkpoint of the run is damaged or
-    unreadable, warn and use the next older one.
-
-    Raises: as `check_owner` and `find_start`; `UserError` if every candidate is damaged.
+    contents of the folder, remove the remains of unfinished saves, and replace a damaged newest checkpoint by an older.
     """
     start = ranks.broadcast_from_rank0(lambda: _find_and_tidy(config, folder, identity))
     if start is None:

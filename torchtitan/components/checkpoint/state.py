@@ -92,8 +92,7 @@ class RandomState:
     """Random number generators of this process (torch's, NumPy's, Python's), as one of the `rank_states`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return generator → state: byte tensors for torch (the accelerator's under its type, as "cuda"), else
-        lists."""
+        """Return generator → state: byte tensors for torch (an accelerator's under its type, "cuda"), else lists."""
         import numpy
 
         state: dict[str, Any] = {"cpu": torch.get_rng_state()}

@@ -18,18 +18,12 @@ from torchtitan.components.generation import Sampling, TextStream, generate, sta
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
-_MAX_NEW_TOKENS = 256  # lm-eval's own default, where a task does not say
+_MAX_NEW_TOKENS = 256  # lm-eval's own default
 
 
 class TorchtitanLM(LM):
-    """lm-eval's language model interface, text in and numbers or text out.
-
-    Args:
-        scorer: holds the model.
-        tokenizer: the model's.
-        stop_ids: tokens that end a generated text.
-        progress: called per kind of request as requests are answered.
-    """
+    """lm-eval's interface to the model of `scorer`, text in and numbers or text out. `stop_ids` end a generated text;
+    `progress` is called per kind of request as requests are answered."""
 
     def __init__(
         self,
@@ -102,15 +96,8 @@ class TorchtitanLM(LM):
 def evaluate_tasks(
     model: TorchtitanLM, tasks: Sequence[str], *, include_path: Path | None = None, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the metrics by task.
-
-    Args:
-        tasks: names of lm-eval's own tasks, or of tasks in YAML in the folder `include_path`.
-        limit: examples per task; None: all.
-
-    Raises:
-        UserError: for an unknown task.
-    """
+    """Return the metrics by task; raise `UserError` for an unknown task. `tasks` are names of lm-eval's own tasks, or
+    of tasks in YAML in the folder `include_path`; `limit` is the number of examples per task (None: all)."""
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise UserError(

@@ -18,7 +18,7 @@ _LOGITS_AT_ONCE = 2**26  # elements: a quarter of a GiB in float32
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Token ids of a context, at least one, and of what follows it."""
+    """Token ids of a context, at least one, and of its continuation."""
 
     context: list[int]
     continuation: list[int]
@@ -39,14 +39,8 @@ class Score:
 
 
 class Scorer:
-    """Scores requests in batches of similar length.
-
-    Args:
-        model: whole; under FSDP, every rank scores the same requests.
-        batch_size: requests per forward pass.
-        max_seq_len: longest input sequence; None: `max_seq_len` of the model's configuration.
-        device: to compute on; None: the parameters' device.
-    """
+    """Scores requests in batches of similar length, `batch_size` per forward pass. Under FSDP, every rank scores the
+    same requests. By default, `max_seq_len` is the model's, and `device` the parameters'."""
 
     def __init__(
         self,

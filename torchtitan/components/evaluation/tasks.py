@@ -87,14 +87,12 @@ def multiple_choice(
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Request]:
-    """Encode (context, continuation) pairs by lm-eval's rule, for comparable scores.
+    """Encode (context, continuation) pairs by lm-eval's rule, for comparable scores; raise `UserError` for a
+    continuation that adds no token.
 
     White space at the end of the context moves to the continuation. The continuation's tokens are the joint encoding's
     tokens after as many as the context alone has. An empty context is BOS (or EOS, without BOS). BOS is added as in the
     tokenizer's own configuration.
-
-    Raises:
-        UserError: for a continuation that adds no token.
     """
     moved = [(context.rstrip(), context[len(context.rstrip()) :] + continuation) for context, continuation in pairs]
     whole = tokenizer.encode_batch([context + continuation for context, continuation in moved], add_eos=False)
@@ -191,16 +189,8 @@ def windows(ids: list[int], size: int) -> Iterator[Request]:
 def evaluate_file(
     path: Path, scorer: Scorer, tokenizer: Tokenizer, limit: int | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Return the fields of a file's `MultipleChoiceResult` or `PerplexityResult`.
-
-    Args:
-        path: has one of `SUFFIXES`.
-        limit: maximum number of questions; None: all.
-        progress: called as requests are scored.
-
-    Raises:
-        UserError: if the file cannot be read, or has nothing to score.
-    """
+    """Return the fields of the `MultipleChoiceResult` of at most `limit` questions, or of the `PerplexityResult`, of a
+    file with one of `SUFFIXES`. Raise `UserError` if it cannot be read, or has nothing to score."""
     if path.suffix == ".jsonl":
         return dataclasses.asdict(multiple_choice(scorer, tokenizer, read_questions(path, limit), progress))
     return dataclasses.asdict(text_perplexity(scorer, tokenizer, read_text(path), progress))

@@ -38,7 +38,7 @@ _ATTENTION = "*.attend"
 
 @dataclass(slots=True)
 class Generation:
-    """What one prompt was continued with."""
+    """Continuation of one prompt."""
 
     ids: list[int] = field(default_factory=list)
     """New tokens, ending with the stop token, if any."""
@@ -66,20 +66,17 @@ def generate(
     run uncompiled meanwhile) and autocast, not under pipeline or context parallelism.
 
     Args:
-        model: on the compute device.
         prompts: token ids, at least one each, of any lengths.
         max_new_tokens: per prompt, including the stop token.
         sampling: None: always the most probable token.
         stop_ids: tokens that end a row; `on_token` does not see them.
-        on_token: called with each token as it is chosen.
         use_cache: keep keys and values; without, every token costs a forward pass over all tokens before it.
         group: processes that must run forward passes together (FSDP, tensor parallelism) until all their rows are done.
             Each may have its own prompts; under tensor parallelism all have the same.
 
     Raises:
-        UserError: for no prompt; for a prompt and continuation longer than the model's context
-            (`model.config.max_seq_len`); for a pipeline stage or under context parallelism; for logits that are no
-            distribution (NaN).
+        UserError: for no prompt; for a prompt and continuation longer than the model's context (its `max_seq_len`); for
+            a pipeline stage or under context parallelism; for logits that are no distribution (NaN).
     """
     _check(model, prompts, max_new_tokens)
     rows = _Rows(len(prompts), max_new_tokens, stop_ids, on_token)
@@ -183,12 +180,8 @@ class KVCache:
     store keys and values, and pass on all of them with their mask. Padding may be in any slot; only it attends to
     itself (a softmax over nothing would be NaN).
 
-    Args:
-        model: whole, or a rank's part under tensor parallelism or FSDP.
-        max_slots: capacity in tokens per row, including padding.
-
-    Raises:
-        ValueError: if the model has no such attention.
+    `model` is whole, or a rank's part under tensor parallelism or FSDP; `max_slots` is the capacity in tokens per row,
+    including padding. Raises `ValueError` if the model has no such attention.
     """
 
     def __init__(self, model: nn.Module, max_slots: int):

@@ -60,9 +60,8 @@ class Sampler:
 
 
 def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Return the logits after temperature (above 0), top_k and top_p, float32, shape (B, V), up to a constant per row;
-    -inf for excluded tokens. top_p is nucleus sampling (Holtzman et al. 2020, arXiv:1904.09751): the token that crosses
-    the bound is included."""
+    """Return the logits (B, V) after temperature (above 0), top_k and top_p, float32, up to a constant per row; -inf if
+    excluded. With top_p (Holtzman et al. 2020, arXiv:1904.09751) the token that crosses the bound is included."""
     logits_BV = logits_BV.float()
     # With the largest at 0, others may become -inf, but none inf.
     logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / max(sampling.temperature, _COLDEST)

@@ -7,11 +7,11 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
 
-_UNDECODED = "�"  # what stands for bytes that are not UTF-8 (yet)
+_UNDECODED = "�"  # replaces bytes that are not UTF-8 (yet)
 
 
 def start_id(tokenizer: Tokenizer) -> int:
-    """Return the token before an empty text: BOS, or else EOS, the border between documents. Raise `UserError` if the
+    """Return the token to start an empty text: BOS, or else EOS, the border between documents. Raise `UserError` if the
     tokenizer has neither."""
     token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     if token_id is None:
@@ -37,13 +37,10 @@ class TextStream:
     """The text of a row of tokens, piece by piece: the joined pieces are the text of all tokens decoded together.
 
     Text that may still change is held back: partial characters, and the beginning of a stop string. Special tokens have
-    no text.
-
-    If tokens are not UTF-8, a tokenizer with byte fallback decodes all bytes in a row to U+FFFD, including whole
-    characters among them. Characters that were whole when their last byte came have already been returned, and stay.
+    no text. If tokens are not UTF-8, a tokenizer with byte fallback decodes all bytes in a row to U+FFFD, including
+    whole characters among them; characters that were already returned stay.
 
     Args:
-        tokenizer: decodes the tokens.
         prompt: preceding tokens, which may decide whether the text begins with a blank.
         stop: strings that end the text before them, within or across tokens.
     """

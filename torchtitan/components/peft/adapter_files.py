@@ -55,7 +55,7 @@ _EMBEDDING = {"weight": _BASE, "lora_A": "lora_embedding_A", "lora_B": "lora_emb
 """Parameter of an adapted layer → its name in PEFT."""
 
 _ROUNDING = 2**-6
-"""Largest relative difference between float32 numbers that are equal after rounding to 16 bits."""
+"""Largest relative difference between 16-bit roundings of the same float32 number."""
 
 _SETTINGS: Mapping[str, tuple[str, Any]] = {
     "r": ("rank", 8),
@@ -159,15 +159,10 @@ class _AdapterFile(HuggingFaceSource):
 def write_adapter(
     folder: Path, config: "LoRA.Config", model: nn.Module, spec: ModelSpec, read: Callable[[str], Tensor]
 ) -> None:
-    """Write a model's adapter for `peft.PeftModel.from_pretrained(base, folder)`.
+    """Write a model's adapter for `peft.PeftModel.from_pretrained(base, folder)`; `folder` is created if missing.
 
-    Args:
-        folder: created if missing; must not hold an adapter yet.
-        config, model, spec: as in `AdapterSource`.
-        read: name of a tensor of the converted model → the whole tensor.
-
-    Raises:
-        UserError: if the family has no Hugging Face format, or one that fuses adapted layers; for a second adapter.
+    `read` returns a whole tensor of the converted model by name; other arguments are as in `AdapterSource`. Raise
+    `UserError` if the family has no Hugging Face format, or one that fuses adapted layers; for a second adapter.
     """
     from safetensors.torch import save
 
@@ -198,15 +193,10 @@ def write_adapter(
 def read_adapter(
     folder: Path, config: "LoRA.Config", model: nn.Module, spec: ModelSpec, model_parts: list[nn.Module]
 ) -> None:
-    """Load an adapter in PEFT's files into a converted model, each process of the default group its part.
-
-    Args:
-        folder, config, model, spec: as in `AdapterSource`.
-        model_parts: the model in this process, materialized, sharded or not; with the plain model's weights.
-
-    Raises:
-        UserError: on every process, as `AdapterSource`; for weights below the adapter that are not the model's.
-    """
+    """Load an adapter in PEFT's files into `model_parts`, the model in this process with the plain model's weights
+    (materialized, sharded or not), each process of the default group its part. Other arguments are as in
+    `AdapterSource`. Raise `UserError` on every process as `AdapterSource`, or if the weights below the adapter are not
+    the model's."""
     ranks = Ranks(dist.group.WORLD if dist.is_initialized() else None)
     tensors: dict[str, Tensor] = ModelState(model_parts).state_dict()
 
@@ -220,8 +210,7 @@ def read_adapter(
 
 
 def check_adapter_config(folder: Path, config: "LoRA.Config") -> None:
-    """Raise `UserError` if one of the two files is missing, or adapter_config.json differs from `config` or has an
-    unsupported option."""
+    """Raise `UserError` if a file is missing, or its adapter_config.json has unsupported or different options."""
     option = f"--model_converters.{config_key(config)}"
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():

@@ -156,8 +156,7 @@ class LoRA(LayerConverter):
     def write_beside_export(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
-        """Write the adapter alone, in PEFT's files, into the subfolder `adapter`; warn if they cannot hold all trained
-        parameters."""
+        """Write the adapter alone, in PEFT's files, into `adapter`; warn if they cannot hold all trained parameters."""
         adapted = converted_model(spec.model, [self])
         try:
             check_complete(adapted, self._trained.union(trained_names(model)))

@@ -183,9 +183,8 @@ class LoRALinear(AdaptedLayer, nn.Linear):
 
 
 class QLoRALinear(LoRALinear):
-    """A `LoRALinear` with its frozen weight in 4 bits. Instead of `weight` it has the three frozen tensors of `NF4`:
-    `packed` (out, in / 2), `scales` (out, in / 64) and `scale_ranges` (out, 8), all uint8. Products are computed in the
-    type of the inputs."""
+    """A `LoRALinear` with the three frozen tensors of `NF4` instead of `weight`: `packed` (out, in / 2), `scales` (out,
+    in / 64) and `scale_ranges` (out, 8), all uint8. Products are computed in the type of the inputs."""
 
     packed: nn.Parameter
     scales: nn.Parameter
@@ -225,11 +224,8 @@ def _packed(name: str, rows: Tensor) -> Tensor:
 class LoRAEmbedding(AdaptedLayer, nn.Embedding):
     """An embedding of V tokens in D features with an adapter: the rows of `W + scaling · (B A)ᵀ`.
 
-    Parameters: `weight` (V, D), frozen; `lora_A` (rank, V) and `lora_B` (D, rank).
-
-    Args:
-        embedding: the plain layer; its weight is taken over, with its initial distribution, and frozen.
-        scaling: factor of the adapter's output.
+    Parameters: `weight` (V, D), taken over from the plain layer with its initial distribution, frozen; `lora_A`
+    (rank, V) and `lora_B` (D, rank).
     """
 
     def __init__(self, embedding: nn.Embedding, *, rank: int, scaling: float):
@@ -258,8 +254,7 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
 
 def _row_scale(magnitude: Tensor, adapted: Tensor) -> Tensor:
     """Return the factor of each row of an adapted matrix, (out,) in float32. The row's length is constant in the
-    backward pass (DoRA, section 4.3) and rounded like the magnitude, so that equal values cancel. Rows of zeros stay
-    zero."""
+    backward pass (DoRA, section 4.3) and rounded like the magnitude, so equal values cancel. Zero rows stay zero."""
     lengths = row_norms(adapted).to(magnitude.dtype).float()
     return magnitude.float() / lengths.masked_fill(lengths == 0, 1.0)
 

@@ -3,8 +3,7 @@
 A tensor t becomes float8(s t), with the scale s = max / max |t| over the whole tensor ("tensorwise") or over each row
 of a product's operand ("rowwise"); max is the largest number of the 8-bit type: 448 of e4m3, for inputs, weights and,
 rowwise, gradients; 57344 of e5m2, for gradients with tensorwise scales. Each product computes new scales and divides
-its result by them (arXiv:2209.05433). Weights, gradients and optimizer keep their types, and checkpoints are the plain
-model's.
+its result by them (arXiv:2209.05433). Weights, gradients and optimizer keep their types; checkpoints stay plain.
 """
 
 import dataclasses
@@ -153,8 +152,7 @@ class Float8LinearConverter(LayerConverter):
             import_torchao("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(model_parts))
 
     def _check_shards(self, part: nn.Module) -> None:
-        """Raise `UserError` for uneven shards: torchao gives FSDP unpadded rows, and ranks with fewer rows would hang
-        all."""
+        """Refuse uneven shards: torchao gives FSDP unpadded rows, and ranks with fewer rows would make all hang."""
         from torchao.float8.float8_linear import Float8Linear
 
         for name, module in part.named_modules():
@@ -172,8 +170,7 @@ class Float8LinearConverter(LayerConverter):
 
 
 def _give_plain_weight(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Let a state dict hold the tensor, sharing its memory, instead of torchao's wrapper, since checkpoints would name
-    the wrapper's class."""
+    """Put the tensor, sharing its memory, into a state dict: checkpoints would name the class of torchao's wrapper."""
     key = f"{prefix}weight"
     weight: Any = state_dict[key].detach()
     if not isinstance(weight, DTensor):

@@ -2,9 +2,9 @@
 
 A weight (out, in) becomes three plain tensors, each row depending only on itself:
 
-- `packed` (out, in / 2): two indices into the 16 `LEVELS` per byte, the first in the upper four bits; - `scales` (out,
-in / 64): for each block of 64 values of a row, its scale in 8 bits; - `scale_ranges` (out, 8): offset and step of the
-row's scales, two float32 numbers as their bytes.
+- `packed` (out, in / 2): two indices into the 16 `LEVELS` per byte, the first in the upper four bits;
+- `scales` (out, in / 64): for each block of 64 values of a row, its scale in 8 bits;
+- `scale_ranges` (out, 8): offset and step of the row's scales, two float32 numbers as their bytes.
 
 A value is `LEVELS[index] * scale` with `scale = offset + step * scales`, rounded to bfloat16, so that it is the same in
 any compute type. All three are uint8, which mixed precision does not cast. Memory per weight: 1/2 + 1/64 + 8/in bytes.

@@ -3,10 +3,11 @@
 The scheme is int8 dynamic activations and int4 weights, as torchao computes it, in the type of the tensor and rounding
 half to even:
 
-- a matrix of weights in groups of `group_size` neighbors within a row. Scale s = max |w| / 7.5; w becomes s
-clamp(round(w / s), -8, 7); - activations token by token, with low = min(0, min x) and high = max(0, max x) over a
-token's features. Scale s = (high - low) / 255, zero point z = clamp(-128 - round(low / s), -128, 127); x becomes s
-(clamp(round(x / s) + z, -128, 127) - z).
+- a matrix of weights in groups of `group_size` neighbors within a row. Scale s = max |w| / 7.5; w becomes
+  s clamp(round(w / s), -8, 7);
+- activations token by token, with low = min(0, min x) and high = max(0, max x) over a token's features. Scale
+  s = (high - low) / 255, zero point z = clamp(-128 - round(low / s), -128, 127); x becomes
+  s (clamp(round(x / s) + z, -128, 127) - z).
 
 Backward, rounding counts as the identity, and clamped values get no gradient (the straight-through estimator,
 arXiv:1308.3432). Weights and optimizer stay in full precision, and checkpoints are the plain model's.
@@ -97,8 +98,7 @@ def _simulate(module: nn.Module, enabled: bool) -> None:
 
 
 def inference_config(group_size: int) -> "Int8DynamicActivationIntxWeightConfig":
-    """Return torchao's config of the scheme that training simulates and export applies; raise `UserError` without
-    torchao."""
+    """Return torchao's config of the scheme of training and export; raise `UserError` if torchao is not installed."""
     check_torchao("quantization to 4-bit weights and 8-bit activations")
     library = import_torchao("torchao.quantization")
     int4 = torch.int4  # type: ignore[attr-defined]

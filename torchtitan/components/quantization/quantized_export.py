@@ -1,8 +1,7 @@
 """A Hugging Face folder with quantized weights, which transformers opens with torchao.
 
-Each quantized matrix is three tensors: 4-bit values, one per byte (torchao's only form of this scheme that safetensors
-files can hold), the scales of its groups, and their zero points, all 0. The files' metadata link them, and
-`quantization_config` in config.json lists the quantized layers.
+Each quantized matrix is three tensors: 4-bit values, one per byte (torchao's only form of this scheme for safetensors),
+the scales of its groups, and their zero points, all 0, linked by the files' metadata.
 """
 
 import json

@@ -66,9 +66,8 @@ def warn_of_other_ids(tokenizer: Tokenizer) -> None:
 
 
 def settle_for_auto_tokenizer(folder: Path) -> None:
-    """Rewrite an exported model's tokenizer files so that `AutoTokenizer` gives our token ids. A tokenizer.model in
-    tiktoken format becomes a tokenizer.json. Files that need no change, and tokenizers that we cannot read (such as
-    SentencePiece models), stay unchanged."""
+    """Rewrite an exported model's tokenizer files so that `AutoTokenizer` gives our token ids; a tokenizer.model in
+    tiktoken format becomes tokenizer.json. Skip tokenizers that we cannot read, such as SentencePiece models."""
     try:
         ours: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=folder)
     except UserError:

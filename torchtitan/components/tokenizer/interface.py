@@ -28,8 +28,7 @@ class Tokenizer(Configurable, ABC):
     n_added: int = 0
     """Number of token ids added to the files' own: rows that a published model lacks."""
     fingerprint: str
-    """Hexadecimal digest of everything that determines the ids of a text (files, BOS and EOS, class), for cache
-    keys."""
+    """Hexadecimal digest of everything that determines a text's ids (files, BOS and EOS, class), for cache keys."""
 
     @property
     def added(self) -> range:
@@ -72,16 +71,13 @@ class Tokenizer(Configurable, ABC):
     def encode(
         self, text: str, *, add_bos: bool | None = None, add_eos: bool | None = None, allow_special: bool = False
     ) -> list[int]:
-        """Return the token ids of `text`.
+        """Return the token ids of `text`; raise `UserError` if the tokenizer lacks a token to add.
 
         Args:
             add_bos: begin with BOS, never doubled; None: as in the model's own configuration.
             add_eos: the same for EOS at the end.
             allow_special: turn text that spells a special token, such as "<|end_of_text|>", into that token. Only for
                 text composed by the program: text from others must not be able to end a document.
-
-        Raises:
-            UserError: if the tokenizer lacks a token to add.
         """
         return self.encode_batch([text], add_bos=add_bos, add_eos=add_eos, allow_special=allow_special)[0]
 
@@ -99,9 +95,8 @@ class Tokenizer(Configurable, ABC):
         return [_wrap(ids, prefix, suffix) for ids in self.tokenize(texts, allow_special=allow_special)]
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of pretraining documents, in parallel over the cores. BOS is added as in the model's own
-        configuration, EOS whenever there is one, since models learn from it to stop. No text becomes a special
-        token."""
+        """Return the token ids of pretraining documents, in parallel over the cores; no text becomes a special token.
+        Add BOS as in the model's own configuration, and EOS if there is one, since models learn from it to stop."""
         return self.encode_batch(texts, add_eos=self.eos_id is not None)
 
     def _added(self, name: str, token_id: int | None, add: bool) -> list[int]:

@@ -23,19 +23,13 @@ _USUAL_NAMES = {
 
 
 class PretrainedTokenizer(Tokenizer):
-    """The tokenizer in a model's folder; without a folder, the embedded one.
+    """The tokenizer in the folder `path`; if `path` is empty, the embedded one. Raises `UserError` if the folder has no
+    tokenizer, or one that cannot be used or extended.
 
     `tokenizer.json` (read by the library `tokenizers`) wins over `tokenizer.model` in tiktoken format, assumed to be
     Llama 3's. BOS and EOS come from tokenizer_config.json, special_tokens_map.json, config.json, generation_config.json
     or else the usual names. `add_bos_token` and `add_eos_token` of tokenizer_config.json, else the tokenizer itself,
     decide whether they are added.
-
-    Args:
-        config: tokens to add to the vocabulary.
-        path: folder with the files; empty: the embedded tokenizer.
-
-    Raises:
-        UserError: if the folder has no tokenizer, or one that cannot be used or extended.
     """
 
     @dataclass(kw_only=True, slots=True)

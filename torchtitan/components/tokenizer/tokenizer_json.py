@@ -75,7 +75,7 @@ class HuggingFace:
 
     @property
     def changed_files(self) -> dict[str, bytes]:
-        """File name → content of the files that differ from the folder's."""
+        """Name → content of the files that differ from the folder's."""
         return {self.path.name: self.content} if self.is_changed else {}
 
     def add_special_tokens(self, tokens: Sequence[str]) -> int:
@@ -105,7 +105,7 @@ class HuggingFace:
 
     @cached_property
     def _parsing(self) -> Any:
-        """Turns it into the token. An object of its own: switching one back and forth would not be thread-safe."""
+        """Tokenizer that turns the spelling into the token; separate, since switching one is not thread-safe."""
         return self._load(literal=False)
 
     def _read(self) -> Any:

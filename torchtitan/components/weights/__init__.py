@@ -1,8 +1,7 @@
 """Weights in files: DCP, Hugging Face and Meta checkpoints, read and written tensor by tensor, and loaded into models.
 
-A source has the names and shapes of its files. A family's adapter (`torchtitan.protocols.state_dict_adapter`), applied
-by `ConvertedSource` and `ForeignView`, maps them to our models. This package uses `torchtitan.components.checkpoint`,
-which does not depend on it.
+A source has the names and shapes of its files; a family's adapter (`torchtitan.protocols.state_dict_adapter`), applied
+by `ConvertedSource` and `ForeignView`, maps them to our models.
 """
 
 from torchtitan.components.weights.export import export_checkpoint

@@ -53,9 +53,8 @@ class CheckpointAssets:
     """Contents of a checkpoint's `assets` folder."""
 
     model: Mapping[str, Any]
-    """`module` (import path of the family's package), `flavor` and the model's `config`; `converters`
-    (`protocols.conversion.Description`) if the weights are not the plain model's; `simulated` if they were trained for
-    quantization."""
+    """`module` (import path of the family's package), `flavor` and the model's `config`; `converters` (`Description`s)
+    if the weights are not the plain model's; `simulated` if they were trained for quantization."""
 
     files: Mapping[str, AssetFile]
     """File name → content."""
@@ -93,14 +92,9 @@ def asset_folder(checkpoint: Path) -> Path:
 
 
 def token_ids(folder: Path, config: Path) -> dict[str, Any]:
-    """Return `bos_token_id`, `eos_token_id` (one or several) and `pad_token_id` of the model with files in `folder`.
-
-    They come from generation_config.json, `config` (a config.json, which may be absent) or else the tokenizer. Unknown
-    ids are omitted, with a warning if the tokenizer cannot be read.
-
-    Raises:
-        UserError: for a JSON file that cannot be read.
-    """
+    """Return `bos_token_id`, `eos_token_id` (one or several) and `pad_token_id` of the model with files in `folder`:
+    from generation_config.json, `config` (a config.json, which may be absent) or else the tokenizer. Unknown ids are
+    omitted, with a warning if the tokenizer cannot be read. Raise `UserError` for a JSON file that cannot be read."""
     found: dict[str, Any] = {}
     for file in (config, folder / "generation_config.json"):  # the second wins: it has all ids that end a text
         content = read_object(file)
@@ -169,14 +163,9 @@ def _ids_of_tokenizer(folder: Path) -> dict[str, int]:
 
 
 def chat_assets(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
-    """Return the files with which other tools continue conversations in a model's training format: name → text.
-
-    They are the template and, unless the tokenizer's files already contain them, the end-of-turn token as an end of
-    generation and the tokens of the template's `bos_token` and `eos_token`.
-
-    Raises:
-        UserError: for a JSON file of the tokenizer that cannot be read.
-    """
+    """Return the files, name → text, with which other tools continue conversations in a model's training format: the
+    template and, unless the tokenizer's files already have them, the end-of-turn token as an end of generation and the
+    tokens of the template's `bos_token` and `eos_token`. Raise `UserError` if a JSON file there is unreadable."""
     files = {"chat_template.jinja": template.source}
     files |= _generation_config(tokenizer, template)
     files |= _tokenizer_config(tokenizer.folder, template)

@@ -101,18 +101,15 @@ def write_huggingface(
     max_file_bytes: int = MAX_FILE_BYTES,
     ranks: Ranks | None = None,
 ) -> None:
-    """Write tensors as safetensors files into the existing folder `path`, holding one tensor at a time.
-
-    A file gets its name once it is complete, and the index comes last: an interrupted export cannot be opened.
+    """Write tensors as safetensors files into the existing folder `path`, holding one tensor at a time. A file gets its
+    name once it is complete, and the index comes last: an interrupted export cannot be opened. Raise `UserError` for a
+    dtype that the format lacks, or that is too narrow for a value.
 
     Args:
         forms: name → form to write; values of another dtype are converted.
         make: returns the tensor of a name, called just before it is written.
         max_file_bytes: limit at which a new file begins (one tensor may be larger).
         ranks: share the files, calling this together; None: this process alone.
-
-    Raises:
-        UserError: for a dtype that the format lacks, or that is too narrow for a value.
     """
     for name, form in forms.items():
         if form.dtype not in _DTYPE_NAMES:

@@ -19,17 +19,14 @@ _QUANTIZED = "of a type for quantized weights, where at least 16 bits of floatin
 def load_weights(
     source: TensorSource, model_parts: Sequence[nn.Module], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Copy all tensors of `source` into a model, one at a time, each process reading its own part of each.
-
-    Tensors that a converted module has added keep their values if `source` lacks them.
+    """Copy all tensors of `source` into a model, one at a time, each process reading its own part of each. Tensors that
+    a converted module has added keep their values if `source` lacks them. Raise `UserError` on every process, as
+    `check_fit`, or if tensors cannot be read.
 
     Args:
         source: weights under the model's own names; values are converted to the parameters' dtypes.
         model_parts: one model, or the pipeline stages of this process; materialized, sharded or not.
         group: the processes that hold the model, able to send Python objects; None: this one has all of it.
-
-    Raises:
-        UserError: on every process, as `check_fit`, or if tensors cannot be read.
     """
     state, ranks = ModelState(model_parts), Ranks(group)
     tensors = state.state_dict()

@@ -45,8 +45,7 @@ Forms = Callable[[BaseModel.Config], Mapping[str, TensorForm]]
 
 
 def check_digests(path: str | Path) -> None:
-    """Raise `UserError` if a checkpoint saved by our runs or by `torchtitan convert` has changed. Others, such as the
-    hub's, have no digests."""
+    """Raise `UserError` if a checkpoint of our runs or `torchtitan convert` has changed; others have no digests."""
     if format_of(path) == "dcp" or catalog.has_marker(path):
         catalog.raise_if_damaged(path)
 
@@ -55,9 +54,7 @@ def native_source(
     path: str | Path, spec: ModelSpec, *, added: range = range(0), base: Path | None = None
 ) -> TensorSource:
     """Return the weights of the checkpoint in `path`, in any format, with the names and layout of the model `spec`.
-
-    Reads names and shapes, and compares tied weights. Weights saved in another form, or with adapters, become plain
-    when read.
+    Weights saved in another form, or with adapters, become plain. Reads names and shapes, and compares tied weights.
 
     Args:
         spec: the model; a vocabulary size that comes from the tokenizer is filled in.
@@ -115,20 +112,17 @@ def load_pretrained(
     added: range = range(0),
     converters: Sequence[ModelConverter] = (),
 ) -> None:
-    """Load a model from a checkpoint in any format, each process of the default group its part.
+    """Load a model from a checkpoint in any format, each process of the default group its part. Raise `UserError` on
+    every process if the checkpoint cannot be read, is damaged or is one of another model.
 
     A checkpoint of our runs is verified first; with the same converters, it is loaded unchanged. Otherwise tensors
     added by a converter keep their values, and the rest follows from the plain model's weights.
 
     Args:
         path: the checkpoint's folder; or its URL, if it `is_as_saved`.
-        spec: the model; a vocabulary size that comes from the tokenizer is filled in.
+        spec, added: as in `native_source`.
         model_parts: the model in this process, materialized, sharded or not.
-        added: as in `native_source`.
         converters: applied to the model.
-
-    Raises:
-        UserError: on every process, if the checkpoint cannot be read, is damaged or is one of another model.
     """
     if is_as_saved(path, spec, converters, added=added):
         load_model_state(path, ModelState(model_parts))
@@ -153,8 +147,7 @@ def load_initial_weights(
     *,
     added: range = range(0),
 ) -> None:
-    """Load the weights in `path`, unless it is empty, and the converters' own weights; otherwise as
-    `load_pretrained`."""
+    """Load the weights in `path`, if any, and the converters' own weights; arguments as in `load_pretrained`."""
     has_theirs = bool(path) and is_as_saved(path, spec, converters, added=added)
     if path:
         load_pretrained(path, spec, model_parts, added=added, converters=converters)
@@ -235,8 +228,7 @@ def _warn_of_merging(path: str | Path, converters: Sequence[ModelConverter]) -> 
 
 
 def _plain_source(path: Path, spec: ModelSpec, lacking: CheckpointInfo | None, base: Path | None) -> TensorSource:
-    """Return the weights in `path` as the plain model's; `lacking` is the checkpoint, if it holds only trained
-    weights."""
+    """Return the weights in `path` as the plain model's; `lacking` is the checkpoint if it has only trained weights."""
     source, descriptions = open_source(path), read_converters(path)
     if not descriptions and not lacking:
         return source
@@ -267,8 +259,7 @@ def _frozen_folder(checkpoint: CheckpointInfo, base: Path | None) -> Path:
 
 
 def _frozen_source(path: Path, base: Path, spec: ModelSpec, converters: Sequence[ModelConverter]) -> TensorSource:
-    """Return the weights in `base` in the form the run that saved `path` started with, without a converter's
-    additions."""
+    """Return the weights in `base` in the form `path`'s run started with, without a converter's additions."""
     check_digests(base)
     tokenizers = [asset_folder(folder) for folder in (path, base)]
     has_both = all((folder / "tokenizer.json").is_file() for folder in tokenizers)

@@ -1,10 +1,8 @@
 """Files written by `torch.save`: Hugging Face's `pytorch_model.bin`, and Meta's `consolidated.00.pth`.
 
-Only tensors are ever created from such a file, and no tensor is read to find its position.
-
-Several Meta files are the shards of tensor parallelism, each a dict of tensors with the same names. As in Meta's
-reference code, linear layers are cut along their outputs or inputs, the embedding along the vocabulary (Llama 3) or the
-features (Llama 1 and 2), and norms not at all.
+Only tensors are ever created from such a file, and no tensor is read to find its position. Several Meta files are the
+shards of tensor parallelism, dicts with the same names. As in Meta's reference code, linear layers are cut along their
+outputs or inputs, the embedding along the vocabulary (Llama 3) or the features (Llama 1 and 2), and norms not at all.
 """
 
 import pickle
@@ -65,9 +63,8 @@ class Piece:
 
 
 class PickledSource(TensorSource):
-    """Tensors of `pytorch_model.bin`, or of the files listed in `pytorch_model.bin.index.json`. Raises `UserError` if a
-    file is missing, damaged or outside the folder `path`, holds anything but tensors, or lacks tensors that the index
-    lists."""
+    """Tensors of `pytorch_model.bin`, or of the files in its index. Raises `UserError` if a file is missing, damaged or
+    outside the folder `path`, holds anything but tensors, or lacks tensors that the index lists."""
 
     def __init__(self, path: str | Path):
         self._pieces: dict[str, Piece] = {}
@@ -221,11 +218,10 @@ class MetaSource(TensorSource):
 
 
 def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -> None:
-    """Write tensors as `consolidated.00.pth` into the folder `path`, holding one at a time; arguments as in
-    `write_huggingface`.
+    """Write tensors as `consolidated.00.pth` into the folder `path`; arguments as in `write_huggingface`.
 
-    `torch.load` opens the file, memory-mapped or not. The checksums in its zip directory are of a file without values;
-    torch ignores them, other zip tools would not.
+    Tensors are held one at a time. `torch.load` opens the file, memory-mapped or not. The checksums in its zip
+    directory are of a file without values; torch ignores them, other zip tools would not.
 
     Raises:
         UserError: if a dtype is too narrow for a value.

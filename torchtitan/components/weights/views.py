@@ -96,9 +96,8 @@ def _compare(source: TensorSource, name: str, tied_to: str) -> None:
 
 
 class PlainView(View):
-    """Tensors of a plain model, computed from a converted one, module by module.
-
-    Values may be more precise than the types in `forms`, the default types to write.
+    """Tensors of a plain model, computed from a converted one, module by module. Values may be more precise than the
+    types in `forms`, the default types to write.
 
     Args:
         source: the converted model's tensors, under its names.
@@ -205,16 +204,12 @@ class ChainedSource(TensorSource):
 
 
 class ResizedEmbedding(TensorSource):
-    """Tensors of `source`, in which the token rows of `added` are the mean of the rows below.
+    """Tensors of `source` (our names and layout); in `names`, with a row per token, the rows of `added` ids are the
+    mean of the rows below. A tensor that ends below the first of them is unchanged.
 
     Existing rows of `added` ids are padding: published vocabularies end at a multiple of some number. The mean is the
     neutral start: a new token gets the logit of an average one, so the loss hardly changes (J. Hewitt, "Initializing
     New Word Embeddings for Pretrained Language Models", 2021).
-
-    Args:
-        source: weights under our names and in our layout.
-        names: tensors with a row per token.
-        added: ids of the added tokens. A tensor that ends below the first of them is unchanged.
     """
 
     def __init__(self, source: TensorSource, names: Collection[str], added: range):
