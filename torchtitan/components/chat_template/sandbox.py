@@ -2,7 +2,8 @@
 
 A template may come from anywhere. Jinja's own sandbox keeps it from running code, but lets it loop for hours and fill
 the memory. Here loop turns, calls, filters, tests, operators and output each take a price from an allowance, by the
-sizes of the values and before the result is made, so that a template stops at the same point on every machine.
+sizes of the values and before the result is made, so that a template stops at the same point on every machine. Filters
+without a price, which templates do not use, are removed.
 """
 
 import functools

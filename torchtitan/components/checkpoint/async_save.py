@@ -4,10 +4,10 @@ For a background save, `stage` first copies the states to CPU memory; training w
 writes a rank's files from memory shared with the rank. Planning, digests and the commit stay with the rank, so if the
 process dies the save fails, but no other rank waits for it.
 
-`torch.distributed.checkpoint.async_save` with `AsyncCheckpointerType.PROCESS` (torch 2.13) reruns scripts that have no
-`__main__` guard, needs a process group, fails all saves after its process is killed, keeps writing into the folder
-after the rank is killed, and if one writer dies the others wait half an hour. `DefaultStager` copies whole storages of
-slices, and shares memory through /dev/shm, only 64 MB in a container by default.
+`torch.distributed.checkpoint.async_save` with `AsyncCheckpointerType.PROCESS` (torch 2.13) was rejected: it reruns
+scripts without a `__main__` guard, needs a process group even for one process, fails every save after its process is
+killed, and keeps writing into the folder after the rank is killed; if one writer dies, the others wait half an hour.
+`DefaultStager` copies whole storages of slices, and shares memory through /dev/shm (64 MB in a container by default).
 """
 
 import contextlib

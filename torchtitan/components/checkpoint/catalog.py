@@ -1,7 +1,8 @@
 """Finds, names, commits and removes the checkpoints in a folder.
 
 A save is written into `step-N.partial`, which is renamed to `step-N`; the marker, put in place last, makes it count.
-If the store cannot rename, files go into `step-N`, and the marker alone decides. An interrupted save has no marker.
+If the store cannot rename, files go into `step-N`, and the marker alone decides. An interrupted save leaves a folder
+without a marker, which is never taken for a checkpoint.
 """
 
 import dataclasses

@@ -31,7 +31,7 @@ class CheckpointConfig(Configurable.Config):
     """The checkpoints' folder, inside the dump folder; or a URL, such as s3://bucket/run."""
 
     interval: int = 500
-    """Save every this many steps (and after the last one)."""
+    """Steps between saves; the last step is always saved."""
 
     initial_load_path: str = ""
     """Start from this checkpoint (the step-N folder of another run, or its URL) if the run has none of its own."""

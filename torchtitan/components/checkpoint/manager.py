@@ -45,8 +45,7 @@ class CheckpointManager(Configurable):
             the rank of the same number; a rank that the saved run did not have loads the state of rank 0.
         initial_loads: name of a state → function that sets its initial weights. `load` calls it on every rank if the
             state comes from no checkpoint: the run begins, the checkpoint lacks the state, or the state is excluded.
-            The one for "model" also verifies and loads the weights of `initial_load_path`, if nothing else of it is
-            loaded.
+            The one for "model" also verifies and loads `initial_load_path`, if nothing else of it is loaded.
         assets: files that rank 0 writes into each checkpoint besides the states.
         export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
         frozen_from: origin of the frozen weights, for `trained_only`; `initial_loads` set them before a run resumes.

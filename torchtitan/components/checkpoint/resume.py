@@ -152,7 +152,8 @@ def choose_start(
     `find_start`, and `UserError` if every candidate is damaged.
 
     The checkpoint of another run is verified only if `verifies_initial`; otherwise its loader does so. Warn about other
-    contents of the folder, remove the remains of unfinished saves, and replace a damaged newest checkpoint by an older.
+    contents of the folder, remove the remains of unfinished saves, and fall back, with a warning, from a damaged or
+    unreadable checkpoint of the run to the next older one.
     """
     start = ranks.broadcast_from_rank0(lambda: _find_and_tidy(config, folder, identity))
     if start is None:

@@ -195,8 +195,7 @@ def read_adapter(
 ) -> None:
     """Load an adapter in PEFT's files into `model_parts`, the model in this process with the plain model's weights
     (materialized, sharded or not), each process of the default group its part. Other arguments are as in
-    `AdapterSource`. Raise `UserError` on every process as `AdapterSource`, or if the weights below the adapter are not
-    the model's."""
+    `AdapterSource`. Raise `UserError` on every process as there, or if the weights below the adapter differ."""
     ranks = Ranks(dist.group.WORLD if dist.is_initialized() else None)
     tensors: dict[str, Tensor] = ModelState(model_parts).state_dict()
 

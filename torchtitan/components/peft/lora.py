@@ -52,7 +52,7 @@ class Normal:
 
 class AdaptedLayer(ConvertedModule):
     """A layer with an adapter: the plain layer's parameters, frozen, and `lora_A` and `lora_B`, which are trained.
-    Attributes: adapter: names of the trained parameters. scaling: factor of the adapter's output."""
+    `adapter` names all trained parameters; `scaling` multiplies the adapter's output."""
 
     weight: Tensor
     lora_A: nn.Parameter

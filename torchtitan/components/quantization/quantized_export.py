@@ -1,7 +1,8 @@
 """A Hugging Face folder with quantized weights, which transformers opens with torchao.
 
 Each quantized matrix is three tensors: 4-bit values, one per byte (torchao's only form of this scheme for safetensors),
-the scales of its groups, and their zero points, all 0, linked by the files' metadata.
+the scales of its groups, and their zero points, all 0. The metadata of the files link them, and `quantization_config`
+in config.json says which layers are quantized.
 """
 
 import json

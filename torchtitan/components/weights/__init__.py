@@ -1,7 +1,7 @@
 """Weights in files: DCP, Hugging Face and Meta checkpoints, read and written tensor by tensor, and loaded into models.
 
 A source has the names and shapes of its files; a family's adapter (`torchtitan.protocols.state_dict_adapter`), applied
-by `ConvertedSource` and `ForeignView`, maps them to our models.
+by `ConvertedSource` and `ForeignView`, maps them to our models. `components.checkpoint` does not use this package.
 """
 
 from torchtitan.components.weights.export import export_checkpoint
