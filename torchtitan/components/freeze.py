@@ -12,31 +12,27 @@ from torchtitan.tools.patterns import check_choice, choose, without_numbers
 
 
 class Freeze(ModelConverter):
-    """Keeps the parameters that the patterns choose as they are: they get no gradient and no optimizer state."""
+    """Freezes the parameters that the patterns choose: they get no gradient and no optimizer state."""
 
     freezes = True
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConverter.Config):
-        """Which parameters are frozen."""
+        """Parameters to freeze."""
 
         include: list[str] = field(default_factory=list)
-        """Regular expressions, each searched in the parameters' names (layers.0.attention.wq.weight): what they find is
-        frozen."""
+        """Regular expressions searched in parameters' names (layers.0.attention.wq.weight): matches are frozen."""
 
         exclude: list[str] = field(default_factory=list)
-        """Regular expressions: parameters whose names they find are trained nevertheless."""
+        """Regular expressions: parameters with matching names are trained nevertheless."""
 
         def validate(self) -> None:
-            """Raise `UserError` for what is no regular expression, and if nothing is included."""
             consequence = "nothing would be frozen; give patterns of parameters' names (^tok_embeddings)"
             check_choice(f"--model_converters.{config_key(self)}", self.include, self.exclude, consequence)
 
     config: Config
 
     def convert(self, model: nn.Module) -> None:
-        """Freeze the chosen parameters in place, and log which they are; raise `UserError` if a pattern finds none, or
-        nothing is left."""
         config, key = self.config, config_key(self.config)
         option = f"--model_converters.{key}"
         parameters = dict(model.named_parameters())

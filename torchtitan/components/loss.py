@@ -1,7 +1,7 @@
 """The training loss: cross entropy summed over valid tokens, without ever holding all logits.
 
-A loss is a function of the last hidden states and the output weights rather than of logits, and is given to the model
-as its `head`: a large vocabulary's logits are the largest tensor of a training step, and need not exist.
+A loss is a function of the last hidden states and the output weights, passed to the model as its `head`: the logits of
+a large vocabulary, the largest tensor of a training step, need not exist.
 """
 
 import contextlib
@@ -20,25 +20,21 @@ from torchtitan.distributed.loss_parallel import LogitsLoss, share_vocabulary
 from torchtitan.tools.errors import UserError
 
 IGNORE_INDEX = -100
-"""The label of a token that is not predicted."""
+"""Label of a token that is not predicted."""
 
 
 class CrossEntropyLoss(Configurable):
-    """Sum over valid tokens (label != -100) of the negative log likelihood.
-
-    The caller divides by the number of valid tokens of the *global* batch. A subclass that is a sum over tokens too
-    overrides `from_logits` alone, and is chunked like this one.
-    """
+    """Sum of the negative log-likelihood over valid tokens (label != -100); the caller divides by their number in the
+    *global* batch. A subclass that also sums over tokens overrides only `from_logits`, and is chunked like this one."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """Cross entropy."""
 
         chunk_tokens: int = 512
-        """Tokens whose logits are held at a time; 0: all at once (the plain loss)."""
+        """Number of tokens with logits in memory at a time; 0: all at once (the plain loss)."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a negative chunk."""
             if self.chunk_tokens < 0:
                 raise UserError(f"--loss.chunk_tokens is {self.chunk_tokens}, and must be at least 0")
 
@@ -50,8 +46,8 @@ class CrossEntropyLoss(Configurable):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Record the losses of single tokens, without a gradient: the list that is given fills with them chunk by
-        chunk, in the order of `labels_BL`. The summed loss does not change by a bit."""
+        """Record the losses of single tokens, without a gradient, in the yielded list, chunk by chunk in the order of
+        `labels_BL`. The summed loss stays bitwise the same."""
         recorded: list[Tensor] = []
         self._recorded = recorded
         try:
@@ -60,12 +56,12 @@ class CrossEntropyLoss(Configurable):
             self._recorded = None
 
     def __call__(self, hidden_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor) -> Tensor:
-        """The summed loss, a float32 scalar.
+        """Return the summed loss, a float32 scalar.
 
         Args:
             hidden_BLD: last hidden states, normalized.
             weight_VD: output weights.
-            labels_BL: the token that follows each position, or -100.
+            labels_BL: the token after each position, or -100.
 
         Under tensor parallelism the first two are DTensors, the weights split by rows; each rank computes the logits of
         its part of the vocabulary, and `from_logits` gets them as a DTensor.
@@ -81,17 +77,16 @@ class CrossEntropyLoss(Configurable):
             # Once here rather than once per chunk.
             dtype = torch.get_autocast_dtype(device_type)
             hidden, weight_VD = hidden.to(dtype), weight_VD.to(dtype)
-        # `needs_input_grad` in there would be true of a parameter even where gradients are off.
+        # `needs_input_grad` would be true for a parameter even if gradients are disabled.
         hidden, weight_VD = (x if torch.is_grad_enabled() else x.detach() for x in (hidden, weight_VD))
         return _ChunkedLinearLoss.apply(hidden, weight_VD, labels, from_logits, self.config.chunk_tokens)
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        """The summed loss of some tokens, in float32 whatever the type of the logits."""
+        """Return the summed loss of some tokens, in float32 for any type of logits."""
         return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
 
     def token_losses(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        """The loss of each token, (N,) in float32, 0 where the label is -100; a subclass whose `from_logits` is another
-        sum may override it."""
+        """Return the loss of each token, (N,) in float32, 0 for label -100; override it together with `from_logits`."""
         return F.cross_entropy(logits_NV.float(), labels_N, reduction="none", ignore_index=IGNORE_INDEX)
 
     def _from_logits_and_record(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
@@ -103,8 +98,8 @@ class CrossEntropyLoss(Configurable):
 
 
 class _ChunkedLinearLoss(torch.autograd.Function):
-    """Linear layer and summed loss over chunks of tokens. The loss is a sum, so the forward pass takes each chunk's
-    gradient by itself: only one chunk's logits exist at a time, and nothing is computed twice."""
+    """Linear layer and summed loss over chunks of tokens. Since the loss is a sum, the forward pass computes each
+    chunk's gradient separately: only one chunk's logits exist at a time, and nothing is computed twice."""
 
     @staticmethod
     def forward(
@@ -112,7 +107,7 @@ class _ChunkedLinearLoss(torch.autograd.Function):
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
-        # float32 whatever the weights' type: a sum over chunks in bfloat16 would lose the small ones.
+        # float32 for any type of weights: a sum over chunks in bfloat16 would lose small terms.
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         total = hidden_ND.new_zeros((), dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
@@ -139,8 +134,8 @@ class _ChunkedLinearLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Not in place: a pipeline schedule that computes the gradients of inputs and weights at different times comes
-        # here twice.
+        # Not in place: a pipeline schedule that computes the gradients of inputs and weights separately comes here
+        # twice.
         if grad_hidden is not None:
             grad_hidden = grad_hidden * scale
         if grad_weight is not None:
@@ -150,29 +145,23 @@ class _ChunkedLinearLoss(torch.autograd.Function):
 
 
 class Measures:
-    """Weighted means by name that a loss measures beside itself, as a preference method's margin; the sums stay on the
-    device.
-
-    Args:
-        names: of the means.
-        device: where the sums are.
-        dtype: of the sums.
-    """
+    """Named weighted means that a loss measures besides itself, such as a preference method's margin. The sums, of type
+    `dtype`, stay on `device`."""
 
     def __init__(self, names: Sequence[str], *, device: torch.device, dtype: torch.dtype = torch.float64):
         self.names = list(names)
         self._sums = torch.zeros(len(self.names), 2, device=device, dtype=dtype)
 
     def add(self, name: str, total: Tensor, weight: Tensor) -> None:
-        """Add a batch's sum and its weight, two scalars; `ValueError` if `name` is none of the names."""
+        """Add a batch's sum and its weight, two scalars; raise `ValueError` for an unknown `name`."""
         self._sums[self.names.index(name)] += torch.stack((total, weight)).detach().to(self._sums)
 
     def take(self) -> Tensor:
-        """Return this rank's sums and weights since the last call, flat (2 n,), and start again from 0."""
+        """Return this rank's sums and weights since the last call, flat (2 n,), and reset them."""
         taken, self._sums = self._sums, torch.zeros_like(self._sums)
         return taken.flatten()
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the means from what `take` gave, summed over ranks; NaN without any weight."""
+        """Return the means from results of `take` summed over ranks; NaN without any weight."""
         pairs = zip(self.names, sums[::2], sums[1::2], strict=True)
         return {name: total / weight if weight else math.nan for name, total, weight in pairs}

@@ -17,13 +17,8 @@ from torchtitan.tools.logging import logger
 class LRScheduler(Configurable):
     """Sets the rate of every parameter group to its peak rate times `factor(steps taken so far)`.
 
-    A subclass with another curve overrides `factor`.
-
-    Args:
-        config: the curve.
-        optimizer: whose rates are set. The peak rates of a torch optimizer are the `initial_lr` of its groups, or their
-            `lr` when the schedule is built.
-        training_steps: length of the schedule, unless `total_steps` says otherwise.
+    A subclass with another curve overrides `factor`. A torch optimizer's peak rates are the `initial_lr` of its groups,
+    or their `lr` when the schedule is built. `training_steps` is the schedule's length, unless `total_steps` is set.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -37,16 +32,15 @@ class LRScheduler(Configurable):
         """Length of the schedule in steps. None: training.steps. Set it to stop a run early on the same curve."""
 
         decay_ratio: float | None = None
-        """Share of the schedule, at its end, over which the rate decays. None: all that follows the warm-up."""
+        """Fraction of the schedule, at its end, over which the rate decays. None: everything after the warm-up."""
 
         decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
         """Curve of the decay: 1 - p, 1 - sqrt(p) or (1 + cos(pi p)) / 2, with p from 0 to 1."""
 
         min_lr_factor: float = 0.0
-        """The rate at the schedule's end, as a share of the peak."""
+        """Final rate as a fraction of the peak."""
 
         def validate(self) -> None:
-            """Raise `UserError` for values that give no curve."""
             require_at_least(0, lr_scheduler__warmup_steps=self.warmup_steps)
             if self.total_steps is not None:
                 require_at_least(1, lr_scheduler__total_steps=self.total_steps)
@@ -67,7 +61,7 @@ class LRScheduler(Configurable):
         self.set_length(training_steps)
 
     def set_length(self, training_steps: int) -> None:
-        """Have the schedule end with the run after `training_steps`, unless `total_steps` says otherwise."""
+        """End the schedule after `training_steps`, unless `total_steps` is set."""
         config, before = self.config, self.total_steps
         self.total_steps = config.total_steps or training_steps
         if self.total_steps == before:
@@ -86,7 +80,7 @@ class LRScheduler(Configurable):
         self._set_steps_taken(self.steps_taken)
 
     def factor(self, steps_taken: int) -> float:
-        """Share of the peak rate for the step that follows `steps_taken` steps."""
+        """Return the fraction of the peak rate for the step after `steps_taken` steps."""
         if steps_taken < self.warmup_steps:
             return (steps_taken + 1) / self.warmup_steps
         decay_start = self.total_steps - self.decay_steps
@@ -102,8 +96,7 @@ class LRScheduler(Configurable):
 
     @property
     def lr(self) -> float:
-        """The rate of the coming step: of the parameters that are in no group of their own, or of a torch optimizer's
-        first group."""
+        """Rate of the next step, of parameters without their own group or of a torch optimizer's first group."""
         if isinstance(self.optimizer, torch.optim.Optimizer):
             return float(self.optimizer.param_groups[0]["lr"])
         return self.optimizer.config.lr * self.factor(self.steps_taken)
@@ -118,9 +111,8 @@ class LRScheduler(Configurable):
             group["lr"] = group["initial_lr"] * self.factor(steps_taken)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps taken; the curve comes from the configuration."""
+        """Return the number of steps taken; the curve comes from the configuration."""
         return {"steps_taken": self.steps_taken}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue the schedule where it was."""
         self._set_steps_taken(state_dict["steps_taken"])

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: `metrics.jsonl`, TensorBoard, Weights & Biases."""
+"""Destinations of a run's metrics: `metrics.jsonl`, TensorBoard, Weights & Biases."""
 
 import errno
 import importlib.util
@@ -18,33 +18,25 @@ from torchtitan.tools.logging import logger
 
 
 class Sink(ABC):
-    """A place that takes the numbers of a step.
-
-    A sink is opened with the step that the run starts after: 0 for a fresh run, whose predecessor's data in the same
-    place it sets aside; N for a run that resumes after step N, whose data from later steps it drops.
-    """
+    """Destination of metrics. It is opened with the step that the run starts after: 0 for a fresh run, for which it
+    sets older data aside; N for a run resumed after step N, for which it drops later data."""
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of `step` by name, in order of steps; several calls may carry the same step.
-
-        Raises:
-            OSError: when they cannot be written. It is reported once, and training goes on; nothing else is caught.
-        """
+        """Write the metrics of `step` by name, in step order; several calls may have the same step. Raise `OSError` if
+        they cannot be written. It is reported once and training continues; nothing else is caught."""
 
     def sync(self) -> None:  # noqa: B027 (most sinks have nothing to do)
-        """Make all written numbers outlast a power failure, before a checkpoint is saved; raises as `write`."""
+        """Make all written metrics survive a power failure, before a checkpoint is saved; raise as `write`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write the rest; raises as `write`."""
+        """Write the rest; raise as `write`."""
 
 
 class JsonLines(Sink):
-    """One JSON object per line: `step`, then the numbers in full precision; NaN and infinity, unknown to JSON, as null.
-
-    Each line is in the file when `write` returns. A line that could not be written whole is taken back.
-    """
+    """One JSON object per line: `step`, then the numbers in full precision; NaN and infinity, not valid JSON, become
+    null. Each line is in the file when `write` returns; a partially written line is removed."""
 
     def __init__(self, path: Path, step: int):
         if path.exists():
@@ -59,7 +51,7 @@ class JsonLines(Sink):
         self.append({"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()})
 
     def append(self, document: Mapping[str, Any]) -> None:
-        """Write a line of JSON-ready values, among them its `step`; raises as `write`."""
+        """Write a line of JSON-serializable values, including its `step`; raise as `write`."""
         line = (json.dumps(document) + "\n").encode()
         end = self._file.seek(0, os.SEEK_END)
         try:
@@ -77,7 +69,7 @@ class JsonLines(Sink):
 
 
 class TensorBoard(Sink):
-    """Scalars under the names they have in `metrics.jsonl`, in single precision (TensorBoard's own)."""
+    """Scalars under their names in `metrics.jsonl`, in TensorBoard's single precision."""
 
     def __init__(self, folder: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -96,10 +88,8 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """Weights & Biases, set by its own environment variables (`WANDB_PROJECT`, `WANDB_NAME`, `WANDB_MODE`, ...).
-
-    A resumed run continues the W&B run whose id the folder `wandb` holds. Points that W&B already has are kept.
-    """
+    """Weights & Biases, set up by its environment variables (`WANDB_PROJECT`, `WANDB_NAME`, `WANDB_MODE`, ...). A
+    resumed run continues the W&B run with the id in the folder `wandb`; points that W&B already has stay."""
 
     def __init__(self, dump_folder: Path, step: int, run_config: Mapping[str, Any]):
         import wandb
@@ -125,7 +115,7 @@ class WandB(Sink):
 
     @staticmethod
     def check_installed() -> None:
-        """Raise `UserError` where the package `wandb` is not installed."""
+        """Raise `UserError` if the package `wandb` is not installed."""
         spec = importlib.util.find_spec("wandb")
         if spec is None or spec.origin is None:  # no origin: merely a folder of that name, such as W&B's own output
             raise UserError("--metrics.enable_wandb needs the package wandb: pip install wandb")
@@ -141,7 +131,7 @@ class WandB(Sink):
 
 
 def set_aside(path: Path) -> None:
-    """Rename `path`, which an earlier run wrote, to the next free of `name-1`, `name-2`, ..."""
+    """Rename `path`, written by an earlier run, to the next free of `name-1`, `name-2`, ..."""
     aside = path.rename(_free_name(path))
     logger.info(f"{path} is from an earlier run: renamed to {aside.name}")
 
@@ -154,8 +144,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines up to `step`, and of those only whole ones: a killed run may leave its last one torn. Where others
-    are damaged, the original file stays next to it."""
+    """Keep the whole lines up to `step` (a killed run may tear its last one); copy a file with other damaged lines."""
     if not path.is_file():
         raise UserError(f"'{path}' is not a regular file; remove it")
     n_damaged = 0
@@ -172,7 +161,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def step_of(line: bytes) -> int | None:
-    """Return the step that a line of `JsonLines` is of; None of a line that is damaged."""
+    """Return the step of a line of `JsonLines`; None if the line is damaged."""
     try:
         content = parse_json(line, "the line")
     except UserError:

@@ -1,4 +1,4 @@
-"""`MetricsProcessor`: measures a training run and reports its numbers to the console, a file and trackers."""
+"""`MetricsProcessor`: measures a training run and reports to the console, a file and trackers."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ class _Interval:
 class MetricsProcessor(Configurable):
     """Measures the steps of a run and reports them, see `docs/metrics.md`.
 
-        metrics.start(step)                     # after a checkpoint was loaded, or not
+        metrics.start(step)                     # after loading a checkpoint, if any
         for step in range(step + 1, total_steps + 1):
             with metrics.timing_data():
                 batch = next(batches)
@@ -52,37 +52,36 @@ class MetricsProcessor(Configurable):
         metrics.flush()
         metrics.close()
 
-    Every rank makes these calls; rank 0 writes to the sinks, and the ranks whose logger speaks print a line.
+    Every rank makes these calls; rank 0 writes to the sinks, and ranks with an active logger print a line.
 
     Args of `Config.build`:
         dump_folder: the run's folder; `metrics.jsonl` is written there.
-        device: what this rank computes on.
-        compute_dtype: the type that matrix products compute in; MFU is measured against its peak.
+        device: computes on this rank.
+        compute_dtype: type of matrix products; MFU is relative to its peak.
         flops_per_token: floating-point operations of a training step (forward and backward) per token.
-        total_steps: the last step, which the ETA counts down to.
-        world_size, rank: how many devices share the work, and which of them this is.
+        total_steps: the last step, for the ETA.
+        world_size, rank: number of devices that share the work, and this one's index.
         run_config: the run's configuration, for W&B.
         clock: a monotonic clock in seconds.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        """What is reported, how often, and where to."""
+        """Contents, frequency and destination of reports."""
 
         log_freq: int = 10
-        """Steps from one logged step to the next; the first step and the last one taken are logged in any case."""
+        """Steps between logged steps; the first and last steps are always logged."""
 
         enable_tensorboard: bool = False
-        """Write the numbers for TensorBoard too (metrics.jsonl is always written)."""
+        """Also write the metrics for TensorBoard (metrics.jsonl is always written)."""
 
         save_tb_folder: str = "tb"
         """Folder of the TensorBoard files inside the dump folder."""
 
         enable_wandb: bool = False
-        """Send the numbers to Weights & Biases too; WANDB_PROJECT and its other environment variables set the rest."""
+        """Also send the metrics to Weights & Biases; WANDB_PROJECT and its other environment variables set the rest."""
 
         def validate(self) -> None:
-            """Raise `UserError` for `log_freq` < 1, and for W&B where its package is not installed."""
             require_at_least(1, metrics__log_freq=self.log_freq)
             if self.enable_wandb:
                 WandB.check_installed()
@@ -117,13 +116,10 @@ class MetricsProcessor(Configurable):
         self._reports = rank == 0 or logger.isEnabledFor(logging.INFO)
 
     def start(self, step: int) -> None:
-        """Open the sinks and start the clock; `step` is the last finished one, 0 for a fresh run.
+        """Open the sinks, start the clock and log the peak that MFU is relative to; `step` is the last finished one.
 
-        A fresh run sets aside what an earlier run left in the same folder; a resumed one drops what was logged after
-        `step`, since those steps are about to be done again. States the peak that MFU is measured against.
-
-        Raises:
-            UserError: when the dump folder cannot be written, or W&B does not start.
+        A fresh run (`step` 0) sets aside an earlier run's metrics in the folder; a resumed one drops metrics after
+        `step`, since it repeats those steps. Raise `UserError` if the folder is not writable, or W&B does not start.
         """
         if self.rank == 0:
             try:
@@ -140,9 +136,9 @@ class MetricsProcessor(Configurable):
         self._interval = _Interval(step, self._clock())
 
     def make_sinks(self, step: int) -> list[Sink]:
-        """The sinks of rank 0, opened for a run that starts after `step`. Override to add one."""
+        """Return rank 0's sinks, opened for a run that starts after `step`. Override to add one."""
         sinks: list[Sink] = []
-        if self.config.enable_wandb:  # first: where it refuses, the files of the run before are left as they are
+        if self.config.enable_wandb:  # first: if it refuses, the previous run's files stay unchanged
             sinks.append(WandB(self.dump_folder, step, self.run_config))
         sinks.append(JsonLines(self.dump_folder / "metrics.jsonl", step))
         if self.config.enable_tensorboard:
@@ -151,7 +147,7 @@ class MetricsProcessor(Configurable):
 
     @contextmanager
     def timing_data(self) -> Iterator[None]:
-        """Around the fetch of a batch: the time that the step waits for data."""
+        """Time the fetch of a batch, during which the step waits for data."""
         start = self._clock()
         try:
             yield
@@ -160,10 +156,8 @@ class MetricsProcessor(Configurable):
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
-        """Around what is not training (validation, saving a checkpoint): neither its time nor its tokens count.
-
-        Enter it only when there is something to exclude, since it waits for the device to finish all queued work.
-        """
+        """Exclude time and tokens of non-training work (validation, saving a checkpoint) from the metrics. Enter it
+        only if there is such work, since it waits for the device to finish all queued work."""
         synchronize(self.device)  # training that is still queued on the device belongs to training
         before = dataclasses.replace(self._interval)
         start = self._clock()
@@ -174,27 +168,25 @@ class MetricsProcessor(Configurable):
             self._interval = before
 
     def count_tokens(self, n_tokens: int) -> None:
-        """Add to the tokens of this step: those of all ranks together, padding included, since they are computed."""
+        """Add to the tokens of this step: those of all ranks, including padding, since it is computed too."""
         self._interval.n_tokens += n_tokens
 
     def should_log(self, step: int) -> bool:
-        """Whether `log_step` reports this step. The same steps whether the run was resumed or not."""
+        """Return whether `log_step` reports this step; resuming does not change the answer."""
         return step == 1 or step % self.config.log_freq == 0 or step == self.total_steps
 
     def log_step(
         self, step: int, *, loss: float, grad_norm: float, lr: float, n_tokens_seen: int, **extra: float
     ) -> None:
-        """Report a finished step, if `should_log`; call it once the loss has been read from the device.
-
-        A step that is not due is kept until the next one: it may turn out to be the last, see `flush`.
+        """Report a finished step if `should_log`; call it once the loss has been read from the device. Other steps are
+        kept until the next one, in case they are the last, see `flush`.
 
         Args:
             step: counted from 1.
             loss: mean over the valid tokens of the global batch.
             grad_norm: norm of the gradient before clipping.
-            lr: learning rate of this step.
-            n_tokens_seen: tokens since step 1, padding included, all ranks together.
-            extra: numbers of your own by name.
+            n_tokens_seen: tokens since step 1 on all ranks, including padding.
+            extra: your own metrics by name.
         """
         if not self._reports:
             return
@@ -205,7 +197,7 @@ class MetricsProcessor(Configurable):
             self.flush()
 
     def flush(self) -> None:
-        """Report the step of the last `log_step` where that was not due; to be called when training ends."""
+        """Report the step of the last `log_step` if it was not due; call it when training ends."""
         report, self._unreported = self._unreported, None
         if report is not None:
             report()
@@ -225,14 +217,14 @@ class MetricsProcessor(Configurable):
         self._first_line = self._first_line or (step, end)
 
     def log_validation(self, step: int, validation_loss: float, **extra: float) -> None:
-        """Report a validation after `step` on a line of its own; leaves the timers of training alone."""
+        """Report a validation after `step` on a separate line, without changing the training timers."""
         if not self._reports:
             return
         self._for_each_sink(lambda sink: sink.write(step, {"validation_loss": validation_loss, **extra}))
         logger.info(f"{self._step_label(step)}  validation loss {validation_loss:.4f}{_listed(extra)}")
 
     def log_evaluation(self, step: int, name: str, numbers: Mapping[str, float | None]) -> None:
-        """Report the numbers of an evaluation task after `step` on a line of its own, as `evaluation/NAME/NUMBER`."""
+        """Report an evaluation task after `step` on a separate line, as `evaluation/NAME/NUMBER`."""
         if not self._reports:
             return
         known = {f"evaluation/{name}/{key}": value for key, value in numbers.items() if value is not None}
@@ -240,11 +232,11 @@ class MetricsProcessor(Configurable):
         logger.info(f"{self._step_label(step)}  evaluation{_listed(known)}")
 
     def sync(self) -> None:
-        """Make what was reported outlast a power failure; to be called before a checkpoint is saved."""
+        """Make all reports survive a power failure; call it before a checkpoint is saved."""
         self._for_each_sink(lambda sink: sink.sync())
 
     def close(self) -> None:
-        """Report a last step that is not reported yet (an error may have ended the loop), and close the sinks."""
+        """Report the last step if still pending (an error may have ended the loop), and close the sinks."""
         self.flush()
         self._for_each_sink(lambda sink: sink.close())
         self._sinks = []
@@ -252,7 +244,7 @@ class MetricsProcessor(Configurable):
     def console_line(
         self, step: int, values: Mapping[str, float], extra: Mapping[str, float], eta_seconds: float | None
     ) -> str:
-        """The line of a logged step: aligned, in color where standard error is a terminal."""
+        """Return the line of a logged step: aligned, in color if standard error is a terminal."""
         eta = "-" if eta_seconds is None else str(timedelta(seconds=round(eta_seconds)))
         parts = [
             (_CYAN, self._step_label(step)),
@@ -269,7 +261,7 @@ class MetricsProcessor(Configurable):
         return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in parts)
 
     def _measure(self, step: int, end: float, interval: _Interval) -> dict[str, float]:
-        """The numbers of the interval that ends with a step: training only, what was excluded left out."""
+        """Return the metrics of the interval that ends with a step, training only."""
         if self._peak is None:
             raise RuntimeError("MetricsProcessor.start(step) must be called before log_step")
         seconds = end - interval.start - interval.excluded

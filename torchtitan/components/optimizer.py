@@ -1,4 +1,4 @@
-"""The optimizer: torch's own, over parameter groups that are chosen by name."""
+"""Optimizer: torch's own, over parameter groups chosen by name."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ from torchtitan.tools.patterns import check_pattern, without_numbers
 
 @dataclass(kw_only=True, slots=True)
 class ParamGroup:
-    """Settings of the parameters whose name matches a pattern."""
+    """Settings of the parameters with names that match a pattern."""
 
     pattern: str
     """Regular expression, searched in the parameter's name (layers.0.attention.wq.weight)."""
@@ -39,18 +39,13 @@ def _default_param_groups() -> dict[str, ParamGroup]:
 
 
 class Optimizer(Configurable):
-    """One or more `torch.optim` optimizers over the parameters of all model parts, used as one.
-
-    Hyper-parameters always come from the configuration, on resuming too; a checkpoint holds the moments only.
+    """One or more `torch.optim` optimizers over the parameters of all model parts, used as one. Hyperparameters always
+    come from the configuration, also on resuming; a checkpoint holds only the moments.
 
     Args:
-        config: which optimizer, and its hyper-parameters.
-        model_parts: the model, or the pipeline stages of it that this rank holds, with their weights: the moments lie
-            where they lie. Parameters that require no gradient are left out.
-        all_names: canonical names of the whole model's trained parameters, where `model_parts` are some of its stages.
-
-    Raises:
-        UserError: if no parameter requires a gradient.
+        model_parts: the model, or this rank's pipeline stages, materialized: the moments go on the same devices.
+            Parameters that require no gradient are skipped; raises `UserError` if none is left.
+        all_names: canonical names of the whole model's trained parameters, if `model_parts` are some of its stages.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -79,18 +74,17 @@ class Optimizer(Configurable):
         """Momentum of SGD and Muon. None: 0 for SGD, 0.95 for Muon."""
 
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-        """How an update is computed: in one kernel, one operation at a time over all parameters, or one parameter
-        at a time. SGD has no fused one, and takes foreach; Muon's own part has one implementation."""
+        """Computation of an update: in one kernel, operation by operation over all parameters, or parameter by
+        parameter. SGD has no fused one, and uses foreach; Muon's own part has one implementation."""
 
         param_groups: dict[str, ParamGroup] = field(default_factory=_default_param_groups)
-        """Settings for some parameters by name; the first group whose pattern matches takes a parameter."""
+        """Settings for some parameters by name; the first group with a matching pattern takes a parameter."""
 
         early_step_in_backward: bool = False
-        """Update each parameter, and free its gradient, as soon as the backward pass has it: all gradients never exist
-        at once. Without gradient accumulation, clipping and pipeline parallelism only."""
+        """Update each parameter, and free its gradient, during the backward pass: all gradients never exist at once.
+        Only without gradient accumulation, clipping and pipeline parallelism."""
 
         def validate(self) -> None:
-            """Raise `UserError` for values that the optimizers refuse or ignore."""
             rates = {"lr": self.lr, "weight_decay": self.weight_decay}
             for key, group in self.param_groups.items():
                 option = f"param_groups.{key}"
@@ -103,7 +97,7 @@ class Optimizer(Configurable):
                 if not 0 <= decay < 1:
                     raise UserError(f"--optimizer.{name} is {decay}, and must be in [0, 1)")
             if not 0 < self.eps < math.inf:
-                # 0 divided by 0 would be the update of an embedding that no token of the batch has used.
+                # An embedding that no token of the batch has used would be updated by 0 / 0.
                 raise UserError(f"--optimizer.eps is {self.eps}, and must be above 0")
             if self.momentum is not None and self.name in ("AdamW", "Adam"):
                 raise UserError(
@@ -142,24 +136,22 @@ class Optimizer(Configurable):
 
     @property
     def param_groups(self) -> Iterable[dict[str, Any]]:
-        """The parameter groups of all of them; each has its peak rate under `initial_lr`."""
+        """Their parameter groups, each with its peak rate under `initial_lr`."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """Update the parameters from their gradients; those that were updated in the backward pass have none left."""
+        """Update the parameters from their gradients; parameters updated in the backward pass have none left."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         self._row_norms.clear()
         self._updated_early.clear()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def warn_of_idle_parameters(self) -> None:
-        """Name the trained parameters, of any rank, that a step's backward passes gave no gradient. A collective, to be
-        called before `zero_grad`."""
+        """Warn of trained parameters, of any rank, without a gradient. A collective; call it before `zero_grad`."""
         own = [
             canonical_name(name)
             for part in self.model_parts
@@ -170,18 +162,18 @@ class Optimizer(Configurable):
             logger.warning("trained, but without a gradient: %s", ", ".join(without_numbers(idle)))
 
     def early_grad_norm(self) -> Tensor:
-        """With `early_step_in_backward`, what `clip_grad_norm` would have measured: the total norm over all ranks of
-        the gradients that were used since the last `zero_grad`. A collective; a scalar tensor."""
+        """Return the total norm over all ranks of the gradients used since the last `zero_grad`, a scalar tensor: with
+        `early_step_in_backward`, in place of `clip_grad_norm`. A collective."""
         return total_norm(self._row_norms)
 
     @torch.no_grad()
     def _use_gradient(self, optimizer: torch.optim.Optimizer, group_index: int, parameter: nn.Parameter) -> None:
-        """Update one parameter from its complete gradient, and free that."""
+        """Update one parameter from its complete gradient, and free the gradient."""
         parameter.grad = laid_out_like(parameter.grad, parameter)
         assert parameter.grad is not None
         self._row_norms.append(row_norms(parameter.grad))
         self._updated_early.add(parameter)
-        # Loading a state replaces the groups, and the schedule changes them, so that only their place is known before.
+        # Looked up by index: loading a state replaces the groups, and the schedule changes them.
         groups = optimizer.param_groups
         optimizer.param_groups = [{**groups[group_index], "params": [parameter]}]
         optimizer.step()
@@ -189,14 +181,9 @@ class Optimizer(Configurable):
         parameter.grad = None
 
     def make_optimizers(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[torch.optim.Optimizer]:
-        """The torch optimizers for one model part. A subclass with another optimizer overrides this.
-
-        Args:
-            groups: group name ("" for parameters that no pattern matches) → (canonical name, parameter) pairs.
-
-        Returns:
-            Optimizers that share out the parameters; the rate of each of their groups is its peak rate.
-        """
+        """Return torch optimizers that divide one model part's parameters, with each group's rate at its peak. `groups`
+        maps a group's name ("" for parameters that no pattern matches) to (canonical name, parameter) pairs. A subclass
+        with another optimizer overrides this."""
         config = self.config
         if config.name == "Muon":
             muon, rest = (
@@ -216,7 +203,7 @@ class Optimizer(Configurable):
             return []
         if config.name == "SGD":
             momentum = config.momentum or 0.0
-            # Not fused in any case: torch 2.13 has no fused SGD for sharded parameters.
+            # Never fused: torch 2.13 has no fused SGD for sharded parameters.
             foreach = config.implementation != "for-loop"
             return [torch.optim.SGD(settings, lr=config.lr, momentum=momentum, foreach=foreach)]
         return [self._make_adam(torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam, settings)]
@@ -230,7 +217,7 @@ class Optimizer(Configurable):
         return kind(groups, lr=self.config.lr, betas=betas, eps=self.config.eps, **switches)
 
     def _group_of(self, name: str) -> str:
-        """Key of the first group whose pattern matches a parameter's name; "" where none does."""
+        """Return the key of the first group with a pattern that matches the name, or ""."""
         groups = self.config.param_groups.items()
         return next((key for key, group in groups if re.search(group.pattern, name)), "")
 
@@ -243,7 +230,7 @@ class Optimizer(Configurable):
         return groups
 
     def _warn_of_idle_groups(self, names: Sequence[str]) -> None:
-        """Warn of a pattern that takes none of the trained parameters; the default groups may."""
+        """Warn of a pattern that matches no trained parameter, except in the default groups."""
         taken, default = {self._group_of(name) for name in names}, _default_param_groups()
         for key, group in self.config.param_groups.items():
             if key not in taken and group != default.get(key):
@@ -263,31 +250,26 @@ class Optimizer(Configurable):
         return settings
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The moments under canonical parameter names, whatever the order or grouping: they can be resharded."""
+        """Return the moments under canonical parameter names; they can be resharded and regrouped."""
         entries = (entry for state in self._states for entry in state.state_dict().items())
         return {key: value for key, value in entries if key.startswith("state.")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over moments as `state_dict` gave them; hyper-parameters stay as configured."""
+        """Load moments from `state_dict`; hyperparameters stay as configured."""
         for state in self._states:
             state.load_state_dict(state_dict)
 
 
 class OptimizerState:
-    """What a checkpoint needs of torch optimizers over one model, under canonical parameter names: `CheckpointManager`
-    takes it among its `states`.
-
-    Args:
-        model: the model, wrapped and sharded as it is trained.
-        optimizers: those that update its parameters, and no others.
-    """
+    """Checkpoint state, for `CheckpointManager`'s `states`, of all torch optimizers of a model (wrapped and sharded as
+    it is trained), under canonical parameter names."""
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer):
         self.model = model
         self.optimizers = optimizers
 
     def state_dict(self) -> dict[str, Any]:
-        """`state.<parameter>.<moment>` and `param_groups.<parameter>.<hyper-parameter>`, of every trained parameter."""
+        """Return `state.<parameter>.<moment>` and `param_groups.<parameter>.<hyperparameter>` by parameter name."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
         for optimizer in self.optimizers:
@@ -297,7 +279,7 @@ class OptimizerState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` holds of these optimizers; the rest of their state stays."""
+        """Load the parts of `state_dict` that belong to these optimizers; the rest of their state stays."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
         options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -307,7 +289,7 @@ class OptimizerState:
 def check_early_step(
     config: Optimizer.Config, training: TrainingConfig, parallelism: ParallelismConfig, data_parallel_degree: int
 ) -> None:
-    """Raise `UserError` for what needs all gradients before the first update, where there is none such moment."""
+    """Raise `UserError` for features that need all gradients before the first update, if updates come early."""
     if not config.early_step_in_backward:
         return
     one_pass = training.local_batch_size * data_parallel_degree
@@ -327,19 +309,18 @@ def check_early_step(
 
 
 def _is_for_muon(name: str, parameter: nn.Parameter) -> bool:
-    """True for a map between spaces: not a vector, and not a table of vectors of the vocabulary."""
+    """Return whether it is a matrix between spaces, neither a vector nor a table of token vectors."""
     return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output)\.", name)
 
 
 def trained_names(model: nn.Module) -> list[str]:
-    """Canonical names of a model's trained parameters."""
+    """Return the canonical names of a model's trained parameters."""
     return [canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter that has no moments its moments now, all zero, so that a checkpoint holds the same tensors
-    whenever it is saved. Torch would make up missing ones for a `state_dict` too, but not zero where weight decay is
-    part of the gradient, and counted as a step."""
+    """Give every parameter without moments zero moments, so that a checkpoint always holds the same tensors. Torch
+    would create them for a `state_dict`, but nonzero if weight decay is part of the gradient, and counted as a step."""
     groups = optimizer.param_groups
     without = [[p for p in group["params"] if p.requires_grad and p not in optimizer.state] for group in groups]
     gradients = {parameter: parameter.grad for parameters in without for parameter in parameters}

@@ -1,4 +1,4 @@
-"""`Profiler`: traces of single steps and snapshots of the GPU's memory, by configuration."""
+"""`Profiler`: traces of single steps and snapshots of GPU memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,18 +29,13 @@ class Profiler(Configurable):
 
     Traces go to `{dump_folder}/{save_traces_folder}/step-N/rank{r}.json` (Chrome trace format, for
     https://ui.perfetto.dev), memory snapshots to `{dump_folder}/{save_memory_snapshot_folder}/step-N/rank{r}.pickle`
-    (for https://pytorch.org/memory_viz); N is the last step recorded. Every rank writes its own. A file that cannot be
-    written whole is warned of, and training continues.
-
-    Args of `Config.build`:
-        dump_folder: the run's folder.
-        device: what this rank computes on.
-        rank: this process's.
+    (for https://pytorch.org/memory_viz); N is the last step recorded. Every rank writes its own. If a file cannot be
+    written, a warning says so and training continues.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        """What is recorded, and when."""
+        """Contents and frequency of recordings."""
 
         enable_profiling: bool = False
         """Record traces of steps with torch.profiler: operators, kernels, shapes, memory."""
@@ -55,7 +50,7 @@ class Profiler(Configurable):
         """Steps before each trace in which the profiler runs but keeps nothing, so that its start is not recorded."""
 
         profiler_active: int = 1
-        """Steps that each trace holds."""
+        """Steps in each trace."""
 
         enable_memory_snapshot: bool = False
         """Save the history of the CUDA allocator every profile_freq steps, and when memory runs out."""
@@ -64,7 +59,6 @@ class Profiler(Configurable):
         """Folder of the memory snapshots inside the dump folder."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a cycle shorter than its parts, or a memory snapshot on anything but CUDA."""
             require_at_least(
                 1, profiling__profile_freq=self.profile_freq, profiling__profiler_active=self.profiler_active
             )
@@ -98,7 +92,7 @@ class Profiler(Configurable):
         return self
 
     def step(self, step: int) -> None:
-        """Tell that `step` has ended: every `profile_freq` steps a trace and a snapshot are written."""
+        """Record that `step` has ended; every `profile_freq` steps, write a trace and a snapshot."""
         self._step = step
         self._n_steps += 1
         if self._trace is not None:
@@ -150,7 +144,7 @@ class Profiler(Configurable):
         self._write("memory snapshot", folder, name, "pickle", lambda path: dump(str(path)))
 
     def _write(self, kind: str, folder: str, name: str, suffix: str, write: Callable[[Path], None]) -> None:
-        """Let `write` make a file; log where it is, or why there is none."""
+        """Let `write` make a file; log its path, or why there is none."""
         path = self.dump_folder / folder / name / f"rank{self.rank}.{suffix}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +157,7 @@ class Profiler(Configurable):
 
 
 def _export(trace: torch.profiler.profile, path: Path) -> None:
-    """Write a trace; raises `OSError` where it is not whole, of which torch (2.13) raises nothing."""
+    """Write a trace; raise `OSError` if it is incomplete, for which torch (2.13) raises nothing."""
     written = path.with_name(f"{path.name}.tmp")  # by torch itself, before it gives it its name
     path.touch()  # if this fails, the error has the reason
     path.unlink()

@@ -23,19 +23,18 @@ from torchtitan.tools.errors import UserError
 
 
 class Validator(Configurable):
-    """Measures the mean loss over all valid tokens of the validation data, all ranks together.
+    """Measures the mean loss over all valid tokens of the validation data, over all ranks.
 
     Args:
-        config: when and how much.
-        model_parts: put into evaluation mode meanwhile.
+        config: frequency and amount.
+        model_parts: in evaluation mode meanwhile.
         dataloaders: name → loader over a set of validation data, once; "" names the only set.
-        tokenizer: of the data, whose text is measured in bytes. None: the loss is not one of tokens, and there are no
-            bits per byte.
-        batches_per_step: local batches of one rank that make up its share of a global batch.
-        sums_of_batch: batch as the loader gave it → this rank's part of its summed loss, a scalar on the device, and of
-            its weight, the number of valid tokens.
-        measures: means that `sums_of_batch` measures besides; reported as `validation_NAME`.
-        counts_bytes: whether this rank counts the text of its samples; of ranks with the same ones, one does.
+        tokenizer: decodes the data to count bytes. None: the loss is not per token, and there are no bits per byte.
+        batches_per_step: local batches in one rank's share of a global batch.
+        sums_of_batch: batch from the loader → this rank's part of its summed loss, a scalar on the device, and of its
+            weight, the number of valid tokens.
+        measures: further means of `sums_of_batch`, reported as `validation_NAME`.
+        counts_bytes: count the text of this rank's samples; of ranks with the same samples, one does.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -46,29 +45,27 @@ class Validator(Configurable):
         """Validate during training and at its end."""
 
         dataset: list[str] = field(default_factory=list)
-        """Sets of data to validate on, each as in dataloader.dataset or as name=dataset; several are reported each by
-        its name. None: the validation split of the training data, where it has one."""
+        """Validation sets, each as in dataloader.dataset or as name=dataset; several are reported by name. None: the
+        validation split of the training data, if it has one."""
 
         freq: int = 100
-        """Training steps from one validation to the next."""
+        """Training steps between validations."""
 
         steps: int = -1
-        """Global batches per validation and set, so that the samples are the same on any number of ranks; -1: all
-        data."""
+        """Global batches per validation and set, so the samples are the same on any number of ranks; -1: all data."""
 
         at_start: bool = False
-        """Validate before the first step too."""
+        """Also validate before the first step."""
 
         def validate(self) -> None:
-            """Raise `UserError` for counts that mean nothing, and for sets of one name."""
             require_at_least(1, validator__freq=self.freq)
             if self.steps != -1 and self.steps < 1:
                 raise UserError(f"--validator.steps is {self.steps}, and must be at least 1, or -1 for all")
             self.named_datasets()
 
         def named_datasets(self) -> dict[str, str]:
-            """Name → dataset of each set: the file's or folder's name if none is given, "" for the only set, and "" →
-            "" for the training data's own validation split. Raises `UserError` for two sets of one name."""
+            """Return name → dataset of each set: the file's or folder's name if none is given, "" for the only set, and
+            "" → "" for the training data's own validation split. Raise `UserError` for two sets of one name."""
             if not self.dataset:
                 return {"": ""}
             named = [_split_name(text, default="" if len(self.dataset) == 1 else None) for text in self.dataset]
@@ -103,17 +100,15 @@ class Validator(Configurable):
         self.counts_bytes = counts_bytes
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Whether to validate after `step`."""
         return last or step % self.config.freq == 0
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
         """Measure the validation data.
 
-        Returns:
-            `validation_loss`, the mean per valid token of all sets (NaN without any), `validation_bits_per_byte`, the
-            same in bits per byte of predicted text, and both of each named set, as `validation_loss/NAME`;
-            `validation_time` in seconds, and `validation_tokens_per_second`, valid tokens of all ranks together.
+        Return `validation_loss`, the mean per valid token of all sets (NaN without any), `validation_bits_per_byte`,
+        the same in bits per byte of predicted text, and both of each named set, as `validation_loss/NAME`;
+        `validation_time` in seconds, and `validation_tokens_per_second`, valid tokens of all ranks.
         """
         begun = time.perf_counter()
         for part in self.model_parts:
@@ -132,13 +127,13 @@ class Validator(Configurable):
         return {**measured, "validation_time": seconds, "validation_tokens_per_second": tokens_per_second}
 
     def _sums(self, data: "_Set") -> Tensor:
-        """This rank's part of a set's summed loss, weight, bytes and further measures, float64 (3 + 2 n,)."""
+        """Return this rank's part of a set's summed loss, weight, bytes and further measures, float64 (3 + 2 n,)."""
         self.measures.take()
         data.loader.load_state_dict(data.beginning)
-        # float64: the mean should not depend on the order of batches or on the number of ranks.
+        # float64: the mean must not depend on the order of batches or the number of ranks.
         totals, n_bytes = torch.zeros(2, dtype=torch.float64), 0
         for batch in itertools.islice(data.loader, self.max_batches):
-            # Of a stream, no rank knows when the others' shares end; until then it gets batches that count nothing.
+            # With a stream, no rank knows when the other shares end; until then it gets batches that count nothing.
             if data.loader.n_samples is None and on_all_ranks(data.loader.exhausted):
                 break
             loss, weight = self.sums_of_batch(batch)
@@ -151,7 +146,6 @@ class Validator(Configurable):
         return torch.cat([totals, counted, self.measures.take().to("cpu", torch.float64)])
 
     def _means(self, sums: Tensor) -> dict[str, float]:
-        """Return the means of a set, or of all, from their sums over ranks."""
         nats, weight, n_bytes, *measured = sums.tolist()
         means = {"validation_loss": nats / weight if weight else math.nan}
         if self.tokenizer:
@@ -159,14 +153,11 @@ class Validator(Configurable):
         return means | {f"validation_{name}": value for name, value in self.measures.means(measured).items()}
 
     def close(self) -> None:
-        """Close the data loaders."""
         for data in self.sets.values():
             data.loader.close()
 
 
 class _Set:
-    """A set of validation data."""
-
     def __init__(self, loader: BaseDataLoader):
         self.loader = loader
         self.beginning = loader.state_dict()
@@ -174,15 +165,15 @@ class _Set:
 
 
 def _split_name(text: str, default: str | None) -> tuple[str, str]:
-    """Name and dataset of `name=dataset`; of a dataset alone, `default` or the last part of its path."""
+    """Return name and dataset of `name=dataset`; for a dataset alone, `default` or the last part of its path."""
     if match := re.fullmatch(r"([\w.-]+)=(.+)", text):
         return match[1], match[2]
     return Path(text).name if default is None else default, text
 
 
 def count_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
-    """Bytes of UTF-8 in the text of a batch's valid labels, without special tokens. A character that is cut in two by
-    the end of a sample, or of what is valid, counts as 3 bytes on either side."""
+    """Return the bytes of UTF-8 in the text of a batch's valid labels, without special tokens. A character cut by the
+    end of a sample, or of its valid part, counts as 3 bytes on either side."""
     positions = batch.get("positions")
     total = 0
     for row, (inputs, labels) in enumerate(zip(batch["input"], batch["labels"], strict=True)):
@@ -194,8 +185,8 @@ def count_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
 
 
 def _document_bytes(inputs: Tensor, labels: Tensor, tokenizer: Tokenizer) -> int:
-    """Of one document: for each run of valid labels, the text up to its end without the text in front of it, which a
-    token's text may depend on (some tokenizers drop a blank at the beginning)."""
+    """Count one document: for each run of valid labels, decode the text up to its end and subtract the text before it,
+    since a token's text may depend on it (some tokenizers drop a blank at the start)."""
     valid = (labels != IGNORE_INDEX).tolist()
     following = torch.cat([inputs[1:], labels[-1:]])
     ids = [int(inputs[0]), *torch.where(labels == IGNORE_INDEX, following, labels).tolist()]

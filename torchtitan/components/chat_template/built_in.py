@@ -28,10 +28,10 @@ BUILT_IN_TEMPLATES: Mapping[str, str] = MappingProxyType(
 
 - `chatml`: each turn between `<|im_start|>` and `<|im_end|>`; tools and their calls as JSON, between tags.
 - `llama3`: Llama 3's headers and `<|eot_id|>`, which are in its vocabulary only.
-- `mistral`: the question between `[INST]` and `[/INST]`, as Mistral v0.3 has it, and EOS behind the answer. The system
-  message is before the first question: before the last one, as in Mistral's own template, it would move with every turn.
+- `mistral`: the question between `[INST]` and `[/INST]`, as in Mistral v0.3; EOS after the answer. The system message
+  precedes the first question: before the last one, as in Mistral's own template, it would move with every turn.
 - `alpaca`: `### Instruction:` and `### Response:`, of ordinary text; EOS behind the answer.
 """
 
 REQUIRED_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType({"mistral": ("[INST]", "[/INST]")})
-"""Tokens of a built-in template whose spelling does not tell that they are special."""
+"""Special tokens of a built-in template that are not recognizable by their spelling."""

@@ -1,12 +1,10 @@
-"""Generation marks for published templates that have none and whose turns prefixes cannot separate.
+"""Generation marks for published templates that lack them and have turns that prefixes cannot separate.
 
-The marks are edits of the template's own text. They move the header of an assistant's turn in front of
-`{% generation %}` and put `{% endgeneration %}` after the token that ends the turn; the rendered text and the refused
-conversations stay the same. A template is recognized by the digest of its text, so an edited copy is another template.
-To add one, add an entry to `_KNOWN` and the text to `tests/chat_templates`.
+The marks are edits of the template's text: they move the header of an assistant's turn before `{% generation %}` and
+put `{% endgeneration %}` after the token that ends the turn. Rendered text and refused conversations stay the same. A
+template is recognized by its digest; to add one, add an entry to `_KNOWN` and the text to `tests/chat_templates`.
 
-The quoted text is from Qwen3 (Apache-2.0, Alibaba Cloud), Phi-3 (MIT, Microsoft Corporation) and gpt-oss (Apache-2.0,
-OpenAI).
+The quoted text is from Qwen3 (Apache-2.0, Alibaba Cloud), Phi-3 (MIT, Microsoft) and gpt-oss (Apache-2.0, OpenAI).
 """
 
 import hashlib
@@ -15,9 +13,9 @@ from typing import NamedTuple
 
 class _Known(NamedTuple):
     digests: tuple[str, ...]
-    """Of the texts that the edits are for, see `with_marks`."""
+    """Digests of the texts to edit, see `with_marks`."""
     edits: tuple[tuple[str, str], ...]
-    """Old and new text, in order; each old text is there, and all its occurrences are replaced."""
+    """Old and new text, in order; all occurrences of each old text are replaced."""
 
 
 _QWEN3 = _Known(
@@ -32,7 +30,7 @@ _QWEN3 = _Known(
             "{%- generation %}{%- if loop.index0 > ns.last_query_index %}",
         ),
         (r"'<|im_start|>' + message.role + '\n<think>\n' + reasoning", r"'<think>\n' + reasoning"),
-        # With the empty text in front, content that is not text is refused, as by the original.
+        # The empty text in front refuses content that is not text, like the original.
         (r"{{- '<|im_start|>' + message.role + '\n' + content }}", "{{- '' + content }}"),
         (
             r"{{- '<|im_end|>\n' }}" + '\n    {%- elif message.role == "tool" %}',
@@ -41,7 +39,7 @@ _QWEN3 = _Known(
     ),
 )
 
-# The template ends every finished conversation with EOS, which is no part of a turn.
+# The template ends every finished conversation with EOS, which belongs to no turn.
 _PHI3 = _Known(
     digests=(
         "dcaee66df77bfbb789ec541fe713218da30225a526f1db97138fc39ee6dc56aa",  # Phi-3-mini
@@ -55,9 +53,9 @@ _PHI3 = _Known(
     ),
 )
 
-# After `<|start|>assistant` the model writes everything itself, the header of its second message included. Earlier
-# answers end with `<|end|>` in place of the `<|return|>` that the model has written: that is not marked, since a model
-# that learned to write it would not stop.
+# After `<|start|>assistant` the model writes everything, including the header of its second message. Earlier answers
+# end with `<|end|>` instead of the model's `<|return|>`: it is not marked, since a model that learned to write it would
+# not stop.
 _GPT_OSS = _Known(
     digests=("a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146",),
     edits=(
@@ -94,7 +92,7 @@ _EDITS = {digest: known.edits for known in _KNOWN for digest in known.digests}
 
 
 def with_marks(source: str) -> str:
-    """The template with generation marks if it is known, else as it is."""
+    """Return a known template with generation marks, others unchanged."""
     text = source.replace("\r\n", "\n").removesuffix("\n")  # Jinja makes no difference between them
     edits = _EDITS.get(hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest())
     if edits is None:

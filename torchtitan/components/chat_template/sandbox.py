@@ -1,9 +1,9 @@
 """Jinja's sandbox for chat templates, with an allowance of work and text for one rendering.
 
-A template comes with a model, from anywhere. Jinja's own sandbox keeps it from running code, but lets it loop for hours
-and fill the memory. Here turns of loops, calls, filters, tests, operators and output each take a price from an
-allowance, by the sizes of the values and before the result is made, so that a template ends at the same place on every
-machine. Filters without a price, which templates do not use, are left out.
+A template may come from anywhere. Jinja's own sandbox keeps it from running code, but lets it loop for hours and fill
+the memory. Here loop turns, calls, filters, tests, operators and output each take a price from an allowance, by the
+sizes of the values and before the result is made, so that a template stops at the same point on every machine. Filters
+without a price, which templates do not use, are removed.
 """
 
 import functools
@@ -27,41 +27,40 @@ from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
 PROGRESS = "its progress"
-"""The variable with the `Progress` of a rendering. No template can name it, since the name has a blank."""
+"""Variable with the `Progress` of a rendering. The blank in its name keeps templates from naming it."""
 
 _ALLOWANCE = 2**28
-"""For one rendering; a conversation of a thousand turns takes a few hundredths."""
+"""Allowance of one rendering; a conversation of a thousand turns takes a few percent."""
 
 _SECONDS = 10.0
-"""CPU time of one rendering, for what costs more than it seems."""
+"""Limit of CPU time for one rendering, for operations that cost more than their price."""
 
 _STEP, _ITEM, _GROWTH = 512, 64, 16
-"""The price of a turn of a loop or a call, of an item of a list, and of a character that a filter may escape; any other
-character costs 1."""
+"""Prices of a loop turn or call, a list item, and a character that a filter may escape; other characters cost 1."""
 
 _WIDEST = 9999
-"""The largest number that a method of a value may be given, such as a width."""
+"""Largest number, such as a width, that a method of a value accepts."""
 
 _LAZY = ("list", "map", "reject", "rejectattr", "reverse", "select", "selectattr")
 """Filters that take the items of a value one by one."""
 
 _LIGHT = ("abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "round")
-"""Filters that look at a text once, and at no part of another value."""
+"""Filters that read a text once, and no part of other values."""
 
 _TEXT = ("capitalize", "format", "indent", "lower", "replace", "safe", "title", "trim", "upper")
-"""Filters that make a text of any value, and look at it once."""
+"""Filters that convert any value to text and read it once."""
 
 _DEEP = (
     *("dictsort", "e", "escape", "groupby", "join", "max", "min", "sort", "string", "sum", "truncate", "unique"),
     *("tojson", "urlencode", "wordcount"),
 )
-"""Filters that look at all parts of a value, and may make a longer text of it."""
+"""Filters that read all parts of a value, and may make a longer text of it."""
 
 _FREE_TESTS = (
     *("boolean", "callable", "defined", "escaped", "false", "filter", "float", "integer", "iterable", "mapping"),
     *("none", "number", "sameas", "sequence", "string", "test", "true", "undefined"),
 )
-"""Tests that look at no part of a value. Any other is priced, and takes no text that `%` would format."""
+"""Tests that read no part of a value. Others are priced, and refuse text that `%` would format."""
 
 _OF_DICTIONARIES = frozenset(dir(dict))
 
@@ -69,16 +68,16 @@ _MARK = "mark"
 
 
 class TooMuchError(Exception):
-    """A template takes more than a rendering may."""
+    """A template exceeds the limits of a rendering."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """The text that a template has written so far, and its remaining allowance."""
+    """Text that a template has written so far, and its remaining allowance."""
 
     n_characters: int = 0
     marks: list[tuple[int, str]] = field(default_factory=list)
-    """The begin of each mark, and the text that it marks."""
+    """Start and text of each mark."""
     allowance: int = field(default_factory=lambda: _ALLOWANCE)
     cpu_started: float = field(default_factory=time.thread_time)
     started: float = field(default_factory=time.monotonic)
@@ -90,8 +89,7 @@ class Progress:
             raise TooMuchError
 
     def size(self, value: Any) -> int:
-        """Return the length of a value as text, counting a part each time it occurs; raise `TooMuchError` beyond the
-        remaining allowance."""
+        """Return a value's length as text, with repeated parts; raise `TooMuchError` beyond the remaining allowance."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, int):
@@ -127,8 +125,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Takes the prices of calls and operators, and remembers which attributes are safe: to find out takes half of the
-    time."""
+    """Charges calls and operators, and caches which attributes are safe, a check that takes half of the time."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -137,7 +134,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._safe: dict[tuple[type, str], bool] = {}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Look a message's key up at once, where Jinja would ask for an attribute first, and fail."""
+        """Look up a message's key directly; Jinja would first try an attribute and fail."""
         if type(obj) is dict and attribute in obj and attribute not in _OF_DICTIONARIES:
             return obj[attribute]
         return super().getattr(obj, attribute)
@@ -187,7 +184,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Its text does not have its values, each of which may be there any number of times."""
+    """Its text omits its values, each of which may be repeated any number of times."""
 
     __repr__ = object.__repr__
 
@@ -204,37 +201,36 @@ def environment() -> _Sandbox:
     made.filters |= {"tojson": _to_json, "round": _round}
     made.filters |= {name: _priced_filter(made, name) for name in tuple(made.filters)}
     made.filters |= {_TURN: _turn, _SIZED: _sized, _JOINED: _joined}
-    # One time for all that is rendered: the texts of a conversation and of its beginnings have to agree.
+    # One time for all renderings: the texts of a conversation and its prefixes must agree.
     date = functools.partial(_date, datetime.now())
     made.globals |= {"namespace": _Namespace, "raise_exception": _refuse, "strftime_now": date}
     return made
 
 
 def bounded(tree: nodes.Template, made: _Sandbox) -> nodes.Template:
-    """Return `tree` with the filters that take prices which `made` does not."""
+    """Return `tree` with filters that charge for constructs that `made` does not."""
     _Bounds().visit(tree)
     tree.set_environment(made)
     return tree
 
 
 def marks_generation(tree: nodes.Template) -> bool:
-    """Return whether the template marks the text of the assistant."""
+    """Return whether the template marks the assistant's text."""
     return any(node.name == _MARK for node in tree.find_all(nodes.ExtensionAttribute))
 
 
 def literals(tree: nodes.Node) -> list[str]:
-    """Return the texts in a template, or in a part of it, that it may write."""
+    """Return the texts that a template, or a part of it, may write."""
     texts = [node.data for node in tree.find_all(nodes.TemplateData)]
     return texts + [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
 
 
 _TURN, _SIZED, _JOINED = "a turn", "sized values", "joined texts"
-"""Filters that `_Bounds` puts into a template, by names that no template can spell. They are the cheapest way to call a
-function from there."""
+"""Filters that `_Bounds` inserts, under names that no template can spell: the cheapest way to call a function."""
 
 
 class _Bounds(NodeTransformer):
-    """Puts a price on the turns of loops, and on lists, dictionaries, comparisons and joined texts."""
+    """Charges loop turns, lists, dictionaries, comparisons and joined texts."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         written = sum(len(text) for child in node.body for text in literals(child))
@@ -284,7 +280,7 @@ def _progress(context: jinja2.runtime.Context) -> Progress:
 def _turn(context: jinja2.runtime.Context, price: int) -> None:
     progress: Progress = context.parent[PROGRESS]
     progress.spend(price)
-    # The thread's own time alone counts, since the process may sleep, but it takes longer to read.
+    # Only the thread's own time counts, since the process may sleep, but reading it is slower.
     if time.monotonic() > progress.started + _SECONDS and time.thread_time() > progress.cpu_started + _SECONDS:
         raise TooMuchError
 
@@ -302,7 +298,6 @@ def _joined(context: jinja2.runtime.Context, parts: list[Any]) -> str:
 
 
 def _priced_filter(made: _Sandbox, name: str) -> Callable[..., Any]:
-    """Return a filter of `made` that costs its price."""
     plain = made.filters[name]
     key: Any = object()  # which no template can name
     made.filters[key] = plain
@@ -332,8 +327,6 @@ def _priced_filter(made: _Sandbox, name: str) -> Callable[..., Any]:
 
 
 def _priced_test(name: str, plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Return a test that costs the sizes of what it looks at."""
-
     @jinja2.pass_context
     def priced(context: jinja2.runtime.Context, value: Any, *args: Any, **kwargs: Any) -> bool:
         progress = _progress(context)
@@ -361,7 +354,7 @@ def _price_indent(
 
 
 def _price_format(progress: Progress, text: str, *args: Any, sign: str = "{", **kwargs: Any) -> None:
-    """Refuse widths that are far too wide, or that come from elsewhere."""
+    """Refuse widths that are too large or not literal."""
     if re.search(r"\{[^{}]*(\d{5}|\{[^{}]*\})" if sign == "{" else r"%[^a-zA-Z%]*(\d{5}|\*)", text):
         raise TooMuchError
     progress.spend(text.count(sign) * (_WIDEST + progress.size([args, kwargs])))
@@ -373,7 +366,7 @@ _GROWING: dict[str, Callable[..., None]] = {
     "expandtabs": lambda progress, text, tabsize=8: progress.spend(text.count("\t") * _WIDEST),
     "translate": lambda progress, text, table: progress.spend(len(text) * progress.size(table)),
 }
-"""Prices of methods and filters whose text may be longer than all their arguments."""
+"""Prices of methods and filters with results that may be longer than all their arguments."""
 
 
 def _check_numbers(*values: Any) -> None:
@@ -382,19 +375,19 @@ def _check_numbers(*values: Any) -> None:
 
 
 def _own(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that the template gives, without Jinja's own."""
+    """Return the template's arguments, without Jinja's own."""
     return {name: value for name, value in kwargs.items() if not name.startswith("_")}
 
 
 def _listed(value: Any) -> Any:
-    """A generator's items as a list, which has a size; any other value as it is."""
+    """Return a generator's items as a list, which has a size; other values unchanged."""
     return list(value) if isinstance(value, Iterator) else value
 
 
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON with the options that transformers has; Jinja's own filter would escape what means something in HTML."""
+    """Return JSON, with transformers' options; Jinja's own filter would escape HTML characters."""
     if any((part if isinstance(part, int) else len(part)) > 16 for part in (indent or 0, *(separators or ()))):
         raise TooMuchError
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

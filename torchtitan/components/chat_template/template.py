@@ -1,5 +1,4 @@
-"""`ChatTemplate`, which renders conversations as the library transformers does, from a model's folder, from a file, or
-from the built-in ones."""
+"""`ChatTemplate`, which renders conversations like transformers, and the loading of templates."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,39 +12,36 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import file_to_copy, read_object
 
 Message = Mapping[str, Any]
-"""`role` ("system", "user", "assistant", …), `content`, and whatever else the template reads."""
+"""`role` ("system", "user", "assistant", …), `content`, and any other keys that the template reads."""
 
 Span = tuple[int, int]
-"""Where a piece of text begins and ends, in characters."""
+"""Start and end of a piece of text, in characters."""
 
 _PROBE = "Answer"
 _WITH_TOOLS = "additional_chat_templates/tool_use.jinja"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _LONGEST_SOURCE = 2**20
-"""In characters; the longest published templates have a fiftieth of that."""
+"""Limit in characters; the longest published templates have a fiftieth of it."""
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled template. Raises `UserError` if it is not one.
 
     Args:
         source: the template, in Jinja's language. It may come from anywhere, so it runs in a sandbox.
-        variables: what it can read beside the conversation, such as `bos_token`.
-        name: what messages call it.
+        variables: values it can read besides the conversation, such as `bos_token`.
+        name: its name in messages.
         required_tokens: texts in it that must be tokens of the vocabulary, though they do not look special.
-        of_model: whether it is the one that a model was trained with, not one that is put upon it.
-
-    Raises:
-        UserError: if it is not a template.
+        of_model: True for the template that the model was trained with.
     """
 
     source: str
-    """As it was given: a published template that gets its marks here is exported without them."""
+    """Original source: a published template that gets its marks here is exported without them."""
     literals: list[str]
-    """The texts in it that it may write."""
+    """Texts in it that it may write."""
     marks_generation: bool
-    """Whether `{% generation %}…{% endgeneration %}` says what the assistant writes, also if `with_marks` added it."""
+    """True if `{% generation %}…{% endgeneration %}` marks the assistant's text, also if added by `with_marks`."""
 
     def __init__(
         self,
@@ -84,27 +80,23 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation. It spells special tokens: encode it with `allow_special`, without another BOS.
+        """Return the text of a conversation with special tokens: encode it with `allow_special`, without another BOS.
 
         Args:
-            messages: in their order.
             add_generation_prompt: end with the beginning of the assistant's next turn.
             tools: JSON schemas of the functions that the model may call; an empty list counts as none.
             variables: options of this template, such as Qwen3's `enable_thinking`.
 
         Raises:
-            UserError: if the template does not take this conversation, with its own words, or fails at it.
+            UserError: if the template refuses this conversation (with its own message) or fails.
         """
         return self._render(messages, tools, {"add_generation_prompt": add_generation_prompt, **variables})[0]
 
     def render_marked(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> tuple[str, list[Span]]:
-        """The text of a conversation, and the spans that the template marks as written by the assistant, in order.
-
-        Raises:
-            UserError: as `render`; and where marks are in a macro, say, whose text has no place in the whole yet.
-        """
+        """Return the text of a conversation, and the spans that the template marks as the assistant's, in order. Raise
+        `UserError` as `render`; also if marks are in a macro, for example, so that their position is unknown."""
         rendered, marks = self._render(messages, tools, {"add_generation_prompt": False, **variables})
         if any(not rendered.startswith(text, start) for start, text in marks):
             raise UserError(
@@ -123,21 +115,21 @@ class ChatTemplate:
         return tail.strip() if found else ""
 
     def end_of_turn_id(self, tokenizer: Tokenizer) -> int | None:
-        """Return the special token after an answer, if there is one: a model has to stop there."""
+        """Return the special token after an answer, if any: a model must stop there."""
         [ids] = tokenizer.tokenize([self.end_of_turn()], allow_special=True)
         return ids[0] if ids and ids[0] in tokenizer.special_ids else None
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, str]]]:
-        """The text; of each mark, where it begins, and what it marks."""
+        """Return the text, and start and text of each mark."""
         import jinja2
 
         from torchtitan.components.chat_template import sandbox
 
         blocks, progress = [], sandbox.Progress()
         turns = [_as_templates_read_it(turn) for turn in messages]
-        # Llama 3.1's template, for one, would write something else for an empty list of tools.
+        # Llama 3.1's template, for example, would write something else for an empty list of tools.
         known = {"tools": tools or None, "documents": None, **self.variables, **variables}
         known |= {sandbox.PROGRESS: progress, "messages": turns}
         try:
@@ -156,7 +148,7 @@ class ChatTemplate:
 
 
 def _as_templates_read_it(message: Message) -> dict[str, Any]:
-    """Without the keys that have no value, and with a model's reasoning under both names that templates look for."""
+    """Drop keys without a value, and give a model's reasoning under both names that templates read."""
     known = {key: value for key, value in message.items() if value is not None}
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((known[name] for name in names if name in known), None)
@@ -166,17 +158,14 @@ def _as_templates_read_it(message: Message) -> dict[str, Any]:
 def resolve_chat_template(
     name_or_path: str, folders: Sequence[Path], tokenizer: Tokenizer, *, option: str = "--dataloader.chat_template"
 ) -> ChatTemplate:
-    """The template that a user means.
+    """Return the selected template. Raise `UserError` if it cannot be found, read or used with the tokenizer.
 
     Args:
-        name_or_path: empty: the model's own one. A name of `BUILT_IN_TEMPLATES`, whose BOS (if the tokenizer adds one)
-            and EOS become the tokenizer's. Or a file: Jinja, or a `tokenizer_config.json` that has one.
+        name_or_path: empty for the model's own; a name of `BUILT_IN_TEMPLATES`, which then uses the tokenizer's BOS (if
+            it adds one) and EOS; or a file: Jinja, or a `tokenizer_config.json` that has one.
         folders: the model's, see `load_chat_template`.
-        tokenizer: what the texts will be encoded with.
+        tokenizer: encodes the texts.
         option: the option that sets `name_or_path`, for messages.
-
-    Raises:
-        UserError: if there is no such template, or it cannot be read or used with the tokenizer.
     """
     if name_or_path in BUILT_IN_TEMPLATES:
         return _built_in(name_or_path, tokenizer)
@@ -192,22 +181,20 @@ def resolve_chat_template(
 
 
 def load_chat_template(*folders: Path) -> ChatTemplate | None:
-    """The template in the first of a model's folders that has one: `chat_template.jinja`, else `chat_template` of
-    `tokenizer_config.json`; None where there is none.
+    """Return the first template in a model's folders: `chat_template.jinja`, else `chat_template` of
+    `tokenizer_config.json`; None if there is none. It can read the special tokens of `tokenizer_config.json`, else
+    `special_tokens_map.json`.
 
-    Of several with names, in `additional_chat_templates/` or as a list, `tool_use` writes the conversations with tools,
-    and `default` the others, as in transformers. The template can read the special tokens that `tokenizer_config.json`
-    names, else `special_tokens_map.json`.
-
-    Raises:
-        UserError: if there is one that cannot be read, or whose part for tools is a link out of the folder.
+    If several are named, in `additional_chat_templates/` or as a list, `tool_use` writes the conversations with tools,
+    and `default` the others, as in transformers. Raise `UserError` if the template cannot be read, or its part for
+    tools is a link out of the folder.
     """
     for folder in folders:
         file = folder / "chat_template.jinja"
         file = file if file.is_file() else folder / "tokenizer_config.json"
         source = _read(file) if file.is_file() else None
         if source is not None and file.suffix == ".jinja" and (folder / _WITH_TOOLS).is_file():
-            # What a run trains with is copied into its checkpoints.
+            # A run copies its template into its checkpoints.
             source = _chosen_by_tools(source, _read_text(file_to_copy(folder, _WITH_TOOLS)), str(folder))
         if source is not None:
             return ChatTemplate(source, _tokens_of(folders), f"the chat template in '{file}'", of_model=True)
@@ -222,7 +209,7 @@ def _built_in(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         )
     if not tokenizer.adds_bos:
         texts["bos_token"] = ""
-    # Written into it, so that it renders the same wherever it is read, whatever tokens are declared there.
+    # Written into the template, so that it renders the same with any declared tokens.
     tokens = "".join(f"{{%- set {key} = {json.dumps(text)} %}}\n" for key, text in texts.items() if key in source)
     required = REQUIRED_TOKENS.get(name, ())
     return ChatTemplate(tokens + source, name=f"the built-in chat template {name}", required_tokens=required)
@@ -252,7 +239,7 @@ def _read_text(file: Path) -> str:
 
 
 def _read(file: Path) -> str | None:
-    """The template in a file of either kind; None where a `tokenizer_config.json` has none."""
+    """Return the template in a file of either kind; None if a `tokenizer_config.json` has none."""
     if file.suffix != ".json":
         return _read_text(file)
     declared = read_object(file).get("chat_template")
@@ -275,7 +262,7 @@ def _read(file: Path) -> str | None:
 
 
 def _chosen_by_tools(default: str, with_tools: str, where: str) -> str:
-    """One template that writes what `with_tools` does where there are tools, and what `default` does elsewhere."""
+    """Return one template that equals `with_tools` if there are tools, else `default`."""
     names = {"default": default, "tool_use": with_tools}
     marked = {name: ChatTemplate(text, name=f"the chat template {name} in '{where}'") for name, text in names.items()}
     if len({template.marks_generation for template in marked.values()}) > 1:
@@ -283,21 +270,21 @@ def _chosen_by_tools(default: str, with_tools: str, where: str) -> str:
             f"of the chat templates default and tool_use in '{where}' one marks by {{% generation %}} what the "
             "assistant writes, and the other does not; write marks into both, or into neither"
         )
-    # Jinja takes away a template's last newline, the first one behind a tag, and, unless there is a `+`, blanks before.
+    # Jinja drops a template's last newline, the first one after a tag and, unless there is a `+`, blanks before a tag.
     default, with_tools = (text.removesuffix("\n").removesuffix("\r") for text in (default, with_tools))
     return f"{{% if tools is defined and tools is not none %}}\n{with_tools}{{%+ else %}}\n{default}{{%+ endif %}}"
 
 
 def _tokens_of(folders: Sequence[Path]) -> dict[str, str]:
-    """The special tokens that the folders declare; the first folder wins."""
+    """Return the special tokens that the folders declare; the first folder wins."""
     texts = {}
-    # The second file wins, as for the tokenizer's ids. (In transformers the first one wins where the second has no
-    # `added_tokens_decoder`: that shows only where the two contradict each other.)
+    # The second file wins, as for the tokenizer's ids. (In transformers the first one wins if the second has no
+    # `added_tokens_decoder`, which matters only if they contradict each other.)
     names = ("special_tokens_map.json", "tokenizer_config.json")
     for path in (folder / name for folder in reversed(folders) for name in names):
         content = read_object(path)
         for name in _SPECIAL_TOKENS:
-            # A token is written as a string or, by older versions, as an object.
+            # A token is a string or, in older versions, an object.
             token = content.get(name)
             text = token.get("content") if isinstance(token, dict) else token
             if text is not None and not isinstance(text, str):

@@ -1,16 +1,13 @@
-"""Writes one checkpoint after another, each complete or not at all: here, in a thread, or in a process of its own.
+"""Writes checkpoints, each complete or not at all: in the foreground, in a thread, or in a separate process.
 
-For a save in the background, the states are first copied to CPU memory (`stage`), which is all that training waits for.
-`WriterProcess` writes a rank's files from memory that it shares with the rank. Only what needs no other rank is done
-there: planning, digests and the commit stay with the rank, so a process that dies is a save that failed, and no other
-rank waits for it.
+For a background save, `stage` first copies the states to CPU memory; training waits only for that. `WriterProcess`
+writes a rank's files from memory shared with the rank. Planning, digests and the commit stay with the rank, so if the
+process dies the save fails, but no other rank waits for it.
 
-Why not `torch.distributed.checkpoint.async_save` with `AsyncCheckpointerType.PROCESS` (torch 2.13): tried, it runs a
-script without a `__main__` guard once more, needs a process group even for one process, and when its process is killed,
-every later save fails; when the rank is killed, its process writes on, up to `.metadata`, into the folder that the
-rank's successor writes into. The processes form a group of their own, so one that dies leaves the other ranks' waiting
-for a timeout of half an hour. Why not `DefaultStager`: it copies whole storages if a state holds a slice of one, and
-shares memory through /dev/shm, which has 64 MB in a container by default.
+`torch.distributed.checkpoint.async_save` with `AsyncCheckpointerType.PROCESS` (torch 2.13) was rejected: it reruns
+scripts without a `__main__` guard, needs a process group even for one process, fails every save after its process is
+killed, and keeps writing into the folder after the rank is killed; if one writer dies, the others wait half an hour.
+`DefaultStager` copies whole storages of slices, and shares memory through /dev/shm (64 MB in a container by default).
 """
 
 import contextlib
@@ -54,8 +51,8 @@ if TYPE_CHECKING:
     _Data = dict[MetadataIndex, "SharedBufferRef | bytes"]
 
 Export = Callable[[Path, Path, Ranks], None]
-"""Called on every rank with the folder of a model-only checkpoint, an empty one, which it fills with what others read,
-and the ranks; what it raises on one rank it raises on all."""
+"""Called on every rank with the folder of a model-only checkpoint, an empty folder to fill with the exported files, and
+the ranks. An error on one rank is raised on all."""
 
 _MISTAKES = (TypeError, AssertionError)
 _ALIGNMENT = 64
@@ -64,33 +61,30 @@ _POLL_SECONDS = 1.0
 
 
 class CheckpointSaveError(RunFailure):
-    """The last save of a run failed, so its end is not on disk. The message names the checkpoint and the cause."""
+    """The last save of a run failed; the message names the checkpoint and the cause."""
 
 
 class Assets(Protocol):
-    """What a checkpoint carries beside the states, to be understood without the run that wrote it."""
+    """Files of a checkpoint, besides the states, that make it usable without the run that wrote it."""
 
     def write(self, folder: Path, /) -> None:
-        """Write it into the folder of a step."""
+        """Write the files into the folder of a step."""
 
 
 @dataclasses.dataclass
 class Saver:
-    """Writes, commits and reports the saves of a `CheckpointManager`, of which it is a part; one at a time.
-
-    Every rank makes the same calls. Nothing is raised for a save that fails, be it for disk, store or memory: `failure`
-    has the reason, until the next one begins. A mistake in the code (`TypeError`, `AssertionError`) is raised.
-    """
+    """Writes, commits and reports the saves of a `CheckpointManager`, one at a time. Every rank makes the same calls. A
+    failed save sets `failure` until the next save begins; only `TypeError` and `AssertionError` are raised."""
 
     folder: Folder
 
     ranks: Ranks
-    """Who saves; in the background too, so that nothing else may use their group meanwhile."""
+    """The saving ranks. A background save uses their group too, so nothing else may use it meanwhile."""
 
     async_mode: AsyncMode
 
     assets: Assets | None
-    """What rank 0 writes into each checkpoint."""
+    """Files that rank 0 writes into each checkpoint."""
 
     export: Export | None
     """Writes a checkpoint of the kind "huggingface"."""
@@ -99,13 +93,13 @@ class Saver:
     """Called on rank 0 with the step that was saved."""
 
     step: int = 0
-    """The step of the run's newest complete checkpoint."""
+    """Step of the run's newest complete checkpoint."""
 
     kind: Kind = "full"
-    """What that checkpoint holds."""
+    """Contents of that checkpoint."""
 
     failure: str = ""
-    """Why the most recent save failed."""
+    """Reason why the most recent save failed."""
 
     def __post_init__(self) -> None:
         self._executor = _background_thread()
@@ -113,10 +107,8 @@ class Saver:
         self._process: WriterProcess | None = None
 
     def save(self, marker: Marker, entries: Mapping[str, Entries], begun: float, *, in_background: bool) -> None:
-        """Write a checkpoint of `entries` as they are now; return when they are copied, if `in_background`, or written.
-
-        Training has been blocked since `begun` (`time.perf_counter()`).
-        """
+        """Write a checkpoint of `entries`; return once they are copied if `in_background`, else once they are written.
+        `begun` is the time (`time.perf_counter()`) at which training was blocked."""
         assert self._in_flight is None, "two saves at a time"
         self.failure = ""
         if not in_background:
@@ -124,7 +116,7 @@ class Saver:
             return
         staged: dict[str, Entries] = {}
         try:
-            # Together, so that no rank waits for one whose memory does not suffice.
+            # On all ranks together, so that no rank waits for one that runs out of memory.
             self.ranks.all_ranks_or_raise(lambda: staged.update(self._stage(entries)))
         except _MISTAKES:
             raise
@@ -134,13 +126,13 @@ class Saver:
         self._in_flight = self._executor.submit(self._write, marker, staged, begun, time.perf_counter())
 
     def wait(self) -> None:
-        """Wait until the save in the background, if any, has ended."""
+        """Wait for the background save, if any."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight:
             in_flight.result()
 
     def close(self) -> None:
-        """Wait for the save in the background and release thread, process and memory."""
+        """Wait for the background save and release the thread, the process and the memory."""
         try:
             self.wait()
         finally:
@@ -166,7 +158,7 @@ class Saver:
     def _write(
         self, marker: Marker, entries: Mapping[str, Entries], begun: float, unblocked: float | None = None
     ) -> None:
-        """Write, commit and prune; of a copy, in the background, if training went on at `unblocked`."""
+        """Write, commit and prune; in the background if training resumed at `unblocked`."""
         try:
             path = self._write_complete(marker, entries, self._process if unblocked else None)
         except _MISTAKES:
@@ -193,7 +185,7 @@ class Saver:
         return self._commit(partial, marker)
 
     def _write_exported(self, partial: Folder, marker: Marker, entries: Mapping[str, Entries]) -> Folder:
-        """Save the model as ever into a folder beside `partial`, and let `export` make from that what belongs there."""
+        """Save the model in our format next to `partial`, and let `export` fill `partial` from it."""
         from torchtitan.components.checkpoint import dcp
 
         assert self.export, "checked by the manager"
@@ -228,23 +220,22 @@ class Saver:
         return catalog.commit(partial, marker, self.ranks, name=f"step-{marker.step}")
 
     def _fail(self, step: int, cause: Exception) -> None:
-        """Report a save that failed, and remove what it wrote."""
         path = self.folder / f"step-{step}"
         reason = str(cause) if isinstance(cause, _ExportError) else f"{type(cause).__name__}: {cause}"
         self.failure = f"{path} could not be saved: {reason}"
         logger.warning("%s; older checkpoints are as they were", self.failure)
         if self.ranks.rank == 0:
-            # What cannot be removed now is removed when the step is saved again or the run starts again.
+            # Files that cannot be removed now are removed when the step is saved again or the run restarts.
             with contextlib.suppress(OSError):
                 catalog.discard_incomplete(self.folder, step)
 
 
 class _ExportError(Exception):
-    """The model was saved, but not in the form that was asked for; the message has the cause."""
+    """The model was saved, but not in the requested format; the message has the cause."""
 
 
 def _background_thread() -> ThreadPoolExecutor:
-    """An executor of one thread with the caller's CUDA device: on the default one, 0, DCP would open a context."""
+    """One-thread executor on the caller's CUDA device; on the default device, 0, DCP would open a context."""
     in_thread: Callable[[], None] | None = None
     if torch.cuda.is_initialized():
         in_thread = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
@@ -257,17 +248,15 @@ def _background_thread() -> ThreadPoolExecutor:
 def stage(
     states: Mapping[str, Entries], empty_like: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor | str]]:
-    """Return a copy of `states`, this rank's parts of the tensors in CPU memory; complete when this returns.
-
-    `empty_like` gives an uninitialized, contiguous tensor in CPU memory of the shape and type of its argument.
-    """
+    """Return a copy of `states` with this rank's tensor shards in CPU memory; complete on return. `empty_like` returns
+    an uninitialized, contiguous CPU tensor of the shape and dtype of its argument."""
 
     def copy(value: torch.Tensor | str) -> torch.Tensor | str:
         if isinstance(value, str):
             return value
         local = _local(value)
         staged = empty_like(local).copy_(local, non_blocking=True)
-        # Not from_local, which would move the copy to the device of the mesh.
+        # `from_local` would move the copy to the device of the mesh.
         return dtensor_like(staged, value) if isinstance(value, DTensor) else staged
 
     with torch.no_grad():
@@ -279,14 +268,13 @@ def stage(
 
 @dataclasses.dataclass(frozen=True)
 class SharedBufferRef:
-    """A contiguous tensor in `SharedMemory`, `offset` bytes from its beginning."""
+    """Contiguous tensor in `SharedMemory`, `offset` bytes from its start."""
 
     offset: int
     shape: torch.Size
     dtype: torch.dtype
 
     def tensor(self, memory: mmap.mmap | None) -> torch.Tensor:
-        """Return the tensor in the mapped `memory`."""
         if self.shape.numel() == 0 or memory is None:
             return torch.empty(self.shape, dtype=self.dtype)
         flat = torch.frombuffer(memory, dtype=self.dtype, count=self.shape.numel(), offset=self.offset)
@@ -294,11 +282,8 @@ class SharedBufferRef:
 
 
 class SharedMemory:
-    """CPU memory that another process sees too, by its file descriptor; pinned if there is CUDA. Only on Linux.
-
-    It grows to what the largest of the staged states needs and is used again for each: to pin memory takes far longer
-    than to copy into it.
-    """
+    """CPU memory shared with another process by file descriptor; pinned if CUDA is available. Linux only. It grows to
+    the size of the largest staged states and is reused: pinning takes far longer than copying."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("checkpoint")
@@ -309,12 +294,12 @@ class SharedMemory:
         self._pinned = False
 
     def reserve(self, states: Mapping[str, Entries]) -> None:
-        """Make room for a copy of `states`, in place of what there was."""
+        """Make room for a copy of `states`, replacing the previous one."""
         values = [value for entries in states.values() for value in entries.values()]
         needed = sum(_aligned(_local(value).nbytes) for value in values if not isinstance(value, str))
         self._used = 0
         if needed > self.n_bytes:
-            # Mapped before what there was is released: if there is not enough memory, that stays as it is.
+            # Mapped before the old memory is released, which is kept if there is not enough memory.
             os.ftruncate(self.descriptor, needed)
             memory = mmap.mmap(self.descriptor, needed)
             self._unpin()
@@ -324,21 +309,21 @@ class SharedMemory:
             self.n_bytes = needed
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized tensor of the shape and type of `tensor` in the reserved room."""
+        """Return an uninitialized tensor of the shape and dtype of `tensor` in the reserved memory."""
         buffer = SharedBufferRef(self._used, tensor.shape, tensor.dtype)
         self._used += _aligned(tensor.nbytes)
         assert self._used <= self.n_bytes, "more than was reserved"
         return buffer.tensor(self._memory)
 
     def locate(self, tensor: torch.Tensor) -> SharedBufferRef:
-        """Return where `tensor`, which `empty_like` gave, lies."""
+        """Return the location of `tensor`, which must come from `empty_like`."""
         assert tensor.is_contiguous()
         offset = tensor.data_ptr() - self._address if tensor.numel() else 0
         assert 0 <= offset <= self.n_bytes, "not in this memory"
         return SharedBufferRef(offset, tensor.shape, tensor.dtype)
 
     def close(self) -> None:
-        """Release the memory; the tensors in it must not be used any more."""
+        """Release the memory; its tensors must no longer be used."""
         self._unpin()
         self._memory = None  # not closed: tensors may still point into it
         os.close(self.descriptor)
@@ -363,7 +348,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(n_bytes: int) -> int:
-    """`n_bytes` rounded up, so that the next tensor of any type may begin there."""
+    """Round `n_bytes` up to the alignment of every dtype."""
     return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -371,10 +356,7 @@ def _aligned(n_bytes: int) -> int:
 
 
 class WriterProcess:
-    """Writes the files of a checkpoint in another process, which is started when it is needed.
-
-    What is staged in `memory` must stay as it is while `write` runs.
-    """
+    """Writes checkpoint files in another process, started on demand. `memory` must not change while `write` runs."""
 
     def __init__(self) -> None:
         self.memory = SharedMemory()
@@ -383,15 +365,11 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """The number of the process; None before it is started."""
         return self._process.pid if self._process else None
 
     def write(self, path: str, plan: "SavePlan", planner: "SavePlanner") -> "list[WriteResult]":
-        """Write the items of `plan` into the folder `path`; waits until they are written.
-
-        Raises:
-            ChildProcessError: if the process ended before that. The next call starts another.
-        """
+        """Write the items of `plan` into the folder `path` and wait for them. Raise `ChildProcessError` if the process
+        ended early. The next call starts another."""
         data: _Data = {}
         for item in plan.items:
             value = planner.resolve_data(item)
@@ -416,7 +394,7 @@ class WriterProcess:
         assert self._process and self._connection
         try:
             self._connection.send(request)
-            # Another process that was forked here may hold the pipe open, so its end is not all to look at.
+            # Another process forked here may hold the pipe open, so the end of the pipe is not a sufficient test.
             while not self._connection.poll(_POLL_SECONDS):
                 if self._process.poll() is not None:
                     raise EOFError
@@ -431,22 +409,22 @@ class WriterProcess:
         self._connection, theirs = Pipe()
         descriptors = (theirs.fileno(), self.memory.descriptor)
         arguments = [str(number) for number in (*descriptors, os.getpid())]
-        # It needs no GPU, and would take memory on the first.
+        # The writer needs no GPU, and would take memory on the first one.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-        # -P: not the working directory, where a file may have the name of a module.
+        # -P: leave out the working directory, which may hold a file named like a module.
         command = [sys.executable, "-P", "-c", f"import {__name__} as writer; writer.serve()", *arguments]
         self._process = subprocess.Popen(command, env=environment, pass_fds=descriptors, stdin=subprocess.DEVNULL)
         theirs.close()
 
 
 def serve() -> None:
-    """Write what a `WriterProcess` asks for, until it closes the connection or its process dies."""
+    """Serve the requests of a `WriterProcess` until it closes the connection or its process dies."""
     descriptor, memory, parent = (int(argument) for argument in sys.argv[1:])
-    # A rank that is killed must not leave something behind that writes on where its successor writes too.
+    # If the rank is killed, this process must not keep writing into a folder that the rank's successor uses.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    # A request to stop is the rank's to answer: it may go to all processes of the terminal or of the job.
+    # Stop signals may go to all processes of the terminal or job; the rank handles them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

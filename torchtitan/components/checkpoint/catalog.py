@@ -1,8 +1,8 @@
-"""Which folders are checkpoints and which of them count: names, complete ones and damaged ones, what is kept.
+"""Finds, names, commits and removes the checkpoints in a folder.
 
-A save is written into `step-N.partial`, which is renamed to `step-N`; the marker, put into place last, is what makes
-it count. If a store cannot rename, it is written into `step-N`, and the marker alone decides. Whatever stops a save,
-a folder without a marker remains, and nothing here takes it for a checkpoint.
+A save is written into `step-N.partial`, which is renamed to `step-N`; the marker, put in place last, makes it count.
+If the store cannot rename, files go into `step-N`, and the marker alone decides. An interrupted save leaves a folder
+without a marker, which is never taken for a checkpoint.
 """
 
 import dataclasses
@@ -34,21 +34,21 @@ _NAME = re.compile(r"step-(\d+)((?:\.dcp|\.removed)?\.partial)?")
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
-    """One folder of the form `step-N` or `step-N.partial`."""
+    """A folder named `step-N` or `step-N.partial`."""
 
     step: int
-    """The step in the folder's name."""
+    """Step in the folder name."""
 
     path: Folder
 
     marker: Marker | None
-    """None: it is not complete and cannot be loaded."""
+    """None if the checkpoint is incomplete and cannot be loaded."""
 
     fault: str = ""
-    """Why it is not complete although it should be."""
+    """Reason why a folder that should be complete is not."""
 
     damage: str = ""
-    """What a run found damaged when it was to resume from it: it is neither used nor removed without being asked."""
+    """Damage that a run found when it tried to resume. The checkpoint is not used, nor removed unless requested."""
 
     @property
     def complete(self) -> bool:
@@ -56,17 +56,15 @@ class CheckpointInfo:
 
     @property
     def kind(self) -> Kind | None:
-        """What it holds; None: it is not complete."""
         return self.marker.kind if self.marker else None
 
     @property
     def frozen_from(self) -> str:
-        """See `Marker.frozen_from`."""
         return self.marker.frozen_from if self.marker else ""
 
     @property
     def ends_run(self) -> bool:
-        """Whether a run with a `RunIdentity` ended in it and cannot be resumed from it."""
+        """True if a run with a `RunIdentity` ended in it and cannot be resumed from it."""
         return self.marker is not None and self.marker.kind != "full" and bool(self.marker.identity)
 
     @property
@@ -79,10 +77,8 @@ class CheckpointInfo:
 
 
 def list_checkpoints(folder: AnyFolder) -> list[CheckpointInfo]:
-    """Return the checkpoints in `folder`, complete or not, in the order of their steps; none if there is no folder.
-
-    One whose marker is damaged, or is that of a layout that this version does not know, is not complete.
-    """
+    """Return the checkpoints in `folder`, complete or not, by step; none if the folder does not exist. A checkpoint
+    with a damaged marker, or a marker of an unknown layout, is not complete."""
     folder = folder_at(folder)
     found = [(int(match[1]), name) for name in folder.folders() if (match := _NAME.fullmatch(name))]
     return [_inspect(step, folder / name) for step, name in sorted(found)]
@@ -106,11 +102,8 @@ def find_step(folder: Folder, step: int) -> CheckpointInfo:
 
 
 def resumable(folder: Folder) -> list[CheckpointInfo]:
-    """Return the complete, full checkpoints in `folder` that are not known to be damaged, in the order of their steps.
-
-    Raises:
-        UserError: if there is none, and there are damaged ones: to begin anew would lose the run.
-    """
+    """Return the complete, full checkpoints in `folder` that are not known to be damaged, by step. Raise `UserError` if
+    there are only damaged ones: starting over would lose the run."""
     checkpoints = list_checkpoints(folder)
     sound = [info for info in checkpoints if info.kind == "full" and not info.damage]
     lost = {info.step: info.fault for info in checkpoints if info.fault}
@@ -123,7 +116,7 @@ def resumable(folder: Folder) -> list[CheckpointInfo]:
 
 
 def none_sound(folder: Folder, lost: Mapping[int, str]) -> UserError:
-    """Return the error of a run that has checkpoints and can resume from none; `lost` is step → why."""
+    """Return the error for a run whose checkpoints are all unusable; `lost` maps step to reason."""
     lines = "".join(f"\n  step {step}: {lost[step]}" for step in sorted(lost))
     note = f" and remove its {_DAMAGE}" if any(info.damage for info in list_checkpoints(folder)) else ""
     return UserError(
@@ -133,11 +126,8 @@ def none_sound(folder: Folder, lost: Mapping[int, str]) -> UserError:
 
 
 def open_checkpoint(path: AnyFolder, option: str = "") -> CheckpointInfo:
-    """Return the complete checkpoint that is the folder `path`, whatever the folder's name.
-
-    Raises:
-        UserError: if `path`, named by `option`, is no folder, no checkpoint, incomplete or has a damaged marker.
-    """
+    """Return the complete checkpoint in the folder `path`, which may have any name. Raise `UserError` if `path`, given
+    by `option`, is no folder, no checkpoint, incomplete or has a damaged marker."""
     folder, named = folder_at(path), f"{option}: " if option else ""
     if not folder.exists():
         raise UserError(f"{named}{path} is not a folder; name the step-N folder of a checkpoint")
@@ -157,15 +147,13 @@ def open_checkpoint(path: AnyFolder, option: str = "") -> CheckpointInfo:
 
 
 def verify(path: AnyFolder, ranks: Ranks | None = None) -> list[str]:
-    """Return what is wrong with the files of the checkpoint in the folder `path`, one line for each; empty: nothing.
-
-    `ranks` share the work, calling this together; None: this process alone.
-    """
+    """Return the faults of the files of the checkpoint in `path`, one line each; empty if there are none. `ranks` call
+    this together and divide the work; None: this process alone."""
     return find_damage(folder_at(path), ranks or Ranks()).lines
 
 
 def find_damage(folder: Folder, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
-    """As `verify`, with damage apart from what could not be read; `only` names the files to look at."""
+    """As `verify`, but separate damaged files from unreadable ones; `only` names the files to check."""
     try:
         marker = ranks.broadcast_from_rank0(lambda: read_marker(folder))
     except UnreadMarkerError as error:
@@ -176,26 +164,24 @@ def find_damage(folder: Folder, ranks: Ranks, *, only: Collection[str] | None = 
 
 
 def raise_if_damaged(path: AnyFolder, ranks: Ranks | None = None, *, only: Collection[str] | None = None) -> None:
-    """Raise `UserError` if a file of the checkpoint in `path` is not as it was written, or cannot be read."""
+    """Raise `UserError` if a file of the checkpoint in `path` differs from what was written, or cannot be read."""
     if faults := find_damage(folder_at(path), ranks or Ranks(), only=only):
         raise UserError(f"{path} {faults.in_words()}; load another checkpoint")
 
 
 def record_damage(checkpoint: CheckpointInfo, faults: Sequence[str]) -> None:
-    """Leave a note in a damaged checkpoint, so that later runs neither count on it nor remove it."""
+    """Record the damage in the checkpoint, so that later runs neither use nor remove it."""
     checkpoint.path.write(_DAMAGE, json.dumps({"faults": faults}, indent=1).encode())
 
 
 def has_marker(path: AnyFolder) -> bool:
-    """Whether the folder `path` has a marker, sound or not."""
+    """Return whether the folder `path` has a marker, intact or not."""
     return folder_at(path).has_file(MARKER)
 
 
 def start_partial(folder: AnyFolder, step: int) -> Folder:
-    """Return an empty folder to write the checkpoint of `step` into; what an earlier attempt left is removed.
-
-    If the store cannot rename, it has the checkpoint's own name, and a complete checkpoint of that name is removed.
-    """
+    """Return an empty folder for the checkpoint of `step`, removing the remains of earlier attempts. In a store that
+    cannot rename, it has the final name, and a complete checkpoint of that name is removed."""
     folder = folder_at(folder)
     discard_incomplete(folder, step)
     partial = folder / (f"step-{step}.partial" if folder.renames else f"step-{step}")
@@ -206,17 +192,16 @@ def start_partial(folder: AnyFolder, step: int) -> Folder:
 
 
 def start_native(partial: Folder) -> Folder:
-    """Return an empty folder beside `partial`, `step-N.dcp.partial`: another form is made from what it gets."""
+    """Return the empty folder `step-N.dcp.partial` next to `partial`, for the files to convert from."""
     native = partial.parent / f"{partial.name.removesuffix('.partial')}.dcp.partial"
     native.make()
     return native
 
 
 def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, name: str = "") -> Folder:
-    """Write the manifest of the fully written folder `partial` and turn it into the complete checkpoint; return that.
-
-    A checkpoint of the same name, which a run that resumed from an earlier one left behind, is replaced. `marker` gets
-    its `manifest`; `ranks` call this together; `name` is "step-N", by default that of `partial`.
+    """Write the manifest of the fully written folder `partial`, make it a complete checkpoint and return it. It
+    replaces a checkpoint of the same name that a run left before it went back to an earlier one. `marker` gets its
+    `manifest`; `ranks` call this together; `name` is "step-N", by default the name of `partial`.
 
     Raises:
         OSError: on every rank, if a file cannot be written or read.
@@ -229,18 +214,18 @@ def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, na
 
 
 def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """Return the one of the lowest validation loss, the earliest of equals; None if none has one."""
+    """Return the earliest checkpoint with the lowest validation loss; None if none was measured."""
     measured = [(info.validation_loss, info) for info in checkpoints if info.validation_loss is not None]
     numbers = [(loss, info) for loss, info in measured if loss == loss]  # NaN is not
     return min(numbers, key=lambda pair: pair[0])[1] if numbers else None
 
 
 def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[int], bool] | None = None) -> None:
-    """Keep `keep_latest_k` (0: all) of the complete checkpoints up to `step`, the one just saved, and remove the rest.
+    """Keep the newest `keep_latest_k` (0: all) complete checkpoints up to `step`, the one just saved; remove the rest.
 
-    The newest full one always stays, since without it the run could not resume. So does the end of a run
-    (`CheckpointInfo.ends_run`), and of the steps that `best_of` accepts, the one of the lowest validation loss. Those
-    found damaged stay, as evidence, and those of later steps: a run that went back replaces them as it reaches them.
+    The newest full checkpoint always stays, since the run resumes from it. So do the end of a run
+    (`CheckpointInfo.ends_run`), the lowest validation loss among the steps that `best_of` accepts, damaged checkpoints
+    (as evidence), and later steps, which a run that went back replaces as it reaches them.
     """
     complete = [info for info in list_checkpoints(folder) if info.complete and not info.damage and info.step <= step]
     kept = [info for info in complete if info.kind == "full"][-1:]
@@ -253,14 +238,14 @@ def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[i
 
 
 def discard_incomplete(folder: Folder, step: int) -> None:
-    """Remove what an unfinished save of `step` left in `folder`; a complete checkpoint stays."""
+    """Remove the remains of an unfinished save of `step` in `folder`; a complete checkpoint stays."""
     for info in list_checkpoints(folder):
         if info.step == step and not info.complete:
             remove_checkpoint(info.path)
 
 
 def remove_checkpoint(path: Folder) -> None:
-    """Remove a checkpoint; cut short, what remains does not look like one."""
+    """Remove a checkpoint. If interrupted, the remains do not look like one."""
     path.remove(first=MARKER)
 
 
@@ -269,7 +254,7 @@ def _inspect(step: int, folder: Folder) -> CheckpointInfo:
         return CheckpointInfo(step, folder, None)  # with a marker, it is being removed
     try:
         marker = read_marker(folder)
-        # If a save renames what is fully written, it leaves no folder with a manifest and without a marker.
+        # A save that renames complete folders never leaves a folder with a manifest but no marker.
         is_whole = marker or not folder.renames or not folder.has_file(MANIFEST)
         fault = "" if is_whole or folder.has_file(MARKER + UNPUBLISHED) else f"{folder}/{MARKER} is missing"
         return CheckpointInfo(step, folder, marker, fault, _read_damage(folder))

@@ -1,4 +1,4 @@
-"""The options of checkpoints, and what they are checked for before any file is looked at."""
+"""Options of checkpoints, and the checks that need no file."""
 
 import dataclasses
 import sys
@@ -17,7 +17,7 @@ _OF_SAVES = {
     "export_dtype": "export_dtype None",
     "keep_best": "no_keep_best",
 }
-"""Option that says what is saved → what takes it back."""
+"""Option that says what to save → option that reverts it."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -31,39 +31,38 @@ class CheckpointConfig(Configurable.Config):
     """The checkpoints' folder, inside the dump folder; or a URL, such as s3://bucket/run."""
 
     interval: int = 500
-    """Save every so many steps (and after the last one)."""
+    """Steps between saves; the last step is always saved."""
 
     initial_load_path: str = ""
-    """Start from this checkpoint (the step-N folder of another run, or its URL) where the run has none itself."""
+    """Start from this checkpoint (the step-N folder of another run, or its URL) if the run has none of its own."""
 
     initial_load_model_only: bool = True
-    """From initial_load_path, load the weights only and start at step 0; otherwise everything, the step too."""
+    """From initial_load_path, load only the weights and start at step 0; otherwise load everything, even the step."""
 
     initial_load_in_hf: bool = False
-    """initial_load_path is a folder of pre-trained weights, as Hugging Face's, and not a checkpoint of a run."""
+    """initial_load_path is a folder of pretrained weights, such as Hugging Face's, not a checkpoint of a run."""
 
     last_save_model_only: bool = False
-    """After the last step, save the weights only. A run cannot resume from such a checkpoint."""
+    """After the last step, save only the weights. A run cannot resume from such a checkpoint."""
 
     last_save_in_hf: bool = False
-    """After the last step, save the weights only, as a Hugging Face folder. A run cannot resume from it."""
+    """After the last step, save only the weights, as a Hugging Face folder. A run cannot resume from it."""
 
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights that last_save_model_only and last_save_in_hf write; None: as they are trained."""
+    """Type of the weights that last_save_model_only and last_save_in_hf write; None: the type used in training."""
 
     async_mode: AsyncMode = "disabled"
-    """Write while training goes on, from a copy in CPU memory: in a thread (async), or in a process of its own from
-    memory that is pinned, so faster to copy to (async_with_pinned_mem; where CUDA is absent, it is not pinned)."""
+    """Write while training continues, from a copy in CPU memory: in a thread (async), or in a separate process from
+    pinned memory, which is faster to copy to (async_with_pinned_mem; without CUDA, it is not pinned)."""
 
     trained_only: bool = False
-    """Leave weights that are not trained out of the checkpoints that a run resumes from; it has them again from
-    initial_load_path, or its seed."""
+    """Leave frozen weights out of the checkpoints a run resumes from; they come from initial_load_path or the seed."""
 
     keep_latest_k: int = 10
-    """Remove all but the newest so many checkpoints (0: keep all)."""
+    """Keep only this many of the newest checkpoints (0: keep all)."""
 
     keep_best: bool = False
-    """Keep the checkpoint of the lowest validation loss beside the newest ones."""
+    """Also keep the checkpoint with the lowest validation loss."""
 
     load_step: int = -1
     """Resume from this step (-1: the newest)."""
@@ -79,16 +78,15 @@ class CheckpointConfig(Configurable.Config):
 
     @property
     def saves(self) -> bool:
-        """Whether a run with this configuration writes checkpoints."""
+        """True if a run with this configuration writes checkpoints."""
         return self.enable and not self.load_only
 
     @property
     def last_kind(self) -> Kind:
-        """What the save after the last step holds."""
+        """Contents of the save after the last step."""
         return "huggingface" if self.last_save_in_hf else "model_only" if self.last_save_model_only else "full"
 
     def validate(self) -> None:
-        """Raise `UserError` for a wrong value; looks at no file."""
         if self.interval < 1:
             raise UserError(f"checkpoint.interval must be at least 1 step, not {self.interval}")
         if self.keep_latest_k < 0:
@@ -100,12 +98,12 @@ class CheckpointConfig(Configurable.Config):
         _check_place(self)
 
     def place(self, dump_folder: str) -> Folder:
-        """Where the checkpoints of a run in `dump_folder` lie."""
+        """Return the folder of the checkpoints of a run in `dump_folder`."""
         return inside(dump_folder, self.folder)
 
 
 def _check_saves(config: CheckpointConfig) -> None:
-    """Find all options at once that say what to save, where nothing is."""
+    """Report together all options that say what to save if nothing is saved."""
     given = [option for option in _OF_SAVES if getattr(config, option)]
     if config.saves or not given:
         if config.export_dtype and config.last_kind == "full":

@@ -1,9 +1,8 @@
-"""Everything that torch.distributed.checkpoint (DCP) does here: save and load states, read and write single tensors.
+"""The interface to torch.distributed.checkpoint (DCP): save and load states, read and write single tensors.
 
-A state's tensors are entries under their own names, so that DCP can shard and reshard them; all its other values are
-one entry, a JSON string, so that their structure may differ between the state that was saved and the one that loads.
-
-DCP takes a second to import: import this module where it is used, not at the top of another.
+The tensors of a state are entries under their own names, so that DCP can shard and reshard them. All other values are
+one JSON string, so their structure may differ between the saved state and the loading one. DCP takes a second to
+import: import this module inside the functions that use it.
 """
 
 import hashlib
@@ -49,7 +48,7 @@ from torchtitan.protocols.tensor_source import (
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import FsspecReader, FsspecWriter, PyTorchFileReader, StorageInfo, set_element
 
-# DCP says so at each save and load of a single process, where nothing is amiss.
+# DCP gives this warning at each save and load of a single process, although nothing is wrong.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 _SHOWN_PROBLEMS = 5
@@ -59,14 +58,9 @@ _SHOWN_PROBLEMS = 5
 
 
 def encode(name: str, state_dict: Mapping[str, Any]) -> Entries:
-    """Return the entries of the state `name`: its tensors, and all other values as one JSON string.
-
-    The string's key is a digest of it: if ranks hold different values (pipeline stages, each with the optimizer's
-    settings for its own parameters), every string is saved, and if they hold the same, one.
-
-    Raises:
-        TypeError: if a value is neither a tensor nor has a JSON form.
-    """
+    """Return the entries of the state `name`: its tensors, and all other values as one JSON string. The key of the
+    string contains its digest: equal strings of several ranks are saved once, different ones (such as optimizer
+    settings of pipeline stages) separately. Raise `TypeError` if a value is neither a tensor nor JSON-serializable."""
     tensors = dict(_tensors(state_dict))
     try:
         text = json.dumps({key: value for key, value in state_dict.items() if key not in tensors})
@@ -76,7 +70,7 @@ def encode(name: str, state_dict: Mapping[str, Any]) -> Entries:
 
 
 def decode(entries: Entries, template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict that `entries` were made from, with tuples, which JSON lacks, where `template` has them."""
+    """Return the state dict that `entries` encode, with tuples (absent from JSON) where `template` has tuples."""
     state_dict: dict[str, Any] = {}
     for key, value in sorted(entries.items()):
         state_dict.update(json.loads(value) if isinstance(value, str) else {key: value})
@@ -84,7 +78,7 @@ def decode(entries: Entries, template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rank_key(name: str, rank: int) -> str:
-    """The name under which the state `name` of `rank` alone is saved."""
+    """Return the name under which the state `name` of `rank` alone is saved."""
     return f"{name}.rank{rank}"
 
 
@@ -101,44 +95,39 @@ def save(
     group: dist.ProcessGroup | None,
     write_items: Callable[[str, SavePlan, SavePlanner], list[WriteResult]] | None = None,
 ) -> None:
-    """Write `states`, name → entries, into the empty `folder`, every rank of `group` its part.
-
-    `write_items` writes the items of this rank's plan into the path; None: DCP does.
-
-    Raises:
-        Exception: on every rank, if it failed on any: the error of the first such rank.
-    """
+    """Write `states`, name → entries, into the empty `folder`, each rank of `group` its part; `write_items` replaces
+    DCP's writing of this rank's plan into the path. Raise the error of the first failed rank on every rank."""
     writer = _writer_into(folder)
     writer.write_items = write_items
     _run(lambda: dcp.save(dict(states), storage_writer=writer, process_group=group, no_dist=group is None))
 
 
 def write_dcp(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -> None:
-    """Write tensors as the state "model" of a checkpoint, which the caller commits (`catalog.commit`), one at a time.
+    """Write tensors one at a time as the state "model" of a checkpoint; the caller commits it (`catalog.commit`).
 
     Args:
         path: an existing folder.
-        forms: name → form of what is written; values of another dtype are converted.
-        make: gives each tensor when its turn comes.
+        forms: name → form to write; values of another dtype are converted.
+        make: returns the tensor of a name, called just before it is written.
 
     Raises:
         UserError: if a dtype is too narrow for a value.
         OSError: if a file cannot be written.
     """
     templates = {name: torch.empty(form.shape, dtype=form.dtype, device="meta") for name, form in forms.items()}
-    # A file per tensor: DCP keeps all tensors of a file until the file is closed.
+    # One file per tensor: DCP keeps all tensors of a file until it closes the file.
     writer = _Writer(path, single_file_per_rank=False)
     states, planner = {"model": encode("model", templates)}, _LazyPlanner(forms, make)
     _run(lambda: dcp.save(states, storage_writer=writer, planner=planner, no_dist=True))
 
 
 def write_staged(folder: Folder, plan: SavePlan, data: Mapping[MetadataIndex, Tensor | bytes]) -> list[WriteResult]:
-    """Write the items of `plan`, whose values are in `data`, into `folder`: a rank's part of a save."""
+    """Write the items of `plan`, with values from `data`, into `folder`: one rank's part of a save."""
     return _writer_into(folder).write_data(plan, _StagedPlanner(data)).wait()
 
 
 def _run(operation: Callable[[], object]) -> None:
-    """Call DCP; raise the error of the first rank that failed, in place of DCP's of all ranks."""
+    """Call DCP; raise the error of the first failed rank instead of DCP's error for all ranks."""
     try:
         operation()
     except dcp.CheckpointException as error:
@@ -146,7 +135,7 @@ def _run(operation: Callable[[], object]) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, which raises the system's errors as they are and may leave the writing to another process."""
+    """DCP's writer, which raises system errors unchanged and can leave the writing to another process."""
 
     write_items: Callable[[str, SavePlan, SavePlanner], list[WriteResult]] | None = None
 
@@ -158,7 +147,7 @@ class _Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # torch.save ends with an error of its own that hides the system's, say "No space left on device".
+            # torch.save raises its own error, which hides the system's, such as "No space left on device".
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -171,13 +160,11 @@ class _RemoteWriter(_Writer, FsspecWriter):
 def _writer_into(folder: Folder) -> _Writer:
     if isinstance(folder, LocalFolder):
         return _Writer(folder.path)
-    # Not synced: a store has what was written when the file is closed, and DCP would sync every disk of this host.
+    # Not synced: a store has the data once the file is closed, and DCP would sync every disk of this host.
     return _RemoteWriter(str(folder), sync_files=False)
 
 
 class _StagedPlanner(DefaultSavePlanner):
-    """The part of a planner that a writer asks: the data of each item."""
-
     def __init__(self, data: Mapping[MetadataIndex, Tensor | bytes]):
         super().__init__()
         self._data = data
@@ -188,7 +175,7 @@ class _StagedPlanner(DefaultSavePlanner):
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Saves tensors of the meta device, and makes each one when its values are asked for."""
+    """Saves meta-device tensors, making each one when its values are needed."""
 
     def __init__(self, forms: Mapping[str, TensorForm], make: MakeTensor):
         super().__init__()
@@ -216,13 +203,11 @@ def load(
     *,
     optional: Collection[str] = (),
 ) -> set[str]:
-    """Load the checkpoint in `path` into `states`, which must fit it, and `rank_states`, which take what it has.
+    """Load the checkpoint in `path` into `states`, which must fit it, and `rank_states`, which accept any content;
+    return the names of the loaded states, all except `optional` ones that the checkpoint lacks.
 
-    The tensors of `states` are loaded in place, each rank reading its shards; `rank_states` get those of `saved_rank`.
-    Returns the names of those that were loaded: all, but for `optional` ones that the checkpoint lacks.
-
-    Raises:
-        UserError: on every rank, if the checkpoint lacks a state, does not fit or cannot be read.
+    Each rank reads its shards of the tensors of `states` in place; `rank_states` get the states of `saved_rank`. Raise
+    `UserError` on every rank if the checkpoint lacks a state, does not fit or cannot be read.
     """
     metadata = ranks.broadcast_from_rank0(lambda: read_metadata(path))
     saved = _saved_states(metadata)
@@ -274,7 +259,7 @@ def _check_tensors(
     saved: Mapping[str, Mapping[str, TensorForm]],
     ranks: Ranks,
 ) -> None:
-    """Compare names and shapes of the tensors before any is loaded; one that no rank has is surplus."""
+    """Compare names and shapes of the tensors before loading any; a tensor that no rank has is surplus."""
     wanted = {f"{state}.{entry}": tensor.shape for state in templates for entry, tensor in _tensors(templates[state])}
     stored = {f"{state}.{entry}": form.shape for state in templates for entry, form in saved[state].items()}
     problems = [_problem(name, stored.get(name), size) for name, size in wanted.items() if stored.get(name) != size]
@@ -297,7 +282,7 @@ def _problem(name: str, saved: torch.Size | None, here: torch.Size | None) -> st
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader of the files in a folder, on a disk or behind a URL; runs nothing that the files contain."""
+    """DCP's reader for a local or remote folder, which never runs code from the files."""
 
     def __init__(self, folder: Folder, metadata: Metadata):
         super().__init__(str(folder))
@@ -307,7 +292,7 @@ class _Reader(dcp.FileSystemReader):
         self.metadata = metadata
 
     def _slice_file(self, file: Any, sinfo: StorageInfo) -> IO[bytes]:
-        """Return an entry's part of a file, unless its records would unpack to more than it has."""
+        """Return an entry's part of a file; refuse records that would unpack to more than its length."""
         entry = super()._slice_file(file, sinfo)
         if entry.read(4) == b"PK\3\4":  # as torch.load tells a zip file
             entry.seek(0)
@@ -322,7 +307,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _TextPlanner(DefaultLoadPlanner):
-    """DCP's planner, which loads only text from entries that are not tensors."""
+    """DCP's planner, restricted to text in entries that are not tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name, text = read_item.dest_index.fqn, torch.load(value, weights_only=True)
@@ -334,7 +319,7 @@ class _TextPlanner(DefaultLoadPlanner):
 
 
 class DcpSource(TensorSource):
-    """The tensors of one state of a checkpoint; raises `UserError` if that cannot be read or has no such state."""
+    """The tensors of one state of a checkpoint; raises `UserError` if it cannot be read or has no such state."""
 
     def __init__(self, path: str | Path, state: str = "model"):
         self.path = Path(path)
@@ -365,7 +350,7 @@ class DcpSource(TensorSource):
         return out
 
     def _load(self, item: ReadItem, form: TensorForm) -> Tensor:
-        """Return a tensor that lies in one piece; DCP's reader would hold it twice."""
+        """Return a tensor stored in one piece; DCP's reader would hold it twice."""
         place = self._metadata.storage_data[item.storage_index]
         with open(self.path / place.relative_path, "rb") as file:
             tensor: Tensor = torch.load(self._reader._slice_file(file, place), map_location="cpu", weights_only=True)
@@ -375,8 +360,6 @@ class DcpSource(TensorSource):
 
 
 class _ReadInto(DefaultLoadPlanner):
-    """Puts what is read into its place in one tensor."""
-
     def __init__(self, tensor: Tensor):
         super().__init__()
         self._tensor = tensor
@@ -389,19 +372,19 @@ class _ReadInto(DefaultLoadPlanner):
 
 
 def state_forms(path: AnyFolder) -> dict[str, dict[str, TensorForm]]:
-    """Return state → tensor → its form, without reading tensors; raise `UserError` if the checkpoint cannot be read."""
+    """Return state → tensor → form, without reading tensors; raise `UserError` if the checkpoint cannot be read."""
     metadata = read_metadata(folder_at(path))
     return {state: _forms(metadata, keys) for state, keys in sorted(_saved_states(metadata).items())}
 
 
 def optimized_names(path: AnyFolder) -> set[str]:
-    """Return the parameters that the checkpoint has an optimizer's state of; raise `UserError` as `state_forms`."""
+    """Return the parameters with optimizer state in the checkpoint; raise `UserError` as `state_forms` does."""
     keys = state_forms(path).get("optimizer", {})
     return {key.removeprefix("state.").rpartition(".")[0] for key in keys if key.startswith("state.")}
 
 
 def _saved_states(metadata: Metadata) -> dict[str, dict[str, str]]:
-    """State → entry → the key under which it was saved."""
+    """Return state → entry → key under which it was saved."""
     states: dict[str, dict[str, str]] = {}
     for key in metadata.state_dict_metadata:
         state, entry = metadata.planner_data[key]
@@ -410,7 +393,6 @@ def _saved_states(metadata: Metadata) -> dict[str, dict[str, str]]:
 
 
 def _forms(metadata: Metadata, keys: Mapping[str, str]) -> dict[str, TensorForm]:
-    """Entry → form of the entries that are tensors."""
     saved = {entry: metadata.state_dict_metadata[key] for entry, key in keys.items()}
     return {
         entry: TensorForm(form.size, form.properties.dtype)

@@ -1,4 +1,4 @@
-"""Folders that checkpoints lie in: on a disk, or wherever fsspec reaches (s3://, gs://, memory://, …)."""
+"""Folders of checkpoints: on a disk, or anywhere fsspec can reach (s3://, gs://, memory://, …)."""
 
 import contextlib
 import dataclasses
@@ -16,23 +16,19 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 DCP_METADATA = ".metadata"
-"""The file that torch.distributed.checkpoint (DCP) writes last into a folder."""
+"""File that torch.distributed.checkpoint (DCP) writes last into a folder."""
 
 UNFINISHED = ".partial"
-"""The end of the name of a folder that is being written, or removed."""
+"""Suffix of a folder that is being written or removed."""
 
 UNPUBLISHED = ".tmp"
-"""The end of the name of a marker that is written, but not yet in its place."""
+"""Suffix of a marker that is written but not yet in place."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def folder_at(path: "AnyFolder") -> "Folder":
-    """Return the folder of a path or URL, whether it exists or not; file:// is a path.
-
-    Raises:
-        UserError: for a URL that nothing installed can open.
-    """
+    """Return the folder of a path or URL, existing or not; raise `UserError` for a URL that cannot be opened here."""
     if isinstance(path, Folder):
         return path
     text = os.fspath(path)
@@ -42,23 +38,23 @@ def folder_at(path: "AnyFolder") -> "Folder":
 
 
 def is_url(path: str) -> bool:
-    """Whether `path` is a URL; file:// is one too."""
+    """Return whether `path` is a URL, including file://."""
     return bool(_URL.match(path))
 
 
 def inside(dump_folder: str, folder: str) -> "Folder":
-    """`folder` in `dump_folder`; a URL or an absolute path stands by itself."""
+    """Return `folder` in `dump_folder`; a URL or an absolute path is used as is."""
     return folder_at(folder) if is_url(folder) else LocalFolder(Path(dump_folder) / folder)
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalFolder:
-    """A folder in a file system, and what a checkpoint needs of it; also an `os.PathLike`."""
+    """Folder in a file system, with the operations a checkpoint needs; also an `os.PathLike`."""
 
     path: Path
 
     renames: ClassVar[bool] = True
-    """Whether a folder gets another name in one step, all or nothing."""
+    """True if a folder can be renamed atomically."""
 
     def __str__(self) -> str:
         return str(self.path)
@@ -81,11 +77,11 @@ class LocalFolder:
         return self.path.is_dir()
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in it; none if it does not exist."""
+        """Return the names of its subfolders; none if it does not exist."""
         return [entry.name for entry in self.path.iterdir() if entry.is_dir()] if self.exists() else []
 
     def files(self) -> dict[str, int]:
-        """Return the bytes of every file in it and in its folders, by relative name."""
+        """Return the size in bytes of every file in it and its subfolders, by relative name."""
         files = (path for path in sorted(self.path.rglob("*")) if path.is_file())
         return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in files}
 
@@ -93,7 +89,7 @@ class LocalFolder:
         return (self.path / name).is_file()
 
     def open(self, name: str) -> io.BufferedIOBase:
-        """Open the file `name` to be read; what goes wrong while it is open is an `OSError`."""
+        """Open the file `name` for reading; errors while it is open are `OSError`s."""
         path = self.path / name
         if path.exists() and not path.is_file():  # a pipe would never end
             raise OSError(f"{path} is not a file")
@@ -104,24 +100,24 @@ class LocalFolder:
             return file.read()
 
     def write(self, name: str, content: bytes) -> None:
-        """Write the file `name`, as a whole or not at all; when this returns it outlasts a power failure."""
+        """Write the file `name` atomically; on return it survives a power failure."""
         durable.write(self.path / name, content)
 
     def make(self) -> None:
-        """Create it, and those that it is in."""
+        """Create it and its parents."""
         durable.make_folder(self.path)
 
     def remove(self, first: str) -> None:
-        """Remove it with all that it holds; cut short, it is renamed or lacks the file `first`."""
+        """Remove it with its contents. If interrupted, it is renamed or lacks the file `first`."""
         shutil.rmtree(self.path if self.name.endswith(UNFINISHED) else self._set_aside())
 
     def sync(self, name: str) -> None:
-        """Make the file `name`, which something else wrote, outlast a power failure."""
+        """Make the file `name`, written by other code, survive a power failure."""
         durable.sync(self.path / name)
 
     def publish(self, name: str, marker: str, content: bytes) -> "LocalFolder":
-        """Rename it to `name`, in place of a folder that has it, and put the file `marker` into it last of all."""
-        # Written before the rename, so that a full disk shows while a checkpoint to be replaced is still there.
+        """Rename it to `name`, replacing any folder of that name, and put the file `marker` into it last."""
+        # Written before the rename, so that a full disk shows while the checkpoint to replace still exists.
         self.write(f"{marker}{UNPUBLISHED}", content)
         for folder in [path for path in self.path.rglob("*") if path.is_dir()]:
             durable.sync_folder(folder)
@@ -136,8 +132,8 @@ class LocalFolder:
             if former:
                 former.rename(final.path)
             raise
-        # From here on it is complete. If the names cannot be synced, a power failure may still take it: the save then
-        # counts as failed, and no older checkpoint is removed.
+        # It is now complete. If the names cannot be synced, a power failure may still lose it: the save counts as
+        # failed, and no older checkpoint is removed.
         for changed in (final, final.parent):
             durable.sync_folder(changed.path)
         if former:
@@ -148,7 +144,7 @@ class LocalFolder:
         return final
 
     def _set_aside(self) -> Path:
-        """Rename it to what says that it is being removed, in case the removal is cut short; return the new path."""
+        """Rename it as a folder under removal, in case the removal is interrupted; return the new path."""
         aside = self.path.with_name(f"{self.name}.removed{UNFINISHED}")
         if aside.exists():
             shutil.rmtree(aside)
@@ -157,13 +153,13 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[Path]:
-        """Yield a folder on this host's disk; what is in it when the block ends is in this folder too."""
+        """Yield a folder on this host's disk; its contents are in this folder when the block ends."""
         yield self.path
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFolder:
-    """As `LocalFolder`, behind a URL. It cannot be renamed: its marker alone says whether it is complete."""
+    """As `LocalFolder`, at a URL. It cannot be renamed: its marker alone says whether it is complete."""
 
     url: str
 
@@ -228,7 +224,7 @@ class RemoteFolder:
             store.rm(root, recursive=True)
 
     def sync(self, name: str) -> None:
-        """Nothing: a store says that it has a file when it has it."""
+        """Do nothing: a store reports a file only once it holds it."""
 
     def publish(self, name: str, marker: str, content: bytes) -> "RemoteFolder":
         assert name == self.name
@@ -244,10 +240,8 @@ class RemoteFolder:
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[tuple[Any, str]]:
-        """fsspec's file system and the folder's path in it, as it is now: other processes change it too.
-
-        A store's library has errors of its own: to those who save, they are what a disk's would be, an `OSError`.
-        """
+        """Yield fsspec's file system and the folder's path in it, uncached: other processes change it too. Errors of a
+        store's own library become `OSError`, as from a disk."""
         try:
             store, root = self._open()
             store.invalidate_cache()

@@ -1,58 +1,58 @@
-"""What tells runs and weights apart, so that no run resumes from, or writes over, another run's checkpoints."""
+"""Identity of runs and weights, so that no run resumes from, or overwrites, another run's checkpoints."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 BASE_PATH = "checkpoint.initial_load_path "
-"""The beginning of `BaseWeights.words` if they are in a folder or behind a URL."""
+"""Beginning of `BaseWeights.words` if the weights are in a folder or at a URL."""
 
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """What the weights of a run begin as."""
+    """Origin of the initial weights of a run."""
 
     words: str
-    """For messages and markers."""
+    """Text for messages and markers."""
 
     digest: Callable[[], str] = lambda: ""
-    """Returns what tells the weights from others; empty if `words` do. Raises `UserError` if they cannot be read."""
+    """Return an identifier of the weights, empty if `words` suffices; raise `UserError` if they cannot be read."""
 
     @classmethod
     def of_seed(cls, seed: int) -> "BaseWeights":
-        """The initial weights that follow from a run's seed."""
+        """Initial weights that follow from a run's seed."""
         return cls(f"debug.seed {seed}")
 
     @property
     def path(self) -> str:
-        """The folder or URL; empty: there is none."""
+        """Folder or URL; empty if there is none."""
         return self.words.removeprefix(BASE_PATH) if self.words.startswith(BASE_PATH) else ""
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Properties that stay the same as long as a run lives, however often it is stopped and resumed."""
+    """Properties that stay the same for the life of a run, however often it is stopped and resumed."""
 
     properties: Mapping[str, Any]
-    """Name → JSON-ready value that is no object, or a `content`."""
+    """Name → JSON-serializable value that is no object, or a `content`."""
 
     length: Mapping[str, int]
-    """The `steps` or the `epochs` asked for. They may change; a finished run is recognized by them."""
+    """Requested `steps` or `epochs`. They may change; a finished run is recognized by them."""
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the properties that differ from a marker's, in words; one that only one side knows counts as equal."""
+        """Describe the properties that differ from a marker's; a property known to only one side counts as equal."""
         pairs = [(name, saved[name], self.properties[name]) for name in self.properties if name in saved]
         return [_in_words(name, then, now) for name, then, now in pairs if not _equal(then, now)]
 
     def is_finished(self, step: int, length: Mapping[str, int]) -> bool:
-        """Return whether nothing is left to train after a run of `length` that ended, perhaps of data, at `step`."""
+        """Return whether a run of `length` that ended, perhaps out of data, at `step` has nothing left to train."""
         [(unit, asked)] = self.length.items()
         made = step if unit == "steps" else length.get(unit, 0)
         return asked <= made or length == self.length
 
 
 def content(location: str, digest: str) -> dict[str, str]:
-    """Return a property that is compared by `digest`, or by `location` if the content cannot be read (digest empty)."""
+    """Return a property compared by `digest`, or by `location` if the content cannot be read (`digest` is empty)."""
     return {"location": location, "digest": digest}
 
 

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: when a run saves, what it resumes from, and what becomes of older checkpoints."""
+"""`CheckpointManager`: decides when a run saves, what it resumes from, and which older checkpoints stay."""
 
 import dataclasses
 import difflib
@@ -33,28 +33,27 @@ _THE_SEED = BaseWeights("the seed")
 class CheckpointManager(Configurable):
     """Saves the states of a run as `{dump_folder}/{folder}/step-N` and restores them.
 
-    Works in one process without a process group. With one, all ranks of the default group construct it and call each
-    method together, on a file system or store that they share; rank 0 decides what to load, renames and removes.
+    With a process group, all ranks of the default group construct it and call each method together, on a shared file
+    system or store; rank 0 decides what to load, renames and removes. Without a group it works in one process.
 
     Args:
         dump_folder: the run's folder.
-        states: name → state of the whole run. `state_dict()` gives a flat dict of (D)Tensors, which are loaded in
-            place, and JSON-ready values, equal on all ranks or with different keys; a torch optimizer is wrapped in
-            `OptimizerState`. A model-only checkpoint holds each `ModelState`; `initial_load_path` is for "model".
-        rank_states: name → state of this rank alone, of the same form: random numbers, positions in the data. Loaded
-            by the rank of the same number; by ranks that the saved run did not have, from rank 0.
-        initial_loads: name of a state → what gives it its initial weights, called by `load` on every rank if the
-            state comes from no checkpoint: the run begins, what it resumes from lacks the state, or it is excluded.
-            One for "model" also verifies and loads the weights of `initial_load_path`, if nothing else of it is loaded.
-        assets: what rank 0 writes into each checkpoint beside the states.
+        states: name → state of the whole run. `state_dict()` returns a flat dict of (D)Tensors, which are loaded in
+            place, and JSON-serializable values, equal on all ranks or with different keys; a torch optimizer is wrapped
+            in `OptimizerState`. A model-only checkpoint holds each `ModelState`; `initial_load_path` is for "model".
+        rank_states: name → state of this rank alone, in the same form: random numbers, positions in the data. Loaded by
+            the rank of the same number; a rank that the saved run did not have loads the state of rank 0.
+        initial_loads: name of a state → function that sets its initial weights. `load` calls it on every rank if the
+            state comes from no checkpoint: the run begins, the checkpoint lacks the state, or the state is excluded.
+            The one for "model" also verifies and loads `initial_load_path`, if nothing else of it is loaded.
+        assets: files that rank 0 writes into each checkpoint besides the states.
         export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
-        frozen_from: what the weights that are not trained begin as; for `trained_only`, where a run resumes after
-            `initial_loads` have given it these weights.
+        frozen_from: origin of the frozen weights, for `trained_only`; `initial_loads` set them before a run resumes.
         identity: returns the run's identity; called on rank 0. Checkpoints carry it, and checkpoints of another run are
             refused. None: every checkpoint in the folder counts as the run's own.
 
     Raises:
-        UserError: if the configuration does not go with the states.
+        UserError: if the configuration does not fit the states.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -62,7 +61,7 @@ class CheckpointManager(Configurable):
         """When to save, what to keep and what to start from."""
 
         def find_start(self, dump_folder: str) -> Start | None:
-            """As `resume.find_start`; `CheckpointManager.load` verifies the files too."""
+            """As `resume.find_start`; `CheckpointManager.load` also verifies the files."""
             return find_start(self, self.place(dump_folder))
 
     def __init__(
@@ -83,11 +82,11 @@ class CheckpointManager(Configurable):
         self.states = {name: with_parameter_names(name, state, states) for name, state in states.items()}
         self.rank_states = dict(rank_states or {})
         self.initial_loads = dict(initial_loads or {})
-        # A group of its own, so that a save in the background never mixes with what training sends; on the CPU.
+        # A separate CPU group, so that background saves never mix with the communication of training.
         self._ranks = Ranks(dist.new_group(backend="gloo") if dist.is_initialized() else None)
         self._frozen_from = frozen_from
         self._check(can_export=export is not None)
-        # Now: when the first checkpoint is saved, they may have been replaced.
+        # Digested now: by the first save, the files may have been replaced.
         self._frozen_digest = self._ranks.broadcast_from_rank0(frozen_from.digest) if config.trained_only else ""
         self._identity = self._ranks.broadcast_from_rank0(identity) if identity and config.enable else None
         self._saver = Saver(
@@ -98,19 +97,17 @@ class CheckpointManager(Configurable):
             export=export,
             prune=self._prune,
         )
-        # The lowest validation loss of a complete checkpoint, and what it was before the most recent save.
+        # Lowest validation loss of a complete checkpoint, now and before the most recent save.
         self._best_loss = self._former_best_loss = math.inf
-        # Steps whose checkpoint is the end of an earlier leg of this run.
+        # Steps with the final checkpoint of an earlier leg of this run.
         self._finished_steps = set[int]()
-        # The steps of the run's own past: up to the one it resumed from, and those saved since.
+        # The run's own past: steps up to the one it resumed from, and steps saved since.
         self._resumed_step, self._saved_steps = 0, set[int]()
 
     def is_due(self, step: int, *, last: bool = False, validation_loss: float | None = None) -> bool:
-        """Whether `save` with these arguments saves, provided that the checkpoint of `step` is not there yet.
-
-        It is the same on every rank, and touches no file, process or device, but for one case: with `keep_best` and a
-        validation loss it waits for the save in the background, whose loss counts only if it succeeds.
-        """
+        """Return whether `save` with these arguments saves, if the checkpoint of `step` does not exist yet; the same on
+        every rank. With `keep_best` and a validation loss it waits for the background save, since only a successful
+        save's loss counts; otherwise it touches no file, process or device."""
         if not self.config.saves:
             return False
         best = False
@@ -123,14 +120,11 @@ class CheckpointManager(Configurable):
     def save(
         self, step: int, *, last: bool = False, stopped: bool = False, validation_loss: float | None = None
     ) -> None:
-        """Save the checkpoint of `step` if one is due and not yet there.
-
-        A save that fails is a warning, since training goes on and the next one may succeed.
+        """Save the checkpoint of `step` if one is due and not yet there. A failure is a warning: training continues.
 
         Args:
-            step: the number of training steps done.
-            last: training is done; saves, the model only if so configured.
-            stopped: training stops here to be resumed later; saves.
+            last: training is done; save, only the model if so configured.
+            stopped: training stops here to be resumed later; save.
             validation_loss: measured after `step`, equal on all ranks; with `keep_best`, the lowest makes a save due.
 
         Raises:
@@ -138,17 +132,17 @@ class CheckpointManager(Configurable):
         """
         begun = time.perf_counter()
         ends = last or stopped
-        # A number of numpy's, say, would make a marker that cannot be read back.
+        # A NumPy number, for example, would make an unreadable marker.
         validation_loss = None if validation_loss is None else float(validation_loss)
         if not self.is_due(step, last=ends, validation_loss=validation_loss):
             return
         self.wait()
         kind = self.config.last_kind if last else "full"
-        # No other form can be made of trained weights. A store that cannot rename would first remove what is there.
+        # Only full weights convert to other forms. A store that cannot rename would remove the checkpoint first.
         replaces = self.config.trained_only and kind != self._saver.kind and self.folder.renames
         if step == self._saver.step and not replaces:
             if kind != self._saver.kind:
-                # It may be the only one that the run can resume from.
+                # It may be the only checkpoint that the run can resume from.
                 held = "with trained weights only" if self.config.trained_only else "in full"
                 logger.warning("step %d is saved %s, and stays so; torchtitan convert makes other forms", step, held)
             return
@@ -168,7 +162,7 @@ class CheckpointManager(Configurable):
             length=self._identity.length if self._identity else {},
         )
         entries = self._encode(kind)
-        # Before the save ends, so that it is the same on every rank; where it fails, it is set back.
+        # Set before the save ends, so that it is the same on every rank; reset if the save fails.
         self._former_best_loss = self._best_loss
         if validation_loss is not None:
             self._best_loss = min(self._best_loss, validation_loss)
@@ -179,14 +173,12 @@ class CheckpointManager(Configurable):
             self._saver.raise_failure()
 
     def load(self) -> int:
-        """Restore what the configuration says, and return the step the run is at: 0 if it begins.
-
-        What is loaded is verified first. If the newest checkpoint of the run is damaged or cannot be read, a warning
-        says so, and an older one takes its place.
+        """Restore the configured state and return the run's step, 0 if it begins. Data is verified before it is loaded;
+        if the newest checkpoint of the run is damaged or unreadable, a warning says so and an older one is used.
 
         Raises:
-            UserError: if a named checkpoint is damaged or cannot be loaded, none of the run's own is whole, one does
-                not fit the states, or those in the folder are of another run.
+            UserError: if a named checkpoint is damaged or cannot be loaded, all of the run's own are damaged, one does
+                not fit the states, or the folder holds checkpoints of another run.
             RunComplete: if the run has ended in a checkpoint that it cannot resume from.
         """
         is_model_given = self.config.initial_load_model_only and "model" in self.initial_loads
@@ -213,16 +205,13 @@ class CheckpointManager(Configurable):
         return start.checkpoint.step if start.resumes or not self.config.initial_load_model_only else 0
 
     def wait(self) -> None:
-        """Wait until the save in the background, if any, has ended."""
+        """Wait for the background save, if any."""
         self._saver.wait()
         self._forget_failed_loss()
 
     def close(self) -> None:
-        """Wait for the save in the background and release threads and memory; call it before the process group ends.
-
-        Raises:
-            CheckpointSaveError: if the run's most recent save failed.
-        """
+        """Wait for the background save and release threads and memory; call it before the process group is destroyed.
+        Raise `CheckpointSaveError` if the run's most recent save failed."""
         self._saver.close()
         self._saver.raise_failure()
 
@@ -244,7 +233,6 @@ class CheckpointManager(Configurable):
             raise UserError("checkpoint.trained_only: all weights are trained, so that none can be left out")
 
     def _restore(self, start: Start) -> set[str]:
-        """Load from `start` what is to be loaded, and return the names of the states."""
         from torchtitan.components.checkpoint import dcp
 
         checkpoint, model_only = start.checkpoint, not start.resumes and self.config.initial_load_model_only
@@ -282,7 +270,7 @@ class CheckpointManager(Configurable):
         weights: dict[str, torch.Tensor] = state.state_dict()
         if self.config.export_dtype is None:
             return weights
-        # What is merged on the way into a Hugging Face folder gets its type there; other forms have types of their own.
+        # Weights merged during the Hugging Face export get their type there; other forms have their own types.
         kept = state.of_converted if kind == "huggingface" else state.derived
         dtype = getattr(torch, self.config.export_dtype)
         exported = {
@@ -304,7 +292,7 @@ class CheckpointManager(Configurable):
     def _prune(self, step: int) -> None:
         self._saved_steps.add(step)
         try:
-            # The run has passed through these checkpoints, and has not gone back to an earlier one.
+            # The steps this run passed through, without those after a step it went back to.
             own_past = range(self._resumed_step + 1), self._saved_steps
             best_of = (lambda step: any(step in steps for steps in own_past)) if self.config.keep_best else None
             catalog.prune(self.folder, step, self.config.keep_latest_k, best_of=best_of)
@@ -312,7 +300,7 @@ class CheckpointManager(Configurable):
             logger.warning("an old checkpoint in %s could not be removed: %s", self.folder, error)
 
     def _find_finished_steps(self) -> set[int]:
-        # A user who goes back to an earlier step wants to repeat the rest of the run.
+        # A user who returns to an earlier step wants to repeat the rest of the run.
         keeps = self.config.saves and self.config.load_step == -1
         return {info.step for info in catalog.list_checkpoints(self.folder) if info.ends_run} if keeps else set()
 
@@ -327,6 +315,6 @@ class CheckpointManager(Configurable):
 
 
 def _becomes_infinite(value: torch.Tensor, converted: torch.Tensor) -> bool:
-    """Whether this rank's part has finite values that were converted into infinite ones."""
+    """Return whether this rank's part has finite values that the conversion made infinite."""
     before, after = (x.to_local() if isinstance(x, DTensor) else x for x in (value, converted))
     return bool((before.isfinite() & after.isinf()).any())

@@ -1,7 +1,7 @@
-"""The two files that make a folder a checkpoint: the marker, `complete.json`, and `manifest.json`, to detect damage.
+"""The marker, `complete.json`, which makes a folder a checkpoint, and `manifest.json`, which detects damage.
 
-The marker comes last and says what the checkpoint is. The manifest is {"algorithm": "sha256", "files": {relative name:
-{"bytes": n, "digest": hex}}}; the marker carries the manifest's own digest, and one of itself.
+The marker is written last and describes the checkpoint. The manifest holds {"algorithm": "sha256", "files": {relative
+name: {"bytes": n, "digest": hex}}}; the marker contains the manifest's digest and its own.
 """
 
 import dataclasses
@@ -18,68 +18,67 @@ from torchtitan.config.configurable import from_plain
 from torchtitan.tools.errors import UserError
 
 Kind = Literal["full", "model_only", "huggingface"]
-"""What a checkpoint holds: all that a run resumes from, the models' weights alone, or a model in Hugging Face files."""
+"""Contents of a checkpoint: everything needed to resume, only the models' weights, or a model in Hugging Face files."""
 
 MARKER = "complete.json"
 MANIFEST = "manifest.json"
 _ALGORITHM = "sha256"
 _FORMAT_VERSION = 2
 _OPTIONAL = ("frozen_from", "frozen_digest", "identity", "length")
-"""Fields that are left out where they are empty."""
+"""Fields omitted if empty."""
 
 _KINDS_IN_WORDS = {"full": "everything", "model_only": "the model only", "huggingface": "a Hugging Face model only"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Marker:
-    """The content of the file that makes a checkpoint complete."""
+    """Content of the file that makes a checkpoint complete."""
 
     step: int
 
     kind: Kind
 
     world_size: int
-    """How many processes saved it."""
+    """Number of processes that saved it."""
 
     validation_loss: float | None = None
-    """The validation loss at that step, if it was measured."""
+    """Validation loss at that step, if measured."""
 
     frozen_from: str = ""
-    """What the weights began as that it lacks, since they are not trained; empty: it has all weights."""
+    """Origin of the frozen weights that it lacks; empty if it has all weights."""
 
     frozen_digest: str = ""
     """Digest of the weights that it lacks (`BaseWeights.digest`)."""
 
     identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The properties of the run that saved it (`RunIdentity`); empty if that has none."""
+    """Properties of the run that saved it (`RunIdentity`); empty if the run has none."""
 
     length: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The `steps` or `epochs` that that run was to make."""
+    """Configured `steps` or `epochs` of that run."""
 
     manifest: str = ""
-    """The digest of manifest.json; `commit` fills it in."""
+    """Digest of manifest.json, set by `commit`."""
 
     torch_version: str = torch.__version__
 
     format_version: int = _FORMAT_VERSION
-    """The version of the layout of folder and entries."""
+    """Version of the layout of folder and entries."""
 
 
 class MarkerError(Exception):
-    """The marker of a checkpoint cannot be used; the message says which and why."""
+    """A marker cannot be used; the message says which and why."""
 
 
 class UnreadMarkerError(MarkerError):
-    """It could not be read, and may be whole."""
+    """The marker could not be read, and may be intact."""
 
 
 def in_words(kind: Kind) -> str:
-    """What a checkpoint of this kind holds."""
     return _KINDS_IN_WORDS[kind]
 
 
 def read_marker(folder: Folder) -> Marker | None:
-    """Return the marker in `folder`, None if there is none; raise `MarkerError` for one that cannot be used."""
+    """Return the marker in `folder`, None if there is none; raise `MarkerError` if it cannot be used."""
     file = f"{folder}/{MARKER}"
     try:
         if not folder.has_file(MARKER):
@@ -108,7 +107,7 @@ def read_marker(folder: Folder) -> Marker | None:
 
 
 def marker_content(marker: Marker) -> bytes:
-    """The marker's file: its fields, and a digest of them, since no manifest says what they were."""
+    """Return the marker's file content: its fields and their digest, since no manifest covers them."""
     fields = {name: value for name, value in dataclasses.asdict(marker).items() if value or name not in _OPTIONAL}
     digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
     return json.dumps({**fields, "digest": digest}).encode()
@@ -116,13 +115,13 @@ def marker_content(marker: Marker) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """What is wrong with the files of a checkpoint, a line for each; false if nothing is."""
+    """Faults in the files of a checkpoint, one line each; false if there are none."""
 
     damage: Sequence[str] = ()
-    """What is missing or not as it was written."""
+    """Missing or changed files."""
 
     unread: Sequence[str] = ()
-    """What could not be read, now: it may be whole."""
+    """Files that could not be read now, and may be intact."""
 
     def __bool__(self) -> bool:
         return bool(self.damage or self.unread)
@@ -132,20 +131,15 @@ class Faults:
         return [*self.damage, *self.unread]
 
     def in_words(self, shown: int = 5) -> str:
-        """In one sentence: damage, or else the files that could not be read."""
+        """Summarize the damage in one sentence, or else the unreadable files."""
         lines = self.damage or self.unread
         more = f"; and {len(lines) - shown} more" if len(lines) > shown else ""
         return f"{'is damaged' if self.damage else 'could not be read'}: {'; '.join(lines[:shown])}{more}"
 
 
 def write_manifest(folder: Folder, ranks: Ranks) -> str:
-    """Write the manifest of all files in `folder`, every rank digesting its share; return the manifest's digest.
-
-    The files outlast a power failure when this returns.
-
-    Raises:
-        OSError: on every rank, if a file cannot be read or the manifest cannot be written.
-    """
+    """Write the manifest of all files in `folder`, each rank digesting its share; return the manifest's digest. The
+    files then survive a power failure. Raise `OSError` on every rank if a file cannot be read or written."""
     sizes = _files_of_all(folder, ranks)
     share = split_by_size(sizes, ranks.size)[ranks.rank]
 
@@ -162,10 +156,8 @@ def write_manifest(folder: Folder, ranks: Ranks) -> str:
 
 
 def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
-    """Compare the files in `folder` with its manifest, every rank digesting its share; files it lacks are no fault.
-
-    `manifest_digest` is what the marker says of the manifest; `only` names the files to look at.
-    """
+    """Compare the files in `folder` with its manifest, each rank digesting its share; unlisted files are no fault.
+    `manifest_digest` comes from the marker; `only` names the files to check."""
     try:
         content = ranks.broadcast_from_rank0(lambda: folder.read(MANIFEST))
         sizes = ranks.broadcast_from_rank0(folder.files)
@@ -203,7 +195,7 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
 
 
 def _listed(content: bytes) -> dict[str, Any] | None:
-    """Return the files that a manifest lists; None if it is none, which no digest tells if both are forged."""
+    """Return the files that a manifest lists; None if it is malformed, which a digest forged to match would hide."""
     try:
         files = json.loads(content)["files"]
         return {name: {"bytes": file["bytes"], "digest": file["digest"]} for name, file in files.items()}
@@ -212,7 +204,7 @@ def _listed(content: bytes) -> dict[str, Any] | None:
 
 
 def split_by_size(sizes: Mapping[str, int], n_shares: int) -> list[list[str]]:
-    """Split the names into shares of about as many bytes: each, the largest first, goes to the smallest share."""
+    """Split the names into shares of about equal bytes: the largest remaining one goes to the smallest share."""
     shares: list[list[str]] = [[] for _ in range(n_shares)]
     totals = [0] * n_shares
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -223,7 +215,7 @@ def split_by_size(sizes: Mapping[str, int], n_shares: int) -> list[list[str]]:
 
 
 def _files_of_all(folder: Folder, ranks: Ranks) -> dict[str, int]:
-    """Bytes of every file that any rank sees: the others' may show late in a listing, and must not be left out."""
+    """Return the bytes of every file that any rank sees, since other ranks' files may appear late in a listing."""
     sizes = {name: n_bytes for listing in ranks.all_ranks_or_raise(folder.files) for name, n_bytes in listing.items()}
 
     def check_shared() -> None:

@@ -1,9 +1,8 @@
-"""The safe reader of `.metadata`, the index of a checkpoint of torch.distributed.checkpoint (DCP), whoever wrote it.
+"""Safe reader of `.metadata`, the index of a torch.distributed.checkpoint (DCP) checkpoint from any source.
 
-DCP's own reader unpickles it, and a pickle can run any code. This module turns the pickle into records that have no
-code, checks them against the files of the folder, and builds DCP's objects from the checked values.
-
-DCP takes a second to import: import this module where it is used, not at the top of another.
+DCP's own reader unpickles it, and a pickle can run any code. This module turns the pickle into records without code,
+checks them against the files in the folder, and builds DCP's objects from the checked values. DCP takes a second to
+import: import this module inside the functions that use it.
 """
 
 import io
@@ -30,11 +29,11 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import StorageInfo
 
 _MAX_DIMS = 64
-"""The largest number of dimensions of a tensor in PyTorch."""
+"""Largest number of dimensions of a PyTorch tensor."""
 
 _MAX_NAME = 4096
 _MAX_ARGUMENTS = 1024
-"""Limits without which a small file could take hours: it can use one long name or list any number of times."""
+"""Limits against small files that take hours, by repeating one long name or list any number of times."""
 
 _RECORDS = {
     **dict.fromkeys(
@@ -47,7 +46,7 @@ _RECORDS = {
     "_get_layout": ("torch.serialization",),
     **dict.fromkeys(("Path", "PosixPath", "WindowsPath"), ("pathlib", "pathlib._local")),
 }
-"""Name of a class or function that occurs in a `.metadata` → the modules that it is found in."""
+"""Class or function in a `.metadata` → modules that may define it."""
 
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
@@ -56,15 +55,12 @@ _OPCODES = (
     *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT),
     *(pickle.BINGET, pickle.LONG_BINGET, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BUILD),
 )
-"""The instructions that a `.metadata` is written in, except those that are checked first."""
+"""Instructions of a `.metadata`, except the ones that are checked first."""
 
 
 def read_metadata(folder: Folder) -> Metadata:
-    """Return the checked metadata of the checkpoint in `folder`.
-
-    Raises:
-        UserError: if `.metadata` cannot be read, has anything but DCP's records in it, or does not fit the files.
-    """
+    """Return the checked metadata of the checkpoint in `folder`. Raise `UserError` if `.metadata` cannot be read,
+    contains anything but DCP's records, or does not fit the files."""
     file = f"{folder}/{DCP_METADATA}"
     try:
         sizes = folder.files()
@@ -91,7 +87,7 @@ class _CodeError(_DamageError):
 
 
 class _Record:
-    """An object as a pickle describes it; each read makes subclasses, so that no pickle changes another's."""
+    """Object described by a pickle; each read makes subclasses, so that no pickle changes another's."""
 
     state: Any = None
 
@@ -103,8 +99,8 @@ class _Record:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Makes records, types, numbers, texts and containers of these. It is the one written in Python, since the other
-    one allocates whatever memory a pickle names."""
+    """Makes records, types, numbers, text and containers of these. It extends the pure Python unpickler, since the C
+    one allocates any amount of memory that a pickle names."""
 
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
@@ -132,21 +128,19 @@ class _Unpickler(pickle._Unpickler):
         pickle._Unpickler.load_setitems(self)  # type: ignore[attr-defined]
 
     dispatch = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}
-    # A new object is made as a call makes one: no record has a __new__ of its own.
+    # NEWOBJ can be handled like a call, since no record defines __new__.
     dispatch |= {pickle.REDUCE[0]: _load_call, pickle.NEWOBJ[0]: _load_call}
     dispatch |= {pickle.SETITEM[0]: _load_item, pickle.SETITEMS[0]: _load_items}
 
 
 def _check_keys(keys: list[Any]) -> None:
-    # Hashing a tuple of tuples of tuples … would overflow the stack and end the process.
+    # Hashing deeply nested tuples would overflow the stack and end the process.
     require(all(isinstance(key, str | _Record) for key in keys), "it has a dict with keys that are not names")
 
 
 def _checked(root: Any, sizes: Mapping[str, int]) -> Metadata:
-    """Return the metadata that `root` describes; raise an error of any class if that is not as DCP writes it.
-
-    `sizes` are the bytes of the files in the folder, by name.
-    """
+    """Return the metadata that `root` describes; raise an error of any class if it is not as DCP writes it. `sizes`
+    maps the files in the folder to their bytes."""
     fields = _fields(root, "Metadata")
     places = {_index(index): _place(place, sizes) for index, place in fields["storage_data"].items()}
     n_chunks = sum(len(_fields(form)["chunks"]) for form in fields["state_dict_metadata"].values() if _is_tensor(form))
@@ -199,7 +193,7 @@ def _place(record: Any, sizes: Mapping[str, int]) -> StorageInfo:
     file, numbers = _text(fields["relative_path"]), (fields["offset"], fields["length"])
     require(all(type(number) is int and 0 <= number < 2**63 for number in numbers), f"it has no place in {file}")
     require(not fields.get("transform_descriptors"), f"{file} is compressed or encrypted, which is not supported")
-    # Names that lead out of the folder are none of its files.
+    # Also refuses names that lead out of the folder.
     require(file in sizes, f"{file} is not in the folder")
     return StorageInfo(file, *numbers)
 
@@ -228,7 +222,7 @@ def _size(record: Any) -> torch.Size:
     (value,) = record.args
     fits = isinstance(value, tuple) and len(value) <= _MAX_DIMS
     require(fits and all(type(number) is int and number >= 0 for number in value), "it has an impossible size")
-    # Without the zeros, which make the product none: PyTorch refuses such a size too.
+    # Zeros, which would make the product zero, count as one: PyTorch refuses such a size too.
     require(math.prod(max(1, number) for number in value) < 2**60, "it has an impossible size")
     return torch.Size(value)
 
@@ -239,13 +233,13 @@ def _text(value: Any) -> str:
 
 
 def require(is_met: bool, otherwise: str) -> None:
-    """Raise an error of the module with the message `otherwise` unless `is_met`."""
+    """Raise `_DamageError` with the message `otherwise` unless `is_met`."""
     if not is_met:
         raise _DamageError(otherwise)
 
 
 def _needed(places: Collection[StorageInfo]) -> dict[str, int]:
-    """Return the bytes that the files must have, by name, since no two places in a file overlap."""
+    """Return the minimum bytes of each file, given that no two places in a file overlap."""
     ends, lengths = Counter[str](), Counter[str]()
     for place in places:
         ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
@@ -254,9 +248,7 @@ def _needed(places: Collection[StorageInfo]) -> dict[str, int]:
 
 
 def short_error(error: BaseException) -> str:
-    """Return an error's class and message, of this module's errors the message alone, as one short line.
-
-    It has no characters that control a terminal: a hostile file may put any text into it.
-    """
+    """Return an error's class and message (for this module's errors only the message) as one short line. Nonprintable
+    characters are removed: a hostile file could put terminal control codes there."""
     text = str(error) if isinstance(error, _DamageError) else f"{type(error).__name__}: {error}"
     return "".join(character for character in text.partition("\n")[0][:200] if character.isprintable())

@@ -1,4 +1,4 @@
-"""The processes that save and load a checkpoint together, and how they agree."""
+"""The processes that save and load a checkpoint together, and their agreement on results and errors."""
 
 import pickle
 from collections.abc import Callable
@@ -12,10 +12,8 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a process group that can communicate from the host; without one, this process alone.
-
-    An error that cannot be sent to other ranks becomes an `OSError` (or a `UserError`) of the same text.
-    """
+    """The ranks of a process group that communicates from the host; without a group, this process alone. An error that
+    cannot be pickled for other ranks becomes an `OSError` (or a `UserError`) of the same text."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
@@ -23,7 +21,7 @@ class Ranks:
         self.size = group.size() if group else 1
 
     def gather(self, value: T) -> list[T]:
-        """Return `value` of every rank, in their order."""
+        """Return `value` of every rank, in rank order."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -31,7 +29,7 @@ class Ranks:
         return values
 
     def broadcast_from_rank0(self, decide: Callable[[], T]) -> T:
-        """Return on every rank what `decide` returns on rank 0; what it raises there is raised on every rank."""
+        """Return the result of `decide` on rank 0 to every rank; an error there is raised on every rank."""
         outcome = self._attempt(decide) if self.rank == 0 else (None, None)
         if self.group:
             outcomes: list[Any] = [outcome]
@@ -40,7 +38,7 @@ class Ranks:
         return self._results([outcome])[0]
 
     def all_ranks_or_raise(self, act: Callable[[], T]) -> list[T]:
-        """Return what `act` returns on every rank, in their order; what it raises on any is raised on every rank."""
+        """Return the result of `act` on every rank, in rank order; an error on any rank is raised on all."""
         return self._results(self.gather(self._attempt(act)))
 
     def _attempt(self, act: Callable[[], T]) -> tuple[Any, Exception | None]:

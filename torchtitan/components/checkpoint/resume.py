@@ -1,4 +1,4 @@
-"""Where a run starts: from a checkpoint of its own, or another's; verified before anything of it is loaded."""
+"""Start of a run: from its own checkpoint or another's, verified before it is loaded."""
 
 import contextlib
 import dataclasses
@@ -21,28 +21,26 @@ WAY_ON = (
     "take one of its run that holds all weights, as the one after the last step does, or any with "
     "--checkpoint.no_trained_only; of a LoRA run, torchtitan convert --to peft makes an adapter of it"
 )
-"""What to do if a checkpoint of trained weights only does not suffice."""
+"""Advice if a checkpoint of only trained weights does not suffice."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a run starts from."""
+    """Checkpoint that a run starts from."""
 
     checkpoint: CheckpointInfo
-    """Complete."""
+    """Always complete."""
 
     resumes: bool
-    """Whether it is the run's own, and not its `initial_load_path`."""
+    """True for the run's own checkpoint, false for `initial_load_path`."""
 
 
 def check_owner(config: CheckpointConfig, folder: Folder, get_identity: Callable[[], RunIdentity]) -> None:
-    """Raise if a run must not train into `folder`; looks at markers only.
-
-    `get_identity` returns the run's identity; it is not called if the folder holds no checkpoint.
+    """Raise if a run must not train into `folder`; looks only at markers, and needs the identity only if there are any.
 
     Raises:
-        UserError: if the folder holds checkpoints of another run, or if this run is to make more steps and has ended in
-            a checkpoint that it cannot resume from.
+        UserError: if the folder holds checkpoints of another run, or if this run has steps left but has ended in a
+            checkpoint that it cannot resume from.
         RunComplete: if this run has ended in such a checkpoint, and nothing is left to train.
     """
     with _looking_through(folder):
@@ -90,11 +88,8 @@ def _stop_if_finished(config: CheckpointConfig, checkpoints: Sequence[Checkpoint
 
 
 def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
-    """Return the checkpoint that a run whose own lie in `folder` would start from, by the markers alone.
-
-    Raises:
-        UserError: if one is named that cannot be loaded, all of the run's own are damaged, or nothing can be read.
-    """
+    """Return the checkpoint that a run with checkpoints in `folder` would start from, judging by the markers alone.
+    Raise `UserError` if a named one cannot be loaded, all of the run's own are damaged, or nothing can be read."""
     with _looking_through(folder):
         if config.load_step != -1:
             return Start(catalog.find_step(folder, config.load_step), resumes=True)
@@ -119,14 +114,14 @@ def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
 
 
 def check_frozen(config: CheckpointConfig, start: Start | None, base: BaseWeights) -> None:
-    """Raise `UserError` unless `base`, the weights of this run that are not trained, are those that `start` lacks."""
+    """Raise `UserError` unless `base`, this run's frozen weights, are the weights that `start` lacks."""
     if start is None or not start.resumes:
         return
     checkpoint = start.checkpoint
     if checkpoint.frozen_from:
         assert checkpoint.marker
         digest, lacking = base.digest(), f"{checkpoint.path} {lacks(checkpoint)}"
-        # The same weights are in order wherever they lie now.
+        # The same weights are accepted from any location.
         if digest != checkpoint.marker.frozen_digest or not digest and base.words != checkpoint.frozen_from:
             raise UserError(
                 f"{lacking} as they were then, which have changed since: put them back"
@@ -141,7 +136,7 @@ def check_frozen(config: CheckpointConfig, start: Start | None, base: BaseWeight
 
 
 def lacks(checkpoint: CheckpointInfo) -> str:
-    """Say what a checkpoint of trained weights lacks."""
+    """Describe the weights that a checkpoint of trained weights lacks."""
     return f"holds trained weights only; the others are those of {checkpoint.frozen_from}"
 
 
@@ -153,19 +148,18 @@ def choose_start(
     identity: RunIdentity | None = None,
     verifies_initial: bool,
 ) -> Start | None:
-    """Return what `find_start` gives, verified; every rank calls it and digests its share.
+    """Return the verified result of `find_start`; every rank calls it and digests its share. Raise as `check_owner` and
+    `find_start`, and `UserError` if every candidate is damaged.
 
-    The checkpoint of another run is verified only if `verifies_initial`: what loads it may do so. Warnings name what
-    else lies in the folder; what unfinished saves left is removed. If the newest checkpoint of the run is damaged or
-    cannot be read, a warning says so, and the next older one takes its place.
-
-    Raises: as `check_owner` and `find_start`; `UserError` if no checkpoint that would do is sound.
+    The checkpoint of another run is verified only if `verifies_initial`; otherwise its loader does so. Warn about other
+    contents of the folder, remove the remains of unfinished saves, and fall back, with a warning, from a damaged or
+    unreadable checkpoint of the run to the next older one.
     """
     start = ranks.broadcast_from_rank0(lambda: _find_and_tidy(config, folder, identity))
     if start is None:
         if config.initial_load_path and config.initial_load_in_hf:
             given = folder_at(config.initial_load_path)
-            # A Hugging Face folder that a run of ours saved; others have nothing to be verified by.
+            # A Hugging Face folder saved by one of our runs; others have nothing to verify.
             if ranks.broadcast_from_rank0(lambda: catalog.has_marker(given)):
                 catalog.raise_if_damaged(given, ranks)
         return None
@@ -179,13 +173,9 @@ def choose_start(
 def load_model_state(
     path: AnyFolder, state: ModelState, *, saved_name: str = "model", group: dist.ProcessGroup | None = None
 ) -> None:
-    """Verify the checkpoint in `path`, and load the weights of its model `saved_name` into `state`, sharded or not.
-
-    The ranks of `group` call this together; None: the default process group, or this process if there is none.
-
-    Raises:
-        UserError: on every rank, if the checkpoint is damaged or does not fit.
-    """
+    """Verify the checkpoint in `path` and load the weights of its model `saved_name` into `state`, sharded or not. The
+    ranks of `group` call this together; None: the default process group, or this process if there is none. Raise
+    `UserError` on every rank if the checkpoint is damaged or does not fit."""
     from torchtitan.components.checkpoint import dcp
 
     if group is None and dist.is_initialized():
@@ -203,7 +193,7 @@ def _find_and_tidy(config: CheckpointConfig, folder: Folder, identity: RunIdenti
     start = find_start(config, folder)
     resumed = start.checkpoint.step if start and start.resumes else -1
     for info in catalog.list_checkpoints(folder) if config.enable else []:
-        # Where a folder cannot be renamed, one without a marker is what a killed save leaves.
+        # If folders cannot be renamed, a killed save leaves one without a marker.
         if info.path.name.endswith(UNFINISHED) or not (info.complete or info.fault or folder.renames):
             logger.warning("%s was left by a save, or a removal, that did not end", info.path)
             if not config.load_only:
@@ -241,7 +231,7 @@ def _newest_sound(config: CheckpointConfig, folder: Folder, ranks: Ranks) -> Che
         lost[checkpoint.step] = f"it {faults.in_words()}"
         if ranks.rank == 0:
             logger.warning("skipped %s: %s", checkpoint.path, lost[checkpoint.step])
-            # What could not be read is not noted: the next run may be able to.
+            # Unreadable files are not noted: the next run may be able to read them.
             if faults.damage and not config.load_only:
                 note = functools.partial(catalog.record_damage, checkpoint, faults.damage)
                 _or_warn(note, f"the damage to {checkpoint.path} could not be noted in it")

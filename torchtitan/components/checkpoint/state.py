@@ -1,4 +1,4 @@
-"""States in the form a checkpoint needs, if torch has no `state_dict` for them: a wrapped model, random numbers."""
+"""States without a suitable `state_dict` in torch: a wrapped model, random number generators."""
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,25 +16,23 @@ if TYPE_CHECKING:
 
 
 Entries = dict[str, torch.Tensor | str]
-"""A state as it is saved: its tensors under their names, and all else in one string."""
+"""Saved form of a state: its tensors under their names, and everything else in one string."""
 
 
 class ModelState:
-    """The weights of a model, or of the pipeline stages of this process, under their canonical names.
-
-    The prefixes of DDP, `torch.compile` and activation checkpointing do not show in the names, and sharded
-    parameters are DTensors, so a checkpoint fits the model whatever it is wrapped in and however it is laid out.
-    """
+    """Weights of a model, or of this process's pipeline stages, under their canonical names. The names omit the
+    prefixes of DDP, `torch.compile` and activation checkpointing, and sharded parameters are DTensors, so a checkpoint
+    fits the model under any wrapper or layout."""
 
     def __init__(self, model_parts: Sequence[nn.Module]):
         self.model_parts = model_parts
 
     def state_dict(self) -> dict[str, Any]:
-        """Canonical name → parameter or persistent buffer, not copied."""
+        """Return canonical name → parameter or persistent buffer, not copied."""
         return {name: value for part in self._part_state_dicts() for name, value in part.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy `state_dict` into the model; raise `UserError` if a name is missing or not one of the model's."""
+        """Copy `state_dict` into the model; raise `UserError` if a name is missing or unknown."""
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
         part_names = [part.keys() for part in self._part_state_dicts()]
@@ -46,22 +44,22 @@ class ModelState:
 
     @property
     def added(self) -> set[str]:
-        """Names of the tensors that the plain model has nothing of (`ConvertedModule.added`)."""
+        """Names of the tensors absent from the plain model (`ConvertedModule.added`)."""
         return self._names_in(lambda module: module.added)
 
     @property
     def derived(self) -> set[str]:
-        """Names of the tensors that are in another form than the plain model's (`ConvertedModule.derived`)."""
+        """Names of the tensors in another form than the plain model's (`ConvertedModule.derived`)."""
         return self._names_in(lambda module: module.derived)
 
     @property
     def of_converted(self) -> set[str]:
-        """Names of all tensors that belong to a `ConvertedModule`."""
+        """Names of all tensors of a `ConvertedModule`."""
         return self._names_in(lambda module: module.state_dict())
 
     @property
     def frozen(self) -> set[str]:
-        """Names of the parameters that are not trained and that the plain model's weights say all of."""
+        """Names of the frozen parameters that the plain model's weights fully determine."""
         named = [pair for part in self.model_parts for pair in part.named_parameters()]
         return {canonical_name(name) for name, parameter in named if not parameter.requires_grad} - self.added
 
@@ -77,7 +75,7 @@ class ModelState:
 
 
 class TrainedState:
-    """The weights of a model but those that are `frozen`, for a checkpoint, if these can be loaded from elsewhere."""
+    """The weights of a model without its `frozen` ones, for a checkpoint if they can be loaded from elsewhere."""
 
     def __init__(self, state: ModelState):
         self._state = state
@@ -91,13 +89,10 @@ class TrainedState:
 
 
 class RandomState:
-    """The random number generators of this process: torch's on the CPU and on its accelerator, numpy's, Python's.
-
-    One per process: hand it to the checkpointer among the `rank_states`.
-    """
+    """Random number generators of this process (torch's, NumPy's, Python's), as one of the `rank_states`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Generator → state: torch's as byte tensors (the accelerator's under its type, as "cuda"), others as lists."""
+        """Return generator → state: byte tensors for torch (an accelerator's under its type, "cuda"), else lists."""
         import numpy
 
         state: dict[str, Any] = {"cpu": torch.get_rng_state()}
@@ -111,7 +106,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore `state_dict`; an accelerator of another type than the one it was saved on keeps its state."""
+        """Restore `state_dict`; an accelerator of another type than the saved one keeps its state."""
         import numpy
 
         torch.set_rng_state(state_dict["cpu"])
@@ -125,18 +120,13 @@ class RandomState:
 
 
 def without_frozen(states: "Mapping[str, Stateful]") -> "dict[str, Stateful]":
-    """Return `states` with a `TrainedState` in place of each `ModelState`."""
+    """Return `states` with each `ModelState` as a `TrainedState`."""
     return {name: TrainedState(state) if isinstance(state, ModelState) else state for name, state in states.items()}
 
 
 def with_parameter_names(name: str, state: "Stateful", states: "Mapping[str, Stateful]") -> "Stateful":
-    """Return a torch optimizer, which numbers its parameters, as an `OptimizerState` over its model among `states`.
-
-    Any other state is returned as it is.
-
-    Raises:
-        UserError: if none of the models has the optimizer's parameters.
-    """
+    """Wrap a torch optimizer, which numbers its parameters, in an `OptimizerState` over its model; return others as is.
+    Raise `UserError` if none of the models has the optimizer's parameters."""
     if not isinstance(state, torch.optim.Optimizer):
         return state
     from torchtitan.components.optimizer import OptimizerState

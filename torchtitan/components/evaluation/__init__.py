@@ -1,4 +1,4 @@
-"""Evaluation of a model: multiple choice and the perplexity of a text, and an adapter to lm-eval."""
+"""Model evaluation: multiple choice, perplexity of a text, and an adapter to lm-eval."""
 
 from torchtitan.components.evaluation.scoring import Progress as Progress
 from torchtitan.components.evaluation.scoring import Request as Request

@@ -1,7 +1,5 @@
-"""Our models in lm-eval, EleutherAI's evaluation harness (https://github.com/EleutherAI/lm-evaluation-harness).
-
-Import this module only where the package `lm_eval` is installed.
-"""
+"""Our models in lm-eval, EleutherAI's evaluation harness (https://github.com/EleutherAI/lm-evaluation-harness). Import
+this module only if the package `lm_eval` is installed."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,18 +18,12 @@ from torchtitan.components.generation import Sampling, TextStream, generate, sta
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
-_MAX_NEW_TOKENS = 256  # lm-eval's own default, where a task does not say
+_MAX_NEW_TOKENS = 256  # lm-eval's own default
 
 
 class TorchtitanLM(LM):
-    """What lm-eval asks of a language model, text in and numbers or text out.
-
-    Args:
-        scorer: holds the model.
-        tokenizer: the model's.
-        stop_ids: tokens that end a generated text.
-        progress: told of each kind of requests, as they are answered.
-    """
+    """lm-eval's interface to the model of `scorer`, text in and numbers or text out. `stop_ids` end a generated text;
+    `progress` is called per kind of request as requests are answered."""
 
     def __init__(
         self,
@@ -44,12 +36,10 @@ class TorchtitanLM(LM):
         self.scorer, self.tokenizer, self.stop_ids, self.progress = scorer, tokenizer, stop_ids, progress
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is the greedy one."""
         pairs = encode_pairs(self.tokenizer, [request.args for request in requests])
         return [(score.logprob, score.is_greedy) for score in self.scorer.score(pairs, self.progress)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Log-probability of each text, after BOS, in lm-eval's windows: each begins where the one before ended."""
         start, size = start_id(self.tokenizer), self.scorer.max_seq_len
         windows = []
         for request in requests:
@@ -60,7 +50,6 @@ class TorchtitanLM(LM):
         return [sum(next(scores).logprob for _ in of_text) for of_text in windows]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Continue each context until one of the task's strings, a stop token, or the task's number of tokens."""
         same_options: dict[str, list[int]] = {}  # as one batch needs
         for index, request in enumerate(requests):
             same_options.setdefault(repr(request.args[1]), []).append(index)
@@ -107,17 +96,8 @@ class TorchtitanLM(LM):
 def evaluate_tasks(
     model: TorchtitanLM, tasks: Sequence[str], *, include_path: Path | None = None, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Metrics by task.
-
-    Args:
-        model: to evaluate.
-        tasks: names of lm-eval's own tasks, or of tasks in YAML in the folder `include_path`.
-        include_path: None: there are no others.
-        limit: examples of each task; None: all.
-
-    Raises:
-        UserError: for a name that is no task.
-    """
+    """Return the metrics by task; raise `UserError` for an unknown task. `tasks` are names of lm-eval's own tasks, or
+    of tasks in YAML in the folder `include_path`; `limit` is the number of examples per task (None: all)."""
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise UserError(

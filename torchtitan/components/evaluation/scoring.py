@@ -1,4 +1,4 @@
-"""The probability that a model gives to a continuation of a context: what all evaluations here are made of."""
+"""Probability of a continuation given a context, the basis of all evaluations here."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from torchtitan.components.generation.generate import NOT_FINITE_HINT, evaluatin
 from torchtitan.tools.errors import UserError
 
 Progress = Callable[[int, int], None]
-"""Told how many requests are done, and how many there are."""
+"""Called with the number of finished requests and the total."""
 
 _LOGITS_AT_ONCE = 2**26  # elements: a quarter of a GiB in float32
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Token ids of a context, at least one, and of what follows it."""
+    """Token ids of a context, at least one, and of its continuation."""
 
     context: list[int]
     continuation: list[int]
@@ -26,27 +26,21 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a model says of a request."""
+    """Result of a request."""
 
     logprob: float
-    """Natural logarithm of the continuation's probability: the sum over its tokens."""
+    """Natural logarithm of the continuation's probability, summed over its tokens."""
 
     is_greedy: bool
-    """Whether the continuation is what greedy decoding would give."""
+    """True if greedy decoding would give the continuation."""
 
     truncated: bool
-    """Whether the context lost tokens at its beginning, as it is longer than the model's own."""
+    """True if the beginning of the context was cut to fit the model's."""
 
 
 class Scorer:
-    """Scores requests in batches of similar length.
-
-    Args:
-        model: whole; under FSDP, every rank scores the same requests.
-        batch_size: requests per forward pass.
-        max_seq_len: the longest sequence that the model is given; None: `max_seq_len` of its configuration.
-        device: to compute on; None: the one that holds the parameters.
-    """
+    """Scores requests in batches of similar length, `batch_size` per forward pass. Under FSDP, every rank scores the
+    same requests. By default, `max_seq_len` is the model's, and `device` the parameters'."""
 
     def __init__(
         self,
@@ -65,14 +59,9 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Score]:
-        """The score of each request, in their order.
-
-        A request of more than `max_seq_len` + 1 tokens, of which the last is only predicted, loses the first of its
-        context.
-
-        Raises:
-            UserError: for a continuation longer than the model's context, or a log-probability that is not finite.
-        """
+        """Return the score of each request, in order. A request of more than `max_seq_len` + 1 tokens (the last is only
+        predicted) loses the beginning of its context. Raise `UserError` for a continuation longer than the model's
+        context, or a log-probability that is not finite."""
         for request in requests:
             assert request.context, "a context has at least one token"
             if len(request.continuation) > self.max_seq_len:
@@ -80,7 +69,7 @@ class Scorer:
                     f"a continuation of {len(request.continuation)} tokens is longer than the model's context of "
                     f"{self.max_seq_len} tokens"
                 )
-        # The longest first: what does not fit into memory shows at once.
+        # The longest first, so that running out of memory shows at once.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].context) - len(requests[i].continuation))
         scores: dict[int, Score] = {}
         with evaluating(self.model):
@@ -94,9 +83,9 @@ class Scorer:
     def _score_batch(self, requests: Sequence[Request]) -> list[Score]:
         sequences = [(request.context + request.continuation)[-self.max_seq_len - 1 :] for request in requests]
         longest = max(map(len, sequences)) - 1
-        # Padding stands behind the tokens, where causal attention does not see it.
+        # Padding follows the tokens, so that causal attention does not see it.
         tokens = [sequence[:-1] + [0] * (longest + 1 - len(sequence)) for sequence in sequences]
-        # Column j predicts token j + 1: the n tokens of a continuation are predicted by the n columns before its last.
+        # Column j predicts token j + 1, so the n columns before a continuation's last token predict its n tokens.
         places = [
             (row, len(sequence) - 1 - len(request.continuation) + i)
             for row, (sequence, request) in enumerate(zip(sequences, requests, strict=True))
@@ -122,7 +111,7 @@ class Scorer:
     def _logprobs(
         self, tokens: list[list[int]], rows_N: Tensor, columns_N: Tensor, targets_N: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability (float32) of each target at its place in the batch, and whether it is the most probable."""
+        """Return the log-probability (float32) of each target, and whether it is the most probable token."""
 
         def head(hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
             chunk = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])

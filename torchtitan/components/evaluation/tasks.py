@@ -1,4 +1,4 @@
-"""The built-in tasks: multiple choice, and the perplexity of a text."""
+"""Built-in tasks: multiple choice, and the perplexity of a text."""
 
 import dataclasses
 import math
@@ -29,26 +29,23 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class MultipleChoiceResult:
-    """Shares of the questions whose right choice has the highest score; standard errors are of the mean."""
+    """Fractions of the questions for which the right choice has the highest score; standard errors are of the mean."""
 
     accuracy: float
-    """By the log-probability of the choice."""
+    """By log-probability of the choice."""
     accuracy_stderr: float | None
-    """None: of a single question there is none."""
+    """None for a single question."""
     accuracy_norm: float
-    """By the log-probability of the choice divided by its length in bytes of UTF-8."""
+    """By log-probability of the choice divided by its length in bytes of UTF-8."""
     accuracy_norm_stderr: float | None
     questions: int
     truncated: int
-    """Questions whose query lost its beginning, as it is longer than the model's context."""
+    """Questions with a query cut at its beginning to fit the model's context."""
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """The first `limit` questions (None: all) of a file with one JSON object per line: `query`, `choices`, `gold`.
-
-    Raises:
-        UserError: for a line that is something else, by its number.
-    """
+    """Return the first `limit` questions (None: all) of a file with one JSON object per line: `query`, `choices`,
+    `gold`. Raise `UserError` for any other line, by number."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -63,11 +60,8 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
 def multiple_choice(
     scorer: Scorer, tokenizer: Tokenizer, questions: Sequence[Question], progress: Progress | None = None
 ) -> MultipleChoiceResult:
-    """Score every choice of every question.
-
-    Between query and choice stands a blank, unless the query ends or the choice begins with white space. Of scores that
-    are equal, the first counts.
-    """
+    """Score every choice of every question. A blank separates query and choice, unless there is white space already;
+    the first of equal scores counts."""
     requests = [
         request
         for question in questions
@@ -93,14 +87,12 @@ def multiple_choice(
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Request]:
-    """Token ids of (context, continuation) pairs, by the rule of lm-eval, so that scores can be compared.
+    """Encode (context, continuation) pairs by lm-eval's rule, for comparable scores; raise `UserError` for a
+    continuation that adds no token.
 
-    White space at the end of the context goes to the continuation. The continuation's tokens are then those of both
-    texts together beyond as many as the context alone has. An empty context is BOS (or EOS, where there is no BOS).
-    BOS is added as the tokenizer's own configuration says.
-
-    Raises:
-        UserError: for a continuation that is no token of its own.
+    White space at the end of the context moves to the continuation. The continuation's tokens are the joint encoding's
+    tokens after as many as the context alone has. An empty context is BOS (or EOS, without BOS). BOS is added as in the
+    tokenizer's own configuration.
     """
     moved = [(context.rstrip(), context[len(context.rstrip()) :] + continuation) for context, continuation in pairs]
     whole = tokenizer.encode_batch([context + continuation for context, continuation in moved], add_eos=False)
@@ -140,19 +132,18 @@ def _joined(question: Question, choice: str) -> str:
 
 
 def _stderr(hits: Sequence[bool]) -> float | None:
-    """Sample standard deviation over the square root of the number."""
     mean = sum(hits) / len(hits)
     return math.sqrt(mean * (1 - mean) / (len(hits) - 1)) if len(hits) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class PerplexityResult:
-    """Of one text."""
+    """Perplexity of one text."""
 
     perplexity: float
     """Exponential of the mean negative log-likelihood per token."""
     bits_per_byte: float
-    """Negative log-likelihood of the text in bits, divided by its bytes of UTF-8. Tokenizers can be compared by it."""
+    """Negative log-likelihood of the text in bits, per byte of UTF-8; comparable between tokenizers."""
     loss: float
     """Mean negative log-likelihood per token, in nats."""
     tokens: int
@@ -162,14 +153,9 @@ class PerplexityResult:
 def text_perplexity(
     scorer: Scorer, tokenizer: Tokenizer, text: str, progress: Progress | None = None
 ) -> PerplexityResult:
-    """Score every token of `text` once, with at least half of the model's context before it, if the text has that.
-
-    BOS (or EOS, if there is no BOS) precedes the text, whatever the tokenizer's configuration says: it is
-    what the first token is predicted from, and is not scored itself.
-
-    Raises:
-        UserError: for an empty text.
-    """
+    """Score every token of `text` once, after at least half of the model's context if the text has it. BOS (or EOS,
+    without BOS) precedes the text, regardless of the tokenizer's configuration: it predicts the first token and is not
+    scored itself. Raise `UserError` for an empty text."""
     if not text:
         raise UserError("the text is empty: there is nothing to score")
     start = start_id(tokenizer)
@@ -190,10 +176,8 @@ def text_perplexity(
 
 
 def windows(ids: list[int], size: int) -> Iterator[Request]:
-    """Requests that score all but the first of `ids` once, each of at most `size` predictions.
-
-    The first window predicts `size` tokens; each later one half of that, from the half before them on.
-    """
+    """Yield requests that score all but the first of `ids` once, each of at most `size` predictions. The first window
+    predicts `size` tokens, each later one half of that, after the half before them."""
     end = min(size + 1, len(ids))
     yield Request(ids[:1], ids[1:end])
     stride = max(1, size // 2)
@@ -205,25 +189,15 @@ def windows(ids: list[int], size: int) -> Iterator[Request]:
 def evaluate_file(
     path: Path, scorer: Scorer, tokenizer: Tokenizer, limit: int | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Return the numbers of a file: of a `MultipleChoiceResult`, or of a `PerplexityResult`.
-
-    Args:
-        path: has one of `SUFFIXES`.
-        scorer: over the model.
-        tokenizer: the model's.
-        limit: most questions; None: all.
-        progress: told of scored requests.
-
-    Raises:
-        UserError: if the file cannot be read, or has nothing to score.
-    """
+    """Return the fields of the `MultipleChoiceResult` of at most `limit` questions, or of the `PerplexityResult`, of a
+    file with one of `SUFFIXES`. Raise `UserError` if it cannot be read, or has nothing to score."""
     if path.suffix == ".jsonl":
         return dataclasses.asdict(multiple_choice(scorer, tokenizer, read_questions(path, limit), progress))
     return dataclasses.asdict(text_perplexity(scorer, tokenizer, read_text(path), progress))
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file; raises `UserError` if it cannot be read or is empty."""
+    """Return the text of a file; raise `UserError` if it cannot be read or is empty."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Generation of text from any model: sampling, a key/value cache, decoding as it comes."""
+"""Text generation with any model: sampling, a key/value cache, incremental decoding."""
 
 from torchtitan.components.generation.generate import Generation, KVCache, generate
 from torchtitan.components.generation.sampling import Sampling

@@ -1,4 +1,4 @@
-"""Continues token sequences with a model: what `torchtitan generate` and training methods call."""
+"""Continuation of token sequences with a model, for `torchtitan generate` and training methods."""
 
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -22,30 +22,30 @@ from torchtitan.tools.torch_private import forward_pre_hooks
 FinishReason = Literal["stop", "length"]
 
 OnToken = Callable[[int, int], bool]
-"""Called with a row's number and its next token, in the order of the rows; True ends the row."""
+"""Called with a row's number and its next token, in row order; True ends the row."""
 
 NOT_FINITE_HINT = (
     "its weights may be damaged or its training may have diverged, or the numbers are too large for the type it "
     "computes in (--dtype)"
 )
-"""What may be wrong with a model that gives NaN."""
+"""Possible causes of NaN from a model."""
 
 _PADDING = 0  # any token will do: nothing attends to it
 
 _ATTENTION = "*.attend"
-"""The modules `attend(queries, keys, values, mask)`, which every family has (`ShardingPlan.attention`)."""
+"""The modules `attend(queries, keys, values, mask)` of every family (`ShardingPlan.attention`)."""
 
 
 @dataclass(slots=True)
 class Generation:
-    """What one prompt was continued with."""
+    """Continuation of one prompt."""
 
     ids: list[int] = field(default_factory=list)
-    """The new tokens, with the stop token, if there was one, as the last."""
+    """New tokens, ending with the stop token, if any."""
     logprobs: list[float] = field(default_factory=list)
     """Natural logarithm of each new token's probability at temperature 1, before top_k and top_p."""
     finish_reason: FinishReason = "length"
-    """`stop`: by a stop token, or because `on_token` said so. `length`: it has max_new_tokens."""
+    """`stop`: ended by a stop token or `on_token`. `length`: reached max_new_tokens."""
 
 
 @torch.no_grad()
@@ -62,24 +62,21 @@ def generate(
 ) -> list[Generation]:
     """Continue each of `prompts`, all in one batch, with the model in evaluation mode; each ends by itself.
 
-    Works for a model as it is and under FSDP, DDP, tensor parallelism, activation checkpointing, compilation (whose
-    blocks run uncompiled meanwhile) and autocast, not under pipeline or context parallelism.
+    Works for plain models and under FSDP, DDP, tensor parallelism, activation checkpointing, compilation (the blocks
+    run uncompiled meanwhile) and autocast, not under pipeline or context parallelism.
 
     Args:
-        model: on the device to compute on.
         prompts: token ids, at least one each, of any lengths.
-        max_new_tokens: per prompt, stop token included.
-        sampling: how tokens are drawn; None: always the most probable one.
-        stop_ids: tokens that end a row. `on_token` is not told of them.
-        on_token: told of each token as it is chosen.
-        use_cache: keep keys and values; without, every token costs a forward pass of all before it.
-        group: of processes that must make their forward passes together (FSDP, tensor parallelism): they continue until
-            all rows of all are done. Each may have prompts of its own; under tensor parallelism all have the same.
+        max_new_tokens: per prompt, including the stop token.
+        sampling: None: always the most probable token.
+        stop_ids: tokens that end a row; `on_token` does not see them.
+        use_cache: keep keys and values; without, every token costs a forward pass over all tokens before it.
+        group: processes that must run forward passes together (FSDP, tensor parallelism) until all their rows are done.
+            Each may have its own prompts; under tensor parallelism all have the same.
 
     Raises:
-        UserError: if there is nothing to continue; if a prompt and its continuation are longer than the model's
-            context (`model.config.max_seq_len`); for a pipeline stage and under context parallelism; and if the model
-            gives logits that are no distribution (NaN).
+        UserError: for no prompt; for a prompt and continuation longer than the model's context (its `max_seq_len`); for
+            a pipeline stage or under context parallelism; for logits that are no distribution (NaN).
     """
     _check(model, prompts, max_new_tokens)
     rows = _Rows(len(prompts), max_new_tokens, stop_ids, on_token)
@@ -96,15 +93,12 @@ def generate(
 
 
 class _Rows:
-    """The rows of a batch as they grow, each until it is done."""
-
     def __init__(self, n_rows: int, max_new_tokens: int, stop_ids: AbstractSet[int], on_token: OnToken | None):
         self.generations = [Generation() for _ in range(n_rows)]
         self.unfinished = set(range(n_rows)) if max_new_tokens > 0 else set()
         self._max_new_tokens, self._stop_ids, self._on_token = max_new_tokens, stop_ids, on_token
 
     def extend(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Append the next token of each row that is not finished."""
         for row in sorted(self.unfinished):
             generation = self.generations[row]
             generation.ids.append(tokens[row])
@@ -148,8 +142,8 @@ def _refuse_a_part_of_a_model(model: nn.Module) -> None:
 
 
 def _usable(logits_BV: Tensor, unfinished: set[int], group: dist.ProcessGroup | None) -> Tensor:
-    """The logits, with zeros in finished rows whose logits are no distribution. Raise `UserError` if a row that is
-    unfinished has such logits, in any process: the most probable token of nothing but NaN would be token 0."""
+    """Return the logits, with zeros in finished rows whose logits are no distribution. Raise `UserError` if an
+    unfinished row of any process has such logits: the most probable token of all NaN would be token 0."""
     unusable = (~logits_BV.logsumexp(dim=-1).isfinite()).nonzero()[:, 0].tolist()
     if _anywhere(not unfinished.isdisjoint(unusable), group):
         raise UserError(f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}")
@@ -157,7 +151,7 @@ def _usable(logits_BV: Tensor, unfinished: set[int], group: dist.ProcessGroup | 
 
 
 def _anywhere(here: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether something is so in any process of the group."""
+    """Return whether `here` is true in any process of the group."""
     if group is None:
         return here
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
@@ -168,7 +162,7 @@ def _anywhere(here: bool, group: dist.ProcessGroup | None) -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards in the one it was in, without weights that FSDP gathered."""
+    """Put the model in evaluation mode; afterwards restore its mode and free weights gathered by FSDP."""
     was_training = model.training
     model.eval()
     try:
@@ -179,20 +173,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class KVCache:
-    """While it is entered, the model's attention reaches back to all tokens of the forward passes so far.
+    """While entered, the model's attention reaches back to all tokens of the previous forward passes.
 
-    Each pass is given the tokens that are new, with their positions, as `model(tokens_BL, positions_BL, packed=False)`;
-    `expect` says before it which of them are text, `advance` after it how many are kept. Hooks on the model's
-    attention store keys and values, and hand on all of them with their mask.
+    Each pass gets the new tokens and their positions, as `model(tokens_BL, positions_BL, packed=False)`. Before it,
+    `expect` marks text and padding; after it, `advance` says how many tokens to keep. Hooks on the model's attention
+    store keys and values, and pass on all of them with their mask. Padding may be in any slot; only it attends to
+    itself (a softmax over nothing would be NaN).
 
-    A row may have padding in any slot, which nothing attends to but itself (a softmax over nothing would be NaN).
-
-    Args:
-        model: whole, or a rank's part of it under tensor parallelism or FSDP.
-        max_slots: tokens per row that it has room for, padding included.
-
-    Raises:
-        ValueError: if the model has no attention of that kind.
+    `model` is whole, or a rank's part under tensor parallelism or FSDP; `max_slots` is the capacity in tokens per row,
+    including padding. Raises `ValueError` if the model has no such attention.
     """
 
     def __init__(self, model: nn.Module, max_slots: int):
@@ -206,7 +195,7 @@ class KVCache:
         self._cleanup = ExitStack()
 
     def __enter__(self) -> "KVCache":
-        # A compiled block was traced without the hooks, and would continue without them.
+        # A compiled block was traced without the hooks, and would run without them.
         self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))
         for module in self._modules:
             self._cleanup.callback(module.register_forward_pre_hook(self._attend_to_all).remove)
@@ -217,7 +206,7 @@ class KVCache:
         self._stored.clear()
 
     def expect(self, real_BL: Tensor) -> None:
-        """Say which of the tokens of the next forward pass are text, and not padding: boolean, shape (B, L)."""
+        """Mark which tokens of the next forward pass are text, not padding: boolean, shape (B, L)."""
         batch, length = real_BL.shape
         end = self.n_slots + length
         assert end <= self.max_slots, f"{end} tokens in a cache for {self.max_slots}"
@@ -230,7 +219,7 @@ class KVCache:
         self._mask = (seen_BLS | (slots_S == queries_L1))[:, None]
 
     def advance(self, length: int) -> None:
-        """Keep the first `length` tokens of the last forward pass; the slots of the others are used again."""
+        """Keep the first `length` tokens of the last forward pass; the other slots are reused."""
         self.n_slots += length
 
     def _attend_to_all(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -246,8 +235,8 @@ class KVCache:
         return q_BLHD, keys[:, :end], values[:, :end], self._mask
 
 
-# Two ways to the logits of the next token: both yield `step(tokens_B)`, which appends a token to each row (None, at
-# first: the prompts themselves) and gives (B, V).
+# Two ways to compute the next token's logits: both yield `step(tokens_B)`, which appends a token to each row (None, at
+# first: the prompts themselves) and returns (B, V).
 
 _Step = Callable[[Tensor | None], Tensor]
 
@@ -269,7 +258,7 @@ def _cached_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_t
                 cache.advance(length)
                 return logits_BV
             next_positions_B = next_positions_B + 1
-            # Tensor parallelism shares the tokens of a sample out evenly: those behind the first are padding.
+            # Tensor parallelism divides a sample's tokens evenly: all after the first are padding.
             one_BL = new_B.to(tokens_BL.device)[:, None].expand(-1, degree)
             cache.expect(torch.arange(degree, device=one_BL.device).expand_as(one_BL) == 0)
             logits_BV = _logits_at(model, 0, one_BL, next_positions_B[:, None].expand_as(one_BL), packed=False)
@@ -289,14 +278,14 @@ def _recomputed_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_n
             for sequence, token in zip(sequences, new_B.tolist(), strict=True):
                 sequence.append(token)
         tokens_BL, positions_BL = _left_padded(sequences, degree, device)
-        # Each token of the padding, at position 0, is a document of its own to the model.
+        # Each padding token, at position 0, is a separate document to the model.
         return _logits_at(model, tokens_BL.shape[1] - 1, tokens_BL, positions_BL.clamp(min=0))
 
     yield step
 
 
 def _left_padded(sequences: Sequence[Sequence[int]], multiple: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and their positions, (B, L) with L a multiple of `multiple`; the positions of padding are below 0."""
+    """Return tokens and positions, (B, L) with L a multiple of `multiple`; padding has negative positions."""
     longest = -(-max(map(len, sequences)) // multiple) * multiple
     paddings = [longest - len(sequence) for sequence in sequences]
     tokens = [[_PADDING] * padding + list(sequence) for padding, sequence in zip(paddings, sequences, strict=True)]
@@ -305,7 +294,7 @@ def _left_padded(sequences: Sequence[Sequence[int]], multiple: int, device: torc
 
 
 def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, positions_BL: Tensor, **inputs: bool) -> Tensor:
-    """Logits (B, V) of the token in column `index`."""
+    """Return the logits (B, V) of the token in column `index`."""
 
     def head(hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
         if isinstance(hidden_BLD, DTensor):
@@ -313,7 +302,7 @@ def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, positions_BL: Te
         hidden_BD = hidden_BLD[:, index]
         if not isinstance(weight_VD, DTensor):
             return F.linear(hidden_BD, weight_VD)
-        # Each tensor-parallel rank has its part of the vocabulary; their logits are fewer than the weights.
+        # Each tensor-parallel rank has its part of the vocabulary; gathering logits is cheaper than gathering weights.
         shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
         return cast(DTensor, F.linear(shared_BD, weight_VD)).full_tensor()
 
@@ -329,6 +318,6 @@ def _tensor_parallel_degree(model: nn.Module) -> int:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model computes; what FSDP offloads lies elsewhere."""
+    """Return the compute device of the model, even if FSDP offloads the parameters."""
     parameter = next(model.parameters())
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

@@ -1,4 +1,4 @@
-"""How the next token is chosen from a model's logits."""
+"""Choice of the next token from a model's logits."""
 
 import hashlib
 import math
@@ -14,22 +14,22 @@ _COLDEST = 1e-30  # below, a temperature or its inverse is nothing that float32 
 
 @dataclass(kw_only=True, slots=True)
 class Sampling:
-    """How each next token is drawn. The restrictions apply in the order temperature, top_k, top_p."""
+    """Settings for drawing tokens, applied in the order temperature, top_k, top_p."""
 
     temperature: float = 0.0
-    """Logits are divided by it: below 1 sharper, above 1 flatter. 0: always the most probable token."""
+    """Divisor of the logits: below 1 sharper, above 1 flatter. 0: always the most probable token."""
 
     top_k: int | None = None
-    """Draw among this many most probable tokens only. None: among all."""
+    """Draw only among this many most probable tokens. None: among all."""
 
     top_p: float | None = None
     """Draw among the fewest most probable tokens that together have this probability. None: among all."""
 
     seed: int = 0
-    """Of the draws; with the same seed, prompts and options, the same text."""
+    """Seed of the draws; the same seed, prompts and options give the same text."""
 
     def validate(self) -> None:
-        """Raise `UserError` for a value that restricts to nothing."""
+        """Raise `UserError` for a value out of range."""
         if not 0 <= self.temperature < math.inf:
             raise UserError(f"temperature is {self.temperature}, and must be 0 or above")
         if self.top_k is not None and self.top_k < 1:
@@ -39,8 +39,8 @@ class Sampling:
 
 
 class Sampler:
-    """Draws one token per row, each with a random number generator of its own, on the CPU: what a row gets depends on
-    its logits, the seed and its number, and not on the other rows or the device."""
+    """Draws one token per row, each with its own random number generator on the CPU: the result depends on the row's
+    logits, the seed and the row number, not on other rows or the device."""
 
     def __init__(self, sampling: Sampling, rows: int):
         sampling.validate()
@@ -48,7 +48,7 @@ class Sampler:
         self._generators = [torch.Generator().manual_seed(_row_seed(sampling.seed, row)) for row in range(rows)]
 
     def draw(self, logits_BV: Tensor) -> Tensor:
-        """One token id per row, int64, shape (B,) on the CPU, for logits of any floating-point type."""
+        """Return one token id per row, int64, shape (B,) on the CPU, for logits of any floating-point type."""
         if self.sampling.temperature == 0:
             return logits_BV.argmax(dim=-1).cpu()
         weights_BV = restricted_logits(logits_BV, self.sampling).softmax(dim=-1).cpu()
@@ -60,13 +60,10 @@ class Sampler:
 
 
 def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Logits after temperature (above 0), top_k and top_p, float32 and up to a constant in each row: -inf for what
-    cannot be drawn, shape (B, V).
-
-    top_p is nucleus sampling (Holtzman et al. 2020, arXiv:1904.09751): the token that crosses the bound still counts.
-    """
+    """Return the logits (B, V) after temperature (above 0), top_k and top_p, float32, up to a constant per row; -inf if
+    excluded. With top_p (Holtzman et al. 2020, arXiv:1904.09751) the token that crosses the bound is included."""
     logits_BV = logits_BV.float()
-    # With the largest at 0, the others may well become -inf, and none inf.
+    # With the largest at 0, others may become -inf, but none inf.
     logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / max(sampling.temperature, _COLDEST)
     if sampling.top_k is not None and sampling.top_k < logits_BV.shape[-1]:
         smallest_B1 = logits_BV.topk(sampling.top_k).values[:, -1:]
@@ -81,5 +78,5 @@ def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _row_seed(seed: int, row: int) -> int:
-    """Neighboring seeds of torch's generator would make row 1 of seed 0 the twin of row 0 of seed 1."""
+    """Hash seed and row: with neighboring torch seeds, row 1 of seed 0 would equal row 0 of seed 1."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest(), "big") >> 1

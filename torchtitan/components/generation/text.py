@@ -1,4 +1,4 @@
-"""The tokens that begin and end a text, and the text of tokens as they come."""
+"""Start and stop tokens of a text, and incremental decoding."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -7,12 +7,12 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
 
-_UNDECODED = "�"  # what stands for bytes that are not UTF-8 (yet)
+_UNDECODED = "�"  # replaces bytes that are not UTF-8 (yet)
 
 
 def start_id(tokenizer: Tokenizer) -> int:
-    """The token that an empty text is continued from: BOS, or else EOS, the border between documents; `UserError`
-    where the tokenizer has neither."""
+    """Return the token to start an empty text: BOS, or else EOS, the border between documents. Raise `UserError` if the
+    tokenizer has neither."""
     token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     if token_id is None:
         raise UserError("the tokenizer has neither BOS nor EOS to begin an empty text with; give a text to begin from")
@@ -20,12 +20,8 @@ def start_id(tokenizer: Tokenizer) -> int:
 
 
 def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
-    """The tokens that end a text: the tokenizer's EOS, and all that `eos_token_id` names in the first of `folders`
-    that says something, in `generation_config.json`, else in `config.json`.
-
-    Raises:
-        UserError: if such a file is not what it should be.
-    """
+    """Return the tokens that end a text: the tokenizer's EOS, and `eos_token_id` of the first of `folders` that sets
+    it, in `generation_config.json`, else in `config.json`. Raise `UserError` if such a file is malformed."""
     own = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
     for path in (folder / name for folder in folders for name in ("generation_config.json", "config.json")):
         declared = read_object(path).get("eos_token_id")
@@ -38,24 +34,21 @@ def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
 
 
 class TextStream:
-    """The text of a row of tokens, piece by piece: the pieces joined are the text of all tokens decoded together.
+    """The text of a row of tokens, piece by piece: the joined pieces are the text of all tokens decoded together.
 
-    What may still change is held back: bytes that are a part of a character, and the beginning of a stop string.
-    Special tokens have no text.
-
-    Where tokens are not UTF-8, a tokenizer with byte fallback decodes all bytes in a row to U+FFFD, with the whole
-    characters among them. Those that were whole when their last byte came have been told by then, and stay.
+    Text that may still change is held back: partial characters, and the beginning of a stop string. Special tokens have
+    no text. If tokens are not UTF-8, a tokenizer with byte fallback decodes all bytes in a row to U+FFFD, including
+    whole characters among them; characters that were already returned stay.
 
     Args:
-        tokenizer: to decode with.
-        prompt: the tokens before the first one, which may decide whether its text begins with a blank.
-        stop: strings that end the text, also within and across tokens; what stands before them is the text's end.
+        prompt: preceding tokens, which may decide whether the text begins with a blank.
+        stop: strings that end the text before them, within or across tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Iterable[str] = ()):
         self._tokenizer = tokenizer
-        # Decoding everything for each token would cost ever more. It is enough to begin at the last tokens that had a
-        # text, since they take what happens at the beginning of a text only: a blank that is dropped there.
+        # Decoding everything for each token would cost ever more. Starting at the last tokens that had a text suffices,
+        # since they absorb effects at the start of a text: a dropped blank.
         self._window = list(prompt)
         self._n_context = len(self._window)
         self._n_decoded = len(self._decode())
@@ -64,10 +57,10 @@ class TextStream:
         self.text = ""
         """All pieces so far."""
         self.stopped = False
-        """Whether a stop string was found; nothing follows then."""
+        """True once a stop string was found; nothing follows."""
 
     def push(self, token: int) -> str:
-        """Append a token; the text that is certain now, often none."""
+        """Append a token and return the text that is now certain, often none."""
         self._window.append(token)
         text = self._decode()
         certain = text.rstrip(_UNDECODED)
@@ -81,7 +74,7 @@ class TextStream:
         return self._tell(final=False)
 
     def finish(self) -> str:
-        """What was held back, once no token follows."""
+        """Return the text held back, once no token follows."""
         rest = self._decode()[self._n_decoded :]
         self._pending += rest
         self._n_decoded += len(rest)

@@ -1,8 +1,8 @@
-"""Adapters in the files of Hugging Face's PEFT library: `adapter_model.safetensors` and `adapter_config.json`.
+"""Adapters in the format of Hugging Face's PEFT library: `adapter_model.safetensors` and `adapter_config.json`.
 
-Names and rows are those of the family's table (`ForeignFormat.adapter`), since such an adapter goes on top of the model
-in Hugging Face's format. With W = W₀ + s·B·A, whatever moves the rows of W moves those of B in the same way, and those
-of the magnitudes; A has none of them. An embedding's rows are its tokens, which are the columns of its A.
+Names and rows follow the family's table (`ForeignFormat.adapter`), since such an adapter belongs to the model in
+Hugging Face's format. With W = W₀ + s·B·A, a permutation of the rows of W permutes the rows of B and the magnitudes,
+but not A. An embedding's rows are its tokens, which are the columns of its A.
 """
 
 import json
@@ -40,10 +40,10 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = ADAPTER_CONFIG
 
 _PREFIX = "base_model.model."
-"""Of every name in the file of weights, before the module's own."""
+"""Prefix of every name in the file of weights."""
 
 _BASE = "base_layer.weight"
-"""The weight below an adapter, which PEFT saves too where the head or the embedding is adapted."""
+"""Weight below an adapter, which PEFT also saves if the head or the embedding is adapted."""
 
 _LINEAR = {
     "weight": _BASE,
@@ -52,10 +52,10 @@ _LINEAR = {
     "magnitude": "lora_magnitude_vector",
 }
 _EMBEDDING = {"weight": _BASE, "lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
-"""Parameter of an adapted layer → what PEFT calls it."""
+"""Parameter of an adapted layer → its name in PEFT."""
 
 _ROUNDING = 2**-6
-"""Largest relative difference of two numbers that are one in float32 and have been rounded to 16 bits."""
+"""Largest relative difference between 16-bit roundings of the same float32 number."""
 
 _SETTINGS: Mapping[str, tuple[str, Any]] = {
     "r": ("rank", 8),
@@ -63,53 +63,53 @@ _SETTINGS: Mapping[str, tuple[str, Any]] = {
     "use_rslora": ("rslora", False),
     "use_dora": ("dora", False),
 }
-"""PEFT's option → field of `LoRA.Config`, and what an absent one means."""
+"""PEFT's option → field of `LoRA.Config`, and PEFT's default."""
 
 _POSSIBLE: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # Others, as "pissa", change the weights below the adapter.
+    # Others, such as "pissa", change the weights below the adapter.
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
-"""PEFT's option → those of its values that ours has a counterpart of."""
+"""PEFT's option → supported values."""
 
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the names in the file say it
     *("lora_dropout", "eva_config", "megatron_core", "qalora_group_size", "runtime_config"),
 }
-"""PEFT's options that say nothing of what a trained adapter computes. Any other one that is set is refused."""
+"""PEFT's options without effect on the output of a trained adapter. Any other option that is set is refused."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of an adapted layer in PEFT's files."""
+    """Tensor of an adapted layer in PEFT's files."""
 
     module: str
-    """The layer's name in Hugging Face's model."""
+    """Name of the layer in Hugging Face's model."""
     key: str
-    """The tensor's name in the file."""
+    """Name of the tensor in the file."""
     shape: torch.Size
-    """The same on both sides."""
+    """Shape in both formats."""
     transform: Transform
-    """What lies between the layer's weights."""
+    """Conversion between the layer's weights."""
     rows: int | None
-    """The dimension that runs over the rows of the layer's weight. None: there is none."""
+    """Dimension that runs over the rows of the layer's weight, if any."""
 
     @property
     def is_base(self) -> bool:
-        """Whether it is the weight below the adapter."""
+        """True for the weight below the adapter."""
         return self.key.endswith(_BASE)
 
     def to_foreign(self, tensor: Tensor) -> Tensor:
-        """Our tensor as it goes with Hugging Face's weight."""
+        """Return our tensor in the order of Hugging Face's weight."""
         if self.rows is None:
             return tensor
         (moved,) = self.transform.to_foreign([tensor.movedim(self.rows, 0)])
         return moved.movedim(0, self.rows)
 
     def to_native(self, tensor: Tensor) -> Tensor:
-        """A tensor of the file as it goes with our weight."""
+        """Return a tensor of the file in the order of our weight."""
         if self.rows is None:
             return tensor
         rows_first = tensor.movedim(self.rows, 0)
@@ -118,11 +118,11 @@ class _Entry:
 
 
 class AdapterSource(TensorSource):
-    """The tensors of an adapter in PEFT's files, under our names and in our layout.
+    """Tensors of an adapter in PEFT's files, under our names and in our layout.
 
     Args:
-        folder: with the two files.
-        config: what `model` was converted by.
+        folder: holds the two files.
+        config: of the converter of `model`.
         model: the converted model, on the meta device.
         spec: the plain model.
 
@@ -138,11 +138,9 @@ class AdapterSource(TensorSource):
         self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.forms}
         self.forms = {name: self._file.forms[entry.key] for name, entry in self._entries.items()}
         self.base = {name for name, entry in self._entries.items() if entry.is_base}
-        """The `forms` of weights below the adapter, some of which PEFT saves too."""
+        """Weights among `forms` that are below the adapter, some of which PEFT saves too."""
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor of that name, or the part of it that `slices` says. Where its rows are in another order, all of it
-        is read."""
         entry = self._entries[name]
         if entry.rows is None or entry.transform == Identity():
             return self._file.read(entry.key, slices)
@@ -151,7 +149,7 @@ class AdapterSource(TensorSource):
 
 
 class _AdapterFile(HuggingFaceSource):
-    """The tensors of an adapter's file, under the names that they have there."""
+    """Tensors of an adapter's file, under the file's names."""
 
     def __init__(self, folder: Path):
         self.path, self._files, self.forms = folder, {}, {}
@@ -161,16 +159,10 @@ class _AdapterFile(HuggingFaceSource):
 def write_adapter(
     folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec, read: Callable[[str], Tensor]
 ) -> None:
-    """Write a model's adapter such that `peft.PeftModel.from_pretrained(base, folder)` computes the same.
+    """Write a model's adapter for `peft.PeftModel.from_pretrained(base, folder)`; `folder` is created if missing.
 
-    Args:
-        folder: made where it is not there; must not hold an adapter yet.
-        config, model, spec: as of `AdapterSource`.
-        read: name of a tensor of the converted model → that tensor, whole.
-
-    Raises:
-        UserError: where Hugging Face's format of the family does not exist, or fuses adapted layers; for a second
-            adapter.
+    `read` returns a whole tensor of the converted model by name; other arguments are as in `AdapterSource`. Raise
+    `UserError` if the family has no Hugging Face format, or one that fuses adapted layers; for a second adapter.
     """
     from safetensors.torch import save
 
@@ -194,22 +186,16 @@ def write_adapter(
     }
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
-    # `save_file` would leave a file that nobody else may read.
+    # `save_file` would create a file that other users cannot read.
     (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
 
 
 def read_adapter(
     folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec, model_parts: list[nn.Module]
 ) -> None:
-    """Load an adapter in PEFT's files into a converted model, each process of the default group its part.
-
-    Args:
-        folder, config, model, spec: as of `AdapterSource`.
-        model_parts: the model in this process, materialized, sharded or not; with the plain model's weights.
-
-    Raises:
-        UserError: on every process, as `AdapterSource`; for weights below the adapter that are not the model's.
-    """
+    """Load an adapter in PEFT's files into `model_parts`, the model in this process with the plain model's weights
+    (materialized, sharded or not), each process of the default group its part. Other arguments are as in
+    `AdapterSource`. Raise `UserError` on every process as there, or if the weights below the adapter differ."""
     ranks = Ranks(dist.group.WORLD if dist.is_initialized() else None)
     tensors: dict[str, Tensor] = ModelState(model_parts).state_dict()
 
@@ -223,8 +209,7 @@ def read_adapter(
 
 
 def check_adapter_config(folder: Path, config: LoRAConfig) -> None:
-    """Raise `UserError` where one of the two files is missing, or `folder`'s adapter_config.json has a setting that is
-    not `config`'s, or an option that ours has no counterpart of."""
+    """Raise `UserError` if a file is missing, or its adapter_config.json has unsupported or different options."""
     option = f"--model_converters.{config_key(config)}"
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -245,7 +230,7 @@ def check_adapter_config(folder: Path, config: LoRAConfig) -> None:
 
 @torch.no_grad()
 def _load_part(source: AdapterSource, name: str, tensor: Tensor) -> None:
-    """Copy this process's part of a tensor; of a weight below the adapter, compare it."""
+    """Copy this process's part of a tensor; for a weight below the adapter, compare it."""
     slices: Slices | None = None
     if isinstance(tensor, DTensor):
         slices, tensor = local_slices(tensor), tensor.to_local()
@@ -259,7 +244,7 @@ def _load_part(source: AdapterSource, name: str, tensor: Tensor) -> None:
 
 
 def _entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
-    """Name of an adapter's tensor, or of a weight below → what it is in PEFT's files; raises as `write_adapter`."""
+    """Return the entry of each adapter tensor and each weight below; raise as `write_adapter`."""
     steps = {name: step for step in format_for(spec, "hf").adapter(spec.model).steps for name in step.native}
     plain = model_forms(spec.model)
     entries: dict[str, _Entry] = {}
@@ -295,8 +280,8 @@ def _entries_of(name: str, layer: AdaptedLayer, step: TensorConversion, plain_sh
 def _check_layers(
     folder: Path, converter: str, found: Mapping[str, TensorForm], entries: Collection[_Entry], spec: ModelSpec
 ) -> None:
-    """Raise `UserError` naming the layers, as `include` takes them, or the tensors in an adapter's file that are
-    missing, surplus, or of another shape or type."""
+    """Raise `UserError` naming the layers, as in `include`, or the tensors in an adapter's file that are missing,
+    surplus, or of another shape or type."""
     expected = {entry.key: entry for entry in entries}
     ours = {entry.module for entry in entries}
     theirs = {_module_of(key) for key in found}
@@ -325,7 +310,7 @@ def _check_layers(
 
 
 def _own_names(spec: ModelSpec) -> dict[str, str]:
-    """Layer of Hugging Face's model → what it is called in ours; several, where it is made of them."""
+    """Return layer of Hugging Face's model → our name; several if it is fused from them."""
     steps = format_for(spec, "hf").adapter(spec.model).steps
     return {
         foreign.removesuffix(".weight"): " and ".join(native.removesuffix(".weight") for native in step.native)
@@ -335,14 +320,14 @@ def _own_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def _module_of(key: str) -> str:
-    """The layer that a tensor in an adapter's file is of, or what there is of its name."""
+    """Return the layer of a tensor in an adapter's file, or the recognizable part of its name."""
     suffixes = "|".join(re.escape(suffix) for suffix in {*_LINEAR.values(), *_EMBEDDING.values()})
     return re.sub(rf"\.({suffixes})$", "", key.removeprefix(_PREFIX))
 
 
 def _targets(adapted: set[str], spec: ModelSpec) -> list[str]:
-    """PEFT's `target_modules`: the last part of the adapted layers' names, which stands for all layers that end in it;
-    where only some of these are adapted, their whole names."""
+    """Return PEFT's `target_modules`: the last part of the adapted layers' names, which matches all layers that end in
+    it, or their full names if only some of these are adapted."""
     weights = format_for(spec, "hf").adapter(spec.model).foreign_names
     last_parts: dict[str, set[str]] = {}
     for module in (name.removesuffix(".weight") for name in weights):

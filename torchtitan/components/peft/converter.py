@@ -1,4 +1,4 @@
-"""`LoRA` and `QLoRA`: converters that add adapters to the weights of a model, and train nothing else."""
+"""`LoRA` and `QLoRA`: converters that add adapters to the weights of a model and train nothing else."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,7 @@ _HEAD = "output"
 _MOST_RANKS = 2**24
 
 EXPORTED = "adapter"
-"""The folder inside an exported model's that has the adapter by itself."""
+"""Subfolder of an exported model with the separate adapter."""
 
 
 class LoRA(LayerConverter):
@@ -39,18 +39,18 @@ class LoRA(LayerConverter):
     layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Embedding)
 
     linear_class: ClassVar[type[LoRALinear]] = LoRALinear
-    """What a linear layer becomes."""
+    """Class of adapted linear layers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LayerConverter.Config):
-        """Adapters: their size, and where they are."""
+        """Adapters: size and location."""
 
         include: list[str] = field(default_factory=lambda: [r"\blayers\."])
         """Regular expressions, each searched in the layers' names (layers.0.attention.wq, output, tok_embeddings):
-        what they find gets an adapter. By default, all linear layers inside the blocks."""
+        layers that match get an adapter. By default, all linear layers inside the blocks."""
 
         rank: int = 16
-        """Rank of the adapters, at most the smaller side of every layer that has one."""
+        """Rank of the adapters, at most the smaller side of every adapted layer."""
 
         alpha: float = 32.0
         """An adapter's output is multiplied by alpha / rank."""
@@ -59,22 +59,20 @@ class LoRA(LayerConverter):
         """Multiply by alpha / sqrt(rank) instead, so that large ranks learn as fast (rsLoRA)."""
 
         dropout: float = 0.0
-        """Part of an adapter's inputs that is set to 0 in training."""
+        """Fraction of an adapter's inputs set to 0 in training."""
 
         dora: bool = False
-        """Train the length of each row of the weights apart from its direction (DoRA)."""
+        """Train the length of each row of the weights separately from its direction (DoRA)."""
 
         adapter_path: str = ""
-        """Folder with an adapter in PEFT's files (adapter_model.safetensors, adapter_config.json) to begin from; of the
-        same layers, rank, alpha and kind. Empty: a new adapter, which changes nothing yet."""
+        """Folder with an adapter in PEFT's files (adapter_model.safetensors, adapter_config.json) to start from, of the
+        same layers, rank, alpha and kind. Empty: a new adapter, which has no effect yet."""
 
         @property
         def scaling(self) -> float:
-            """Factor of an adapter's output."""
             return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
         def validate(self) -> None:
-            """Raise `UserError` for values that give no adapter."""
             LayerConverter.Config.validate(self)
             option = f"--model_converters.{config_key(self)}"
             if not 1 <= self.rank <= _MOST_RANKS:
@@ -91,21 +89,14 @@ class LoRA(LayerConverter):
         self._trained: set[str] = set()
 
     def check_model(self, model: nn.Module) -> None:
-        """Convert the model that is thrown away; raises as `convert`."""
         super().check_model(model)
         freeze_all_but_adapters(model)
 
     def convert(self, model: nn.Module) -> None:
-        """Give the chosen layers adapters, and freeze all else, in place.
-
-        Raises:
-            UserError: as `LayerConverter.convert`; for a layer that cannot have an adapter of this kind.
-        """
         super().convert(model)
         freeze_all_but_adapters(model)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The layers that the patterns choose, by name; raises `UserError` for an embedding that is the head too."""
         chosen = super().select(model)
         tied = getattr(model, _HEAD, None) is None
         for name, layer in chosen.items():
@@ -114,7 +105,6 @@ class LoRA(LayerConverter):
         return chosen
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
-        """Raise `UserError` for a layer that cannot have such an adapter; all others are accepted."""
         config = self.config
         assert isinstance(layer, (nn.Linear, nn.Embedding))
         shape = tuple(layer.weight.shape)
@@ -134,7 +124,6 @@ class LoRA(LayerConverter):
         return UserError(f"{option}: {name} cannot have an adapter: {why}; {way_on}leave it out ({option}.exclude)")
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
-        """The layer with an adapter."""
         config = self.config
         if isinstance(layer, nn.Embedding):
             return LoRAEmbedding(layer, rank=config.rank, scaling=config.scaling)
@@ -144,8 +133,6 @@ class LoRA(LayerConverter):
         )
 
     def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
-        """Open the adapter in `adapter_path`, if any; raises as `AdapterSource`, and if the run continues with other
-        adapters."""
         path = self.config.adapter_path
         if path and given is None:
             AdapterSource(Path(path), self.config, converted_model(spec.model, [self]), spec)
@@ -158,20 +145,18 @@ class LoRA(LayerConverter):
             )
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
-        """Begin from the adapter in `adapter_path`, if any; raises as `read_adapter`."""
         if self.config.adapter_path:
             model = converted_model(spec.model, [self])
             read_adapter(Path(self.config.adapter_path), self.config, model, spec, model_parts)
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
-        """Remember what the run trains, beside this adapter too."""
+        """Remember everything the run trains, including other parameters than this adapter's."""
         self._trained.update(*gather_objects([name for part in model_parts for name in trained_names(part)]))
 
     def write_beside_export(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
-        """Write the adapter by itself, in PEFT's files, into the folder `adapter` inside `folder`, or warn where they
-        cannot hold all that was trained."""
+        """Write the adapter alone, in PEFT's files, into `adapter`; warn if they cannot hold all trained parameters."""
         adapted = converted_model(spec.model, [self])
         try:
             check_complete(adapted, self._trained.union(trained_names(model)))
@@ -181,17 +166,15 @@ class LoRA(LayerConverter):
 
 
 class QLoRA(LoRA):
-    """Low-rank adapters on linear layers whose weights are kept in 4 bits. An embedding that gets an adapter keeps its
-    weights as they are."""
+    """Low-rank adapters on linear layers with 4-bit weights. An adapted embedding keeps its precision."""
 
     linear_class = QLoRALinear
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoRA.Config):
-        """Adapters of weights in 4 bits (NF4): their size, and where they are."""
+        """Adapters of weights in 4 bits (NF4): size and location."""
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
-        """Raise `UserError` as `LoRA.accepts`, and for a linear layer whose inputs are not whole blocks of NF4."""
         if isinstance(layer, nn.Linear) and layer.in_features % BLOCK_SIZE:
             why = f"weights in 4 bits need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
             raise self._refusal(name, why)
@@ -199,13 +182,13 @@ class QLoRA(LoRA):
 
 
 def check_complete(adapted: nn.Module, trained: set[str]) -> None:
-    """Raise `UserError` where parameters in `trained`, which a run has trained, are not of the adapter in `adapted`."""
+    """Raise `UserError` if parameters in `trained`, which a run has trained, are not of the adapter in `adapted`."""
     if others := sorted(trained.difference(trained_names(adapted))):
         raise UserError(f"more was trained than one adapter, and PEFT's files hold no more: {some(others)}")
 
 
 def freeze_all_but_adapters(model: nn.Module) -> None:
-    """Let nothing be trained but adapters: norms and embeddings neither."""
+    """Freeze all parameters except adapters, including norms and embeddings."""
     for module in model.modules():
         trained = module.adapter if isinstance(module, AdaptedLayer) else ()
         for name, parameter in module.named_parameters(recurse=False):

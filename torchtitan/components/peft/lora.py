@@ -1,9 +1,9 @@
-"""Low-rank adapters beside frozen weights: LoRA (Hu et al. 2021, arXiv:2106.09685), also with the scale of rsLoRA
-(Kalajdzievski 2023, arXiv:2312.03732), DoRA (Liu et al. 2024, arXiv:2402.09353), and QLoRA (Dettmers et al. 2023,
-arXiv:2305.14314), which keeps the frozen weights in 4 bits.
+"""Low-rank adapters next to frozen weights: LoRA (Hu et al. 2021, arXiv:2106.09685), rsLoRA's scale (Kalajdzievski
+2023, arXiv:2312.03732), DoRA (Liu et al. 2024, arXiv:2402.09353), and QLoRA (Dettmers et al. 2023, arXiv:2305.14314),
+which keeps the frozen weights in 4 bits.
 
-An adapted matrix is `W + scaling · B A`, with W frozen and A and B trained. DoRA gives each of its rows a length of its
-own, the trained magnitude: `magnitude · (W + scaling · B A) / ‖W + scaling · B A‖`.
+An adapted matrix is `W + scaling · B A`, with W frozen and A and B trained. DoRA trains the length of each row, its
+magnitude: `magnitude · (W + scaling · B A) / ‖W + scaling · B A‖`.
 """
 
 from abc import abstractmethod
@@ -32,7 +32,7 @@ from torchtitan.protocols.sharding import with_features
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform between -`bound` and `bound`."""
+    """Uniform distribution between -`bound` and `bound`."""
 
     bound: float
 
@@ -42,7 +42,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal with mean 0 and standard deviation `std`."""
+    """Normal distribution with mean 0 and standard deviation `std`."""
 
     std: float
 
@@ -52,12 +52,7 @@ class Normal:
 
 class AdaptedLayer(ConvertedModule):
     """A layer with an adapter: the plain layer's parameters, frozen, and `lora_A` and `lora_B`, which are trained.
-
-    Attributes:
-        adapter: names of the own parameters that are trained.
-        rank: of the adapter.
-        scaling: factor of the adapter's output.
-    """
+    `adapter` names all trained parameters; `scaling` multiplies the adapter's output."""
 
     weight: Tensor
     lora_A: nn.Parameter
@@ -70,53 +65,47 @@ class AdaptedLayer(ConvertedModule):
 
     @property
     def derived(self) -> Mapping[str, DerivedRows]:
-        """The parameters whose initial distributions say so."""
         return {name: start for name, start in initializers_of(self).items() if isinstance(start, DerivedRows)}
 
     @property
     def added(self) -> tuple[str, ...]:
-        """The two matrices of the adapter."""
         return "lora_A", "lora_B"
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The plain layer's parameters, the adapter merged into the weight, in float32."""
         adapter = {name: own[name].float() for name in self.adapter}
         bias = {"bias": own["bias"]} if "bias" in own else {}
         return {"weight": self._merge(own["weight"].float(), adapter), **bias}
 
     def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-        """Those that the frozen weight and the bias have."""
         return {name: own[name].dtype for name in ("weight", "bias") if name in own}
 
     def base_weight(self) -> Tensor:
-        """The frozen weight, in the plain layer's shape."""
+        """Return the frozen weight, in the plain layer's shape."""
         return self.weight
 
     def effective_weight(self) -> Tensor:
-        """The adapted matrix, with a gradient for the adapter."""
+        """Return the adapted matrix, with a gradient for the adapter."""
         return self._merge(self.base_weight(), {name: getattr(self, name) for name in self.adapter})
 
     @abstractmethod
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
-        """The adapted matrix in the type of `weight`, the plain one. `adapter`: the trained parameters by name."""
+        """Return the adapted matrix in the type of the plain `weight`; `adapter` has the trained parameters by name."""
 
     def _start_with(self, **initializers: Initializer) -> None:
-        """Add the initial distributions of own parameters."""
         with_initializers(self, **initializers_of(self), **initializers)
 
 
 class LoRALinear(AdaptedLayer, nn.Linear):
     """A linear layer with an adapter: `y = x Wᵀ + b + scaling · dropout(x) Aᵀ Bᵀ`; with DoRA, see `forward`.
 
-    Own parameters: `weight` (out, in) and, where there is one, `bias` (out,), frozen; `lora_A` (rank, in) and `lora_B`
-    (out, rank); with DoRA, `magnitude` (out,).
+    Parameters: `weight` (out, in) and, if there is one, `bias` (out,), frozen; `lora_A` (rank, in) and `lora_B` (out,
+    rank); with DoRA, `magnitude` (out,).
 
     Args:
-        linear: the plain layer, with the initial distributions of its parameters, which are taken over and frozen.
-        rank: of the adapter.
+        linear: the plain layer; its parameters are taken over, with their initial distributions, and frozen.
         scaling: factor of the adapter's output.
-        dropout: in training, the part of the adapter's inputs that is set to 0; the others grow by 1 / (1 - dropout).
-        dora: train the lengths of the rows too.
+        dropout: fraction of the adapter's inputs set to 0 in training; the others grow by 1 / (1 - dropout).
+        dora: also train the lengths of the rows.
     """
 
     magnitude: nn.Parameter | None
@@ -133,7 +122,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
             self._start_with(bias=initializer_of(linear, "bias"))
         self.lora_A = nn.Parameter(plain.new_empty(rank, self.in_features))
         self.lora_B = nn.Parameter(plain.new_empty(self.out_features, rank))
-        # As in peft: A as torch begins a linear layer, Kaiming's uniform distribution with a = √5.
+        # As in peft: A starts like a linear layer in torch, Kaiming uniform with a = √5.
         self._start_with(lora_A=Uniform(self.in_features**-0.5), lora_B=Constant(0.0))
         with_features(self, lora_A=(None, "in"), lora_B=("out", None))
         self.register_parameter("magnitude", None)
@@ -150,22 +139,19 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         self._start_with(weight=initializer_of(linear, "weight"))
 
     def base_output(self, x: Tensor) -> Tensor:
-        """What the plain layer computes, with its bias: (..., in) → (..., out)."""
+        """Return the plain layer's output with bias: (..., in) → (..., out)."""
         return F.linear(x, self.weight, self.bias)
 
     def base_rows(self, rows: Tensor) -> Tensor:
-        """Rows of the plain weight, (n, in) in float32, as this layer keeps and computes with them, in float32."""
+        """Return rows of the plain weight, (n, in), rounded as this layer keeps them; both in float32."""
         return rows.to(self.weight.dtype).float()
 
     def _base_row_norms(self, rows: Tensor) -> Tensor:
         return row_norms(self.base_rows(rows))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) → (..., out).
-
-        DoRA is computed as the plain layer's output and what is added to it, so that it begins as exactly that. Where
-        there is dropout, it is the adapter's part of the output that has it: all that is added, as in peft.
-        """
+        """Map (..., in) to (..., out). DoRA adds to the plain layer's output, so it starts as exactly that output. As
+        in peft, dropout applies to everything that is added."""
         base = self.base_output(x)
         inputs = _drop_out(x, self.dropout) if self.training and self.dropout else x
         lora_A, lora_B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
@@ -187,11 +173,9 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         return (_row_scale(adapter["magnitude"], adapted.detach())[:, None] * adapted).to(adapted.dtype)
 
     def _adapted(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
-        """`W + scaling · B A`."""
         return torch.addmm(weight, lora_B.to(weight.dtype), lora_A.to(weight.dtype), alpha=self.scaling)
 
     def extra_repr(self) -> str:
-        """Sizes and settings."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}, dora={self.magnitude is not None}"
@@ -199,11 +183,8 @@ class LoRALinear(AdaptedLayer, nn.Linear):
 
 
 class QLoRALinear(LoRALinear):
-    """A linear layer with an adapter, like `LoRALinear`, whose frozen weight is in 4 bits.
-
-    In place of `weight` it has the three tensors of `NF4`, frozen: `packed` (out, in / 2), `scales` (out, in / 64) and
-    `scale_ranges` (out, 8), all uint8. They are computed with in the type of the inputs.
-    """
+    """A `LoRALinear` with the three frozen tensors of `NF4` instead of `weight`: `packed` (out, in / 2), `scales` (out,
+    in / 64) and `scale_ranges` (out, 8), all uint8. Products are computed in the type of the inputs."""
 
     packed: nn.Parameter
     scales: nn.Parameter
@@ -217,25 +198,21 @@ class QLoRALinear(LoRALinear):
         with_features(self, packed=("out", "in"), scales=("out", "in"), scale_ranges=("out", None))
 
     def base_weight(self) -> Tensor:
-        """The frozen weight (out, in), unpacked, in the type of the adapter."""
         return unpack_weight(self.packed, self.scales, self.scale_ranges, self.lora_A.dtype)
 
     def base_output(self, x: Tensor) -> Tensor:
-        """The plain layer's output with the weight in 4 bits and its bias: (..., in) → (..., out)."""
         y = quantized_linear(x, self.packed, self.scales, self.scale_ranges)
         return y if self.bias is None else y + self.bias
 
     def base_rows(self, rows: Tensor) -> Tensor:
-        """Rows of the plain weight, (n, in), as they are in 4 bits, in float32."""
         return unpack(*pack(rows), torch.float32)
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The plain layer's parameters, the adapter merged into the unpacked weight: all in float32."""
         form = NF4(*(own[name] for name in NF4._fields))
         return super().plain_state({**own, "weight": unpack(*form, torch.float32)})
 
     def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-        """bfloat16, which the values of the weight in 4 bits are exact in; the bias has its own."""
+        """Return bfloat16, which is exact for values of the 4-bit weight; the bias keeps its type."""
         return {**super().plain_types(own), "weight": torch.bfloat16}
 
 
@@ -247,12 +224,8 @@ def _packed(name: str, rows: Tensor) -> Tensor:
 class LoRAEmbedding(AdaptedLayer, nn.Embedding):
     """An embedding of V tokens in D features with an adapter: the rows of `W + scaling · (B A)ᵀ`.
 
-    Own parameters: `weight` (V, D), frozen; `lora_A` (rank, V) and `lora_B` (D, rank).
-
-    Args:
-        embedding: the plain layer, with the initial distribution of its weight, which is taken over and frozen.
-        rank: of the adapter.
-        scaling: factor of the adapter's output.
+    Parameters: `weight` (V, D), taken over from the plain layer with its initial distribution, frozen; `lora_A`
+    (rank, V) and `lora_B` (D, rank).
     """
 
     def __init__(self, embedding: nn.Embedding, *, rank: int, scaling: float):
@@ -261,12 +234,12 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
         self.weight = embedding.weight.requires_grad_(False)
         self.lora_A = nn.Parameter(self.weight.new_empty(rank, self.num_embeddings))
         self.lora_B = nn.Parameter(self.weight.new_empty(self.embedding_dim, rank))
-        # As in peft; the other way round, a token's gradient would begin at 0 with all others'.
+        # As in peft; the other way round, a token's gradient would start at 0 together with all others.
         self._start_with(weight=initializer_of(embedding, "weight"), lora_A=Constant(0.0), lora_B=Normal(1.0))
         with_features(self, lora_A=(None, "in"), lora_B=("out", None))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids (...) → (..., D)."""
+        """Map token ids (...) to (..., D)."""
         base = _look_up(tokens, self.weight)
         added = F.linear(_look_up(tokens, self.lora_A.T), self.lora_B) * self.scaling
         return base + added.to(base.dtype)
@@ -276,21 +249,19 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
         return torch.addmm(weight, lora_A.T, lora_B.T, alpha=self.scaling)
 
     def extra_repr(self) -> str:
-        """Sizes and settings."""
         return f"{self.num_embeddings}, {self.embedding_dim}, rank={self.rank}, scaling={self.scaling:g}"
 
 
 def _row_scale(magnitude: Tensor, adapted: Tensor) -> Tensor:
-    """What each row of an adapted matrix is multiplied by, (out,) in float32. The row's own length counts as constant
-    in the backward pass (DoRA, section 4.3), and is rounded as the magnitude is, so that both cancel where they began
-    as the same number. A row of zeros stays one."""
+    """Return the factor of each row of an adapted matrix, (out,) in float32. The row's length is constant in the
+    backward pass (DoRA, section 4.3) and rounded like the magnitude, so equal values cancel. Zero rows stay zero."""
     lengths = row_norms(adapted).to(magnitude.dtype).float()
     return magnitude.float() / lengths.masked_fill(lengths == 0, 1.0)
 
 
 def _drop_out(x: Tensor, probability: float) -> Tensor:
-    """Dropout of a layer's inputs (B, L, in). Under tensor parallelism each rank draws for what it has itself or, of
-    inputs that all ranks have, for its part of the sequence: they would differ by their random numbers."""
+    """Drop out a layer's inputs (B, L, in). Under tensor parallelism each rank draws for its own shard or, for
+    replicated inputs, for its part of the sequence; otherwise the copies would differ between ranks."""
     if not isinstance(x, DTensor):
         return F.dropout(x, probability)
     placements = [Shard(1)] if x.placements == (Replicate(),) else x.placements
@@ -299,15 +270,14 @@ def _drop_out(x: Tensor, probability: float) -> Tensor:
 
 
 def _laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Under tensor parallelism a layer takes its inputs in one layout: each rank has them all, or its features."""
+    """Lay out `tensor` like `other`: under tensor parallelism a layer takes its inputs in one layout."""
     if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)):
         return tensor
     return tensor.redistribute(placements=other.placements)
 
 
 def _look_up(tokens: Tensor, table: Tensor) -> Tensor:
-    """Rows of `table` by token id: (B, L) → (B, L, …). Under tensor parallelism what the ranks find in their parts of
-    the table is added up at once, each keeping its part of the sequence: torch has no product with such partial sums.
-    """
+    """Return rows of `table` by token id: (B, L) → (B, L, …). Under tensor parallelism the ranks' partial results are
+    summed at once, each keeping its part of the sequence: torch has no product with such partial sums."""
     found = F.embedding(tokens, table)
     return found.redistribute(placements=[Shard(1)]) if isinstance(found, DTensor) else found

@@ -1,4 +1,4 @@
-"""Low precision and quantization, computed by torchao: an optional library, which is noisy when it is imported."""
+"""Low precision and quantization by torchao, an optional library that is noisy when imported."""
 
 import importlib
 import importlib.util
@@ -9,7 +9,7 @@ from torchtitan.tools.errors import UserError
 
 
 def check_torchao(option: str) -> None:
-    """Raise `UserError` where torchao, which `option` needs, is not installed."""
+    """Raise `UserError` if torchao, which `option` needs, is not installed."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError(
             f"{option} needs torchao: pip install 'torchtitan[quantization]', or EXTRA=quantization ./run_train.sh"
@@ -17,7 +17,7 @@ def check_torchao(option: str) -> None:
 
 
 def import_torchao(module: str) -> Any:
-    """The module of that name, without the warnings about other parts of torchao that importing it gives."""
+    """Import the module of that name, without torchao's warnings about its other parts."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

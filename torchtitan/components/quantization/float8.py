@@ -1,10 +1,9 @@
-"""`Float8LinearConverter`: linear layers whose products are computed in 8-bit floating point, by torchao.
+"""`Float8LinearConverter`: linear layers computed in 8-bit floating point by torchao.
 
 A tensor t becomes float8(s t), with the scale s = max / max |t| over the whole tensor ("tensorwise") or over each row
-of a product's operand ("rowwise"), where max is the largest number of the 8-bit type: 448 of e4m3, for inputs, weights
-and, rowwise, gradients; 57344 of e5m2, for gradients with tensorwise scales. Scales are computed anew for every
-product, and the result is divided by them (arXiv:2209.05433). Weights, gradients and optimizer stay in the types that
-they had, and checkpoints are those of the plain model.
+of a product's operand ("rowwise"); max is the largest number of the 8-bit type: 448 of e4m3, for inputs, weights and,
+rowwise, gradients; 57344 of e5m2, for gradients with tensorwise scales. Each product computes new scales and divides
+its result by them (arXiv:2209.05433). Weights, gradients and optimizer keep their types; checkpoints stay plain.
 """
 
 import dataclasses
@@ -30,41 +29,36 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import without_numbers
 
 _ALIGNMENT = 16
-"""The kernels multiply matrices whose sides, but for the number of rows of the first, are multiples of this."""
+"""Divisor that float8 kernels require of all sides of the matrices, except the rows of the first."""
 
 _CAPABILITY = (8, 9)
-"""CUDA's compute capability of the first GPUs with float8 products (Ada)."""
+"""CUDA compute capability of the first GPUs with float8 products (Ada)."""
 
 
 class Float8LinearConverter(LayerConverter):
-    """Computes linear layers in float8: forward, and both products of the backward pass.
-
-    Casts that `torch.compile` does not fuse with other operations cost more than the products save: on a GPU, train
-    with `--compile.enable`.
-    """
+    """Computes the forward product and both backward products of linear layers in float8. On a GPU, train with
+    `--compile.enable`: casts that are not fused with other operations cost more than the products save."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LayerConverter.Config):
-        """Which layers, and how their tensors are scaled."""
+        """Layers to convert and scaling of their tensors."""
 
         recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
         """Scales of whole tensors (the fastest), of rows (more accurate; powers of 2), or of rows with the weights'
-        gradient computed in the higher precision (the most accurate)."""
+        gradient in the higher precision (the most accurate)."""
 
         emulate: bool = False
-        """Round as float8 does, but multiply in float32: runs everywhere, and slower than without float8."""
+        """Round like float8, but multiply in float32: runs everywhere, slower than without float8."""
 
         fsdp_float8_all_gather: bool = False
-        """FSDP gathers the weights in float8, at half the traffic of bfloat16: they are rounded before they are
-        gathered, and not after. Computed in float32, a run is the same to the bit; in bfloat16, its weights are rounded
-        once instead of twice. Tensorwise only; without FSDP it saves nothing."""
+        """FSDP gathers weights in float8, at half the traffic of bfloat16: they are rounded before the gather, not
+        after. In float32, results are bitwise identical; in bfloat16, weights are rounded once instead of twice.
+        Tensorwise only; no effect without FSDP."""
 
         min_features: int = 2048
-        """Layers with fewer inputs, or fewer outputs, are left as they are: casting costs more than their products
-        gain."""
+        """Skip layers with fewer inputs or outputs: casting costs more than their products gain."""
 
         def validate(self) -> None:
-            """Raise `UserError` for values that cannot be used, or not together."""
             LayerConverter.Config.validate(self)
             option = f"--model_converters.{config_key(self)}"
             if self.fsdp_float8_all_gather and self.recipe != "tensorwise":
@@ -77,8 +71,6 @@ class Float8LinearConverter(LayerConverter):
         def check_run(
             self, *, training: TrainingConfig, parallelism: ParallelismConfig, compile: CompileConfig
         ) -> None:
-            """Raise `UserError` where torchao is missing, and for a number of tokens that the kernels cannot sum over
-            for a weight's gradient."""
             option = f"--model_converters.{config_key(self)}"
             check_torchao(option)
             if self.emulate:
@@ -93,7 +85,6 @@ class Float8LinearConverter(LayerConverter):
                 )
 
         def check_device(self) -> None:
-            """Raise `UserError` where the device here has no kernels, and they are not emulated."""
             if not self.emulate and (reason := _why_no_kernels()) is not None:
                 option = f"--model_converters.{config_key(self)}"
                 raise UserError(
@@ -104,14 +95,12 @@ class Float8LinearConverter(LayerConverter):
     config: Config
 
     def convert(self, model: nn.Module) -> None:
-        """As `LayerConverter.convert`; logs also why layers that the patterns choose are left as they are."""
         left_out = self._left_out(super().select(model))
         super().convert(model)
         if left_out:
             logger.info("%s: left as they were %s", config_key(self.config), left_out)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The layers that the patterns choose, and that the kernels can compute and gain from, by name."""
         chosen = super().select(model)
         kept = {name: layer for name, layer in chosen.items() if self._why_left_out(layer) is None}
         if not kept:
@@ -127,7 +116,7 @@ class Float8LinearConverter(LayerConverter):
         return f"for a side below {self.config.min_features}" if min(sides) < self.config.min_features else None
 
     def _left_out(self, layers: dict[str, nn.Module]) -> str:
-        """Those of `layers` that are not converted, and why, in words; empty where there are none."""
+        """Describe the skipped ones of `layers` and why; empty if there are none."""
         names_by_reason: dict[str, list[str]] = defaultdict(list)
         for name, layer in layers.items():
             if (reason := self._why_left_out(layer)) is not None:
@@ -135,7 +124,6 @@ class Float8LinearConverter(LayerConverter):
         return "; ".join(f"{reason}: {', '.join(without_numbers(names))}" for reason, names in names_by_reason.items())
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
-        """torchao's layer, with the same parameters."""
         float8 = import_torchao("torchao.float8")
         settings = dataclasses.replace(
             float8.Float8LinearConfig.from_recipe_name(self.config.recipe),
@@ -150,28 +138,28 @@ class Float8LinearConverter(LayerConverter):
         return with_initializers(converted, **initializers_of(layer))
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
-        """Compute the scales for the first step if FSDP gathers float8; `UserError` if it cannot."""
+        """Compute the scales for the first step if FSDP gathers float8; raise `UserError` if it cannot."""
         if self.config.fsdp_float8_all_gather:
             for part in model_parts:
                 self._check_shards(part)
         self.post_optimizer_hook(model_parts)
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
-        """Where FSDP gathers float8: the scales of all weights with one all-reduce, or, together with tensor
-        parallelism, one for each of the two. Otherwise each weight needs its own when it is gathered, as it still does
-        where weights lie in CPU memory: FSDP's copy of them on the device comes without the scale."""
+        """Compute the scales of all weights with one all-reduce if FSDP gathers float8 (with tensor parallelism, one
+        for each of the two). Otherwise each weight needs its own when gathered, as weights in CPU memory still do,
+        since FSDP copies them to the device without the scale."""
         if self.config.fsdp_float8_all_gather:
             import_torchao("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(model_parts))
 
     def _check_shards(self, part: nn.Module) -> None:
-        """torchao hands FSDP a rank's rows without padding, and ranks with fewer rows would make all wait forever."""
+        """Refuse uneven shards: torchao gives FSDP unpadded rows, and ranks with fewer rows would make all hang."""
         from torchao.float8.float8_linear import Float8Linear
 
         for name, module in part.named_modules():
             if not (isinstance(module, Float8Linear) and isinstance(module.weight, DTensor)):
                 continue
             mesh, placements, rows = module.weight.device_mesh, module.weight.placements, module.weight.shape[0]
-            # By attribute: what FSDP makes of rows that tensor parallelism has shared out is not a `Shard`.
+            # By attribute: FSDP's placement of rows that tensor parallelism has sharded is not a `Shard`.
             sizes = [n for n, place in zip(mesh.shape, placements, strict=True) if getattr(place, "dim", None) == 0]
             if rows % (ranks := math.prod(sizes)):
                 option = f"--model_converters.{config_key(self.config)}"
@@ -182,8 +170,7 @@ class Float8LinearConverter(LayerConverter):
 
 
 def _give_plain_weight(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Let a state dict hold the tensor, with the same memory, and not torchao's wrapper that gathers it, whose class
-    checkpoints would name."""
+    """Put the tensor, sharing its memory, into a state dict: checkpoints would name the class of torchao's wrapper."""
     key = f"{prefix}weight"
     weight: Any = state_dict[key].detach()
     if not isinstance(weight, DTensor):
@@ -201,7 +188,7 @@ def _give_plain_weight(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 
 def _why_no_kernels() -> str | None:
-    """What is missing on this machine for float8 products; None where nothing is."""
+    """Return the reason why this machine has no float8 products; None if it has."""
     if not torch.cuda.is_available():
         return "there is none"
     capability = torch.cuda.get_device_capability()

@@ -1,19 +1,17 @@
-"""NF4: weights in 4 bits with double-quantized scales (QLoRA, arXiv:2305.14314, section 3), and a product with them.
+"""NF4: weights in 4 bits with double-quantized scales (QLoRA, arXiv:2305.14314, section 3), and products with them.
 
-A weight (out, in) is three plain tensors, made row by row, a row from nothing but itself:
+A weight (out, in) becomes three plain tensors, each row depending only on itself:
 
-- `packed` (out, in / 2): two indices into the 16 `LEVELS` per byte, the first of them in the upper four bits;
+- `packed` (out, in / 2): two indices into the 16 `LEVELS` per byte, the first in the upper four bits;
 - `scales` (out, in / 64): for each block of 64 values of a row, its scale in 8 bits;
 - `scale_ranges` (out, 8): offset and step of the row's scales, two float32 numbers as their bytes.
 
-A value is `LEVELS[index] * scale` with `scale = offset + step * scales`, rounded to bfloat16, so that it is the same
-number in whatever type it is computed with. All three are uint8: mixed precision casts what is a floating-point number,
-and leaves bytes alone. Memory per weight: 1/2 + 1/64 + 8/in bytes.
+A value is `LEVELS[index] * scale` with `scale = offset + step * scales`, rounded to bfloat16, so that it is the same in
+any compute type. All three are uint8, which mixed precision does not cast. Memory per weight: 1/2 + 1/64 + 8/in bytes.
 
-Why not torchao's `NF4Tensor` (0.18): its scales are quantized in groups of 256 that run across rows, so that each shard
-of a weight must be a multiple of 16,384 values (64 x 64 is refused), its values depend on how it is sharded, there is
-no tensor parallelism, and `to_empty` loses it. Rows of plain tensors are sharded, saved, filled in and read from files
-like those of any weight.
+torchao's `NF4Tensor` (0.18) quantizes scales in groups of 256 that run across rows: each shard must be a multiple of
+16,384 values (64 x 64 is refused), values depend on the sharding, there is no tensor parallelism, and `to_empty` loses
+it. Rows of plain tensors are sharded, saved, initialized and read like the rows of any weight.
 """
 
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 BLOCK_SIZE = 64
-"""Neighboring values of a row that share a scale."""
+"""Number of neighboring values of a row that share a scale."""
 
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -33,19 +31,19 @@ LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""What an index stands for: quantiles of the normal distribution, scaled to [-1, 1], with an exact 0 (appendix E)."""
+"""Values of the indices: quantiles of the normal distribution, scaled to [-1, 1], with an exact 0 (appendix E)."""
 
 _CHUNK_VALUES = 2**23
-"""Values that are packed or unpacked at a time; what lies between takes about 10 bytes for each of them."""
+"""Number of values packed or unpacked at a time; temporaries take about 10 bytes per value."""
 
 _LARGEST_CODE = 255
 _MIDPOINTS = torch.tensor([(a + b) / 2 for a, b in zip(LEVELS[:-1], LEVELS[1:], strict=True)], device="cpu")
 _PAIRS = torch.tensor([(first, second) for first in LEVELS for second in LEVELS], device="cpu")
-"""Byte → the two values that it stands for."""
+"""Byte → its two values."""
 
 
 class NF4(NamedTuple):
-    """A weight, or some of its n rows, in 4 bits."""
+    """A weight, or n of its rows, in 4 bits."""
 
     packed: Tensor
     """(n, in / 2) uint8."""
@@ -57,11 +55,9 @@ class NF4(NamedTuple):
 
 @torch.no_grad()
 def pack(rows: Tensor) -> NF4:
-    """Rows (n, in) in 4 bits. `in` is divisible by `BLOCK_SIZE`. Each row's result depends on that row alone.
-
-    A block's scale is its largest absolute value, rounded to the nearest of 256 steps between the smallest and the
-    largest of the row; a value becomes the level that is nearest to it at that scale.
-    """
+    """Quantize rows (n, in) to 4 bits, with `in` divisible by `BLOCK_SIZE`, each row independently. A block's scale is
+    its largest absolute value, rounded to the nearest of 256 steps between the smallest and largest of the row; a value
+    becomes the nearest level at that scale."""
     n, width = rows.shape
     assert width % BLOCK_SIZE == 0, f"rows of {width} values are not whole blocks"
     bytes_per_row = (width // 2, width // BLOCK_SIZE, 2 * torch.float32.itemsize)
@@ -75,7 +71,7 @@ def pack(rows: Tensor) -> NF4:
 
 
 def unpack(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows (n, in) that three tensors of `pack` stand for, in `dtype`: computed in float32, rounded to bfloat16."""
+    """Return the rows (n, in) of the three tensors of `pack` in `dtype`: computed in float32, rounded to bfloat16."""
     n, width = packed.shape[0], 2 * packed.shape[1]
     rows = packed.new_empty((n, width), dtype=torch.bfloat16)
     scale = _decode(scales, scale_ranges)[..., None]
@@ -87,7 +83,7 @@ def unpack(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dt
 
 
 def unpack_weight(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype) -> Tensor:
-    """`unpack`, also of tensors that tensor parallelism has shared out: each rank unpacks its part of the weight."""
+    """Unpack a weight, also if tensor parallelism has sharded it: each rank unpacks its part."""
     if not isinstance(packed, DTensor):
         return unpack(packed, scales, scale_ranges, dtype)
     assert isinstance(scales, DTensor) and isinstance(scale_ranges, DTensor)
@@ -99,17 +95,15 @@ def unpack_weight(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: t
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The type that a product with `tensor` is computed in: autocast's where it is on, or its own."""
+    """Return the compute type of a product with `tensor`: autocast's if enabled, else its own."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def quantized_linear(x: Tensor, packed: Tensor, scales: Tensor, scale_ranges: Tensor) -> Tensor:
-    """`x (…, in)` times the transpose of a weight in 4 bits, (…, out), with a gradient for `x`.
-
-    The weight is unpacked for the product, and once more in the backward pass: between them 4 bits are kept. Of a
-    weight that tensor parallelism has shared out, by outputs or by inputs, each rank multiplies its own part.
-    """
+    """Return `x (…, in)` times the transpose of a 4-bit weight, (…, out), with a gradient for `x`. The weight is
+    unpacked for the product and again in the backward pass, and kept in 4 bits between them. If tensor parallelism has
+    sharded it, by outputs or inputs, each rank multiplies its own part."""
     x = x.to(compute_dtype(x))
     if not isinstance(packed, DTensor):
         return _product(x, packed, scales, scale_ranges)
@@ -144,8 +138,8 @@ class _QuantizedLinear(torch.autograd.Function):
 
 @torch.library.custom_op("torchtitan::copy_after", mutates_args=())
 def _copy_after(tensor: Tensor, earlier: Tensor) -> Tensor:
-    """A copy of `tensor` that cannot be made before `earlier` is there. A compiler that sees the same weight unpacked
-    twice would do it once, in the forward pass, and keep all of it for the backward pass."""
+    """Return a copy of `tensor` that depends on `earlier`. A compiler that sees the same weight unpacked twice would do
+    it once, in the forward pass, and keep all of it for the backward pass."""
     return tensor.clone()
 
 
@@ -155,7 +149,7 @@ def _(tensor: Tensor, earlier: Tensor) -> Tensor:
 
 
 def _chunks(n_rows: int, width: int) -> Iterator[slice]:
-    # A compiler fuses the operations between, so that nothing lies there, and would write out every chunk's.
+    # A compiler fuses the operations, so there are no temporaries, and would unroll every chunk.
     size = max(1, n_rows if torch.compiler.is_compiling() else _CHUNK_VALUES // width)
     for first in range(0, n_rows, size):
         yield slice(first, min(first + size, n_rows))
@@ -168,7 +162,7 @@ def _pack(rows: Tensor) -> NF4:
     step = (top - offset) / _LARGEST_CODE
     codes = ((largest - offset) / _or_one(step)).round().to(torch.uint8)
     ranges = torch.cat([offset, step], dim=1).view(torch.uint8)
-    # At the scale that will be used, not at the exact one.
+    # With the scale that will be used, not the exact one.
     relative = blocks / _or_one(_decode(codes, ranges))[..., None]
     indices = torch.bucketize(relative, _MIDPOINTS.to(rows.device), out_int32=True).to(torch.uint8)
     first, second = indices.view(rows.shape[0], -1, 2).unbind(-1)
@@ -176,11 +170,11 @@ def _pack(rows: Tensor) -> NF4:
 
 
 def _decode(codes: Tensor, ranges: Tensor) -> Tensor:
-    """The scales of the blocks, (n, in / 64) in float32."""
+    """Return the scales of the blocks, (n, in / 64) in float32."""
     offset, step = ranges.view(torch.float32).split(1, dim=1)
     return offset + step * codes
 
 
 def _or_one(divisors: Tensor) -> Tensor:
-    """`divisors`, with 1 in place of 0: a row or block of zeros, whose scale is 0, divides nothing but zeros."""
+    """Replace 0 by 1: a row or block of zeros has the scale 0 and divides only zeros."""
     return torch.where(divisors == 0, 1.0, divisors)

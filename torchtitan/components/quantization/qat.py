@@ -1,4 +1,4 @@
-"""`QAT`: training that sees the rounding of the quantized model (quantization-aware training).
+"""`QAT`: quantization-aware training, which sees the rounding of the quantized model.
 
 The scheme is int8 dynamic activations and int4 weights, as torchao computes it, in the type of the tensor and rounding
 half to even:
@@ -9,8 +9,8 @@ half to even:
   s = (high - low) / 255, zero point z = clamp(-128 - round(low / s), -128, 127); x becomes
   s (clamp(round(x / s) + z, -128, 127) - z).
 
-Backward, rounding counts as the identity, and what was clamped gets no gradient (the straight-through estimator,
-arXiv:1308.3432). Weights and optimizer stay in full precision, and checkpoints are those of the plain model.
+Backward, rounding counts as the identity, and clamped values get no gradient (the straight-through estimator,
+arXiv:1308.3432). Weights and optimizer stay in full precision, and checkpoints are the plain model's.
 """
 
 import functools
@@ -34,22 +34,21 @@ if TYPE_CHECKING:
 
 
 class QAT(LayerConverter):
-    """Makes linear layers compute what they will compute when they have been quantized, so that training adapts."""
+    """Makes linear layers compute as if quantized, so that training adapts."""
 
     simulates = True
 
     @dataclass(kw_only=True, slots=True)
     class Config(LayerConverter.Config):
-        """Which layers, how finely, and from when."""
+        """Layers to quantize, granularity and start."""
 
         group_size: int = 32
-        """Neighboring weights of a row that share a scale; divides the inputs of each layer."""
+        """Neighboring weights of a row that share a scale; must divide the inputs of each layer."""
 
         start_step: int = 0
         """Steps trained before quantization is simulated."""
 
         def validate(self) -> None:
-            """Raise `UserError` for values that cannot be used."""
             LayerConverter.Config.validate(self)
             option = f"model_converters.{config_key(self)}"
             require_at_least(2, **{f"{option}.group_size": self.group_size})
@@ -58,7 +57,6 @@ class QAT(LayerConverter):
     config: Config
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The layers that the patterns choose, by name; `UserError` where inputs are no whole number of groups."""
         chosen = super().select(model)
         size = self.config.group_size
         unfit = [name for name, layer in chosen.items() if _n_inputs(layer) % size]
@@ -72,7 +70,6 @@ class QAT(LayerConverter):
         return chosen
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
-        """A layer with the same parameters that computes with quantized values, from step `start_step` + 1 on."""
         scheme = inference_config(self.config.group_size)
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig
@@ -80,13 +77,13 @@ class QAT(LayerConverter):
         holder = nn.ModuleDict({"layer": layer})  # torchao replaces what is inside of a module
         quantize_(holder, QATConfig(scheme, step="prepare"))
         converted = holder["layer"]
-        # On the meta device it makes new parameters, which would not know that they are frozen.
+        # On the meta device torchao makes new parameters, which are not frozen.
         converted.weight, converted.bias = layer.weight, layer.bias
         _simulate(converted, self.config.start_step == 0)
         return with_initializers(converted, **initializers_of(layer))
 
     def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
-        """Simulate quantization in the steps after `start_step`, and not before; validation does as the step did."""
+        """Simulate quantization only in the steps after `start_step`; validation follows the last step."""
         start_step = self.config.start_step
         for part in model_parts:
             _simulate(part, step > start_step)
@@ -95,14 +92,13 @@ class QAT(LayerConverter):
 
 
 def _simulate(module: nn.Module, enabled: bool) -> None:
-    """Let the converted layers in `module` compute with quantized values, or with the values as they are."""
     from torchao.quantization.qat.linear import enable_linear_fake_quant
 
     module.apply(functools.partial(enable_linear_fake_quant, enabled=enabled))
 
 
 def inference_config(group_size: int) -> "Int8DynamicActivationIntxWeightConfig":
-    """torchao's name for the scheme, which training simulates and export applies; `UserError` without torchao."""
+    """Return torchao's config of the scheme of training and export; raise `UserError` if torchao is not installed."""
     check_torchao("quantization to 4-bit weights and 8-bit activations")
     library = import_torchao("torchao.quantization")
     int4 = torch.int4  # type: ignore[attr-defined]

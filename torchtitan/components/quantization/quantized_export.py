@@ -1,8 +1,8 @@
 """A Hugging Face folder with quantized weights, which transformers opens with torchao.
 
-Each quantized matrix is three tensors: the 4-bit values, one to a byte (torchao has no other form of this scheme that
-safetensors files can hold), the scales of its groups, and their zero points, which are zero. The metadata of the files
-say how they belong together, and `quantization_config` in config.json which layers are quantized.
+Each quantized matrix is three tensors: 4-bit values, one per byte (torchao's only form of this scheme for safetensors),
+the scales of its groups, and their zero points, all 0. The metadata of the files link them, and `quantization_config`
+in config.json says which layers are quantized.
 """
 
 import json
@@ -36,17 +36,17 @@ def export_quantized(
     max_file_bytes: int = MAX_FILE_BYTES,
     advance: Callable[[int], None] = lambda n_bytes: None,
 ) -> None:
-    """Write a model into `folder` for inference, quantized as training by `QAT` has simulated it.
+    """Write a model into `folder` for inference, quantized as simulated by `QAT` in training.
 
     Args:
-        folder, spec, source, assets, advance: as of `export_checkpoint`.
-        quantization: which layers, and how finely.
-        dtype: of the other weights, of the scales, and of what is computed. None: as the weights are.
-        max_file_bytes: largest file of weights; all of one is held in memory.
+        folder, spec, source, assets, advance: as in `export_checkpoint`.
+        quantization: layers and granularity.
+        dtype: of the other weights, the scales and the computation. None: the weights' type.
+        max_file_bytes: largest file of weights; a whole file is held in memory.
 
     Raises:
-        UserError: where torchao is missing, the layers cannot be quantized so, or `dtype` cannot hold a value.
-        OSError: where it cannot be written.
+        UserError: if torchao is missing, the layers cannot be quantized so, or `dtype` cannot hold a value.
+        OSError: if it cannot be written.
     """
     adapter = format_for(spec, "hf").adapter(spec.model)
     view = ForeignView(source, adapter)
@@ -61,7 +61,7 @@ def export_quantized(
         advance(view.forms[name].n_bytes)
         return as_written(name, tensor)
 
-    # As transformers' `TorchAoConfig` reads it.
+    # In the form that transformers' `TorchAoConfig` reads.
     config_to_dict = import_torchao("torchao.core.config").config_to_dict
     plain = [name for name in (*forms, *adapter.tied) if name not in quantized]
     entry = {
@@ -76,7 +76,7 @@ def export_quantized(
 
 
 def _weights_to_quantize(spec: ModelSpec, adapter: StateDictAdapter, quantization: QAT.Config) -> set[str]:
-    """Names of Hugging Face's tensors that consist of weights of the chosen layers."""
+    """Return the names of Hugging Face's tensors that consist of weights of the chosen layers."""
     with torch.device("meta"):
         layers = quantization.build().select(spec.model.build())
     chosen = {f"{name}.weight" for name in layers}
@@ -84,7 +84,6 @@ def _weights_to_quantize(spec: ModelSpec, adapter: StateDictAdapter, quantizatio
 
 
 def _quantize(matrix: Tensor, group_size: int) -> Tensor:
-    """torchao's tensor of the quantized matrix."""
     n_outputs, n_inputs = matrix.shape
     layer = nn.Linear(n_inputs, n_outputs, bias=False, device="meta")
     layer.weight = nn.Parameter(matrix, requires_grad=False)
@@ -93,7 +92,6 @@ def _quantize(matrix: Tensor, group_size: int) -> Tensor:
 
 
 def _write_description(folder: Path, config: dict[str, Any], assets: Path | None) -> None:
-    """Write all but the weights."""
     write_files(folder, files_in(assets))
     ids = token_ids(folder, assets / "config.json") if assets else {}
     _write_json(folder / "config.json", {**config, **ids})
@@ -103,7 +101,7 @@ def _write_description(folder: Path, config: dict[str, Any], assets: Path | None
 
 
 def _write_weights(folder: Path, like: Mapping[str, Tensor], make: MakeTensor, max_file_bytes: int) -> None:
-    """Write the weights that `make` gives, which look like those in `like`, and the index of several files."""
+    """Write the weights from `make`, with metadata from `like`, and the index if there are several files."""
     flatten_tensor_state_dict = import_torchao(
         "torchao.prototype.safetensors.safetensors_support"
     ).flatten_tensor_state_dict

@@ -1,10 +1,10 @@
-"""How transformers' `AutoTokenizer` opens a tokenizer's folder, and the files with which it gives our token ids.
+"""The rules by which transformers' `AutoTokenizer` opens a folder, and the files with which it gives our token ids.
 
-We encode with tokenizer.json as it stands. `AutoTokenizer` does so only for some values of `tokenizer_class`: a class
-with an `__init__` of its own takes the vocabulary, merges, added tokens and post-processor from the file, and builds
-its own normalizer, pre-tokenizer and decoder. `AutoTokenizer` also ignores `add_bos_token` and `add_eos_token` beside
-a tokenizer.json. These rules were read from transformers 5.23.0: tokenization_auto.py, `convert_to_native_format` in
-tokenization_utils_tokenizers.py, `_from_pretrained` in tokenization_utils_base.py, and models/*/tokenization_*.py.
+We encode with tokenizer.json unchanged. `AutoTokenizer` does so only for some values of `tokenizer_class`: a class with
+its own `__init__` takes vocabulary, merges, added tokens and post-processor from the file, and builds its own
+normalizer, pre-tokenizer and decoder. It also ignores `add_bos_token` and `add_eos_token` next to a tokenizer.json.
+Source: transformers 5.23.0, tokenization_auto.py, `convert_to_native_format` in tokenization_utils_tokenizers.py,
+`_from_pretrained` in tokenization_utils_base.py, and models/*/tokenization_*.py.
 """
 
 import json
@@ -21,24 +21,23 @@ from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger
 
 _VERSION = "5.23.0"
-"""The version of transformers that the rules were read from."""
+"""Version of transformers with these rules."""
 
 _GENERIC_CLASS = "PreTrainedTokenizerFast"
-"""Takes tokenizer.json as it stands, in transformers 4 and 5."""
+"""Uses tokenizer.json unchanged, in transformers 4 and 5."""
 
 _GENERIC_MODEL_TYPES = frozenset(
     "glm glm4 glm4_moe gpt_bigcode granite granitemoe granitemoehybrid granitemoeshared internlm2 internlm3 jamba "
     "minicpm3 minimax_m2 ministral ministral3 mistral mistral3 mixtral nemotron olmo2 olmo3 phi3 phimoe "
     "stablelm".split()
 )
-"""Values of `model_type` in config.json for which the generic class is taken, whatever `tokenizer_class` says."""
+"""Values of `model_type` in config.json that select the generic class, regardless of `tokenizer_class`."""
 
 _PADS_LEFT = frozenset({"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"})
 """Classes that pad on the left by default."""
 
 _CHANGES_IDS = frozenset({"auto_map", "fast_tokenizer_files", "fix_mistral_regex", "split_special_tokens"})
-"""Keys of tokenizer_config.json that select other code, another file or another pattern, or turn special tokens into
-text."""
+"""Keys of tokenizer_config.json that select other code, files or patterns, or turn special tokens into text."""
 
 _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,11 +45,8 @@ _QWEN2_PATTERN = (
 
 
 def warn_of_other_ids(tokenizer: Tokenizer) -> None:
-    """Warn when `AutoTokenizer` gives other token ids for the folder of `tokenizer`, with a text that shows it.
-
-    Covers `tokenizer_class` Llama, CodeLlama, Gemma, Qwen2, GPT2, GPTNeoX and Cohere, the flags of added tokens, and
-    BOS and EOS.
-    """
+    """Warn if `AutoTokenizer` gives other token ids for the folder of `tokenizer`, with an example. Covers
+    `tokenizer_class` Llama, CodeLlama, Gemma, Qwen2, GPT2, GPTNeoX and Cohere, flags of added tokens, BOS and EOS."""
     folder = tokenizer.folder
     if type(tokenizer) is not PretrainedTokenizer or folder is None or not (folder / "tokenizer.json").is_file():
         return
@@ -70,11 +66,8 @@ def warn_of_other_ids(tokenizer: Tokenizer) -> None:
 
 
 def settle_for_auto_tokenizer(folder: Path) -> None:
-    """Rewrite the tokenizer's files in `folder`, an exported model's, so that `AutoTokenizer` gives our token ids.
-
-    A tokenizer.model in tiktoken format becomes a tokenizer.json. Files that need no change stay as they are, and so
-    does a tokenizer that we cannot read, such as a SentencePiece model.
-    """
+    """Rewrite an exported model's tokenizer files so that `AutoTokenizer` gives our token ids; a tokenizer.model in
+    tiktoken format becomes tokenizer.json. Skip tokenizers that we cannot read, such as SentencePiece models."""
     try:
         ours: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=folder)
     except UserError:
@@ -93,7 +86,7 @@ def settle_for_auto_tokenizer(folder: Path) -> None:
     settled = _settled(folder, settings, ours, theirs)
     if settled != settings:
         text = json.dumps(settled, indent=2, ensure_ascii=False) + "\n"
-        # Half of a character, which JSON may spell, stays an escape.
+        # A lone surrogate, which JSON allows, stays an escape.
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
@@ -108,14 +101,14 @@ def _read(path: Path) -> Any:
 
 
 def _as_opened(folder: Path) -> tuple[str, Any]:
-    """The class that `AutoTokenizer` takes for `folder`, and the tokenizer that this class makes of its files."""
+    """Return the class that `AutoTokenizer` chooses for `folder`, and the tokenizer that it builds."""
     from tokenizers import AddedToken
 
     settings, config = read_object(folder / "tokenizer_config.json"), read_object(folder / "config.json")
     tokenizer = _read(folder / "tokenizer.json")
     model_type = str(config.get("model_type"))
     name = "Qwen2Tokenizer" if model_type == "qwen2" else _class_name(settings) or _class_name(config)
-    # AutoTokenizer takes a byte-level tokenizer.json, such as Llama 3's, as it stands where LlamaTokenizer is declared.
+    # AutoTokenizer uses a byte-level tokenizer.json, such as Llama 3's, unchanged even if LlamaTokenizer is declared.
     is_llama3 = name == "LlamaTokenizer" and "ByteLevel(" in repr(tokenizer.pre_tokenizer)
     rebuilt = None if is_llama3 or model_type in _GENERIC_MODEL_TYPES else _parts_of(name, settings)
     if rebuilt:
@@ -130,7 +123,7 @@ def _class_name(settings: dict[str, Any]) -> str:
 
 
 def _parts_of(name: str, settings: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Normalizer and pre-tokenizer that the class `name` builds; None for a class that takes those of the file."""
+    """Return the normalizer and pre-tokenizer that the class `name` builds; None if it uses the file's."""
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     prefix = settings.get("add_prefix_space")
@@ -154,14 +147,14 @@ def _parts_of(name: str, settings: dict[str, Any]) -> tuple[Any, Any] | None:
 
 
 def _probes(tokenizer: Any) -> Iterator[str]:
-    """Short texts that are likely to show a difference."""
+    """Yield short texts that are likely to show a difference."""
     added = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
     yield from ("a b", " a", "a  b\n\n c", "It's 2024!", "e\u0301\ufb01 한국 🦙")
     yield from (f"a{token}a {token} a" for token in [*added[:8], *added[-8:]])
 
 
 def _post_processor(ours: PretrainedTokenizer, theirs: Any) -> Any:
-    """What adds the BOS and EOS of `ours`."""
+    """Return the post-processor that adds the BOS and EOS of `ours`."""
     from tokenizers.processors import TemplateProcessing
 
     bos = [theirs.id_to_token(ours.bos_id)] if ours.adds_bos else []
@@ -173,8 +166,8 @@ def _post_processor(ours: PretrainedTokenizer, theirs: Any) -> Any:
 
 
 def _settled(folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, theirs: Any) -> dict[str, Any]:
-    """The content of tokenizer_config.json with which `AutoTokenizer` takes `theirs`, that of tokenizer.json."""
-    # special_tokens_map.json is ignored beside `added_tokens_decoder`, which is written below.
+    """Return a tokenizer_config.json with which `AutoTokenizer` uses `theirs`, the tokenizer.json's."""
+    # special_tokens_map.json is ignored if there is an `added_tokens_decoder`, written below.
     named = read_object(folder / "special_tokens_map.json")
     settled = {key: value for key, value in {**named, **settings}.items() if key not in _CHANGES_IDS}
     settled |= {key: _text_of(value) for key, value in settled.items() if key.endswith(("_token", "_special_tokens"))}
@@ -200,7 +193,7 @@ def _settled(folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, 
 
 
 def _text_of(token: Any) -> Any:
-    """A token, or each of a list, as its text: it may be an object with its `content` (a serialized `AddedToken`)."""
+    """Return the text of a token, or of each in a list; a token may be a serialized `AddedToken` with its `content`."""
     if isinstance(token, list):
         return [_text_of(each) for each in token]
     return token["content"] if isinstance(token, dict) and "content" in token else token

@@ -1,4 +1,4 @@
-"""`PretrainedTokenizer`: the tokenizer in a model's folder, with the BOS and EOS that the files beside it declare."""
+"""`PretrainedTokenizer`: the tokenizer in a model's folder, with the BOS and EOS declared there."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import no_folder, read_object
 
 EMBEDDED_TOKENIZER = Path(__file__).parents[2] / "assets" / "tokenizer"
-"""Folder of the tokenizer that the package brings along, trained on `Stories`."""
+"""Folder of the tokenizer shipped with the package, trained on `Stories`."""
 
 _USUAL_NAMES = {
     "bos": ("<|begin_of_text|>", "<s>", "<bos>"),
@@ -23,30 +23,23 @@ _USUAL_NAMES = {
 
 
 class PretrainedTokenizer(Tokenizer):
-    """The tokenizer in a model's folder; without a folder, the embedded one.
+    """The tokenizer in the folder `path`; if `path` is empty, the embedded one. Raises `UserError` if the folder has no
+    tokenizer, or one that cannot be used or extended.
 
-    `tokenizer.json` (read by the library `tokenizers`) wins over `tokenizer.model` in tiktoken format, which is taken
-    for Llama 3's. Which tokens are BOS and EOS is looked up in tokenizer_config.json, special_tokens_map.json,
-    config.json, generation_config.json and, where none of them says, by the names that are usual. Whether they are
-    added is up to `add_bos_token` and `add_eos_token` of tokenizer_config.json, else up to the tokenizer itself.
-
-    Args:
-        config: what to add to the vocabulary.
-        path: folder with the files; empty: the embedded tokenizer.
-
-    Raises:
-        UserError: when the folder has no tokenizer, or one that cannot be used or extended.
+    `tokenizer.json` (read by the library `tokenizers`) wins over `tokenizer.model` in tiktoken format, assumed to be
+    Llama 3's. BOS and EOS come from tokenizer_config.json, special_tokens_map.json, config.json, generation_config.json
+    or else the usual names. `add_bos_token` and `add_eos_token` of tokenizer_config.json, else the tokenizer itself,
+    decide whether they are added.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Tokenizer.Config):
-        """What is added to a tokenizer's files."""
+        """Additions to a tokenizer's files."""
 
         added_tokens: list[str] = field(default_factory=list)
-        """Special tokens, as <|im_start|>, to add where the vocabulary lacks them; the model gets rows for them."""
+        """Special tokens, such as <|im_start|>, to add if the vocabulary lacks them; the model gets rows for them."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a text that cannot be a token."""
             if blank := [token for token in self.added_tokens if not token.strip()]:
                 raise UserError(f"--tokenizer.added_tokens has {blank[0]!r}, and needs texts that are not blank")
 
@@ -73,25 +66,22 @@ class PretrainedTokenizer(Tokenizer):
 
     @property
     def changed_files(self) -> dict[str, bytes]:
-        """The tokenizer's file with the added tokens, where there are any."""
         return self._backend.changed_files
 
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
         return self._backend.tokenize(texts, allow_special=allow_special)
 
     def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
-        """Ids and character spans; see `Tokenizer`. (White space that a token begins with is part of its span.)"""
+        """As `Tokenizer.tokenize_with_offsets`. White space at the start of a token is part of its span."""
         if type(self).tokenize is not PretrainedTokenizer.tokenize:  # a subclass has other ids
             return super().tokenize_with_offsets(texts, allow_special=allow_special)
         return self._backend.tokenize_with_offsets(texts, allow_special=allow_special)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens that the file marks as special."""
         return self._backend.special_ids()
 
     def id_of(self, token: str) -> int | None:
-        """Id of a token of the vocabulary; None where it has no such token."""
         return self._backend.id_of(token)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -111,7 +101,7 @@ def _load_backend(folder: Path) -> HuggingFace | Tiktoken:
 
 
 def _special_id(folder: Path, kind: str, backend: HuggingFace | Tiktoken) -> int | None:
-    """Id of the `kind` ("bos" or "eos") token; a file that names it decides, also when it says null."""
+    """Return the id of the `kind` ("bos" or "eos") token; the first file that names it decides, even with null."""
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         content = read_object(path)
         if f"{kind}_token" in content:
@@ -119,7 +109,7 @@ def _special_id(folder: Path, kind: str, backend: HuggingFace | Tiktoken) -> int
     for path in (folder / "config.json", folder / "generation_config.json"):
         declared = read_object(path).get(f"{kind}_token_id")
         if declared not in (None, []):
-            # Several ids are several ways to stop generating; the first is the model's own end of text.
+            # Several ids are several stop tokens; the first is the model's own end of text.
             token_id = declared[0] if isinstance(declared, list) else declared
             if type(token_id) is not int or token_id not in range(backend.vocab_size):
                 raise UserError(f"'{path}' has {kind}_token_id {declared!r}, not an id of the tokenizer beside it")
@@ -129,7 +119,7 @@ def _special_id(folder: Path, kind: str, backend: HuggingFace | Tiktoken) -> int
 
 
 def _named_id(token: Any, path: Path, kind: str, backend: HuggingFace | Tiktoken) -> int | None:
-    """Id of a token written as null, a string, or an object with its `content` (a serialized `AddedToken`)."""
+    """Return the id of a token given as null, a string, or a serialized `AddedToken` with its `content`."""
     name = token.get("content") if isinstance(token, dict) else token
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""The file format tokenizer.model as tiktoken reads it, which Llama 3 was published in."""
+"""tokenizer.model in tiktoken format, in which Llama 3 was published."""
 
 import base64
 import math
@@ -34,12 +34,12 @@ _LLAMA3_NAMED = {
 }
 _LLAMA3_N_SPECIAL = 256
 
-# The pattern's backtracking overflows the stack of tiktoken's regex engine in about a million blanks on end.
+# The pattern's backtracking overflows the stack of tiktoken's regex engine after about a million blanks.
 _LONG_BLANK = re.compile(r"(\s{500000})")
 
 
 class Tiktoken:
-    """`tokenizer.model` in tiktoken format: Llama 3's, with the special tokens behind the ranks."""
+    """`tokenizer.model` in tiktoken format: Llama 3's, with the special tokens after the ranks."""
 
     def __init__(self, path: Path):
         import tiktoken
@@ -80,7 +80,7 @@ class Tiktoken:
         ends = list(accumulate(map(len, self._encoding.decode_tokens_bytes(ids))))
         if text.isascii():
             return list(pairwise([0, *ends]))
-        # The bytes of the tokens are those of the text: of each byte, the character that it belongs to.
+        # The tokens' bytes are the text's: map each byte to its character.
         characters = [i for i, char in enumerate(without_surrogates(text)) for _ in char.encode()]
         return [(characters[start], characters[end - 1] + 1) for start, end in pairwise([0, *ends])]
 
@@ -99,16 +99,14 @@ class Tiktoken:
             return [ids for slice_ids in pool.map(tokenize, slices) for ids in slice_ids]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        # Models may have more rows than there are tokens: these have no text, as in a tokenizer.json.
+        # Models may have more rows than there are tokens: these rows have no text, as with a tokenizer.json.
         end = self.n_ranks if skip_special_tokens else self.vocab_size
         return self._encoding.decode([i for i in ids if i < end])
 
 
 def converted_tiktoken(path: Path) -> Any:
-    """The tokenizer of the library `tokenizers` that has the ids and texts of `Tiktoken(path)`; it adds no BOS.
-
-    Follows transformers' `TikTokenConverter`: each split of a token into two tokens is a merge, ordered by rank.
-    """
+    """Return a tokenizer of the library `tokenizers` with the ids and texts of `Tiktoken(path)`; it adds no BOS.
+    Follows transformers' `TikTokenConverter`: each split of a token into two tokens is a merge, ordered by rank."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ranks = _parse_ranks(path, path.read_bytes())
@@ -132,15 +130,15 @@ def converted_tiktoken(path: Path) -> Any:
 
 
 def _byte_characters() -> list[str]:
-    """The character that `tokenizers` writes for each byte: its own where that is printable, else the next from 256."""
+    """Return the character that `tokenizers` writes for each byte: itself if printable, else the next from 256."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unused = count(256)
     return [chr(byte if byte in printable else next(unused)) for byte in range(256)]
 
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Token bytes to rank, from lines of `<base64 of the bytes> <rank>`."""
-    # A SentencePiece model is a protobuf whose first field, the pieces, has the tag 0x0A.
+    """Return token bytes → rank, from lines of `<base64 of the bytes> <rank>`."""
+    # A SentencePiece model is a protobuf with the pieces as first field, tag 0x0A.
     if content.startswith(b"\x0a"):
         raise UserError(
             f"'{path}' is a SentencePiece model, which is not read directly; convert it once with transformers: "
@@ -160,7 +158,7 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def _llama3_special_tokens(first_id: int) -> dict[str, int]:
-    """Name to id of Llama 3's 256 special tokens: those with a name, the rest reserved and counted."""
+    """Return name → id of Llama 3's 256 special tokens: the named ones, and the numbered reserved ones."""
     unnamed = [offset for offset in range(_LLAMA3_N_SPECIAL) if offset not in _LLAMA3_NAMED]
     reserved = {offset: f"<|reserved_special_token_{n}|>" for n, offset in enumerate(unnamed)}
     return {name: first_id + offset for offset, name in sorted({**_LLAMA3_NAMED, **reserved}.items())}

@@ -1,4 +1,4 @@
-"""The file format tokenizer.json, of the library `tokenizers`."""
+"""tokenizer.json, the file format of the library `tokenizers`."""
 
 import contextlib
 import os
@@ -18,13 +18,13 @@ _UNUSABLE = "is not a tokenizer that `tokenizers` can use"
 
 @contextlib.contextmanager
 def naming(path: Path, fault: str = _UNUSABLE) -> Iterator[None]:
-    """Around calls of the library `tokenizers`: what it raises becomes a `UserError` of the file and `fault`."""
+    """Turn errors of the library `tokenizers` in the block into a `UserError` with the file and `fault`."""
     try:
         yield
     except UserError:
         raise
     except BaseException as error:
-        # A panic of its Rust code is no Exception, and has a class that cannot be imported.
+        # A panic of its Rust code is no Exception, and its class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise unreadable(path, f"'{path}' {fault}: {error}") from error
@@ -32,8 +32,8 @@ def naming(path: Path, fault: str = _UNUSABLE) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """As `naming`, around calls that find out whether the library can use the file: what its Rust code prints before
-    they fail, several lines for a panic, is left out. Not for several threads: they share standard error."""
+    """As `naming`, for calls that test whether the library can use the file: their standard error, several lines for a
+    panic, is dropped on failure. Not thread-safe, since threads share standard error."""
     if sys.stderr is None:  # it was closed when Python started, and its number may be another file's
         with naming(path):
             yield
@@ -51,14 +51,14 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def without_surrogates(text: str) -> str:
-    """`text` with surrogate pairs joined and lone surrogates, which UTF-8 has no form for, replaced by U+FFFD."""
+    """Return `text` with surrogate pairs joined and lone surrogates, which UTF-8 cannot encode, replaced by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class HuggingFace:
-    """A file's tokenizer. `Tiktoken` has the same methods: `PretrainedTokenizer` takes either."""
+    """A file's tokenizer. `Tiktoken` has the same methods: `PretrainedTokenizer` uses either."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -70,20 +70,20 @@ class HuggingFace:
         self.vocab_size = max(vocab.values()) + 1
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled `tokenizers.Tokenizer` forgets `encode_special_tokens`: the copy reads the content again.
+        # A pickled `tokenizers.Tokenizer` loses `encode_special_tokens`: the copy reads the content again.
         return {name: self.__dict__[name] for name in ("path", "content", "is_changed", "vocab_size")}
 
     @property
     def changed_files(self) -> dict[str, bytes]:
-        """File name → content of the files that differ from the folder's."""
+        """Name → content of the files that differ from the folder's."""
         return {self.path.name: self.content} if self.is_changed else {}
 
     def add_special_tokens(self, tokens: Sequence[str]) -> int:
-        """Make `tokens` special tokens, with ids after the last one if they have none; the number of such."""
+        """Make `tokens` special tokens; new ones get ids after the last one. Return the number of new ones."""
         from tokenizers import AddedToken
 
         tokenizer = self._read()
-        # One that is added already stands for itself in any text: it stays as it is.
+        # Tokens added before are already recognized in any text, and stay unchanged.
         present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         missing = [token for token in dict.fromkeys(tokens) if token not in present]
         new = [token for token in missing if tokenizer.token_to_id(token) is None]
@@ -91,7 +91,7 @@ class HuggingFace:
         if [tokenizer.token_to_id(token) for token in new] != list(range(self.vocab_size, self.vocab_size + len(new))):
             raise UserError(f"'{self.path}' has unused ids below its last one, so that no tokens can be added to it")
         if missing:
-            # Everything is made of the content again, as it is by those who read the checkpoint.
+            # Rebuilt from the content, as by readers of the checkpoint.
             self.content, self.is_changed = tokenizer.to_str(pretty=True).encode(), True
             self.vocab_size += len(new)
             for name in ("_literal", "_parsing"):
@@ -100,12 +100,12 @@ class HuggingFace:
 
     @cached_property
     def _literal(self) -> Any:
-        """Takes text that spells a special token as ordinary text."""
+        """Tokenizer that treats the spelling of a special token as ordinary text."""
         return self._load(literal=True)
 
     @cached_property
     def _parsing(self) -> Any:
-        """Turns it into the token. An object of its own: switching one back and forth would not be thread-safe."""
+        """Tokenizer that turns the spelling into the token; separate, since switching one is not thread-safe."""
         return self._load(literal=False)
 
     def _read(self) -> Any:
@@ -116,16 +116,16 @@ class HuggingFace:
 
     def _load(self, *, literal: bool) -> Any:
         tokenizer = self._read()
-        # Files often carry the settings of the example they were saved from, which would cut documents short.
+        # Files often keep the settings of the example they were saved from, which would truncate documents.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        # It puts BOS and EOS around a text, which is ours to do, and for some models cuts white space off the offsets.
+        # We add BOS and EOS ourselves, and for some models the post-processor trims white space from the offsets.
         self._post_processor, tokenizer.post_processor = tokenizer.post_processor, None
         tokenizer.encode_special_tokens = literal
         return tokenizer
 
     def added_ids(self) -> tuple[list[int], list[int]]:
-        """The ids that the file puts before a text and after it."""
+        """Return the ids that the file puts before a text and after it."""
         with reading(self.path):
             encoding = self._literal.encode("a")
             processed = self._post_processor.process(encoding) if self._post_processor else encoding

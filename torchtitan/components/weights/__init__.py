@@ -1,8 +1,7 @@
 """Weights in files: DCP, Hugging Face and Meta checkpoints, read and written tensor by tensor, and loaded into models.
 
-A source has the names and shapes that its files have. What they are called in our models is said by a family's adapter
-(`torchtitan.protocols.state_dict_adapter`), and `ConvertedSource` and `ForeignView` apply it. This package uses
-`torchtitan.components.checkpoint`, which knows nothing of it.
+A source has the names and shapes of its files; a family's adapter (`torchtitan.protocols.state_dict_adapter`), applied
+by `ConvertedSource` and `ForeignView`, maps them to our models. `components.checkpoint` does not use this package.
 """
 
 from torchtitan.components.weights.export import export_checkpoint

@@ -1,4 +1,4 @@
-"""What a checkpoint carries beside its weights: which model it is of, the tokenizer, and how conversations go on."""
+"""Checkpoint contents besides the weights: the model description, the tokenizer and the chat files."""
 
 import json
 import shutil
@@ -17,10 +17,10 @@ from torchtitan.tools.files import file_to_copy, parse_json, read_object
 from torchtitan.tools.logging import logger
 
 FOLDER = "assets"
-"""The folder inside a checkpoint's."""
+"""Subfolder of a checkpoint."""
 
 DESCRIPTION = f"{FOLDER}/model.json"
-"""The file in a checkpoint that says which model it is of, and what has become of its weights."""
+"""File of a checkpoint that names its model and any conversion of its weights."""
 
 _MODEL_KEYS = {
     "module": (str, "the import path of a family of models"),
@@ -39,10 +39,10 @@ FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""The files beside a model's weights that are copied from one checkpoint to the next as they are."""
+"""Files next to a model's weights that are copied unchanged from checkpoint to checkpoint."""
 
 AssetFile = Path | bytes
-"""A file that is copied, or the content of one that is written."""
+"""File to copy, or content to write."""
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -50,15 +50,14 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True)
 class CheckpointAssets:
-    """The content of a checkpoint's folder `assets`."""
+    """Contents of a checkpoint's `assets` folder."""
 
     model: Mapping[str, Any]
-    """`module` (import path of the family's package), `flavor` and `config` (that of the model); `converters`
-    (`protocols.conversion.Description`) if the weights are not those of the plain model, and `simulated` if they were
-    trained to be quantized."""
+    """`module` (import path of the family's package), `flavor` and the model's `config`; `converters` (`Description`s)
+    if the weights are not the plain model's; `simulated` if they were trained for quantization."""
 
     files: Mapping[str, AssetFile]
-    """File name → what is in it."""
+    """File name → content."""
 
     @classmethod
     def of(
@@ -69,41 +68,33 @@ class CheckpointAssets:
         converters: Sequence[Description] = (),
         simulated: Sequence[Description] = (),
     ) -> "CheckpointAssets":
-        """Describe a model, with what `describe_converters` and `describe_simulation` return."""
+        """Describe a model, with the results of `describe_converters` and `describe_simulation`."""
         model = {"module": spec.module, "flavor": spec.flavor, "config": spec.model.to_dict()}
         said = {"converters": list(converters), "simulated": list(simulated)}
         return cls({**model, **{key: descriptions for key, descriptions in said.items() if descriptions}}, files)
 
     def write(self, folder: Path) -> None:
-        """Write them into the checkpoint's `folder`."""
+        """Write the assets into the checkpoint's `folder`."""
         assets = folder / FOLDER
         assets.mkdir(exist_ok=True)
         write_files(assets, self.files)
-        # A Hugging Face folder has the plain model, whatever the run's was.
+        # A Hugging Face folder always has the plain model.
         left_out = {"converters"} if (folder / "config.json").is_file() else set()
         content = {key: value for key, value in self.model.items() if key not in left_out}
         (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def asset_folder(checkpoint: Path) -> Path:
-    """Return the folder of the files of `FILES` in a checkpoint of any format: `assets`, or the checkpoint itself.
-
-    Raises:
-        UserError: if `assets` is a link out of the checkpoint.
-    """
+    """Return the folder of the `FILES` of a checkpoint of any format: `assets`, or the checkpoint itself. Raise
+    `UserError` if `assets` is a link out of the checkpoint."""
     is_foreign = (checkpoint / "config.json").is_file() or not (checkpoint / FOLDER).is_dir()
     return checkpoint if is_foreign else file_to_copy(checkpoint, FOLDER)
 
 
 def token_ids(folder: Path, config: Path) -> dict[str, Any]:
-    """`bos_token_id`, `eos_token_id` (one or several) and `pad_token_id` of the model whose files lie in `folder`.
-
-    They are from generation_config.json, `config` (a config.json, which need not be there) or else the tokenizer. Those
-    that nothing says are left out, with a warning if there is a tokenizer that cannot be read.
-
-    Raises:
-        UserError: for a JSON file that cannot be read.
-    """
+    """Return `bos_token_id`, `eos_token_id` (one or several) and `pad_token_id` of the model with files in `folder`:
+    from generation_config.json, `config` (a config.json, which may be absent) or else the tokenizer. Unknown ids are
+    omitted, with a warning if the tokenizer cannot be read. Raise `UserError` for a JSON file that cannot be read."""
     found: dict[str, Any] = {}
     for file in (config, folder / "generation_config.json"):  # the second wins: it has all ids that end a text
         content = read_object(file)
@@ -115,7 +106,7 @@ def token_ids(folder: Path, config: Path) -> dict[str, Any]:
 
 
 def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
-    """Return what the checkpoint in that folder says of its model; raise `UserError` if that cannot be used."""
+    """Return the model description of a checkpoint; raise `UserError` if it cannot be used."""
     path = Path(checkpoint) / DESCRIPTION
     if not path.is_file():
         raise UserError(f"{checkpoint} does not say which model it is of (there is no {DESCRIPTION} in it)")
@@ -129,11 +120,8 @@ def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
 def read_converters(
     checkpoint: str | Path, key: Literal["converters", "simulated"] = "converters"
 ) -> list[Description]:
-    """Return those `CheckpointAssets.converters` (or `simulated`) of the checkpoint in a folder or behind a URL.
-
-    Raises:
-        UserError: if what it says of them cannot be read.
-    """
+    """Return the `converters` (or `simulated`) of `CheckpointAssets.model` of the checkpoint in a folder or at a URL.
+    Raise `UserError` if they cannot be read."""
     folder, name = folder_at(checkpoint), DESCRIPTION
     try:
         content = parse_json(folder.read(name), f"{checkpoint}/{name}") if folder.has_file(name) else {}
@@ -146,11 +134,8 @@ def read_converters(
 
 
 def files_in(folder: Path | None) -> dict[str, AssetFile]:
-    """Return the files of `FILES` that `folder` has, by name; none if there is no folder.
-
-    Raises:
-        UserError: if one is a link out of the folder, or a damaged JSON file, which is not to be passed on.
-    """
+    """Return the `FILES` in `folder` by name; none if `folder` is None. Raise `UserError` if one is a link out of the
+    folder, or a damaged JSON file, which must not be copied."""
     found = [] if folder is None else [file_to_copy(folder, name) for name in FILES if (folder / name).is_file()]
     for file in found:
         if file.suffix == ".json":
@@ -178,14 +163,9 @@ def _ids_of_tokenizer(folder: Path) -> dict[str, int]:
 
 
 def chat_assets(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
-    """Return the files by which other tools go on with conversations as a model was trained on them: name → text.
-
-    They are the template and, unless the tokenizer's own files say so already, that generating ends where a turn does,
-    and which tokens the template's `bos_token` and `eos_token` are.
-
-    Raises:
-        UserError: for a JSON file of the tokenizer that cannot be read.
-    """
+    """Return the files, name → text, with which other tools continue conversations in a model's training format: the
+    template and, unless the tokenizer's files already have them, the end-of-turn token as an end of generation and the
+    tokens of the template's `bos_token` and `eos_token`. Raise `UserError` if a JSON file there is unreadable."""
     files = {"chat_template.jinja": template.source}
     files |= _generation_config(tokenizer, template)
     files |= _tokenizer_config(tokenizer.folder, template)
@@ -193,7 +173,7 @@ def chat_assets(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
 
 
 def _generation_config(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
-    """generation_config.json, where the token that ends a turn is not among its ends of a text."""
+    """Return generation_config.json if the end-of-turn token is not among its EOS tokens."""
     (of_end,) = tokenizer.tokenize([template.end_of_turn()], allow_special=True)
     known = token_ids(tokenizer.folder, tokenizer.folder / "config.json") if tokenizer.folder else {}
     said = known.get("eos_token_id", tokenizer.eos_id)
@@ -205,7 +185,7 @@ def _generation_config(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str
 
 
 def _tokenizer_config(folder: Path | None, template: ChatTemplate) -> dict[str, str]:
-    """tokenizer_config.json, where a token that the template writes by its role is named nowhere."""
+    """Return tokenizer_config.json if no file names a token that the template writes by its role."""
     settings = _read_from(folder, "tokenizer_config.json")
     named = settings.keys() | _read_from(folder, "special_tokens_map.json").keys()
     unnamed = {k: text for k, text in template.variables.items() if text and k in template.source and k not in named}

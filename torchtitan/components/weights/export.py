@@ -1,4 +1,4 @@
-"""A whole checkpoint in any format: weights, what describes the model, tokenizer."""
+"""Export of a whole checkpoint in any format: weights, model description and tokenizer."""
 
 import json
 from collections import Counter
@@ -47,24 +47,20 @@ def export_checkpoint(
     advance: Callable[[int], None] = lambda n_bytes: None,
     ranks: Ranks | None = None,
 ) -> None:
-    """Write a model into `folder` in the format `to`, tensor by tensor; what converters write beside comes last.
+    """Write a model into `folder` in the format `to`, tensor by tensor; the converters' additional files come last.
 
     Args:
-        folder: an existing, empty folder; in our own format (DCP), the caller completes it (`catalog.commit`).
-        to: the format.
-        spec: the model.
-        source: its weights, under our names; a `PlainView` if it has been converted.
-        assets: folder with the files that go along (`assets.FILES`) and, of a Hugging Face checkpoint, a config.json;
-            None: there are none.
-        changed_files: content by name of files that go along in place of those in `assets`, or beside them.
-        dtype: of the floating-point weights that are written. None: as they are.
+        folder: existing and empty; a DCP folder is completed by the caller (`catalog.commit`).
+        source: the weights under our names; a `PlainView` for a converted model.
+        assets: folder with the files to copy (`assets.FILES`) and, for a Hugging Face checkpoint, a config.json.
+        changed_files: name → content of files that replace or complement the files in `assets`.
+        dtype: of the written floating-point weights. None: unchanged.
         max_file_bytes: largest file of weights, in Hugging Face's format.
-        advance: called with the bytes of each tensor that has been read.
-        ranks: those who share the work, calling this together, each with a source of the whole model. None: this
-            process alone.
+        advance: called with the bytes of each tensor once it is read.
+        ranks: share the work, calling this together, each with a source of the whole model. None: this process alone.
 
     Raises:
-        UserError: for a format or a type that cannot hold the model; it names the tensor whose values are too large.
+        UserError: for a format or a type that cannot hold the model; it names the tensor with too large values.
         OSError: if it cannot be written.
     """
     view = source if to == "dcp" else ForeignView(source, format_for(spec, to).adapter(spec.model))
@@ -100,13 +96,13 @@ def export_huggingface(
     converters: Sequence[ModelConverter] = (),
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Fill `target` with the Hugging Face folder of a model; every rank calls this, and writes some of the files.
+    """Fill `target` with the Hugging Face folder of a model; every rank calls this and writes some of the files.
 
     Args:
-        source: a checkpoint of the model, in our own format.
-        converters: those that have been applied to the model: what is written is the plain one, and what they write.
-        dtype: of the floating-point weights of a converted model; None: as the plain ones follow from it.
-        target, ranks, spec, assets, changed_files: as of `export_checkpoint`.
+        source: checkpoint of the model in our own format.
+        converters: applied to the model. The plain model is written, and the converters' additional files.
+        dtype: of the floating-point weights of a converted model; None: as derived for the plain model.
+        target, ranks, spec, assets, changed_files: as in `export_checkpoint`.
     """
     from torchtitan.components.checkpoint.dcp import DcpSource  # deferred: DCP takes a second to import
 
@@ -117,17 +113,15 @@ def export_huggingface(
 
 
 def format_for(spec: ModelSpec, to: Format) -> ForeignFormat:
-    """Return what the family of `spec` says of the format `to`; raise `UserError` if it says nothing."""
+    """Return the format `to` of the family of `spec`; raise `UserError` if there is none."""
     if to not in spec.formats:
         raise UserError(f"{spec.name} has no format '{to}' (there are: {', '.join(['dcp', *spec.formats])})")
     return spec.formats[to]
 
 
 def config_json(spec: ModelSpec, ids: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the content of a model's config.json, which old and new versions of transformers read.
-
-    `ids` are as `assets.token_ids` gives them, `dtype` is that of the weights.
-    """
+    """Return a model's config.json, for old and new versions of transformers. `ids` come from `assets.token_ids`;
+    `dtype` is the type of the weights."""
     name = str(dtype).removeprefix("torch.")
     return {**format_for(spec, "hf").to_foreign(spec.model), **ids, "dtype": name, "torch_dtype": name}
 
@@ -140,7 +134,6 @@ def _write_description(
     changed_files: Mapping[str, bytes],
     forms: Mapping[str, TensorForm],
 ) -> None:
-    """Write all but the weights."""
     files: dict[str, AssetFile] = {**files_in(assets), **changed_files}
     beside = folder / FOLDER if to == "dcp" else folder
     if to == "dcp":

@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints: safetensors files, and an index where there is more than one.
+"""Hugging Face checkpoints: safetensors files, and an index if there are several.
 
-The format of a file (https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes, little
-endian; the header, a JSON object of name → dtype, shape and place of the values; the values, one tensor after another.
+File format (https://github.com/huggingface/safetensors#format): the header length in 8 bytes, little endian; the
+header, a JSON object of name → dtype, shape and position of the values; then the values, tensor after tensor.
 """
 
 import json
@@ -29,7 +29,7 @@ from torchtitan.tools.files import read_object
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 2**30
-"""Largest file that is written by default."""
+"""Largest file written by default."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -49,12 +49,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class HuggingFaceSource(TensorSource):
-    """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
-
-    Raises:
-        UserError: if a file is missing, damaged or outside of the folder `path`, or lacks tensors that the index says
-            are in it.
-    """
+    """Tensors of `model.safetensors`, or of the files listed in `model.safetensors.index.json`. Raises `UserError` if a
+    file is missing, damaged or outside the folder `path`, or lacks tensors that the index lists."""
 
     def __init__(self, path: str | Path):
         self._files: dict[str, Path] = {}
@@ -75,19 +71,15 @@ class HuggingFaceSource(TensorSource):
                 self._files[name] = path
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """As `TensorSource.read`; only the part in `slices` is read."""
-        # Opened anew: the library maps the file into memory, and pages once read would stay in the process's.
+        # Reopened each time: the library maps the file into memory, and pages once read would stay resident.
         with _open(self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name) if slices is None else file.get_slice(name)[slices]
         return tensor
 
 
 def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | None]:
-    """Return file → the tensors in it, as the file `index` says (None: all), or only `weights`, if that is there.
-
-    Raises:
-        UserError: if files are missing or outside of the folder, or the index is damaged.
-    """
+    """Return file → its tensors according to the file `index` (None: all), or only `weights` if it exists. Raise
+    `UserError` if files are missing or outside the folder, or the index is damaged."""
     if (folder / weights).is_file():
         return {folder / weights: None}
     if not (folder / index).is_file():
@@ -109,20 +101,15 @@ def write_huggingface(
     max_file_bytes: int = MAX_FILE_BYTES,
     ranks: Ranks | None = None,
 ) -> None:
-    """Write tensors as safetensors files into the existing folder `path`, holding one tensor at a time.
-
-    A file has its name only when all of it is written, and the index comes last: cut short, the folder cannot be
-    opened.
+    """Write tensors as safetensors files into the existing folder `path`, holding one tensor at a time. A file gets its
+    name once it is complete, and the index comes last: an interrupted export cannot be opened. Raise `UserError` for a
+    dtype that the format lacks, or that is too narrow for a value.
 
     Args:
-        path: the folder.
-        forms: name → form of what is written; values of another dtype are converted.
-        make: gives each tensor when its turn comes.
-        max_file_bytes: a new file begins if this would be exceeded (one tensor may be larger).
-        ranks: those who share the files, calling this together; None: this process alone.
-
-    Raises:
-        UserError: for a dtype that the format does not have, or that is too narrow for a value.
+        forms: name → form to write; values of another dtype are converted.
+        make: returns the tensor of a name, called just before it is written.
+        max_file_bytes: limit at which a new file begins (one tensor may be larger).
+        ranks: share the files, calling this together; None: this process alone.
     """
     for name, form in forms.items():
         if form.dtype not in _DTYPE_NAMES:
@@ -140,7 +127,7 @@ def write_huggingface(
 
 
 def write_index(path: Path, files: Mapping[str, Mapping[str, TensorForm]]) -> None:
-    """Write the index of `files`, name → what is in it, into the folder `path`; one file has none."""
+    """Write the index of `files`, name → contents, into the folder `path`; a single file has none."""
     if len(files) == 1:
         return
     total = sum(form.n_bytes for members in files.values() for form in members.values())
@@ -150,7 +137,7 @@ def write_index(path: Path, files: Mapping[str, Mapping[str, TensorForm]]) -> No
 
 
 def share_out(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """Return file name → names of the tensors in it, filled in the given order."""
+    """Return file name → names of its tensors, filled in the given order."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, more in n_bytes.items():
@@ -167,11 +154,9 @@ def share_out(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list
 def write_file(
     path: Path, forms: Mapping[str, TensorForm], make: MakeTensor, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write one safetensors file, which has its name only when all of it is written; arguments: as `write_huggingface`.
-
-    `make` is called for wide types first; `metadata` goes into the header beside the format.
-    """
-    # Wide types first, as the library does, so that all values are aligned to their own size.
+    """Write one safetensors file, which gets its name once it is complete. `make` is called for wide types first;
+    `metadata` extends the header; other arguments are as in `write_huggingface`."""
+    # Wide types first, as in the library, so that all values are aligned to their size.
     names = sorted(forms, key=lambda name: -forms[name].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -207,7 +192,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise damaged(path, error) from error
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise damaged(path, "it has no weight_map from tensors to files")
-    # By name, not by where links lead: in the hub's cache every file is a link to one outside of the folder.
+    # By name, not by link target: in the hub's cache every file is a link out of the folder.
     outside = {file for file in weight_map.values() if Path(file).is_absolute() or ".." in Path(file).parts}
     if outside:
         raise UserError(f"{path} names files outside of its folder: {some(sorted(outside))}")

@@ -1,4 +1,4 @@
-"""Weights from a source into a model, whatever its layout."""
+"""Loading of weights from a source into a model of any layout."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -19,30 +19,27 @@ _QUANTIZED = "of a type for quantized weights, where at least 16 bits of floatin
 def load_weights(
     source: TensorSource, model_parts: Sequence[nn.Module], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Copy all tensors of `source` into a model, one at a time, each process reading its own part of each.
-
-    What a converted module has added to the plain one's tensors keeps its values if `source` does not have it.
+    """Copy all tensors of `source` into a model, one at a time, each process reading its own part of each. Tensors that
+    a converted module has added keep their values if `source` lacks them. Raise `UserError` on every process, as
+    `check_fit`, or if tensors cannot be read.
 
     Args:
-        source: the weights under the model's own names; values are converted to the parameters' dtypes.
+        source: weights under the model's own names; values are converted to the parameters' dtypes.
         model_parts: one model, or the pipeline stages of this process; materialized, sharded or not.
-        group: the processes that hold the model together, which can send Python objects; None: this one has all of it.
-
-    Raises:
-        UserError: on every process, as `check_fit`, or if tensors cannot be read.
+        group: the processes that hold the model, able to send Python objects; None: this one has all of it.
     """
     state, ranks = ModelState(model_parts), Ranks(group)
     tensors = state.state_dict()
     assert not any(tensor.is_meta for tensor in tensors.values()), "the model has memory"
     check_fit(source.forms, tensors, ranks, optional=state.added)
-    # In the source's order: it makes tensors that belong together one after the other.
+    # In the source's order, which keeps related tensors together.
     names = [name for name in source.forms if name in tensors]
     ranks.all_ranks_or_raise(lambda: [_fill(tensors[name], name, source) for name in names])
 
 
 def quantized(forms: Mapping[str, TensorForm], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the tensors, with their types, that are floating-point numbers in the model only, or have fewer than 16
-    bits in `forms`: without the scales they belong to they are not the weights."""
+    """Return the tensors, with their types, that are floating-point only in the model, or have fewer than 16 bits in
+    `forms`: without their scales they are not the weights."""
     return [
         f"{name} ({str(forms[name].dtype).removeprefix('torch.')})"
         for name, tensor in tensors.items()
@@ -59,14 +56,9 @@ def check_fit(
     *,
     optional: Collection[str] = (),
 ) -> None:
-    """Make sure that weights with these `forms` are those of a model.
-
-    `tensors` are the model's; if `ranks` hold the model together and call this together, those of this rank's part.
-    `forms` may lack those that are `optional`.
-
-    Raises:
-        UserError: on every process, naming what is missing, surplus, of another shape, or quantized.
-    """
+    """Check that weights with these `forms` fit a model. `tensors` are the model's (with `ranks`, which call this
+    together, this rank's part); `optional` ones may be absent. Raise `UserError` on every process, naming missing,
+    surplus, misshapen and quantized tensors."""
     misshapen = [
         f"{name} {list(forms[name].shape)} where the model has {list(tensor.shape)}"
         for name, tensor in tensors.items()
@@ -89,7 +81,7 @@ def check_fit(
 
 
 def check_types(forms: Mapping[str, TensorForm], tensors: Mapping[str, Tensor]) -> None:
-    """Raise `UserError` for weights that are quantized, before there is a model of their type."""
+    """Raise `UserError` for quantized weights, before a model of their type exists."""
     if found := quantized(forms, tensors):
         raise UserError(f"the weights do not fit the model: {some(found)} {_QUANTIZED}")
 
@@ -104,6 +96,6 @@ def _fill(tensor: Tensor, name: str, source: TensorSource) -> None:
 
 
 def local_slices(tensor: DTensor) -> Slices:
-    """Return the part of the whole tensor that this process has."""
+    """Return the part of the whole tensor held by this process."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

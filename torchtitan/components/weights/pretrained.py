@@ -1,4 +1,4 @@
-"""Pre-trained weights into a model of any layout: found, checked and converted to what the run's model needs."""
+"""Pretrained weights: found, checked, converted and loaded into a model of any layout."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -38,17 +38,14 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 _LOOKED_AT = (DESCRIPTION, DCP_METADATA)
-"""The files of a checkpoint of ours that are read before all of it is verified."""
+"""Files of our checkpoints that are read before the whole checkpoint is verified."""
 
 Forms = Callable[[BaseModel.Config], Mapping[str, TensorForm]]
-"""Model → its tensors by name, in one format or another."""
+"""Model → its tensors by name, in some format."""
 
 
 def check_digests(path: str | Path) -> None:
-    """Raise `UserError` if a checkpoint that a run of ours, or `torchtitan convert`, saved is not as it was written.
-
-    Another's, as one from the hub, has nothing to be compared with.
-    """
+    """Raise `UserError` if a checkpoint of our runs or `torchtitan convert` has changed; others have no digests."""
     if format_of(path) == "dcp" or catalog.has_marker(path):
         catalog.raise_if_damaged(path)
 
@@ -57,20 +54,17 @@ def native_source(
     path: str | Path, spec: ModelSpec, *, added: range = range(0), base: Path | None = None
 ) -> TensorSource:
     """Return the weights of the checkpoint in `path`, in any format, with the names and layout of the model `spec`.
-
-    Reads names and shapes, and compares tied weights. Weights that a run saved in another form, or with adapters, are
-    made plain as they are read.
+    Weights saved in another form, or with adapters, become plain. Reads names and shapes, and compares tied weights.
 
     Args:
-        path: the checkpoint's folder.
-        spec: the model; a vocabulary that comes from the tokenizer is filled in.
-        added: ids of tokens that were added to the tokenizer. The rows of those that the checkpoint's own tokenizer
-            lacks, which the checkpoint does not have or has as padding, are the mean of the rows below.
-        base: for a checkpoint of trained weights only, the folder of the others, in any format; None: its run's.
+        spec: the model; a vocabulary size that comes from the tokenizer is filled in.
+        added: ids of tokens added to the tokenizer. If the checkpoint's tokenizer lacks them, their rows, absent or
+            padding there, become the mean of the rows below.
+        base: folder, in any format, of the weights that a checkpoint of only trained weights lacks; None: its run's.
 
     Raises:
-        UserError: if there is no checkpoint, one that cannot be read, or one of another model; it names the tensors;
-            if the weights that it leaves out are not there, or have changed.
+        UserError: for a missing or unreadable checkpoint, one of another model (naming the tensors), or if the weights
+            that it omits are absent or have changed.
     """
     found, model = format_of(path), spec.model
     checkpoint = catalog.open_checkpoint(path) if found == "dcp" and catalog.has_marker(path) else None
@@ -90,11 +84,9 @@ def native_source(
 def is_as_saved(
     path: str | Path, spec: ModelSpec, converters: Sequence[ModelConverter], *, added: range = range(0)
 ) -> bool:
-    """Whether the checkpoint in the folder or URL `path` is one of ours whose weights are loaded as they are.
-
-    Its tensors have the names and shapes of the run's and mean the same, and it knows the same tokens. Raises
-    `UserError` if it is not, and `path` is a URL; or there is no checkpoint.
-    """
+    """Return whether the weights of the checkpoint in the folder or URL `path` are loaded unchanged. That needs a
+    checkpoint of ours with the names, shapes and meanings of the run's tensors and the same tokens. Raise `UserError`
+    if there is no checkpoint, or if `path` is a URL and the answer is no."""
     if not is_url(str(path)) and (format_of(path) != "dcp" or _unknown_ids(Path(path), added)):
         return False
     saved = read_converters(path)
@@ -120,20 +112,17 @@ def load_pretrained(
     added: range = range(0),
     converters: Sequence[ModelConverter] = (),
 ) -> None:
-    """Load the weights of one model from a checkpoint in any format, each process of the default group its part.
+    """Load a model from a checkpoint in any format, each process of the default group its part. Raise `UserError` on
+    every process if the checkpoint cannot be read, is damaged or is one of another model.
 
-    One of a run of ours is verified before; saved with the same converters, it is loaded as it is. Otherwise what a
-    converter has added keeps its values, and the rest is as it follows from the plain model's weights.
+    A checkpoint of our runs is verified first; with the same converters, it is loaded unchanged. Otherwise tensors
+    added by a converter keep their values, and the rest follows from the plain model's weights.
 
     Args:
         path: the checkpoint's folder; or its URL, if it `is_as_saved`.
-        spec: the model; a vocabulary that comes from the tokenizer is filled in.
+        spec, added: as in `native_source`.
         model_parts: the model in this process, materialized, sharded or not.
-        added: as of `native_source`.
-        converters: those that have been applied to the model.
-
-    Raises:
-        UserError: on every process, if the checkpoint cannot be read, is damaged or is one of another model.
+        converters: applied to the model.
     """
     if is_as_saved(path, spec, converters, added=added):
         load_model_state(path, ModelState(model_parts))
@@ -158,8 +147,7 @@ def load_initial_weights(
     *,
     added: range = range(0),
 ) -> None:
-    """Load the weights in `path`, if it is not empty, and what the converters have to load; otherwise as
-    `load_pretrained`."""
+    """Load the weights in `path`, if any, and the converters' own weights; arguments as in `load_pretrained`."""
     has_theirs = bool(path) and is_as_saved(path, spec, converters, added=added)
     if path:
         load_pretrained(path, spec, model_parts, added=added, converters=converters)
@@ -169,7 +157,7 @@ def load_initial_weights(
 
 
 def frozen_weights(config: CheckpointManager.Config, seed: int) -> BaseWeights:
-    """Return what the weights of a run that are not trained begin as; `seed` is the run's."""
+    """Return the origin of a run's frozen weights; `seed` is the run's."""
     return weights_at(config.initial_load_path) if config.initial_load_path else BaseWeights.of_seed(seed)
 
 
@@ -182,13 +170,9 @@ def check_start(
     added: range,
     seed: int,
 ) -> None:
-    """Find, before any process starts, a checkpoint that a run cannot start from; reads names and shapes.
-
-    `start` is what `config.find_start` gave, `seed` the run's; other arguments: as `load_pretrained`.
-
-    Raises:
-        UserError: as `check_frozen`, `is_as_saved`, `native_source` and `ModelConverter.check_initial_weights`.
-    """
+    """Reject a checkpoint that a run cannot start from, before any process starts; reads names and shapes. `start` is
+    the result of `config.find_start`, `seed` the run's; other arguments are as in `load_pretrained`. Raise `UserError`
+    as `check_frozen`, `is_as_saved`, `native_source` and `ModelConverter.check_initial_weights`."""
     check_frozen(config, start, frozen_weights(config, seed))
     resumes = start and start.resumes and "model" not in config.exclude_from_loading
     if start and resumes and not start.checkpoint.frozen_from:
@@ -219,10 +203,8 @@ def _check_pretrained(
 def _converted(
     plain: TensorSource, model: BaseModel.Config, converters: Sequence[ModelConverter], state: ModelState | None = None
 ) -> TensorSource:
-    """Return the weights of the plain model as the converted one has them, but for what a converter has added.
-
-    They get the types of `state`. Raises `UserError` if they are not the plain model's, or are quantized.
-    """
+    """Return the plain model's weights in the converted model's form, without a converter's additions, in the types of
+    `state`. Raise `UserError` if they are not the plain model's, or are quantized."""
     if not any(converter.changes_weights for converter in converters):
         return plain
     check_fit(plain.forms, converted_model(model, []).state_dict())
@@ -246,7 +228,7 @@ def _warn_of_merging(path: str | Path, converters: Sequence[ModelConverter]) -> 
 
 
 def _plain_source(path: Path, spec: ModelSpec, lacking: CheckpointInfo | None, base: Path | None) -> TensorSource:
-    """The weights in `path` as the plain model's; `lacking` is the checkpoint, if it holds trained weights only."""
+    """Return the weights in `path` as the plain model's; `lacking` is the checkpoint if it has only trained weights."""
     source, descriptions = open_source(path), read_converters(path)
     if not descriptions and not lacking:
         return source
@@ -262,7 +244,7 @@ def _plain_source(path: Path, spec: ModelSpec, lacking: CheckpointInfo | None, b
 
 
 def _frozen_folder(checkpoint: CheckpointInfo, base: Path | None) -> Path:
-    """Return the folder of the weights that a checkpoint lacks; raise `UserError` if these are not in it."""
+    """Return the folder of the weights that a checkpoint lacks; raise `UserError` if they are not in it."""
     assert checkpoint.marker
     origin, lacking = BaseWeights(checkpoint.frozen_from), f"{checkpoint.path} {lacks(checkpoint)}"
     if not origin.path:
@@ -277,7 +259,7 @@ def _frozen_folder(checkpoint: CheckpointInfo, base: Path | None) -> Path:
 
 
 def _frozen_source(path: Path, base: Path, spec: ModelSpec, converters: Sequence[ModelConverter]) -> TensorSource:
-    """The weights in `base` as the run that saved `path` has begun with them, but for what a converter has added."""
+    """Return the weights in `base` in the form `path`'s run started with, without a converter's additions."""
     check_digests(base)
     tokenizers = [asset_folder(folder) for folder in (path, base)]
     has_both = all((folder / "tokenizer.json").is_file() for folder in tokenizers)
@@ -289,7 +271,7 @@ def _frozen_source(path: Path, base: Path, spec: ModelSpec, converters: Sequence
 
 
 def _let_train(converted: nn.Module, path: Path) -> None:
-    """Mark what the run has trained whose checkpoint this is: converters that change no form are not described."""
+    """Mark the parameters that the checkpoint's run trained: its description omits converters that change no form."""
     from torchtitan.components.checkpoint.dcp import optimized_names  # deferred: DCP takes a second to import
 
     names = optimized_names(path)
@@ -299,7 +281,7 @@ def _let_train(converted: nn.Module, path: Path) -> None:
 
 
 def _unknown_ids(path: Path, added: range) -> range:
-    """Those of the `added` ids that the tokenizer in the checkpoint lacks; all, if there is none in it."""
+    """Return the `added` ids that the checkpoint's tokenizer lacks; all, if it has none."""
     files = asset_folder(path)
     if not added or not (files / "tokenizer.json").is_file():  # files of the other format cannot be added to
         return added
@@ -308,18 +290,18 @@ def _unknown_ids(path: Path, added: range) -> range:
 
 
 def _names_of_tokens(model: BaseModel.Config, forms: Forms) -> list[str]:
-    """Names of the tensors with a row per token; `forms` gives all of a model's."""
+    """Return the tensors with a row per token; `forms` returns all of a model's."""
     assert model.vocab_size is not None, "filled in"
     larger = forms(dataclasses.replace(model, vocab_size=model.vocab_size + 1))
     return [name for name, form in forms(model).items() if form.shape != larger[name].shape]
 
 
 def _saved_model(source: TensorSource, model: BaseModel.Config, forms: Forms, added: range) -> BaseModel.Config:
-    """`model` with as many rows of the vocabulary as `source` has, if all that it lacks are those of `added`."""
+    """Return `model` with the vocabulary rows of `source`, if only `added` ones are missing there."""
     if not added or model.vocab_size != added.stop:
         return model
     saved = {source.forms[name].shape[0] for name in _names_of_tokens(model, forms) if name in source.forms}
-    # If the tensors disagree, or lack more, the checkpoint is not one of this model, which whoever reads it says.
+    # If the tensors disagree, or lack more, the checkpoint is of another model, which its reader reports.
     if len(saved) == 1 and (rows := saved.pop()) in added:
         return dataclasses.replace(model, vocab_size=rows)
     return model

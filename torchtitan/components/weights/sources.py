@@ -1,4 +1,4 @@
-"""Which format a checkpoint has, by what is in its folder; its weights, and what tells them from others."""
+"""Format, weights and identity of the checkpoint in a folder."""
 
 import hashlib
 from pathlib import Path
@@ -19,18 +19,15 @@ Format = Literal["dcp", "hf", "meta"]
 FORMAT_NAMES: dict[Format, str] = {"dcp": "DCP", "hf": "Hugging Face", "meta": "Meta"}
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""The file that is beside an adapter in the files of PEFT."""
+"""File next to the weights of an adapter in PEFT's format."""
 
 _SAFETENSORS = (huggingface.WEIGHTS, huggingface.INDEX)
 _PICKLED = (torch_files.PICKLED_WEIGHTS, torch_files.PICKLED_INDEX)
 
 
 def format_of(path: str | Path) -> Format:
-    """Return the format of the checkpoint that is the folder `path`.
-
-    Raises:
-        UserError: if there is none (it names the files that the folder has, and those it lacks), or more than one.
-    """
+    """Return the format of the checkpoint in the folder `path`. Raise `UserError` if there is none (it names the files
+    present and missing), or more than one."""
     folder = Path(path)
     if not folder.is_dir():
         raise no_folder(path)
@@ -59,7 +56,7 @@ def format_of(path: str | Path) -> Format:
 
 
 def formats_in(folder: Path) -> dict[Format, str]:
-    """Return the formats that `folder` has files of, each with the name of one. Safetensors and pytorch_model.bin are
+    """Return the formats with files in `folder`, each with the name of one. Safetensors and pytorch_model.bin count as
     one format: many models on the hub have both."""
     huggingface_files = (name for name in (*_SAFETENSORS, *_PICKLED) if (folder / name).is_file())
     files: dict[Format, str | None] = {
@@ -71,11 +68,8 @@ def formats_in(folder: Path) -> dict[Format, str]:
 
 
 def open_source(path: str | Path) -> TensorSource:
-    """Return the weights of the checkpoint that is the folder `path`, under the names and in the shapes it has.
-
-    Raises:
-        UserError: if there is no checkpoint, or one that cannot be read.
-    """
+    """Return the weights of the checkpoint in the folder `path`, with its own names and shapes. Raise `UserError` if
+    there is no checkpoint, or one that cannot be read."""
     found = format_of(path)
     if found == "hf":
         is_pickled = formats_in(Path(path))["hf"] in _PICKLED
@@ -89,14 +83,14 @@ def open_source(path: str | Path) -> TensorSource:
 
 
 def weights_at(path: str) -> BaseWeights:
-    """Return what tells the weights of the checkpoint in a folder, in any format, or behind a URL from others."""
+    """Return the identity of the weights of a checkpoint, in a folder (any format) or at a URL."""
     folder = folder_at(path)
     resolved = str(folder.path.resolve() if isinstance(folder, LocalFolder) else folder)
     return BaseWeights(f"{BASE_PATH}{resolved}", lambda: _digest(resolved))
 
 
 def base_weights(initial_load_path: str) -> dict[str, str]:
-    """Return the property of a run's identity that is the weights it begins from; they may be gone when it resumes."""
+    """Return a run's initial weights as an identity property; they may be gone when it resumes."""
     if not initial_load_path:
         return content("none", "")
     base = weights_at(initial_load_path)
@@ -107,12 +101,9 @@ def base_weights(initial_load_path: str) -> dict[str, str]:
 
 
 def _digest(path: str) -> str:
-    """Return the digest of a checkpoint.
-
-    Of ours, it is the manifest's, which has the digests of all files. Of others, it is one of names, shapes and types
-    of all tensors and of some rows of each: another model, another revision or further training show, and the files
-    need not be read as a whole.
-    """
+    """Return the digest of a checkpoint. For ours, it is the manifest's, which covers all files. For others, it covers
+    names, shapes and types of all tensors and some rows of each: enough to tell models, revisions and further training
+    apart without reading whole files."""
     folder = folder_at(path)
     if not isinstance(folder, LocalFolder) or (folder.exists() and format_of(folder.path) == "dcp"):
         marker = catalog.open_checkpoint(folder).marker
@@ -127,7 +118,7 @@ def _digest(path: str) -> str:
 
 
 def _sampled(form: TensorForm) -> list[Slices]:
-    """A vector whole; of other tensors the first, the middle and the last row."""
+    """Return all of a vector; the first, middle and last row of other tensors."""
     if form.shape.numel() == 0:
         return []
     if len(form.shape) < 2:

@@ -1,10 +1,8 @@
 """Files written by `torch.save`: Hugging Face's `pytorch_model.bin`, and Meta's `consolidated.00.pth`.
 
-Only tensors are ever created from such a file, and no tensor is read to find its position.
-
-Several files of Meta's are the shards of tensor parallelism, each a dict of tensors with the same names. How a tensor
-was cut follows from its module, as in Meta's reference code: linear layers along their outputs or their inputs; the
-embedding along the vocabulary (Llama 3) or the features (Llama 1 and 2); norms not at all.
+Only tensors are ever created from such a file, and no tensor is read to find its position. Several Meta files are the
+shards of tensor parallelism, dicts with the same names. As in Meta's reference code, linear layers are cut along their
+outputs or inputs, the embedding along the vocabulary (Llama 3) or the features (Llama 1 and 2), and norms not at all.
 """
 
 import pickle
@@ -39,21 +37,21 @@ META_FILES = "consolidated.*.pth"
 META_PARAMETERS = "params.json"
 
 _AXES = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}
-"""Module → the dimension along which its weight is cut."""
+"""Module → dimension along which its weight is cut."""
 
 _EMBEDDING = "tok_embeddings"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor whose values are contiguous in a file."""
+    """Tensor with contiguous values in a file."""
 
     file: Path
     offset: int
     form: TensorForm
 
     def read(self, slices: Slices) -> Tensor:
-        """Return the part in `slices`; reads its rows whole."""
+        """Return the part in `slices`; reads whole rows."""
         rows, *columns = slices or (slice(0, 1),)
         n_rows, *row_shape = self.form.shape or (1,)
         values = torch.empty([rows.stop - rows.start, *row_shape], dtype=self.form.dtype)
@@ -66,12 +64,8 @@ class Piece:
 
 
 class PickledSource(TensorSource):
-    """The tensors of `pytorch_model.bin`, or of the files that `pytorch_model.bin.index.json` names.
-
-    Raises:
-        UserError: if a file is missing, damaged or outside the folder `path`, holds anything but tensors, or lacks
-            tensors that the index assigns to it.
-    """
+    """Tensors of `pytorch_model.bin`, or of the files in its index. Raises `UserError` if a file is missing, damaged or
+    outside the folder `path`, holds anything but tensors, or lacks tensors that the index lists."""
 
     def __init__(self, path: str | Path):
         self._pieces: dict[str, Piece] = {}
@@ -83,18 +77,13 @@ class PickledSource(TensorSource):
         self.forms = {name: piece.form for name, piece in self._pieces.items()}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """As `TensorSource.read`; only the rows in `slices` are read."""
         return self._pieces[name].read(slices or whole(self.forms[name].shape))
 
 
 def tensors_in(file: Path) -> dict[str, Piece]:
-    """Return the positions of the tensors in a file written by `torch.save`, without reading the tensors.
-
-    Loaded as fake tensors, storages know their place in the file ("Serialization semantics" in PyTorch's notes).
-
-    Raises:
-        UserError: if the file is damaged, or holds anything but a dict of tensors.
-    """
+    """Return the positions of the tensors in a file written by `torch.save`, without reading the tensors: storages
+    loaded as fake tensors know their offset in the file ("Serialization semantics" in PyTorch's notes). Raise
+    `UserError` if the file is damaged, or holds anything but a dict of tensors."""
     from torchtitan.tools.torch_private import FakeTensorMode
 
     try:
@@ -104,7 +93,7 @@ def tensors_in(file: Path) -> dict[str, Piece]:
     except UserError:
         raise
     except pickle.UnpicklingError as error:
-        # torch's first line advises to load the file all the same; the second one names the object.
+        # torch's first line advises loading the file anyway; the second one names the object.
         reason = [line for line in str(error).splitlines() if line.strip()][:2][-1]
         raise unreadable(
             file,
@@ -130,7 +119,7 @@ def tensors_in(file: Path) -> dict[str, Piece]:
 
 
 def _check_stored(file: Path) -> None:
-    """Refuse compressed records: their tensors have no place in the file, and they could unpack to any size."""
+    """Refuse compressed records: their tensors have no offset in the file, and could unpack to any size."""
     if not zipfile.is_zipfile(file):
         return
     with zipfile.ZipFile(file) as records:
@@ -141,11 +130,8 @@ def _check_stored(file: Path) -> None:
 
 
 class MetaSource(TensorSource):
-    """The tensors of the `consolidated.*.pth` files in the folder `path`, those of several files joined.
-
-    Raises:
-        UserError: if a file is missing or damaged, or files do not fit each other.
-    """
+    """Tensors of the `consolidated.*.pth` files in the folder `path`, with the shards joined. Raises `UserError` if a
+    file is missing or damaged, or files do not fit each other."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -165,7 +151,7 @@ class MetaSource(TensorSource):
         self.forms = {name: self._joined_form(name) for name in self._pieces}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """As `TensorSource.read`; raises `UserError` too if files differ in a tensor that they all hold whole."""
+        """As `TensorSource.read`; also raise `UserError` if replicas of a tensor differ between files."""
         wanted = slices or whole(self.forms[name].shape)
         pieces, axis = self._pieces[name], self._axes[name]
         if axis is None:
@@ -184,7 +170,7 @@ class MetaSource(TensorSource):
 
     @property
     def vocab_size(self) -> int:
-        """The rows of the embedding, which a params.json need not say; raises `UserError` if there is no embedding."""
+        """Rows of the embedding, which a params.json may omit; raises `UserError` if there is no embedding."""
         name = f"{_EMBEDDING}.weight"
         if name not in self.forms or len(self.forms[name].shape) != 2:
             raise UserError(f"{self.path}: there is no matrix {name}, which would say the size of the vocabulary")
@@ -199,7 +185,7 @@ class MetaSource(TensorSource):
         return values
 
     def _axis(self, name: str) -> int | None:
-        """The dimension along which the files' tensors are joined; None: each has the whole one."""
+        """Return the dimension along which the files' tensors are joined; None: each file has the whole tensor."""
         pieces = self._pieces[name]
         shape = pieces[0].form.shape
         if len(pieces) == 1 or len(shape) < 2:
@@ -233,11 +219,10 @@ class MetaSource(TensorSource):
 
 
 def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -> None:
-    """Write tensors as `consolidated.00.pth` into the folder `path`, holding one at a time; arguments: as
-    `write_huggingface`.
+    """Write tensors as `consolidated.00.pth` into the folder `path`; arguments as in `write_huggingface`.
 
-    `torch.load` opens the file, mapped into memory or not. The checksums in its zip directory are those of a file
-    without values, which torch does not look at (other tools for zip files would).
+    Tensors are held one at a time. `torch.load` opens the file, memory-mapped or not. The checksums in its zip
+    directory are of a file without values; torch ignores them, other zip tools would not.
 
     Raises:
         UserError: if a dtype is too narrow for a value.

@@ -1,4 +1,4 @@
-"""Sources made of other sources: other names and layouts, a plain or a converted model, two as one, more rows."""
+"""Sources derived from other sources: other names and layouts, plain or converted models, joined sources, more rows."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -22,18 +22,18 @@ _READ_ROWS = 8192
 
 
 class Recipe(NamedTuple):
-    """How some tensors of a view are made of some of its source's."""
+    """Computation of some tensors of a view from tensors of its source."""
 
     inputs: Sequence[str]
     outputs: Sequence[str]
 
     compute: Callable[[list[Tensor]], Iterable[Tensor]] | None
-    """None: one tensor, which is the same on both sides."""
+    """None: a single tensor, unchanged."""
 
 
 class View(TensorSource):
-    """Reads another source by recipes. The tensors of the last recipe are kept until they have been read: they are
-    asked for one after the other, and each needs all inputs."""
+    """Reads another source by recipes. The outputs of the last recipe are kept until they have been read, since they
+    are read in sequence and each needs all inputs."""
 
     def __init__(self, source: TensorSource, forms: Mapping[str, TensorForm], recipes: Iterable[Recipe]):
         self.forms = forms
@@ -42,7 +42,6 @@ class View(TensorSource):
         self._last: dict[str, Tensor] = {}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """As `TensorSource.read`; unless the tensor is the same in the source, all of the recipe's inputs are read."""
         inputs, outputs, compute = self._recipes[name]
         if compute is None:
             return self._source.read(inputs[0], slices)
@@ -58,11 +57,8 @@ class View(TensorSource):
 
 
 class ConvertedSource(View):
-    """A source in a foreign format under our names, in our layout (`native_forms`) and of the dtypes of `source`.
-
-    Raises:
-        UserError: if tensors are missing, unknown or of another shape, or tied ones differ; it names them.
-    """
+    """A source in a foreign format under our names, in our layout (`native_forms`), with the dtypes of `source`. Raises
+    `UserError` if tensors are missing, unknown or of another shape, or tied ones differ; it names them."""
 
     def __init__(self, source: TensorSource, adapter: StateDictAdapter, native_forms: Mapping[str, TensorForm]):
         forms: dict[str, TensorForm] = {}
@@ -80,11 +76,8 @@ class ConvertedSource(View):
 
 
 class ForeignView(View):
-    """A source with our names and layout, which has all tensors of the model, as another format has it.
-
-    Raises:
-        UserError: if `source` lacks tensors of the adapter's table or has others; it names them.
-    """
+    """A source of all tensors of one of our models in another format. Raises `UserError` if `source` lacks tensors of
+    the adapter's table or has others; it names them."""
 
     def __init__(self, source: TensorSource, adapter: StateDictAdapter):
         recipes = [
@@ -103,17 +96,16 @@ def _compare(source: TensorSource, name: str, tied_to: str) -> None:
 
 
 class PlainView(View):
-    """The tensors of a plain model, made of those of a converted one, one module at a time.
-
-    Values may be more precise than the types in `forms`, which are those to write if nobody asks for others.
+    """Tensors of a plain model, computed from a converted one, module by module. Values may be more precise than the
+    types in `forms`, the default types to write.
 
     Args:
         source: the converted model's tensors, under its names.
-        model: the converted model, on the meta device; which of its parameters were trained, as far as that is known.
-        converters: those that have been applied to it.
+        model: the converted model, on the meta device; it marks trained parameters, as far as known.
+        converters: applied to the model.
 
     Raises:
-        UserError: if `source` does not have the model's tensors; it names them.
+        UserError: if `source` lacks some of the model's tensors; it names them.
     """
 
     def __init__(self, source: TensorSource, model: nn.Module, converters: Sequence[ModelConverter]):
@@ -138,7 +130,7 @@ class PlainView(View):
         super().__init__(source, forms, recipes)
 
     def write_beside(self, folder: Path, spec: ModelSpec) -> None:
-        """Let the converters write what is of use by itself beside the plain model in Hugging Face's format."""
+        """Let the converters write their additional files next to the plain model in Hugging Face's format."""
         for converter in self._converters:
             converter.write_beside_export(folder, spec, self._model, self._source.read)
 
@@ -146,7 +138,7 @@ class PlainView(View):
 def _plain_recipe(
     prefix: str, module: ConvertedModule, inputs: Sequence[str], forms: Mapping[str, TensorForm]
 ) -> tuple[dict[str, TensorForm], Recipe]:
-    """The forms of the plain module's tensors, and how they are made of `inputs`, those of the converted one."""
+    """Return the forms of the plain module's tensors, and how to compute them from `inputs`, the converted module's."""
 
     def named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return {_split(name)[1]: tensor for name, tensor in zip(inputs, tensors, strict=True)}
@@ -158,11 +150,9 @@ def _plain_recipe(
 
 
 class ConvertedView(TensorSource):
-    """The tensors of a converted model, as far as they follow from those of the plain one: none of the `added` ones.
-
-    Of a derived tensor's rows, those that are asked for are computed, from the same rows of the plain tensor. `source`
-    has all tensors of the plain model, `model` is the converted one on the meta device.
-    """
+    """Tensors of a converted model that follow from the plain one: all except the `added` ones. `source` has all
+    tensors of the plain model; `model` is the converted one on the meta device. Only the requested rows of a derived
+    tensor are computed, from the same rows of the plain tensor."""
 
     def __init__(self, source: TensorSource, model: nn.Module):
         self._source = source
@@ -202,7 +192,7 @@ def _join(prefix: str, own: str) -> str:
 
 
 class ChainedSource(TensorSource):
-    """All tensors of `first`, and those of `other` that it lacks."""
+    """All tensors of `first`, and the tensors of `other` that it lacks."""
 
     def __init__(self, first: TensorSource, other: TensorSource):
         self._first, self._other = first, other
@@ -214,17 +204,12 @@ class ChainedSource(TensorSource):
 
 
 class ResizedEmbedding(TensorSource):
-    """The tensors of `source`; in those with a row per token, the rows of `added` are the mean of the rows below.
+    """Tensors of `source` (our names and layout); in `names`, with a row per token, the rows of `added` ids are the
+    mean of the rows below. A tensor that ends below the first of them is unchanged.
 
-    If `source` has such rows, they are padding: published vocabularies end at a multiple of some number.
-
-    The mean is where a token begins of which nothing is known: its logit is that of an average token, so the loss is
-    close to what it was before (J. Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
-
-    Args:
-        source: the weights under our names and in our layout.
-        names: the tensors with a row per token.
-        added: ids of the added tokens. A tensor that ends below the first of them stays as it is.
+    Existing rows of `added` ids are padding: published vocabularies end at a multiple of some number. The mean is the
+    neutral start: a new token gets the logit of an average one, so the loss hardly changes (J. Hewitt, "Initializing
+    New Word Embeddings for Pretrained Language Models", 2021).
     """
 
     def __init__(self, source: TensorSource, names: Collection[str], added: range):
@@ -238,11 +223,10 @@ class ResizedEmbedding(TensorSource):
 
     @property
     def growth(self) -> str:
-        """Which rows of which tensors are those of added tokens, in words."""
+        """Description of the rows of added tokens."""
         return f"rows {self._added.start} to {self._added.stop - 1} of {', '.join(self._names)}"
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """As `TensorSource.read`; a part with rows of added tokens needs all rows below them."""
         rows, *columns = slices or whole(self.forms[name].shape)
         start, stop = max(rows.start, self._added.start), min(rows.stop, self._added.stop)
         if name not in self._names or start >= stop:
@@ -256,7 +240,7 @@ class ResizedEmbedding(TensorSource):
         return torch.cat(parts)
 
     def _mean_row(self, name: str, columns: Slices) -> Tensor:
-        """The mean of the rows below those of added tokens, summed in double precision, some rows at a time."""
+        """Return the mean of the rows below the added tokens, summed in double precision, some rows at a time."""
         total = torch.zeros([part.stop - part.start for part in columns], dtype=torch.float64)
         for start in range(0, self._added.start, _READ_ROWS):
             rows = slice(start, min(start + _READ_ROWS, self._added.start))
