@@ -15,14 +15,14 @@ from torchtitan.tools.torch_private import end_loader_workers
 
 
 class Workers:
-    """An iterator over what a dataset makes, through torchdata's `StatefulDataLoader`, prepared as training needs it.
+    """Iterator over the items of a dataset, prepared by torchdata's `StatefulDataLoader`.
 
     Args:
-        dataset: map-style with `sampler`, or iterable; each item is a whole batch, or a `UserError` or `RunFailure`
-            that is raised in its place. One raised in a worker would arrive with the worker's traceback as message.
+        dataset: map-style with `sampler`, or iterable; each item is a whole batch, or a `UserError` or `RunFailure` to
+            raise in its place. If it were raised in a worker, its message would be the worker's traceback.
         sampler: the keys of a map-style dataset's items.
-        num_workers: processes; with 0, items are made when they are asked for.
-        state: what `state_dict` returned, to continue from there.
+        num_workers: worker processes; 0: items are made on demand.
+        state: result of `state_dict` to continue from.
     """
 
     def __init__(
@@ -59,16 +59,18 @@ class Workers:
         return item
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of an iterable dataset's iterators as of the last item handed out, not of those prepared ahead."""
+        """Return the state of an iterable dataset's iterators after the last item returned, ignoring prefetched
+        items."""
         return self._loader.state_dict()
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the worker processes."""
         if self._finalizer is not None:
             self._finalizer()
 
 
 def _ignore_signals(worker_id: int) -> None:
-    """Leave Ctrl-C and SIGTERM, which reach a whole process group, to the training process; it ends its workers."""
+    """Leave Ctrl-C and SIGTERM, which reach the whole process group, to the training process, which stops its
+    workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
