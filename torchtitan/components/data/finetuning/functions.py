@@ -1,5 +1,4 @@
-"""Functions of the user's that turn the rows of a data set into rows of a known format: found by name, and known again
-by what they do."""
+"""User functions that convert rows to a known format: loaded by name, and fingerprinted by content."""
 
 import copyreg
 import hashlib
@@ -21,7 +20,7 @@ from torchtitan.tools.errors import UserError
 
 
 def load_function(named: str) -> RowFunction:
-    """The function that `package.module:function` or `path/to/file.py:function` names.
+    """Return the function named by `package.module:function` or `path/to/file.py:function`.
 
     Raises:
         UserError: there is no such file, module or function, or importing it fails.
@@ -51,7 +50,7 @@ def _import_file(path: Path, named: str) -> ModuleType:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Have the modules of a folder found, behind all others: what is beside a file hides no library."""
+    """Put a folder last on `sys.path`, so that the modules in it hide no library."""
     if str(folder) in sys.path:
         yield
         return
@@ -78,14 +77,13 @@ def _import_module(name: str, named: str) -> ModuleType:
 
 
 def function_fingerprint(function: Callable[..., Any]) -> str:
-    """Digest of what a function does: of the file that it is in, or of its code and the globals that it names if it is
-    in none, as in a notebook; of its defaults and of the variables of the functions around it; and the same of all
-    functions among these, so also of one that a decorator from another file has wrapped.
+    """Return a digest of a function: its file, or, outside of files (as in a notebook), its code and the globals it
+    names; its defaults and closure; and the same for all functions among these, such as one wrapped by a decorator.
 
-    What a file takes from other files is not in it. Values are as they are when it is asked for.
+    Imports of the file are not included. Values are the current ones.
 
     Raises:
-        UserError: it is not written in Python, or holds a value that cannot be told from another of its kind.
+        UserError: it is not written in Python, or holds a value that cannot be compared with that of an earlier run.
     """
     if not inspect.isfunction(function):
         raise UserError(f"{function!r} is not a function written in Python; wrap it in one")
@@ -94,10 +92,10 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
 
 
 class _Description:
-    """JSON-ready descriptions of values, equal in every process for equal ones.
+    """JSON-ready descriptions of values; equal values have equal descriptions in every process.
 
     Args:
-        name: of the function that holds them all, for messages.
+        name: of the outermost function, for messages.
     """
 
     def __init__(self, name: str):
@@ -106,7 +104,7 @@ class _Description:
         self._parts: list[Any] = []  # kept, so that what is new has another id
 
     def of(self, value: Any) -> Any:
-        """What a value is made of; a number where it is part of itself, or has been described before."""
+        """Return the description of a value; a number if the value was already described or contains itself."""
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
             return repr(value)
         if id(value) in self._seen:
@@ -148,7 +146,7 @@ class _Description:
             yield [[name, self.of(item)] for name, item in vars(kind).items() if inspect.isfunction(item)]
 
     def _reduced(self, value: Any) -> Any:
-        """What pickle would write, without the order of sets."""
+        """Describe what pickle would write, independent of the order of sets."""
         try:
             registered = copyreg.dispatch_table.get(type(value))
             reduced = registered(value) if registered else value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
@@ -165,6 +163,6 @@ class _Description:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The names that code and the functions in it look up."""
+    """Return the names that code and its inner functions look up."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)

@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation are trained on: by the template's own marks, or by comparing prefixes."""
+"""Trained characters of a rendered conversation, found by the template's own marks or by comparing prefixes."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,7 +9,7 @@ from torchtitan.components.data.finetuning.conversation import BrokenSample, Con
 from torchtitan.tools.errors import UserError
 
 TrainOn = Literal["all", "assistant", "last_assistant"]
-"""All tokens; the assistant's turns; only the last of them. What a row says of its own messages comes first."""
+"""All tokens, the assistant's turns, or only the last of them. A row's own settings take precedence."""
 
 _PROBE = "an answer that no template writes by itself"
 
@@ -20,38 +20,38 @@ _ADVICE = (
 
 
 class Turn(NamedTuple):
-    """What a message was rendered to."""
+    """A rendered message."""
 
     span: Span
     trained: bool
     marked: bool = False
-    """Whether the template marks it so; marks may leave out the token that ends a turn."""
+    """Whether the template marks it; marks may leave out the token that ends a turn."""
 
 
 class Rendered(NamedTuple):
-    """The text of a conversation, and what is trained on."""
+    """Text of a conversation, with its trained parts."""
 
     text: str
     turns: list[Turn]
-    """All that the template marks, if it does; of other turns, those that differ from `default`."""
+    """All turns that the template marks; otherwise the turns that differ from `default`."""
     default: bool
     """Whether the text outside of the turns is trained on."""
     unprompted: tuple[str, str] | None = None
-    """The generation prompt and the header of a trained turn that does not begin with it, if there is one."""
+    """Generation prompt and header of a trained turn that does not begin with that prompt, if there is one."""
 
 
 def render_with_mask(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) -> Rendered:
-    """A conversation's text, and which turns of it are trained on.
+    """Render a conversation and find its trained turns.
 
-    An assistant's turn is what the template marks by `{% generation %}`. Where it marks nothing, the turn begins where
-    the conversation before it, rendered with the generation prompt, ends, and ends where the conversation up to it
-    does. Where no finished turn begins with that prompt, as DeepSeek-R1's distills write `<think>` in the prompt only,
-    the turn begins behind its header, which the template writes in front of any answer. All of these must be prefixes
-    of the whole text. Other turns, where a row asks for them, are always found in this way.
+    An assistant's turn is the text that the template marks by `{% generation %}`. If it marks nothing, the turn begins
+    where the preceding conversation, rendered with the generation prompt, ends, and ends where the conversation up to
+    it ends. If no finished turn begins with that prompt, as in DeepSeek-R1's distills, which write `<think>` in the
+    prompt only, the turn begins after the header that the template writes before any answer. All of these must be
+    prefixes of the whole text. Other roles' turns, if a row asks for them, are always found by prefixes.
 
     Raises:
-        BrokenSample: if the template does not take the conversation, if it cannot be told what a turn became, or if a
-            turn that does not begin with the generation prompt lacks a part of its message too.
+        BrokenSample: the template does not accept the conversation, a turn cannot be located, or a turn that does not
+            begin with the generation prompt also lacks a part of its message.
     """
     wanted = _wanted(conversation, train_on)
     try:
@@ -67,7 +67,6 @@ def render_with_mask(template: ChatTemplate, conversation: Conversation, train_o
 
 
 def _wanted(conversation: Conversation, train_on: TrainOn) -> list[bool]:
-    """For each message whether it is trained on."""
     assistant = _assistant(conversation)
     default = {"all": range(len(conversation.messages)), "assistant": assistant, "last_assistant": assistant[-1:]}
     return [i in default[train_on] if said is None else said for i, said in enumerate(conversation.trained)]
@@ -110,10 +109,10 @@ def _by_prefixes(template: ChatTemplate, conversation: Conversation, wanted: Seq
 
 
 def _n_marks(template: ChatTemplate, conversation: Conversation, i: int, text: str, spans: Sequence[Span]) -> int:
-    """How many of the marked spans are in the messages up to `i`, the assistant's.
+    """Return the number of marked spans in the messages up to the assistant's message `i`.
 
-    It is as many as are marked where the conversation ends there. A template may write less of an earlier turn, such
-    as none of its reasoning: then each is a part of what it was, white space aside, and further in front.
+    It is the number marked if the conversation ends there. A template may write less of an earlier turn, such as no
+    reasoning: then each span is part of the earlier one, except white space, and begins no later.
     """
     until, known = template.render_marked(conversation.messages[: i + 1], tools=conversation.tools)
     same = len(known) <= len(spans) and all(
@@ -131,7 +130,7 @@ def _n_marks(template: ChatTemplate, conversation: Conversation, i: int, text: s
 
 
 class _Prefixes:
-    """A conversation's text and those of its beginnings, each rendered once."""
+    """Text of a conversation and of its prefixes, each rendered once."""
 
     def __init__(self, template: ChatTemplate, conversation: Conversation):
         self._template, self._conversation = template, conversation
@@ -139,7 +138,7 @@ class _Prefixes:
         self.text = self._render(len(conversation.messages), False)
 
     def _render(self, n: int, prompted: bool) -> str:
-        """The text of the first `n` messages, with the generation prompt or without."""
+        """Return the text of the first `n` messages, with or without the generation prompt."""
         if (n, prompted) not in self._rendered:
             messages, tools = self._conversation.messages[:n], self._conversation.tools
             text = self._template.render(messages, tools=tools, add_generation_prompt=prompted)
@@ -147,11 +146,12 @@ class _Prefixes:
         return self._rendered[n, prompted]
 
     def span(self, i: int) -> Span:
-        """Where message `i` is in the text; the assistant's without the header that the generation prompt has too.
+        """Return the span of message `i` in the text, for the assistant without the header shared with the generation
+        prompt.
 
         Raises:
-            BrokenSample: if the text does not begin as the conversation up to there and before it does, or if a turn of
-                the assistant begins neither with the generation prompt nor with the header of any answer.
+            BrokenSample: the text does not begin with the conversations before and up to the message, or an assistant's
+                turn begins neither with the generation prompt nor with the header of any answer.
         """
         before, after = self._before(i), self._render(i + 1, False)
         if before is not None and self.text.startswith(after) and after.startswith(before):
@@ -159,12 +159,12 @@ class _Prefixes:
         raise BrokenSample(f"{self._template.name} {self._reason(i)}")
 
     def unprompted(self, i: int, span: Span) -> tuple[str, str] | None:
-        """The generation prompt and the header of message `i`, if it is an assistant's turn that does not begin with
-        that prompt.
+        """Return the generation prompt and the header of message `i` if it is an assistant's turn that does not begin
+        with that prompt.
 
         Raises:
-            BrokenSample: if such a turn does not have all of its message either. Then what the prompt asks for, the
-                reasoning, is missing from what would be trained.
+            BrokenSample: such a turn also lacks a part of its message, so training would miss the reasoning that the
+                prompt asks for.
         """
         message, (start, end) = self._conversation.messages[i], span
         if message["role"] != "assistant" or self.text.startswith(self._render(i, True)):
@@ -181,7 +181,7 @@ class _Prefixes:
         return prompt, header
 
     def _before(self, i: int) -> str | None:
-        """The text that ends where message `i` begins, the assistant's behind its header; None: that cannot be told."""
+        """Return the text up to message `i`, including an assistant's header; None: it cannot be determined."""
         if self._conversation.messages[i]["role"] != "assistant":
             return self._render(i, False) if i else ""
         prompted, after = self._render(i, True), self._render(i + 1, False)
@@ -195,7 +195,7 @@ class _Prefixes:
         return header if found and header.startswith(before) and after.startswith(header) else None
 
     def _reason(self, i: int) -> str:
-        """Why the span of message `i` cannot be told, and what to do."""
+        """Return why the span of message `i` is unknown, and what to do."""
         role, before = self._conversation.messages[i]["role"], self._render(i, False) if i else ""
         after = self._render(i + 1, False)
         if self.text.startswith(after) and after.startswith(before):

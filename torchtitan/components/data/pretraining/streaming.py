@@ -39,6 +39,7 @@ class StreamPosition(NamedTuple):
     """Number of the document in the permuted block."""
     token: int = 0
 
+
 @dataclass(frozen=True, kw_only=True)
 class StreamOrder:
     """Order and repetition of a stream."""

@@ -79,6 +79,7 @@ class HubDataset(_Registered):
 
     text_column: str = "text"
 
+
 @dataclass(frozen=True, kw_only=True)
 class ChatDataset(_Registered):
     """Location of a data set and the format of its rows."""
