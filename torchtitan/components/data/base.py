@@ -58,17 +58,12 @@ class Layout:
 
 
 class BaseDataLoader(Configurable):
-    """Iterator over the batches of one data-parallel rank.
+    """Iterator over the batches of one data-parallel rank, built as `config.build(tokenizer=, seq_len=,
+    local_batch_size=, dp_rank=, dp_world_size=, seed=, epochs=, global_batch_size=)` (see `TokenizingDataLoader`).
 
-    `iter(loader)` is the loader itself. Its only position is after the last batch returned, whatever workers have
-    prefetched; `state_dict` returns it and `load_state_dict` restores it, so a state saved at the start rewinds the
-    loader.
-
-    It is built as `config.build(tokenizer=, seq_len=, local_batch_size=, dp_rank=, dp_world_size=, seed=, epochs=,
-    global_batch_size=)`; see `TokenizingDataLoader` for their meaning.
-
-    A custom loader may omit `documents` and simply raise `StopIteration` at the end of its data: the trainer takes that
-    for the end of the data on that rank.
+    Its only position is after the last batch returned, whatever workers have prefetched; `state_dict` returns it and
+    `load_state_dict` restores it, so a state saved at the start rewinds the loader. A custom loader may omit
+    `documents` and simply raise `StopIteration` at the end of its rank's data.
 
     The loaders here raise `StopIteration` only if every rank does so after the same number of batches. A stream split
     over several ranks cannot know this: `exhausted` becomes True once the rank's own share has ended, and `next` keeps
@@ -81,23 +76,15 @@ class BaseDataLoader(Configurable):
         """Training data."""
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
-            """Do the work needed once per host before any training process starts; bad data is found here.
-
-            Raises:
-                UserError: the data cannot be used.
-            """
+            """Do the work needed once per host before training; raises `UserError` if the data cannot be used."""
 
         def identity(self) -> dict[str, Any]:
             """Return the properties that identify this data in the run's identity, JSON-ready, by name."""
             return {"dataloader": f"{self._owner.__module__}.{self._owner.__qualname__}"}
 
         def for_validation(self, dataset: str) -> "BaseDataLoader.Config | None":
-            """Return the config of a loader of validation data in a fixed order, or None if there is no validation
-            data.
-
-            Args:
-                dataset: a dataset string; empty: the validation split of this loader's own dataset, if it has one.
-            """
+            """Return the config of a loader of validation data in a fixed order; None: there is none. An empty
+            `dataset` means the validation split of this loader's own dataset."""
             return None
 
     n_samples: int | None = None
@@ -132,53 +119,34 @@ class BaseDataLoader(Configurable):
         return ", ".join(self.document_names(documents)) or "no document (padding)"
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
-        """Return the names of a sample's documents for the ledger, in order; none for a sample that only fills up a
-        batch.
+        """Return the names of a sample's documents for the ledger, in order, the same in every run; none for a filler.
 
-        A name is the same in every run; a range of documents may share one name.
-
-        Args:
-            documents: a row of a batch's `documents`.
+        A range of documents may share one name. `documents` is a row of a batch's `documents`.
         """
         return [f"document {number}" for number in documents.tolist() if number != NO_DOCUMENT]
 
     def batch_of(self, names: Sequence[str]) -> Batch | None:
         """Return the documents with these `document_names`, one per row; None: names here do not stand for single rows.
-
-        Raises:
-            UserError: no document has one of the names.
-        """
+        Raises `UserError` for an unknown name."""
         return None
 
     def summary(self, n_samples: int) -> DataSummary | None:
-        """Return what is known of the data without training, for `torchtitan data`; None: nothing is.
-
-        Args:
-            n_samples: samples that a run reads, over all ranks.
-        """
+        """Summarize the data without training, for a run of `n_samples` over all ranks; None: nothing is known."""
         return None
 
     def check_repetitions(self, n_samples: int) -> None:
-        """Check before training that a run of `n_samples`, over all ranks, reads no data more often than the config
-        allows.
-
-        Raises:
-            UserError: it does.
-        """
+        """Raise `UserError` if a run of `n_samples`, over all ranks, reads data more often than the config allows."""
 
     def observe(self, statistics: StepStatistics) -> None:
         """Learn from a training step's statistics, called on every rank with the same values in the order of the steps.
-
-        Batches already returned or prefetched do not change.
-        """
+        Batches already returned or prefetched do not change."""
 
     def assets(self) -> dict[str, str]:
-        """Return the files that belong to a model trained on this data, for checkpoints and exports: file name →
-        text."""
+        """Return the files to store with checkpoints and exports of a model trained on this data: file name → text."""
         return {}
 
     def close(self) -> None:
-        """Stop what the loader has started, such as worker processes. Repeated calls are allowed."""
+        """Stop worker processes and the like. Repeated calls are allowed."""
 
 
 class TokenizingDataLoader(BaseDataLoader):
@@ -244,7 +212,6 @@ class TokenizingDataLoader(BaseDataLoader):
         self._open(seed, global_batch_size or self._layout.global_batch_size)
 
     def _open(self, seed: int, samples_per_step: int) -> None:
-        """Prepare to return batches, starting with the first."""
         raise NotImplementedError
 
 

@@ -48,7 +48,6 @@ def cache_root(cache_dir: str) -> Path:
 
 
 def digest_of(value: Any) -> str:
-    """Return the hexadecimal digest of a JSON-ready value."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
@@ -61,8 +60,7 @@ def checked_digest(text: str) -> str:
 
 @contextmanager
 def writable(root: Path) -> Iterator[None]:
-    """Create the cache folder; turn an `OSError` of the block into a `UserError` that says how to choose another
-    folder."""
+    """Create the cache folder; an `OSError` of the block becomes a `UserError` with advice."""
     try:
         durable.make_folder(root)
         yield
@@ -159,7 +157,7 @@ def _record_blocks(folder: Path) -> None:
 
 
 def _check_blocks(folder: Path, whole: bool) -> None:
-    """Raise `ValueError`, or another error that `readable` handles, unless the files match `_record_blocks`."""
+    """Raise one of the errors of `readable` unless the files match `_record_blocks`."""
     paths = list(folder.iterdir())
     for path in paths:
         if not path.is_file():  # reading a pipe or a device may take forever
@@ -202,12 +200,8 @@ def _locked(path: Path, name: str) -> Iterator[None]:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Turn errors of the block, which opens a finished folder, into a `UserError` that names the folder.
-
-    Raises:
-        DamagedCache: a file is missing or differs from what was written.
-        UserError: a file, possibly intact, cannot be read.
-    """
+    """Turn errors of opening a finished folder into `DamagedCache` if a file is missing or changed, else into
+    `UserError`."""
     try:
         yield
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -225,11 +219,8 @@ def map_array(path: Path, dtype: str, length: int) -> np.memmap:
 
 
 def file_digest(root: Path, path: Path) -> str:
-    """Return the digest of a file's content, cached in `{root}/digests` until the file's stat changes.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Return the digest of a file's content, cached in `{root}/digests` until the file's stat changes; raises
+    `UserError` if the file cannot be read."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -255,14 +246,8 @@ def file_digest(root: Path, path: Path) -> str:
 def data_identity(
     datasets: Sequence[str], resolve: Callable[[str], Source | StreamSource], cache_dir: str
 ) -> dict[str, str]:
-    """Return the run-identity property of data sets: their content, independent of file names and locations, or their
-    names alone if the content is unknown (a stream, or data that no longer exists).
-
-    Args:
-        datasets: dataset strings.
-        resolve: finds the data of a dataset string.
-        cache_dir: see `cache_root`; caches the digests of files.
-    """
+    """Return the run-identity property of dataset strings: their content, independent of file names and locations, or
+    their names if the content is unknown (a stream, or deleted data)."""
     of_files: list[str] = []
 
     def remembered(path: Path) -> str:
@@ -279,12 +264,10 @@ def data_identity(
 
 
 def content_digest(folder: Path, names: Sequence[str]) -> str:
-    """Return the digest of the contents of files in a folder."""
     return digest_of([_hash(folder / name, (folder / name).stat().st_size) for name in names])
 
 
 def _noted(note: Path) -> dict[str, Any] | None:
-    """Return the content of a note, or None if it is missing, damaged or incomplete."""
     try:
         noted = json.loads(note.read_text())
         return {**noted, "digest": checked_digest(noted["digest"])}

@@ -37,11 +37,9 @@ class Report:
     """Counts of a data set's rows, by what happened to them."""
 
     format: str = ""
-    """How the rows were read."""
     rows: int = 0
     kept: int = 0
     tokens: int = 0
-    """Tokens of the samples kept."""
     trained_tokens: int = 0
     """Tokens among them that are predicted."""
     truncated: Tally = field(default_factory=Tally)
@@ -54,7 +52,6 @@ class Report:
 
     @property
     def n_dropped(self) -> int:
-        """Rows dropped for any reason."""
         return sum(tally.count for tally in self.dropped.values())
 
     def drop(self, where: str, reason: str, why: str) -> None:
@@ -76,7 +73,7 @@ class Report:
         return cls(**{**document, **tallies, "dropped": dropped})
 
     def lines(self) -> Iterator[str]:
-        """Yield the report in words: the totals, then what happened to some samples, with examples."""
+        """Yield the totals, then what happened to some samples, with examples."""
         share = f" ({self.trained_tokens / self.tokens:.0%})" if self.tokens else ""
         yield (
             f"{self.kept:,} of {self.rows:,} rows kept ({self.format}), {self.tokens:,} tokens, "
@@ -97,8 +94,6 @@ def none_left(name: str, report: Report, advice: Iterable[str] = ()) -> UserErro
 
 @dataclass(frozen=True, kw_only=True)
 class SetSummary:
-    """Summary of one data set."""
-
     name: str
     """As the configuration names it."""
     report: Report
@@ -112,8 +107,6 @@ class SetSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSummary:
-    """Summary of all data sets of a loader."""
-
     sets: Sequence[SetSummary]
     max_length: int
     """Most tokens of a sample, to compare `SetSummary.lengths` with."""

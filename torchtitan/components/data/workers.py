@@ -59,18 +59,15 @@ class Workers:
         return item
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of an iterable dataset's iterators after the last item returned, ignoring prefetched
-        items."""
+        """Return an iterable dataset's state after the last item returned; prefetched items do not count."""
         return self._loader.state_dict()
 
     def close(self) -> None:
-        """Stop the worker processes."""
         if self._finalizer is not None:
             self._finalizer()
 
 
 def _ignore_signals(worker_id: int) -> None:
-    """Leave Ctrl-C and SIGTERM, which reach the whole process group, to the training process, which stops its
-    workers."""
+    """Leave Ctrl-C and SIGTERM, which reach the whole process group, to the training process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

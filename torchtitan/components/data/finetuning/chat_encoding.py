@@ -24,10 +24,8 @@ _MARKUP = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 class EncodedSample(NamedTuple):
-    """A sample as a model sees it."""
-
     ids: np.ndarray
-    """Token ids, int64 (n,)."""
+    """int64 (n,)."""
     trained: np.ndarray
     """Mask of the tokens that the model learns to predict, bool (n,)."""
     n_spelt: int = 0
@@ -35,12 +33,9 @@ class EncodedSample(NamedTuple):
 
 
 class EncodedRow(NamedTuple):
-    """A row as a model sees it."""
-
     parts: tuple[EncodedSample, ...]
     """Token sequences, the same number for every row of a kind."""
     answer: str | None = None
-    """Reference answer, if there is one."""
 
     @property
     def ids(self) -> np.ndarray:
@@ -96,12 +91,8 @@ class ChatEncoder:
         return digest_of(parts)
 
     def check(self) -> None:
-        """Check that the vocabulary has the template's tokens, see `_check_template_tokens`, and warn if the template's
-        text depends on the date.
-
-        Raises:
-            UserError: tokens are missing; the message names them and what to do.
-        """
+        """Raise `UserError` if the vocabulary lacks tokens of the template, see `_check_template_tokens`; warn if the
+        template's text depends on the date."""
         if self._template:
             _check_template_tokens(self._template, self._tokenizer)
             if "strftime_now" in self._template.source:
@@ -111,12 +102,10 @@ class ChatEncoder:
                 )
 
     def encode_batch(self, samples: Sequence[Conversation | Text]) -> list[EncodedSample | BrokenSample]:
-        """Return the ids and mask of each sample, or why it cannot be encoded.
+        """Return the ids and mask of each sample, or why it cannot be encoded; raises `UserError` for conversations
+        without a template.
 
         A text gets BOS if the model has it, and EOS, see `Tokenizer.encode_documents`; all but BOS is trained on.
-
-        Raises:
-            UserError: there are conversations but no template.
         """
         texts = iter(self._encode_texts([sample.text for sample in samples if isinstance(sample, Text)]))
         conversations = [sample for sample in samples if not isinstance(sample, Text)]
@@ -232,17 +221,13 @@ def _continued(prompt: Conversation, messages: Sequence[dict[str, Any]]) -> Conv
 
 
 class _Tokens:
-    """Tokens of a text, found by characters."""
-
     def __init__(self, text: str, ids: list[int], offsets: Offsets, special_ids: frozenset[int]):
         self._text, self.ids, self._special_ids = text, ids, special_ids
         self._starts, self._ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
 
     def range_of(self, start: int, end: int) -> range:
-        """Return the tokens with a character in [start, end), or an empty range at `start`.
-
-        It excludes a special token that begins before `start`: some absorb the white space that follows them.
-        """
+        """Return the tokens with a character in [start, end), or an empty range at `start`, without a special token
+        that begins before `start`: some absorb the white space that follows them."""
         found = np.flatnonzero((self._starts < end) & (self._ends > start) & (self._ends > self._starts))
         if len(found):
             first = int(found[0])
@@ -280,7 +265,6 @@ class _Spellings:
         self._candidate = re.compile(f"[{first}]" if first else "(?!)")
 
     def count(self, conversation: Conversation) -> int:
-        """Count them in the conversation's messages and tools."""
         texts = chain(_texts(conversation.messages), _texts(conversation.tools))
         return sum(self._begins_at(text, found.start()) for text in texts for found in self._candidate.finditer(text))
 
@@ -289,7 +273,6 @@ class _Spellings:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in JSON-like data of any depth, in no particular order."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -300,14 +283,11 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    """Refuse a template that writes special tokens that the vocabulary does not have.
+    """Raise `UserError` if the template writes special tokens that the vocabulary does not have.
 
     They would be learned as ordinary text, and none would end an answer. A model's own template may have such markers
     if the model was trained with them (Zephyr's `<|user|>`) and a special token ends its turns. In any other template,
     markup after an answer must be a token, whatever it looks like.
-
-    Raises:
-        UserError: tokens are missing; the message names them and what to do.
     """
     end = template.end_of_turn()
     [end_ids] = tokenizer.tokenize([end], allow_special=True)
@@ -331,11 +311,7 @@ def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> None
 
 
 class RowEncoder:
-    """Encodes rows of a kind for a `SampleCache`.
-
-    Args:
-        chat: encodes their conversations.
-    """
+    """Encodes rows of a kind for a `SampleCache`."""
 
     n_parts: ClassVar[int] = 1
     """Token sequences of a row."""

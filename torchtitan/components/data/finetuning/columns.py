@@ -66,11 +66,8 @@ def suggested_columns(columns: Iterable[str]) -> str:
 
 
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """Parse `["prompt=question", …]`, pairs of the format's and the file's column name.
-
-    Raises:
-        UserError: an entry has another form, or repeats a name.
-    """
+    """Parse `["prompt=question", …]`, pairs of the format's and the file's column name; raises `UserError` for another
+    form or a repeated name."""
     mapping: dict[str, str] = {}
     for entry in columns:
         ours, equals, theirs = (part.strip() for part in entry.partition("="))

@@ -39,8 +39,6 @@ class EmptySample(BrokenSample):
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages in order."""
-
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     """Functions that the model may call, each `{"type": "function", "function": {"name": …, "parameters": …}}`."""

@@ -71,10 +71,8 @@ def read_turns(column: str) -> Callable[[Cells], Conversation]:
 
 
 def read_instruction(answer: str) -> Callable[[Cells], Conversation]:
-    """Return a reader of `instruction` and an answer, with an optional `input` and pairs of earlier turns in `history`.
-
-    The user's message is the instruction, an empty line, and the input.
-    """
+    """Return a reader of `instruction` and an answer, with an optional `input`, which follows the instruction after an
+    empty line, and pairs of earlier turns in `history`."""
 
     def read(row: Cells) -> Conversation:
         return _conversation(row, [*instruction_in(row), _message("assistant", _filled(row, answer))])
@@ -187,7 +185,6 @@ def instruction_in(row: Cells) -> list[Any]:
 
 
 def no_prompt(row: Cells) -> list[Any]:
-    """Refuse a row of two answers without a prompt."""
     raise BrokenSample(
         "chosen and rejected are answers, and there is no column for the prompt (name it by --dataloader.columns "
         "prompt=NAME); texts that begin with it have the form '\\n\\nHuman: ...\\n\\nAssistant: ...'"
@@ -225,7 +222,6 @@ def _listed(row: Cells, column: str) -> list[Any]:
 
 
 def _continuation(row: Cells, column: str) -> list[Any]:
-    """Return the turns in a column of answers, or of conversations that end with them."""
     value = row[column]
     return (transcript(value) if isinstance(value, str) else None) or _turns(row, column, "assistant")
 
@@ -270,10 +266,8 @@ def role_of(turn: Any) -> Any:
 
 
 def alternating(turns: list[Any]) -> list[Any]:
-    """Return a list of plain texts as alternating turns of user and assistant; any other list unchanged.
-
-    Texts that look like JSON messages are not plain.
-    """
+    """Return a list of plain texts, none of them JSON messages, as alternating turns of user and assistant; any other
+    list unchanged."""
     if not all(isinstance(turn, str) and not _LOOKS_LIKE_A_MESSAGE.match(turn) for turn in turns):
         return turns
     return [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), turns, strict=False)]
@@ -352,7 +346,6 @@ class _Calls:
 
 
 def _parsed(turn: Any) -> Any:
-    """Return the object in a turn that is JSON text; any other turn unchanged."""
     try:
         return from_json(turn, "message")
     except BrokenSample:

@@ -45,7 +45,6 @@ class FilterConfig:
     max_repetition: float = 1.0
     """Largest fraction of a sample's n-grams that may be repetitions; 1: any."""
     repetition_ngram: int = 10
-    """Tokens per n-gram."""
 
     def __post_init__(self) -> None:
         if self.min_tokens < 0:
@@ -59,11 +58,8 @@ class FilterConfig:
             raise UserError(f"--dataloader.repetition_ngram must be at least 1 token, not {self.repetition_ngram}")
 
     def apply(self, sample: EncodedRow | BrokenSample) -> EncodedRow | Dropped:
-        """Return the sample, or why it is dropped.
-
-        Raises:
-            UserError: the policy is `error`; the message leaves the location to the caller.
-        """
+        """Return the sample, or why it is dropped; raises `UserError`, without the location, if the policy is
+        `error`."""
         if isinstance(sample, EmptySample):
             return _drop("empty", str(sample), self.empty)
         if isinstance(sample, BrokenSample):

@@ -20,11 +20,8 @@ from torchtitan.tools.errors import UserError
 
 
 def load_function(named: str) -> RowFunction:
-    """Return the function named by `package.module:function` or `path/to/file.py:function`.
-
-    Raises:
-        UserError: there is no such file, module or function, or importing it fails.
-    """
+    """Return the function named by `package.module:function` or `path/to/file.py:function`; raises `UserError` if there
+    is no such file, module or function, or importing it fails."""
     place, _, name = named.rpartition(":")
     module = _import_file(Path(place).expanduser(), named) if place.endswith(".py") else _import_module(place, named)
     functions = dict(inspect.getmembers(module, inspect.isfunction))
@@ -92,11 +89,7 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
 
 
 class _Description:
-    """JSON-ready descriptions of values; equal values have equal descriptions in every process.
-
-    Args:
-        name: of the outermost function, for messages.
-    """
+    """JSON-ready descriptions of values; equal values have equal descriptions in every process."""
 
     def __init__(self, name: str):
         self._name = name
@@ -163,6 +156,5 @@ class _Description:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code and its inner functions look up."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)

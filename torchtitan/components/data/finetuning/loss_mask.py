@@ -20,8 +20,6 @@ _ADVICE = (
 
 
 class Turn(NamedTuple):
-    """A rendered message."""
-
     span: Span
     trained: bool
     marked: bool = False
@@ -109,11 +107,9 @@ def _by_prefixes(template: ChatTemplate, conversation: Conversation, wanted: Seq
 
 
 def _n_marks(template: ChatTemplate, conversation: Conversation, i: int, text: str, spans: Sequence[Span]) -> int:
-    """Return the number of marked spans in the messages up to the assistant's message `i`.
-
-    It is the number marked if the conversation ends there. A template may write less of an earlier turn, such as no
-    reasoning: then each span is part of the earlier one, except white space, and begins no later.
-    """
+    """Return the number of marked spans in the messages up to the assistant's message `i`, as marked if the
+    conversation ends there. A template may write less of an earlier turn, such as no reasoning: then each span is part
+    of the earlier one, except white space, and begins no later."""
     until, known = template.render_marked(conversation.messages[: i + 1], tools=conversation.tools)
     same = len(known) <= len(spans) and all(
         start <= old_start and text[start:end].strip() in until[old_start:old_end]
@@ -130,15 +126,12 @@ def _n_marks(template: ChatTemplate, conversation: Conversation, i: int, text: s
 
 
 class _Prefixes:
-    """Text of a conversation and of its prefixes, each rendered once."""
-
     def __init__(self, template: ChatTemplate, conversation: Conversation):
         self._template, self._conversation = template, conversation
         self._rendered: dict[tuple[int, bool], str] = {}
         self.text = self._render(len(conversation.messages), False)
 
     def _render(self, n: int, prompted: bool) -> str:
-        """Return the text of the first `n` messages, with or without the generation prompt."""
         if (n, prompted) not in self._rendered:
             messages, tools = self._conversation.messages[:n], self._conversation.tools
             text = self._template.render(messages, tools=tools, add_generation_prompt=prompted)
@@ -150,8 +143,8 @@ class _Prefixes:
         prompt.
 
         Raises:
-            BrokenSample: the text does not begin with the conversations before and up to the message, or an assistant's
-                turn begins neither with the generation prompt nor with the header of any answer.
+            BrokenSample: prefixes of the conversation are not prefixes of the text, or an assistant's turn begins
+                neither with the generation prompt nor with the header of any answer.
         """
         before, after = self._before(i), self._render(i + 1, False)
         if before is not None and self.text.startswith(after) and after.startswith(before):
@@ -160,12 +153,8 @@ class _Prefixes:
 
     def unprompted(self, i: int, span: Span) -> tuple[str, str] | None:
         """Return the generation prompt and the header of message `i` if it is an assistant's turn that does not begin
-        with that prompt.
-
-        Raises:
-            BrokenSample: such a turn also lacks a part of its message, so training would miss the reasoning that the
-                prompt asks for.
-        """
+        with that prompt. Raises `BrokenSample` if the turn also lacks a part of its message: training would miss the
+        reasoning that the prompt asks for."""
         message, (start, end) = self._conversation.messages[i], span
         if message["role"] != "assistant" or self.text.startswith(self._render(i, True)):
             return None
@@ -195,7 +184,6 @@ class _Prefixes:
         return header if found and header.startswith(before) and after.startswith(header) else None
 
     def _reason(self, i: int) -> str:
-        """Return why the span of message `i` is unknown, and what to do."""
         role, before = self._conversation.messages[i]["role"], self._render(i, False) if i else ""
         after = self._render(i + 1, False)
         if self.text.startswith(after) and after.startswith(before):

@@ -89,11 +89,8 @@ class PlannedDataLoader(TokenizingDataLoader):
             self.open_caches(tokenizer, self.find_template(tokenizer))
 
         def open_caches(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[SampleCache]:
-            """Return the samples of each data set, encoding those that are not in the cache.
-
-            Raises:
-                UserError: the data cannot be used.
-            """
+            """Return the samples of each data set, encoding those not in the cache; raises `UserError` if the data
+            cannot be used."""
             encoder, filters = self.encoder(tokenizer, template), self.filters()
             return [
                 open_sample_cache(*of_set, encoder, filters, self.cache_dir, verify=self.verify_caches)
@@ -101,11 +98,9 @@ class PlannedDataLoader(TokenizingDataLoader):
             ]
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RowEncoder:
-            """Return the encoder of rows."""
             raise NotImplementedError
 
         def filters(self) -> FilterConfig:
-            """Return the filters for rows."""
             return FilterConfig(empty=self.empty, broken=self.broken, untrained=None)
 
         def order_key(self) -> list[Any]:
@@ -113,19 +108,13 @@ class PlannedDataLoader(TokenizingDataLoader):
             return [self.too_long, self.sampler.to_dict()]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """Return the configured template, else the model's own; None if the loader needs none.
-
-            Raises:
-                UserError: a template is needed and there is none.
-            """
+            """Return the configured template, else the model's own, or None if the loader needs none; raises
+            `UserError` if it is missing."""
             return resolve_chat_template(self.chat_template, [tokenizer.folder] if tokenizer.folder else [], tokenizer)
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
-            """Return the rows of each data set and their format.
-
-            Raises:
-                UserError: there are no rows, or their format is not recognized.
-            """
+            """Return the rows of each data set and their format; raises `UserError` if there are none or the format is
+            unknown."""
             sources = [self._source(dataset) for dataset in self.dataset]
             columns = [first_columns(source) for source in sources]
             mapping = parse_columns(self.columns)
@@ -159,7 +148,6 @@ class PlannedDataLoader(TokenizingDataLoader):
             return config if config._is_described() else dataclasses.replace(config, format=AUTO, columns=[])
 
         def _is_described(self) -> bool:
-            """Return whether `format` and `columns` fit any of the data sets."""
             if self.format == AUTO and not self.columns:
                 return True
             mapping = parse_columns(self.columns)
@@ -268,7 +256,6 @@ class PlannedDataLoader(TokenizingDataLoader):
         )
 
     def log_data(self) -> None:
-        """Log the report on the rows, and warnings."""
         for line in self.samples.report_lines():
             logger.info(line)
         for warning in self.samples.warnings():
@@ -308,7 +295,6 @@ class PlannedDataLoader(TokenizingDataLoader):
             yield numbers[first : first + self._layout.local_batch_size]
 
     def _plan_pass(self) -> list[Window]:
-        """Return the next windows, one batch of every rank; none at the end."""
         try:
             return list(itertools.islice(self._planner, self._layout.global_batch_size))
         except UserError as error:

@@ -15,8 +15,6 @@ SIDES = ("chosen", "rejected")
 
 
 class PairEncoder(RowEncoder):
-    """Encodes pairs as the prompt with the chosen answer, and with the rejected answer."""
-
     n_parts = len(SIDES)
 
     def encode(self, sample: Sample) -> EncodedRow:

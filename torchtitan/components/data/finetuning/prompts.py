@@ -16,8 +16,6 @@ from torchtitan.components.tokenizer import Tokenizer
 
 
 class PromptEncoder(RowEncoder):
-    """Encodes prompts, and keeps reference answers as text."""
-
     has_answers = True
 
     def encode(self, sample: Sample) -> EncodedRow:

@@ -61,7 +61,6 @@ class RowFormat:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns that are read."""
         return (*self.required, *self.optional)
 
     def unread(self, row: Mapping[str, Any]) -> list[str]:
@@ -181,7 +180,7 @@ def dataset_formats(
 
 
 def describes(dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> bool:
-    """Return whether `format` and `mapping` fit a data set with these columns, see `dataset_formats`."""
+    """Return whether `format` and `mapping` fit a data set, see `dataset_formats`."""
     try:
         _described_format(dataset, columns, format, mapping, kind)
     except UserError:
@@ -209,10 +208,7 @@ def _own_format(dataset: str, columns: Sequence[str], kind: Kind) -> RowFormat:
 
 def function_format(function: RowFunction, kind: Kind) -> RowFormat:
     """Return the format of rows that a function converts to rows of known formats, each recognized by its columns.
-
-    Raises:
-        UserError: as `function_fingerprint`.
-    """
+    Raises `UserError` as `function_fingerprint`."""
     fingerprint = json.dumps([function_fingerprint(function), kind])
     return RowFormat(
         name=f"{function.__module__}:{function.__qualname__}",
@@ -225,11 +221,8 @@ def function_format(function: RowFunction, kind: Kind) -> RowFormat:
 
 
 def _to_imitate_one(known: Mapping[str, str]) -> UserError:
-    """Return the error for preference rows in SFT; it names the option that reads one answer.
-
-    Args:
-        known: our name for each column → the rows'.
-    """
+    """Return the error for preference rows in SFT, which names the option that reads one answer. `known` maps our
+    column names to the rows'."""
     endings = [(f.required[:-1], f.required[-1]) for f in FORMATS if f.kind == "sft"]
     suited = [(before, last) for before, last in endings if set(before) <= set(known) and last not in known]
     _, answer = max(suited, key=lambda ending: len(ending[0]))
@@ -321,7 +314,6 @@ _BAD = ("false", "0", "0.0", "undesirable")
 
 
 def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
-    """Refuse to imitate an answer that its row labels bad or weighs 0."""
     if format.kind != "sft" or format.required == ("text",):
         return
     for column, meaning in _JUDGING_COLUMNS.items():

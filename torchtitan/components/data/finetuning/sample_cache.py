@@ -73,7 +73,6 @@ class SampleCache:
 
     @property
     def n_samples(self) -> int:
-        """Number of samples kept."""
         return self.report.kept
 
     @property
@@ -122,11 +121,8 @@ def open_sample_cache(
     *,
     verify: bool = False,
 ) -> SampleCache:
-    """Return the samples of a source, encoding it if the cache lacks it or is damaged; see `open_or_build`.
-
-    Raises:
-        UserError: a row is refused by `filters`, no row is left, or the cache folder cannot be written.
-    """
+    """Return the samples of a source, encoding it unless the cache has it intact; see `open_or_build`. Raises
+    `UserError` if `filters` refuse a row, no row is left, or the cache folder cannot be written."""
     return open_or_build(
         "samples",
         source,
@@ -139,11 +135,8 @@ def open_sample_cache(
 
 
 def first_columns(source: Source) -> list[str]:
-    """Return the columns of the first readable row, to recognize the format by.
-
-    Raises:
-        UserError: there is no such row.
-    """
+    """Return the columns of the first readable row, to recognize the format by; raises `UserError` if there is no such
+    row."""
     error = ""
     for row in source.rows(lambda _: None):
         if row.values is not None:
@@ -153,7 +146,6 @@ def first_columns(source: Source) -> list[str]:
 
 
 def _write(source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path) -> str:
-    """Write the samples into an empty folder, and return their amount in words."""
     report = Report(format=format.name)
     with progress(f"tokenizing {source.name}", source.size()) as advance, _writer(folder, encoder.has_answers) as add:
         for row, encoded in _encode(source.rows(advance), format, encoder):
@@ -183,7 +175,6 @@ def _write(source: Source, format: RowFormat, encoder: RowEncoder, filters: Filt
 def _encode(
     rows: Iterable[Row], format: RowFormat, encoder: RowEncoder
 ) -> Iterator[tuple[Row, EncodedRow | BrokenSample | Dropped]]:
-    """Yield each row with its outcome, in order."""
     rows, checked = iter(rows), False
     while batch := list(itertools.islice(rows, BATCH_ROWS)):
         converted = [_convert(row, format) for row in batch]
@@ -212,7 +203,6 @@ def _convert(row: Row, format: RowFormat) -> Sample | BrokenSample | Dropped:
 
 @contextmanager
 def _writer(folder: Path, has_answers: bool) -> Iterator[Callable[[str, EncodedRow], None]]:
-    """Yield a function that appends a sample to the files of a cache."""
     with ExitStack() as stack:
 
         def column(name: str, offsets: str) -> _Column:

@@ -62,11 +62,9 @@ class LengthFilteredDataset:
 
     @property
     def n_samples(self) -> int:
-        """Number of samples that fit."""
         return len(self._indices)
 
     def sample(self, index: int) -> EncodedRow:
-        """Return a sample by its number, from 0 in row order."""
         return self._cut(self._cache.sample(int(self._indices[index])))
 
     def describe(self, index: int) -> str:
@@ -92,11 +90,10 @@ class LengthFilteredDataset:
 
     @property
     def _cuts(self) -> str:
-        """Values of `too_long` that truncate samples."""
         return "truncate_left" if self._untrained is None else "truncate_left or truncate_right"
 
     def _fit(self, index: int, length: int) -> bool:
-        """Count a sample that is too long, and return whether it is kept."""
+        """Count a sample that is too long; return whether it is kept."""
         where, whole, report = self._cache.describe(index), self._cache.sample(index), self.report
         holds = f"{self.max_length:,} fit" if self._untrained is None else f"a window holds {self.max_length:,}"
         size = f"{length:,} tokens, {holds}"
@@ -113,7 +110,6 @@ class LengthFilteredDataset:
         return True
 
     def _shortened(self, whole: EncodedRow, where: str, size: str) -> EncodedRow | Dropped:
-        """Return a truncated sample, or why it is dropped."""
         if self._too_long == "error":
             comma = " or" if self._untrained is None else ","
             raise UserError(f"{where}: {size}; --dataloader.too_long can also be drop{comma} {self._cuts}")
@@ -169,7 +165,6 @@ class SampleSets:
         return source, number - self.first[source]
 
     def sample(self, number: int) -> EncodedRow:
-        """Return a sample by its number."""
         source, index = self.locate(number)
         return self.sets[source].sample(index)
 
@@ -193,12 +188,10 @@ class SampleSets:
         return [found[name] for name in names]
 
     def report_lines(self) -> Iterator[str]:
-        """Yield the report of each data set in words."""
         for name, of_set in zip(self.names, self.sets, strict=True):
             yield from (f"{name}: {line}" for line in of_set.report.lines())
 
     def warnings(self) -> Iterator[str]:
-        """Yield warnings to read before training on the data sets."""
         for name, of_set in zip(self.names, self.sets, strict=True):
             yield from (f"{name}: {warning}" for warning in of_set.warnings())
 
@@ -208,13 +201,7 @@ Windows = Sequence[Sequence[EncodedRow]]
 
 
 class WindowDataset(Dataset[Batch]):
-    """Batches by the sample numbers in each of their B windows.
-
-    Args:
-        samples: by number.
-        seq_len: passed to `collate`.
-        collate: returns a batch without `documents`.
-    """
+    """Batches by the sample numbers in each of their B windows; `collate` returns a batch without `documents`."""
 
     def __init__(self, samples: SampleSets, seq_len: int, collate: Callable[[Windows, int], Batch]):
         self.samples, self.seq_len, self.collate = samples, seq_len, collate

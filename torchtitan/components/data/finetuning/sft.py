@@ -176,11 +176,7 @@ class SFTDataLoader(PlannedDataLoader):
 
 
 def parse_token_range(text: str) -> tuple[int, int] | None:
-    """Parse `LOW-HIGH`; an empty text gives None.
-
-    Raises:
-        UserError: the text has another form.
-    """
+    """Parse `LOW-HIGH`; an empty text gives None, and any other raises `UserError`."""
     if not text:
         return None
     low, dash, high = text.partition("-")
@@ -190,11 +186,7 @@ def parse_token_range(text: str) -> tuple[int, int] | None:
 
 
 def parse_schedule(entries: list[str]) -> list[tuple[int, list[float]]]:
-    """Parse `["500: 0.2 0.8", …]`, steps and the weights from then on.
-
-    Raises:
-        UserError: an entry has another form.
-    """
+    """Parse `["500: 0.2 0.8", …]`, steps and the weights from then on; raises `UserError` for another form."""
     schedule = []
     for entry in entries:
         step, colon, weights = entry.partition(":")

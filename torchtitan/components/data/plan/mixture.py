@@ -45,7 +45,6 @@ class Mixture:
         self._pieces = self._pieces_by_window()
         self._capacity = capacity
         self.n_windows = 0
-        """Windows dealt."""
         self.given = [0] * len(weights)
         """Tokens dealt to each source."""
         self.share = [0.0] * len(weights)
@@ -65,7 +64,6 @@ class Mixture:
         return min(n_tokens, key=lambda source: (self._due(source, n_tokens[source]), source))
 
     def deal(self, source: int, n_tokens: int) -> None:
-        """Count the next window."""
         self.share = [share + weight * n_tokens for share, weight in zip(self.share, self._weights(), strict=True)]
         self.given[source] += n_tokens
         self.n_windows += 1

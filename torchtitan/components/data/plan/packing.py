@@ -125,7 +125,6 @@ def _first_fit_decreasing(lengths: Array, capacity: int) -> Array:
 
 
 def _windows(window_of: Array) -> list[Array]:
-    """Return the samples of each non-empty window."""
     order = np.argsort(window_of, kind="stable")
     starts = np.flatnonzero(np.diff(window_of[order], prepend=-1))
     return np.split(order, starts[1:]) if len(order) else []
@@ -207,7 +206,6 @@ class SourceStream:
         return self._chunk.n_tokens[self._given]
 
     def take(self) -> Window:
-        """Return the next window, which must exist."""
         n_tokens = self.next_size()
         assert n_tokens is not None
         samples = self._chunk.drawn[self._chunk.windows[self._given]]
@@ -215,7 +213,6 @@ class SourceStream:
         return Window(self._source, self._chunk.epoch, samples, n_tokens)
 
     def snapshot(self) -> StreamSnapshot:
-        """Return the position, as references only."""
         return self._chunk, self._given, self.sampler.state_dict()
 
     def state_dict(self, snapshot: StreamSnapshot) -> dict[str, Any]:

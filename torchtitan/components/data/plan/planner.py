@@ -22,7 +22,6 @@ class Snapshot:
     """Position of a planner, cheap to take: references to values that no longer change."""
 
     n_windows: int
-    """Windows before it."""
     mixture: dict[str, Any]
     streams: list[StreamSnapshot]
 
@@ -43,13 +42,12 @@ class Planner:
         weights: each source's share of the tokens; None: by their tokens, so that all are read equally often.
         schedule: steps and the weights from then on, see `Mixture`; requires `weights`.
         windows_per_step: windows of a training step, for the schedule; a resumed run may change it.
-        max_epochs: times that each source may be read; None: no limit.
+        max_epochs: times that each source may be read; None: no limit. `next` raises `UserError` beyond it.
         names: of the sources, for messages.
         seed: orders the windows of a chunk.
-        epochs: passes over the sources. With weights, the data ends when a source that has completed them is needed
-            again. None: endless.
+        epochs: passes over the sources; with weights, until a source that has completed them is needed. None: endless.
         ahead: most windows planned before they are trained on; a step's statistics affect samples drawn this many
-            windows later. Must be the same in a resumed run to draw the same samples.
+            windows later. A resumed run needs the same value to draw the same samples.
 
     Raises:
         UserError: weights, schedule or limits are invalid.
@@ -107,18 +105,12 @@ class Planner:
 
     @property
     def n_windows(self) -> int:
-        """Windows returned so far."""
         return self._mixture.n_windows
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Window:
-        """Return the next window; raises `StopIteration` after the last.
-
-        Raises:
-            UserError: a source would be read more often than its limit.
-        """
         due = self.n_windows - self._ahead
         for at, statistics in self._observed:
             if at == due:
@@ -131,7 +123,6 @@ class Planner:
         return self._streams[source].take()
 
     def _choose(self) -> tuple[int, int]:
-        """Return the source of the next window, and the window's tokens."""
         sizes = {source: self._streams[source].next_size() for source in self._mixture.released()}
         if self._weighted and None in sizes.values():
             raise StopIteration
@@ -171,23 +162,16 @@ class Planner:
 
     @cached_property
     def windows_of_epochs(self) -> list[int] | None:
-        """Windows of each epoch (with weights, of all sources together), planned exactly in seconds per million
-        samples; None: endless, or dependent on observed statistics.
-
-        Raises:
-            UserError: a source would be read more often than its limit.
-        """
+        """Windows of each epoch (with weights, of all sources together), planned in seconds per million samples; None:
+        endless, or dependent on observed statistics. Raises `UserError` if a source would be read beyond its limit."""
         if self.epochs is None or self.is_adaptive:
             return None
         counts = Counter(window.epoch for window in self._from_start())
         return [counts[epoch] for epoch in range(self.epochs)]
 
     def check_repetitions(self, n_windows: int) -> None:
-        """Check by planning, without further statistics, that `n_windows` windows read no source beyond its limit.
-
-        Raises:
-            UserError: they do; the message estimates how often from the mean window.
-        """
+        """Raise `UserError` if planning `n_windows` windows, without further statistics, exceeds a source's limit; the
+        message estimates how often the source would be read from the mean window."""
         if all(limit is None for limit in self.max_epochs):
             return
         planner = self._from_start()
@@ -197,12 +181,8 @@ class Planner:
             pass
 
     def observe(self, statistics: StepStatistics, n_windows: int) -> None:
-        """Pass a training step's statistics to the samplers.
-
-        Args:
-            statistics: of the step; `samples` are global numbers.
-            n_windows: windows trained on so far, including the step's; must increase.
-        """
+        """Pass a training step's statistics, with global sample numbers, to the samplers; `n_windows` counts the
+        windows trained on so far, including the step's, and must increase."""
         if not self.is_adaptive:
             return
         assert self.n_windows <= n_windows + self._ahead, "planned further ahead than `ahead` says"
@@ -226,11 +206,8 @@ class Planner:
         return Snapshot(self.n_windows, self._mixture.state_dict(), [stream.snapshot() for stream in self._streams])
 
     def state_dict(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
-        """Return a position, JSON-ready and exact at any window, with the statistics not yet applied there.
-
-        Args:
-            snapshot: a position not before the last `observe`; None: the current one.
-        """
+        """Return a position, by default the current one, JSON-ready and exact at any window, with the statistics not
+        yet applied there. A `snapshot` must not be older than the last `observe`."""
         snapshot = snapshot or self.snapshot()
         learned = snapshot.n_windows - 1 - self._ahead
         return {

@@ -17,9 +17,8 @@ class StepStatistics:
     """Statistics of a training step, reduced over all ranks."""
 
     step: int
-    """Step number, from 1."""
     loss: float
-    """Mean over the step's trained tokens, in nats."""
+    """Mean per trained token, in nats."""
     grad_norm: float
     """Gradient norm before clipping."""
     samples: Array
@@ -73,16 +72,12 @@ class Sampler(Configurable):
         raise NotImplementedError
 
     def observe(self, statistics: StepStatistics) -> None:
-        """Learn from a training step; `statistics.samples` are numbers in this data set.
-
-        Calls come in step order, after the samples prefetched for later steps have been drawn: see `Planner`.
-        """
+        """Learn from a training step; `statistics.samples` are numbers in this data set. Calls come in step order,
+        after the samples prefetched for later steps have been drawn: see `Planner`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that decides future draws, JSON-ready except for numpy arrays as values.
-
-        It is called for every batch: return large state as such arrays, without a copy, and do not modify them later.
-        """
+        """Return everything that decides future draws, JSON-ready except for numpy arrays as values. It is called for
+        every batch: return large state as such arrays, without a copy, and do not modify them later."""
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -139,10 +134,8 @@ class ShuffleSampler(Sampler):
 
 
 def permutation(size: int, *key: int) -> Array:
-    """Return a pseudo-random permutation of `range(size)` that depends on `key` only.
-
-    It sorts a bit generator's raw numbers, which numpy guarantees never to change, unlike `Generator.permutation`.
-    """
+    """Return a pseudo-random permutation of `range(size)` that depends on `key` only: the order of a bit generator's
+    raw numbers, which numpy guarantees never to change, unlike `Generator.permutation`."""
     raw = np.random.PCG64(np.random.SeedSequence([part % (1 << 64) for part in key])).random_raw(size)
     return np.argsort(raw, kind="stable")
 

@@ -46,7 +46,6 @@ class StreamOrder:
 
     shuffle: bool
     block_size: int
-    """Documents that are permuted together."""
     seed: int
     restarts: int = 0
     """Times that the stream had to restart, each time shuffled differently."""
@@ -103,7 +102,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         return collate(samples + [padding] * (layout.local_batch_size - len(samples)))
 
     def _all_windows(self, place: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
-        """Yield samples with the position after each, from a position to the end of the last epoch."""
+        """Yield samples with the position after each."""
         epochs = self.dataset.layout.epochs
         while epochs is None or place.epoch < epochs:
             at_beginning, empty = place == StreamPosition(epoch=place.epoch), True
@@ -175,13 +174,10 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         return [np.array(ids if text.strip() else [], np.int64) for text, ids in zip(texts, encoded, strict=True)]
 
     def _number(self, place: StreamPosition) -> int:
-        """Return a document number that encodes the node and the position in the node's order."""
         return (place.block * self.dataset.order.block_size + place.document) * self.n_nodes + self.node
 
 
 class _TokenBuffer:
-    """Tokens that wait for their window, with their origins."""
-
     def __init__(self) -> None:
         self._tokens = np.zeros(0, np.int64)
         self._spans: list[tuple[int, StreamPosition]] = []
@@ -194,10 +190,8 @@ class _TokenBuffer:
         self._tokens = np.concatenate([self._tokens, ids])
 
     def pop(self, seq_len: int) -> tuple[Array, Array, StreamPosition, StreamPosition]:
-        """Return the next window: its tokens, its document starts, and its first and last document.
-
-        The window's last token stays, as the first of the next window.
-        """
+        """Return the next window's tokens, document starts, and first and last document; the last token stays, to begin
+        the following window."""
         tokens = self._tokens[: seq_len + 1]
         inside = [(begin, place) for begin, place in self._spans if begin < len(tokens)]
         starts = np.array([begin for begin, _ in inside if begin > 0], np.int64)
@@ -210,7 +204,6 @@ class _TokenBuffer:
         return self._spans[0][1]
 
     def _drop(self, n_tokens: int) -> None:
-        """Drop the first `n_tokens`; the span of the next token then begins at that token."""
         index = max((i for i, (begin, _) in enumerate(self._spans) if begin <= n_tokens), default=0)
         begin, place = self._spans[index]
         rest = [(b - n_tokens, p) for b, p in self._spans[index + 1 :]]
@@ -240,11 +233,8 @@ def open_share(source: StreamSource, node: int, n_nodes: int) -> Any:
 
 
 class StreamBatches(BatchIterator):
-    """Batches from a stream.
-
-    The same numbers of ranks and workers resume exactly. With other numbers the stream is split differently, so it
-    restarts, shuffled differently, with a warning.
-    """
+    """Batches from a stream. Exact resuming needs the same numbers of ranks and workers; with others, the stream is
+    split differently, so it restarts with a warning, shuffled differently."""
 
     def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
         self._source, self._tokenizer, self._order = source, tokenizer, order

@@ -96,11 +96,8 @@ class TokenCache:
 
 
 def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "", *, verify: bool = False) -> TokenCache:
-    """Return the tokens of a source, encoding it if the cache lacks it or is damaged; see `open_or_build`.
-
-    Raises:
-        UserError: the data is bad or empty, or the cache folder cannot be written.
-    """
+    """Return the tokens of a source, encoding it unless the cache has it intact; see `open_or_build`. Raises
+    `UserError` if the data is bad or empty, or the cache folder cannot be written."""
     return open_or_build(
         "tokens",
         source,
@@ -122,7 +119,6 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> str:
 
 
 def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Write the tokens and offsets, and return the content of `meta.json`."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     n_tokens = 0
     documents_per_part = [0] * len(source.parts)
@@ -165,10 +161,8 @@ class Piece(NamedTuple):
 
 
 def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Yield documents encoded as by `Tokenizer.encode_documents`, each as one or more pieces.
-
-    A document without visible characters is one empty piece, without prefix and suffix.
-    """
+    """Yield documents encoded as by `Tokenizer.encode_documents`, each as one or more pieces; a document without
+    visible characters is one empty piece, without prefix and suffix."""
     cuts, wrapping = _may_be_cut(tokenizer), document_wrapping(tokenizer)
     batch: list[tuple[str, bool, bool]] = []
     n_characters = 0
@@ -201,7 +195,7 @@ def document_wrapping(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _with_ends(texts: Iterator[str]) -> Iterator[tuple[str, bool, bool]]:
-    """Yield each text with whether it is the first and the last; one empty text if there is none."""
+    """Yield each text, or one empty text, with whether it is the first and the last."""
     begins, text = True, next(texts, "")
     for following in texts:
         yield text, begins, False
@@ -231,7 +225,6 @@ def split_document(document: Document, size: int) -> Iterator[str]:
 
 
 def _last_cut(text: str) -> int:
-    """Return the last place in `text` where it may be split, or 0."""
     newline = text.rfind("\n", 1, -1)
     while newline > 0:
         before, after = text[newline - 1], text[newline + 1]
@@ -244,8 +237,7 @@ def _last_cut(text: str) -> int:
 
 
 def _may_be_cut(tokenizer: Tokenizer) -> bool:
-    """Return whether texts may be encoded in pieces. SentencePiece, for one, marks the start of a text, so they may
-    not."""
+    """Return whether texts may be encoded in pieces; not in SentencePiece, which marks the start of a text."""
 
     def encode(*texts: str) -> list[int]:
         return [i for ids in tokenizer.encode_batch(list(texts), add_bos=False, add_eos=False) for i in ids]

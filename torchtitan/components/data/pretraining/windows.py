@@ -142,22 +142,18 @@ class BatchIterator(ABC):
         """Return the documents with the numbers `first` to `last` in words."""
 
     def summary(self, name: str, n_samples: int) -> DataSummary | None:
-        """Return a summary of the data set `name` for a run that reads `n_samples`; None: nothing is known in
-        advance."""
+        """Summarize the data set `name` for a run that reads `n_samples`; None: nothing is known in advance."""
         return None
 
     def close(self) -> None:
-        """Stop the worker processes."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
 
 
 class PackedDataset(Dataset[Batch]):
-    """Batches of one rank as a pure function of their position in the global order of samples.
-
-    In epochs of n windows, sample `p` is window `permute(p % n)`, with the permutation of epoch `p // n`.
-    """
+    """Batches of one rank as a pure function of their position in the global order of samples: in epochs of n windows,
+    sample `p` is window `permute(p % n)`, with the permutation of epoch `p // n`."""
 
     def __init__(self, cache: TokenCache, layout: Layout, *, shuffle: bool, seed: int, n_samples: int | None):
         self.cache, self.layout, self.shuffle, self.seed, self.n_samples = cache, layout, shuffle, seed, n_samples
@@ -207,7 +203,6 @@ class CachedBatches(BatchIterator):
         return batch
 
     def _positions(self) -> Iterable[int]:
-        """Return the starts of this rank's batches from the current position on, the same number on every rank."""
         stride = self._layout.global_batch_size
         first = self._position + self._layout.dp_rank * self._layout.local_batch_size
         if self.n_samples is None:

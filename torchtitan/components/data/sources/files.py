@@ -31,7 +31,6 @@ from torchtitan.tools.errors import UserError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK_SIZE = 1 << 20
-"""Characters of a text file read at a time."""
 
 _MOST_UNPACKED = 4 << 30
 """Most bytes of a decompressed parquet file, which is held in memory."""
@@ -68,8 +67,6 @@ def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None)
 
 
 class FilePart(Part):
-    """A file of a known format."""
-
     def __init__(self, name: str, path: Path, text_column: str):
         super().__init__(name, text_column)
         self.path = path
@@ -92,8 +89,6 @@ class FilePart(Part):
 
 
 class _CountedFile(io.FileIO):
-    """A file that reports the bytes read."""
-
     def __init__(self, path: Path, on_read: OnRead):
         super().__init__(path)
         self.on_read = on_read
@@ -237,7 +232,6 @@ def _check_header(columns: Sequence[str], where: str) -> None:
 
 
 def _check_names(columns: Sequence[str], where: str) -> None:
-    """Raise `UserError` for duplicate columns."""
     named = Counter(filter(str.strip, columns))
     if twice := [column for column, count in named.items() if count > 1]:
         raise UserError(f"{where}: several columns are called {twice[0]!r}; rename one of them")

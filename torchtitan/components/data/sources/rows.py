@@ -79,7 +79,6 @@ def text_of(row: Row, text_column: str) -> Document:
 
 
 def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
-    """Raise `UserError` unless `text_column` is one of the columns."""
     if text_column not in columns:
         raise UserError(
             f"{where}: no column {text_column!r}; set --dataloader.text_column to one of: {', '.join(columns)}"
@@ -205,7 +204,6 @@ def _check_characters(value: Any, text: str) -> None:
 
 
 def _in_words(error: ValueError | RecursionError) -> str:
-    """Return why one line of JSON is broken."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} (column {error.colno})"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]

@@ -70,7 +70,7 @@ class _Registered:
     name: str | None = None
     """Configuration of the repository, if it has several."""
     splits: tuple[str, ...] = ("train",)
-    """Its splits; `validation` serves as validation data."""
+    """Splits; `validation` serves as validation data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,6 @@ class ChatDataset(_Registered):
     """Location of a data set and the format of its rows."""
 
     format: str = AUTO
-    """As `--dataloader.format`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """The format's column name → the data set's."""
     function: RowFunction | None = None
@@ -102,8 +101,6 @@ class ChatDataset(_Registered):
 
 
 class _Embedded(NamedTuple):
-    """A data set included in the package."""
-
     items: type[Generated[Any]]
     version: str
     column: str
@@ -120,7 +117,7 @@ class Catalog(Generic[D]):
     """Names of data sets for the loaders of one kind."""
 
     kind: str
-    """Term for the data sets in messages."""
+    """Term used in messages."""
     embedded: Mapping[str, _Embedded]
     registered: dict[str, D]
 
@@ -145,27 +142,18 @@ DOCUMENTS: Catalog[HubDataset] = Catalog(
     {"stories": _STORIES},
     {"c4": HubDataset(path="allenai/c4", name="en", splits=("train", "validation"))},
 )
-"""Data sets for pre-training."""
 
 CHAT_DATASETS: Catalog[ChatDataset] = Catalog("chat dataset", {"chats": _CHATS, "stories": _STORIES}, {})
-"""Data sets for fine-tuning."""
 
 
 def register_dataset(name: str, dataset: HubDataset) -> None:
-    """Make `--dataloader.dataset NAME` stream this data set in pre-training.
-
-    Raises:
-        UserError: another data set has the name.
-    """
+    """Make `--dataloader.dataset NAME` stream this data set in pre-training; raises `UserError` if the name is
+    taken."""
     DOCUMENTS.register(name, dataset)
 
 
 def register_chat_dataset(name: str, dataset: ChatDataset) -> None:
-    """Make `--dataloader.dataset NAME` read this data set in fine-tuning.
-
-    Raises:
-        UserError: another data set has the name.
-    """
+    """Make `--dataloader.dataset NAME` read this data set in fine-tuning; raises `UserError` if the name is taken."""
     CHAT_DATASETS.register(name, dataset)
 
 

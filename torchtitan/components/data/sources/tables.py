@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 BATCH_SIZE = 256
-"""Rows read at a time."""
 
 
 class Table(Part):
