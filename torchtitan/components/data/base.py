@@ -22,7 +22,7 @@ Batch = dict[str, torch.Tensor]
 - `input` (B, T): token ids.
 - `labels` (B, T): the token that follows each input token, or `IGNORE_INDEX`.
 - `positions` (B, T), only with document masking: each token's position, counted from its document's start in this
-  window. A 0 begins a document, and attention must not cross it.
+  window. A 0 begins a document, and attention must not reach back across it.
 - `documents` (B, M), optional: numbers of the sample's documents in order, padded with `NO_DOCUMENT`; for windows of
   running text (B, 2), the first and last document. `document_names` names them.
 """

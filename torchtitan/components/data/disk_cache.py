@@ -133,7 +133,7 @@ def open_or_build(
 def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Callable[[], bool]) -> None:
     started = time.monotonic()
     partial_folder = folder.with_suffix(".partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)  # of a build that was killed
+    shutil.rmtree(partial_folder, ignore_errors=True)  # left by a killed build
     partial_folder.mkdir()
     try:
         amount = write(partial_folder)
@@ -165,7 +165,7 @@ def _check_blocks(folder: Path, whole: bool) -> None:
     recorded = json.loads((folder / _BLOCKS_FILE).read_text())
     if unknown := {path.name for path in paths if path.name[0] != "."} - {_BLOCKS_FILE, *recorded}:
         raise ValueError(f"{_BLOCKS_FILE} says nothing of {min(unknown)}")
-    if missing := {*recorded} - {path.name for path in paths}:  # a path that leads elsewhere is none of the files
+    if missing := {*recorded} - {path.name for path in paths}:  # a recorded path to elsewhere counts as missing
         raise ValueError(f"{min(missing)!r} is not in the folder")
     for name, (size, checksums) in recorded.items():
         with (folder / name).open("rb") as file:
@@ -232,11 +232,11 @@ def file_digest(root: Path, path: Path) -> str:
         remembered: str = noted["digest"]
         return remembered
     digest = _hash(path, stat.st_size)
-    # A file written just now may be written again within the resolution of its time stamp.
+    # A file written just now may change again within the resolution of its time stamp.
     if time.time_ns() - stat.st_mtime_ns > _RECENT_NS:
         note.parent.mkdir(exist_ok=True)
         try:
-            note.write_text(json.dumps({**seen, "digest": digest}))  # one that is cut off counts as none
+            note.write_text(json.dumps({**seen, "digest": digest}))  # a truncated note counts as none
         except OSError:
             note.unlink(missing_ok=True)
             raise

@@ -48,8 +48,8 @@ class Workers:
         if state is not None:
             self._loader.load_state_dict(state)
         self._items = iter(self._loader)
-        # Also at exit, since an iterator that an exception's traceback still holds would never be finalized, and the
-        # interpreter would wait for workers that nobody has told to end.
+        # Also at exit: an iterator held by an exception's traceback is never finalized, and the interpreter would wait
+        # for its workers forever.
         self._finalizer = weakref.finalize(self, end_loader_workers, self._items) if num_workers else None
 
     def __next__(self) -> Any:

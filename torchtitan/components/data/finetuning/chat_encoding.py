@@ -25,7 +25,7 @@ _MARKUP = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 class EncodedSample(NamedTuple):
     ids: np.ndarray
-    """int64 (n,)."""
+    """Token ids, int64 (n,)."""
     trained: np.ndarray
     """Mask of the tokens that the model learns to predict, bool (n,)."""
     n_spelt: int = 0
@@ -185,7 +185,7 @@ class ChatEncoder:
     def _masked(self, rendered: Rendered, ids: list[int], offsets: Offsets, n_spelt: int) -> EncodedSample:
         tokens = _Tokens(rendered.text, ids, offsets, self._special_ids)
         trained = np.full(len(ids), rendered.default)
-        # Turns that a row asks for beside the marked ones come last, so that these do not undo them.
+        # Unmarked turns that a row asks for come last, so that marked turns do not undo them.
         for turn in rendered.turns:
             positions = tokens.range_of(*turn.span)
             if turn.marked:

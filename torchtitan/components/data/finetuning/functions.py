@@ -36,7 +36,7 @@ def _import_file(path: Path, named: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"row_functions_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses, for one, look for the names in their annotations
+    sys.modules[spec.name] = module  # dataclasses, for one, resolve their annotations there
     try:
         with _importable(path.absolute().parent):
             spec.loader.exec_module(module)
@@ -94,7 +94,7 @@ class _Description:
     def __init__(self, name: str):
         self._name = name
         self._seen: dict[int, int] = {}
-        self._parts: list[Any] = []  # kept, so that what is new has another id
+        self._parts: list[Any] = []  # kept alive, so that new values have other ids
 
     def of(self, value: Any) -> Any:
         """Return the description of a value; a number if the value was already described or contains itself."""
@@ -143,7 +143,7 @@ class _Description:
         try:
             registered = copyreg.dispatch_table.get(type(value))
             reduced = registered(value) if registered else value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-        except Exception as error:  # whatever a class does where it is pickled
+        except Exception as error:  # pickling may run any code of a class
             raise UserError(
                 f"the function {self._name} holds a {type(value).__name__}, of which it cannot be told whether it is "
                 f"that of an earlier run ({error}): make it inside of the function, or of a module that it imports"

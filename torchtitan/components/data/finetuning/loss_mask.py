@@ -84,7 +84,7 @@ def _by_marks(template: ChatTemplate, conversation: Conversation, wanted: Sequen
     text, spans = template.render_marked(conversation.messages, tools=conversation.tools)
     assistant = _assistant(conversation)
     turns: list[Turn] = []
-    # Where what is wanted changes from one turn to the next, the conversation up to there tells whose the marks are.
+    # If the wanted flag changes between two turns, the conversation up to there tells which turn has which marks.
     for i, following in pairwise(assistant):
         if wanted[following] != wanted[i]:
             n = _n_marks(template, conversation, i, text, spans)
@@ -119,7 +119,7 @@ def _n_marks(template: ChatTemplate, conversation: Conversation, i: int, text: s
         raise BrokenSample(
             f"{template.name} marks other texts in the conversation up to message {i + 1} (assistant) where it goes "
             f"on, so that it cannot be told which of them is which turn; {_ADVICE}"
-            # Where a row or the loader itself says what is trained, the option changes nothing.
+            # The option has no effect if a row or the loader itself decides what to train.
             + ("" if any(said is not None for said in conversation.trained) else ", or --dataloader.train_on assistant")
         )
     return len(known)
@@ -176,7 +176,7 @@ class _Prefixes:
         prompted, after = self._render(i, True), self._render(i + 1, False)
         if after.startswith(prompted):
             return prompted
-        # No finished turn begins with this prompt: its header is what stands in front of any answer.
+        # No finished turn begins with this prompt: its header is the text before any answer.
         turns = [*self._conversation.messages[:i], {"role": "assistant", "content": _PROBE}]
         probed = self._template.render(turns, tools=self._conversation.tools, add_generation_prompt=False)
         header, found, _ = probed.rpartition(_PROBE)
@@ -192,7 +192,7 @@ class _Prefixes:
                 f"{self._render(i, True).removeprefix(before)!r}, nor as it begins other answers, so that it cannot be "
                 f"told what of the text is the model's; {_ADVICE}"
             )
-        # Where the row or the loader itself says what is trained, or at the last turn, the option changes nothing.
+        # The option has no effect at the last turn, or if the row or the loader itself decides what to train.
         by_option = (
             role == "assistant" and self._conversation.trained[i] is None and i != _assistant(self._conversation)[-1]
         )

@@ -328,7 +328,7 @@ class PlannedDataLoader(TokenizingDataLoader):
 
     def assets(self) -> dict[str, str]:
         """Return the chat template and the settings to use a model trained with it; see `chat_assets`."""
-        from torchtitan.components.weights.assets import chat_assets  # deferred, as all that saves
+        from torchtitan.components.weights.assets import chat_assets  # deferred, like all saving code
 
         return chat_assets(self._tokenizer, self.template) if self.template else {}
 
@@ -336,7 +336,7 @@ class PlannedDataLoader(TokenizingDataLoader):
         if self._workers is not None:
             self._workers.close()
             self._workers = None
-            # What was prepared ahead is lost, and planned again if there is a next batch.
+            # Prefetched batches are lost, and planned again if there is a next batch.
             self._planner.load_state_dict(self._planner.state_dict(self._handed_out))
             self._planned.clear()
             self._refusal = None

@@ -41,7 +41,7 @@ class Mixture:
         self._weights_before = _normalized(weights, len(weights))
         self._schedule = [(step, _normalized(of, len(weights))) for step, of in schedule]
         self._windows_per_step = windows_per_step
-        self._changed_at = (0, 0)  # the steps and the windows behind which steps have so many windows
+        self._changed_at = (0, 0)  # steps and windows completed before `windows_per_step` applied
         self._pieces = self._pieces_by_window()
         self._capacity = capacity
         self.n_windows = 0
@@ -56,7 +56,7 @@ class Mixture:
         tolerance = 1e-6 * self._capacity
         weights = self._weights()
         behind = [share - given for share, given in zip(self.share, self.given, strict=True)]
-        # One that gets nothing now may still be owed a window from before the weights changed.
+        # A source with weight 0 may still be owed a window from before the weights changed.
         return [i for i, tokens in enumerate(behind) if tokens > (-tolerance if weights[i] else tolerance)]
 
     def choose(self, n_tokens: Mapping[int, int]) -> int:

@@ -79,7 +79,7 @@ def _best_swap(lengths: Array, window_of: Array, room: Array, window: int) -> tu
     swap suffices, relieves it most; None if none helps."""
     best, best_rank = None, (True, 0)
     for given in np.flatnonzero(window_of == window).tolist():
-        gains = lengths[given] - lengths  # what the window gets rid of, and the other takes
+        gains = lengths[given] - lengths  # tokens that move from the window to the other
         gains[gains > room[window_of]] = 0
         enough = gains >= -room[window]
         taken = int(np.argmin(np.where(enough, gains, np.iinfo(np.int64).max)) if enough.any() else np.argmax(gains))
@@ -91,7 +91,7 @@ def _best_swap(lengths: Array, window_of: Array, room: Array, window: int) -> tu
 
 def _longest_processing_time(lengths: Array, n_windows: int) -> Array:
     order = np.argsort(-lengths, kind="stable")
-    # An entry of the heap is `load * n_windows + window`: the least full window first, of equal ones the lowest.
+    # An entry of the heap is `load * n_windows + window`: the least full window first, ties by number.
     heap = list(range(n_windows))
     window_of = np.empty(len(lengths), np.int64)
     for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
@@ -239,6 +239,6 @@ class SourceStream:
         if self.sampler.in_order:
             windows.sort(key=lambda window: int(window[0]))
         else:
-            # Packing leaves the windows sorted by the lengths of their samples, which training must not be.
+            # Packing sorts the windows by sample length, and training must not see that order.
             windows = [windows[i] for i in permutation(len(windows), self._seed, self._source, number)]
         return _Chunk(number, epoch, drawn, windows, [int(lengths[window].sum()) for window in windows])

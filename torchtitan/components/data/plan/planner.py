@@ -127,7 +127,7 @@ class Planner:
         if self._weighted and None in sizes.values():
             raise StopIteration
         left = {source: size for source, size in sizes.items() if size is not None}
-        if not left:  # the released ones are over; the others end within a window of their share
+        if not left:  # the released sources have ended; the others end within a window of their share
             every = {source: stream.next_size() for source, stream in enumerate(self._streams)}
             left = {source: size for source, size in every.items() if size is not None}
         if not left:
@@ -186,7 +186,7 @@ class Planner:
         if not self.is_adaptive:
             return
         assert self.n_windows <= n_windows + self._ahead, "planned further ahead than `ahead` says"
-        # No position before `n_windows` will be saved any more, and those behind it have learned what is dropped here.
+        # No position before `n_windows` will be saved, and later positions have learned the entries dropped here.
         self._observed = [entry for entry in self._observed if entry[0] >= n_windows - self._ahead]
         self._observed.append((n_windows, statistics))
 

@@ -14,7 +14,7 @@ Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Statistics of a training step, reduced over all ranks."""
+    """Statistics of a training step, numbered from 1, reduced over all ranks."""
 
     step: int
     loss: float
@@ -128,7 +128,7 @@ class ShuffleSampler(Sampler):
         return {"seed": self.seed, "epoch": self._epoch, "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # The seed of the saved order: with another, some samples of this epoch would come twice and some never.
+        # With another seed, some samples of this epoch would come twice and some never.
         self.seed, self._epoch, self._drawn = state["seed"], state["epoch"], state["drawn"]
         self._order = self._order_of_epoch()
 

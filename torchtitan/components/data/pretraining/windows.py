@@ -216,7 +216,7 @@ class CachedBatches(BatchIterator):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
         self.exhausted = False
-        # The seed of the saved order: with another, some samples of this epoch would come twice and some never.
+        # With another seed, some samples of this epoch would come twice and some never.
         self._position, self._seed = state["position"], state["seed"]
 
     def describe(self, first: int, last: int) -> str:
@@ -225,7 +225,7 @@ class CachedBatches(BatchIterator):
     def summary(self, name: str, n_samples: int) -> DataSummary:
         cache, seq_len, per_epoch = self._cache, self._layout.seq_len, self._windows_per_epoch
         lengths = cache.lengths
-        # The first token of a text has nothing to be predicted from.
+        # The first token of a text cannot be predicted.
         n_firsts = int((lengths > 0).sum()) if self._layout.document_mask else 1
         report = Report("text", len(lengths), len(lengths), cache.n_tokens, cache.n_tokens - n_firsts)
         return DataSummary(

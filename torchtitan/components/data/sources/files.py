@@ -109,7 +109,7 @@ def _open_bytes(path: Path, on_read: OnRead) -> IO[bytes]:
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return file
-    # pyarrow, and not gzip and zstandard: it reads both, several frames too, and notices a file that is cut off.
+    # pyarrow rather than gzip and zstandard: it reads both formats, several frames too, and notices truncation.
     import pyarrow
 
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), compression)
@@ -156,7 +156,7 @@ def _find_bad_byte(path: Path) -> tuple[int, int, int]:
 
 
 def _text_chunks(path: Path, on_read: OnRead) -> Iterator[str]:
-    # Its own error handling: the chunks are read by whoever takes the document, after `documents` has yielded it.
+    # Handles errors itself: the chunks are read after `documents` has yielded the document.
     line = 1
     with _named_errors(path), _open_text(path, on_read) as file:
         while chunk := file.read(CHUNK_SIZE):

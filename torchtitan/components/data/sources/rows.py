@@ -214,7 +214,7 @@ def _list_elements(file: IO[str], path: Path, chunk_size: int) -> Iterator[tuple
     text = ""
     while not text.strip():
         text += file.read(chunk_size)
-    start, line = len(text) - len(text.lstrip()), 1  # `line`: the one that `text` begins in
+    start, line = len(text) - len(text.lstrip()), 1  # `line`: number of the first line of `text`
 
     def broken(why: str) -> UserError:
         begin = _after_blanks(text, start + 1)

@@ -232,7 +232,7 @@ def _hub_table(name: str, dataset: ChatDataset, split: str) -> Table:
         from datasets import load_dataset
 
         try:
-            # Not in memory, whatever the user's settings for small ones are: the files are what the rows are known by.
+            # Not in memory, whatever the user's settings: the files identify the rows.
             return load_dataset(dataset.path, dataset.name, split=split, keep_in_memory=False)
         except Exception as error:  # of `datasets`, the hub's client, or the network
             message = _cannot_be_read(name, dataset, split, error)

@@ -69,7 +69,7 @@ class Table(Part):
             yield text_of(row, self.text_column)
 
     def _rows(self, dataset: Any, name: str, on_read: OnRead) -> Iterator[Row]:
-        # As Arrow has them: images and sounds, which no format reads, are not decoded.
+        # As Arrow data, so that images and sounds, which no format reads, are not decoded.
         batches, n_read = iter(dataset.with_format("arrow").iter(batch_size=BATCH_SIZE)), 0
         while (batch := self._next(batches)) is not None:
             for row in arrow_rows(batch, name, n_read + 1):
@@ -138,7 +138,7 @@ def arrow_rows(batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: i
             yield from arrow_rows(batch.slice(index, 1), name, first + index)
         return
     for number, values in enumerate(cells, first):
-        # An object in a cell has the keys of all others in its column too: those without a value go.
+        # Arrow gives an object the keys of all objects in its column: drop the keys without a value.
         filled = {field.name: _without_nulls(values[field.name], field.type) for field in batch.schema}
         yield Row(f"{name}, row {number}", filled)
 
