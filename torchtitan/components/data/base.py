@@ -88,8 +88,7 @@ class BaseDataLoader(Configurable):
             return None
 
     n_samples: int | None = None
-    """Samples for all ranks over all `epochs`, without the last batch's fillers; None: unknown (a stream) or
-    endless."""
+    """Samples for all ranks over all `epochs`, without fillers; None: unknown (a stream) or endless."""
 
     needs_sample_losses: bool = False
     """Whether `observe` needs the loss of each sample, not only of the step."""
@@ -120,9 +119,7 @@ class BaseDataLoader(Configurable):
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
         """Return the names of a sample's documents for the ledger, in order, the same in every run; none for a filler.
-
-        A range of documents may share one name. `documents` is a row of a batch's `documents`.
-        """
+        A range of documents may share one name. `documents` is a row of a batch's `documents`."""
         return [f"document {number}" for number in documents.tolist() if number != NO_DOCUMENT]
 
     def batch_of(self, names: Sequence[str]) -> Batch | None:

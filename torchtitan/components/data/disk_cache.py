@@ -200,8 +200,7 @@ def _locked(path: Path, name: str) -> Iterator[None]:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Turn errors of opening a finished folder into `DamagedCache` if a file is missing or changed, else into
-    `UserError`."""
+    """Turn errors of the block into `DamagedCache` if a file is missing or changed, else into `UserError`."""
     try:
         yield
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:

@@ -64,7 +64,7 @@ class EncodedRow(NamedTuple):
 class ChatEncoder:
     """Encodes conversations by a chat template.
 
-    The ids are those of the whole rendered text, as by transformers' `apply_chat_template`. The mask equals its
+    The ids encode the whole rendered text, as transformers' `apply_chat_template` does. The mask equals its
     `assistant_masks` if the template marks the assistant's text (see `render_with_mask`), with three exceptions: a
     trained turn's end token is trained even if it is not marked, as are all tokens of the turn's last character; a
     special token before a turn that absorbs the turn's leading white space is not trained; nor is white space after a
@@ -102,8 +102,8 @@ class ChatEncoder:
                 )
 
     def encode_batch(self, samples: Sequence[Conversation | Text]) -> list[EncodedSample | BrokenSample]:
-        """Return the ids and mask of each sample, or why it cannot be encoded; raises `UserError` for conversations
-        without a template.
+        """Return the ids and mask of each sample, or why it cannot be encoded; raises `UserError` if a template is
+        missing.
 
         A text gets BOS if the model has it, and EOS, see `Tokenizer.encode_documents`; all but BOS is trained on.
         """
@@ -245,8 +245,7 @@ class _Tokens:
         return bool(turn) and self.special_at(self.end_of_turn(turn) - 1) is not None
 
     def end_of_turn(self, turn: range) -> int:
-        """Return the position after the special token that ends a turn, where the model stops, or else after the whole
-        turn."""
+        """Return the position after the special token that ends a turn, where the model stops, else after the turn."""
         for position in reversed(turn):
             if self.special_at(position) is not None:
                 return position + 1

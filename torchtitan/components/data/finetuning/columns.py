@@ -50,7 +50,7 @@ def is_filled(value: Any) -> bool:
 
 
 def columns_that_matter(row: Mapping[str, Any]) -> list[str]:
-    """Return the filled columns of a row whose names suggest that they decide what is trained."""
+    """Return the filled columns of a row whose names suggest that they affect training."""
     return [column for column, value in row.items() if column.lower() in _MATTERS and is_filled(value)]
 
 
@@ -66,8 +66,8 @@ def suggested_columns(columns: Iterable[str]) -> str:
 
 
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """Parse `["prompt=question", …]`, pairs of the format's and the file's column name; raises `UserError` for another
-    form or a repeated name."""
+    """Parse `["prompt=question", …]` as ours → the file's name; raises `UserError` for other forms and repeated
+    names."""
     mapping: dict[str, str] = {}
     for entry in columns:
         ours, equals, theirs = (part.strip() for part in entry.partition("="))

@@ -1,7 +1,5 @@
-"""Readers that convert rows to samples.
-
-They raise `BrokenSample` for an unusable row, and `EmptySample` for a row with nothing to learn.
-"""
+"""Readers that convert rows to samples. They raise `BrokenSample` for an unusable row, and `EmptySample` for a row with
+nothing to learn."""
 
 import math
 import re
@@ -266,16 +264,16 @@ def role_of(turn: Any) -> Any:
 
 
 def alternating(turns: list[Any]) -> list[Any]:
-    """Return a list of plain texts, none of them JSON messages, as alternating turns of user and assistant; any other
-    list unchanged."""
+    """Return a list of plain texts (not JSON messages) as turns of user and assistant in turn; other lists
+    unchanged."""
     if not all(isinstance(turn, str) and not _LOOKS_LIKE_A_MESSAGE.match(turn) for turn in turns):
         return turns
     return [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), turns, strict=False)]
 
 
 def transcript(text: str) -> list[Any] | None:
-    """Return the turns of a transcript such as "\\n\\nHuman: Hi.\\n\\nAssistant: Hello." (Anthropic's HH); None for
-    other text."""
+    """Return the turns of a text such as "\\n\\nHuman: Hi.\\n\\nAssistant: Hello." (Anthropic's HH); None for other
+    texts."""
     if not _BEGINS_TRANSCRIPT.match(text):
         return None
     _, *pieces = _SPEAKER_IN_TRANSCRIPT.split(text)

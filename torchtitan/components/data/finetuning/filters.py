@@ -1,7 +1,5 @@
-"""Filters that drop samples: empty or broken rows, and limits on tokens.
-
-Samples that are too long are handled later, when the window size is known: see `samples`.
-"""
+"""Filters that drop samples: empty or broken rows, and limits on tokens. Samples that are too long are handled later,
+when the window size is known: see `samples`."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -58,7 +56,7 @@ class FilterConfig:
             raise UserError(f"--dataloader.repetition_ngram must be at least 1 token, not {self.repetition_ngram}")
 
     def apply(self, sample: EncodedRow | BrokenSample) -> EncodedRow | Dropped:
-        """Return the sample, or why it is dropped; raises `UserError`, without the location, if the policy is
+        """Return the sample, or why it is dropped; raises `UserError`, without the location, under the policy
         `error`."""
         if isinstance(sample, EmptySample):
             return _drop("empty", str(sample), self.empty)

@@ -46,10 +46,8 @@ class PlannedDataLoader(TokenizingDataLoader):
 
     The windows have one global order, the same for any number of ranks, workers and windows per batch: rank r of R
     takes the B windows from n * R * B + r * B on. The planner runs in the main process. The position, after the last
-    batch returned, is exact between any two batches, and can be resumed with other numbers of all of these.
-
-    A batch's `documents` (B, M) are the numbers of each window's samples, counted over all data sets, padded with
-    `NO_DOCUMENT`.
+    batch returned, is exact between any two batches, and can be resumed with other numbers of all of these. A batch's
+    `documents` (B, M) are the numbers of each window's samples, counted over all data sets, padded with `NO_DOCUMENT`.
 
     A subclass defines the kind of rows (`kind`) and their encoding (`Config.encoder`), and may override the longest
     sample (`max_length`), the planning of windows (`plan`) and their conversion to a batch (`collate`).
@@ -89,8 +87,7 @@ class PlannedDataLoader(TokenizingDataLoader):
             self.open_caches(tokenizer, self.find_template(tokenizer))
 
         def open_caches(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[SampleCache]:
-            """Return the samples of each data set, encoding those not in the cache; raises `UserError` if the data
-            cannot be used."""
+            """Return the samples of each data set, encoding uncached ones; raises `UserError` for unusable data."""
             encoder, filters = self.encoder(tokenizer, template), self.filters()
             return [
                 open_sample_cache(*of_set, encoder, filters, self.cache_dir, verify=self.verify_caches)
@@ -108,13 +105,12 @@ class PlannedDataLoader(TokenizingDataLoader):
             return [self.too_long, self.sampler.to_dict()]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """Return the configured template, else the model's own, or None if the loader needs none; raises
-            `UserError` if it is missing."""
+            """Return the configured or the model's own template; None: not needed. Raises `UserError` if it is
+            missing."""
             return resolve_chat_template(self.chat_template, [tokenizer.folder] if tokenizer.folder else [], tokenizer)
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
-            """Return the rows of each data set and their format; raises `UserError` if there are none or the format is
-            unknown."""
+            """Return the rows of each data set and their format; raises `UserError` if either cannot be found."""
             sources = [self._source(dataset) for dataset in self.dataset]
             columns = [first_columns(source) for source in sources]
             mapping = parse_columns(self.columns)

@@ -207,8 +207,7 @@ def _own_format(dataset: str, columns: Sequence[str], kind: Kind) -> RowFormat:
 
 
 def function_format(function: RowFunction, kind: Kind) -> RowFormat:
-    """Return the format of rows that a function converts to rows of known formats, each recognized by its columns.
-    Raises `UserError` as `function_fingerprint`."""
+    """Return the format of rows that a function converts to rows of known formats; raises as `function_fingerprint`."""
     fingerprint = json.dumps([function_fingerprint(function), kind])
     return RowFormat(
         name=f"{function.__module__}:{function.__qualname__}",

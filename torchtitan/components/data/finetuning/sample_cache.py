@@ -135,8 +135,8 @@ def open_sample_cache(
 
 
 def first_columns(source: Source) -> list[str]:
-    """Return the columns of the first readable row, to recognize the format by; raises `UserError` if there is no such
-    row."""
+    """Return the columns of the first readable row, by which the format is recognized; raises `UserError` if none
+    is."""
     error = ""
     for row in source.rows(lambda _: None):
         if row.values is not None:

@@ -104,8 +104,7 @@ class Mixture:
         return [(min([0, *(first for first, _ in scheduled)]), self._weights_before), *scheduled]
 
     def _due(self, source: int, n_tokens: int) -> float:
-        """Return the tokens of all sources until `source`'s share covers its next window if windows are full; negative:
-        it does now."""
+        """Return the tokens of all sources until `source`'s share covers its next window, if windows are full."""
         missing = self.given[source] + n_tokens - self.share[source]
         elapsed = 0.0
         for count, weights in self._ahead(math.inf):

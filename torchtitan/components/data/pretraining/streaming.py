@@ -66,8 +66,7 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
 
 
 class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
-    """Batches of one node; its state is the start of the next window. An explained error is the last item: see
-    `Workers`."""
+    """Batches of one node; the state is the start of the next window. See `Workers` for errors as items."""
 
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
         self.dataset, self.node, self.n_nodes = dataset, node, n_nodes
@@ -190,8 +189,7 @@ class _TokenBuffer:
         self._tokens = np.concatenate([self._tokens, ids])
 
     def pop(self, seq_len: int) -> tuple[Array, Array, StreamPosition, StreamPosition]:
-        """Return the next window's tokens, document starts, and first and last document; the last token stays, to begin
-        the following window."""
+        """Return the next window's tokens, document starts, and first and last document; keep its last token."""
         tokens = self._tokens[: seq_len + 1]
         inside = [(begin, place) for begin, place in self._spans if begin < len(tokens)]
         starts = np.array([begin for begin, _ in inside if begin > 0], np.int64)

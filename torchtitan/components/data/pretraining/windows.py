@@ -1,8 +1,7 @@
 """Windows over a stream of tokens: their order, their conversion to samples, and batches of them.
 
-The concatenated documents of a data set are one stream of tokens. Window `i` covers the tokens `[i * seq_len, i *
-seq_len + seq_len]`: neighbors overlap by one, so every token except the first is the label of exactly one input
-position.
+The concatenated documents of a data set are one stream of tokens. Window `i` covers the `seq_len` + 1 tokens from `i *
+seq_len` on: neighbors overlap by one, so every token except the first is the label of exactly one input position.
 """
 
 import hashlib

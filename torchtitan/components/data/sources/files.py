@@ -1,7 +1,5 @@
-"""File formats: the rows or documents of a local file. A text file is one row.
-
-An error of the file is a `UserError` that names the file and the position; an error of a single row is kept in the row.
-"""
+"""File formats: the rows or documents of a local file. An error of the file is a `UserError` that names the file and
+the position; an error of a single row is kept in the row."""
 
 import codecs
 import csv

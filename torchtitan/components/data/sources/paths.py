@@ -42,8 +42,7 @@ def saved_dataset(dataset: str, split: str) -> Path | None:
 
 
 def location(dataset: str) -> str:
-    """Return a dataset string valid in any working directory: local paths and patterns become absolute, even of deleted
-    files."""
+    """Return a dataset string valid in any working directory: local paths become absolute, even of deleted files."""
     path = _path(dataset)
     is_local = os.path.exists(path) or path.suffix or any(character in dataset for character in _PATTERN_CHARACTERS)
     return os.path.realpath(path) if is_local else dataset

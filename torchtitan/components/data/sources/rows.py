@@ -64,8 +64,7 @@ class Part(ABC):
 
     @abstractmethod
     def documents(self, on_read: OnRead) -> Iterator[Document]:
-        """Yield the documents in order, each to be read before the next; raises `UserError` if one is unreadable or has
-        no text."""
+        """Yield the documents in order, each to be read before the next; raises `UserError` if one cannot be read."""
 
 
 def text_of(row: Row, text_column: str) -> Document:
@@ -93,8 +92,8 @@ def check_text(value: Any, text_column: str, where: str) -> str:
 
 
 def regular_file(path: Path) -> Path:
-    """Return an existing path; raises `UserError` for a broken link, and for a pipe, socket or device, which may block
-    when opened."""
+    """Return an existing path; raises `UserError` for a broken link, pipe, socket or device, which may block on
+    opening."""
     if path.is_file():
         return path
     if path.exists():
@@ -114,8 +113,7 @@ def first_line(error: Exception) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of JSON text; raises `ValueError` in words for invalid JSON, deep nesting, or invalid
-    Unicode."""
+    """Return the value of JSON text; raises `ValueError` in words if it is invalid, too deep, or not Unicode."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:

@@ -147,13 +147,12 @@ CHAT_DATASETS: Catalog[ChatDataset] = Catalog("chat dataset", {"chats": _CHATS, 
 
 
 def register_dataset(name: str, dataset: HubDataset) -> None:
-    """Make `--dataloader.dataset NAME` stream this data set in pre-training; raises `UserError` if the name is
-    taken."""
+    """Make `--dataloader.dataset NAME` stream this data set in pre-training; raises `UserError` for a taken name."""
     DOCUMENTS.register(name, dataset)
 
 
 def register_chat_dataset(name: str, dataset: ChatDataset) -> None:
-    """Make `--dataloader.dataset NAME` read this data set in fine-tuning; raises `UserError` if the name is taken."""
+    """Make `--dataloader.dataset NAME` read this data set in fine-tuning; raises `UserError` for a taken name."""
     CHAT_DATASETS.register(name, dataset)
 
 

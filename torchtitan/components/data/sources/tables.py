@@ -89,8 +89,8 @@ class Table(Part):
 
 
 def saved_table(folder: Path, text_column: str) -> Table:
-    """Return the table in a folder that `datasets.Dataset.save_to_disk` wrote; its use raises `UserError` if it is
-    damaged."""
+    """Return the table that `datasets.Dataset.save_to_disk` wrote to a folder; its use raises `UserError` for
+    damage."""
 
     def load() -> Any:
         from datasets import load_from_disk
