@@ -67,8 +67,8 @@ class PretrainDataLoader(TokenizingDataLoader):
             }
 
         def for_validation(self, dataset: str) -> "PretrainDataLoader.Config | None":
-            """Return the config for the validation split of `dataset` or the own one; a `dataset` without splits is all
-            used."""
+            """Return the config for the validation split of `dataset` or the own one; a `dataset` without splits is
+            used whole."""
             splits = DOCUMENTS.splits(dataset or self.dataset)
             if "validation" in splits:
                 split = "validation"

@@ -264,7 +264,7 @@ def role_of(turn: Any) -> Any:
 
 
 def alternating(turns: list[Any]) -> list[Any]:
-    """Return a list of plain texts (not JSON messages) as turns of user and assistant in turn; other lists
+    """Return a list of plain texts (not JSON messages) as alternating user and assistant turns; other lists
     unchanged."""
     if not all(isinstance(turn, str) and not _LOOKS_LIKE_A_MESSAGE.match(turn) for turn in turns):
         return turns

@@ -135,8 +135,7 @@ def open_sample_cache(
 
 
 def first_columns(source: Source) -> list[str]:
-    """Return the columns of the first readable row, by which the format is recognized; raises `UserError` if none
-    is."""
+    """Return the columns of the first readable row, which decide the format; raises `UserError` if there is none."""
     error = ""
     for row in source.rows(lambda _: None):
         if row.values is not None:

@@ -110,8 +110,8 @@ class SFTDataLoader(PlannedDataLoader):
             return [self.too_long, self.untrained, self.packing, self.pack_chunk, self.sampler.to_dict()]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """Return the configured or the model's own template; None is fine for running text, but not for
-            conversations."""
+            """Return the configured or the model's own template; None if there is none, which only conversations
+            need."""
             if not self.chat_template and (not tokenizer.folder or load_chat_template(tokenizer.folder) is None):
                 return None
             return PlannedDataLoader.Config.find_template(self, tokenizer)

@@ -35,7 +35,7 @@ _MOST_UNPACKED = 4 << 30
 
 
 def file_format(path: Path) -> str | None:
-    """Return the extension without that of a compression if it has a reader: `.jsonl` for `a.jsonl.zst`."""
+    """Return the extension, ignoring a compression's, if it has a reader: `.jsonl` for `a.jsonl.zst`."""
     name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     suffix = name.suffix.lower()
     return suffix if suffix in _READERS else None

@@ -89,8 +89,8 @@ class Table(Part):
 
 
 def saved_table(folder: Path, text_column: str) -> Table:
-    """Return the table that `datasets.Dataset.save_to_disk` wrote to a folder; its use raises `UserError` for
-    damage."""
+    """Return the table that `datasets.Dataset.save_to_disk` wrote to a folder; using it raises `UserError` if
+    damaged."""
 
     def load() -> Any:
         from datasets import load_from_disk
