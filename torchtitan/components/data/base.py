@@ -1,4 +1,4 @@
-"""What the trainer relies on: batches, and the interface of all data loaders."""
+"""Batches, and the interface of all data loaders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 NO_DOCUMENT = -1
-"""The document number of a sample that only fills up a batch."""
+"""Document number of a sample that only fills up a batch."""
 
 Batch = dict[str, torch.Tensor]
-"""What a data loader hands out, for B samples of T = `seq_len` tokens, all int64:
+"""A data loader's batch of B samples of T = `seq_len` tokens, all int64:
 
 - `input` (B, T): token ids.
 - `labels` (B, T): the token that follows each input token, or `IGNORE_INDEX`.
-- `positions` (B, T), only with document masking: each token's position counted from the start of its document in this
-  window. A 0 therefore begins a document, and attention must not reach back across it.
-- `documents` (B, M), optional: numbers of the documents that the sample is made of, in their order, then `NO_DOCUMENT`;
-  of windows of running text, (B, 2), the first and the last that they touch. The loader's `document_names` names them.
+- `positions` (B, T), only with document masking: each token's position, counted from its document's start in this
+  window. A 0 begins a document, and attention must not reach back across it.
+- `documents` (B, M), optional: numbers of the sample's documents in order, padded with `NO_DOCUMENT`; for windows of
+  running text (B, 2), the first and last document. `document_names` names them.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How samples are shaped and who takes which; raises `UserError` for a number that is out of range."""
+    """Shape of samples and their distribution over ranks; raises `UserError` for a number out of range."""
 
     seq_len: int
     """Tokens per sample, T."""
@@ -41,7 +41,7 @@ class Layout:
     num_workers: int = 0
     """Processes per rank that prepare batches."""
     epochs: int | None = None
-    """How often the data is read; None: without end."""
+    """Passes over the data; None: endless."""
     document_mask: bool = True
     """Whether packed documents are kept apart."""
 
@@ -53,27 +53,22 @@ class Layout:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples that all ranks together take at a time."""
+        """Samples per batch over all ranks."""
         return self.local_batch_size * self.dp_world_size
 
 
 class BaseDataLoader(Configurable):
-    """The batches of one data-parallel rank: what the trainer relies on.
+    """Iterator over the batches of one data-parallel rank, built as `config.build(tokenizer=, seq_len=,
+    local_batch_size=, dp_rank=, dp_world_size=, seed=, epochs=, global_batch_size=)` (see `TokenizingDataLoader`).
 
-    A loader is its own iterator: `iter(loader)` is the loader, and `next(loader)` the next `Batch`, wherever it stands.
-    There is one position, behind the last batch handed out, whatever workers have prepared ahead; `state_dict` returns
-    it and `load_state_dict` sets it, so a state taken at the start is also how one begins again.
+    Its only position is after the last batch returned, whatever workers have prefetched; `state_dict` returns it and
+    `load_state_dict` restores it, so a state saved at the start rewinds the loader. A custom loader may omit
+    `documents` and simply raise `StopIteration` at the end of its rank's data.
 
-    It is built as `config.build(tokenizer=, seq_len=, local_batch_size=, dp_rank=, dp_world_size=, seed=, epochs=,
-    global_batch_size=)`; `TokenizingDataLoader` says what these are.
-
-    A loader of one's own may leave `documents` out of its batches, and may simply raise `StopIteration` where its data
-    ends: the trainer takes that for the end of the data on that rank.
-
-    The loaders here raise it only where every rank does so after the same number of batches. A stream split over
-    several ranks cannot know that. There, `exhausted` becomes True once a rank's own share has ended, and `next` goes
-    on handing out batches whose labels are all ignored; a loop over several ranks must ask after each `next` whether
-    all ranks are `exhausted`, and then end.
+    The loaders here raise `StopIteration` only if every rank does so after the same number of batches. A stream split
+    over several ranks cannot know this: `exhausted` becomes True once the rank's own share has ended, and `next` keeps
+    returning batches with all labels ignored. A loop over several ranks must check after each `next` whether all ranks
+    are `exhausted`, and then stop.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -81,127 +76,91 @@ class BaseDataLoader(Configurable):
         """Training data."""
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
-            """Do what is to be done once per host, before any training process starts. Bad data is found here.
-
-            Raises:
-                UserError: the data cannot be used.
-            """
+            """Do the work needed once per host before training; raises `UserError` if the data cannot be used."""
 
         def identity(self) -> dict[str, Any]:
-            """Return what tells this data from other data, as a part of the run's identity: JSON-ready, by name."""
+            """Return the properties that identify this data in the run's identity, JSON-ready, by name."""
             return {"dataloader": f"{self._owner.__module__}.{self._owner.__qualname__}"}
 
         def for_validation(self, dataset: str) -> "BaseDataLoader.Config | None":
-            """The configuration of a loader of validation data, in a fixed order.
-
-            Args:
-                dataset: a dataset string; empty: this loader's own dataset, if that has a validation split.
-
-            Returns:
-                None where there is no validation data.
-            """
+            """Return the config of a loader of validation data in a fixed order; None: there is none. An empty
+            `dataset` means the validation split of this loader's own dataset."""
             return None
 
     token_tensors: ClassVar[tuple[str, ...]] = ("input", "labels")
     """Names of the (B, T) tensors that a loss needs of a batch: all that a dry run knows of the data."""
 
     n_samples: int | None = None
-    """Samples that all ranks together are given over all `epochs`, the fillers of a last batch left out; None: not
-    known, as of a stream, or without end."""
+    """Samples for all ranks over all `epochs`, without fillers; None: unknown (a stream) or endless."""
 
     needs_sample_losses: bool = False
-    """Whether `observe` is to be told the loss of each sample, and not of the step alone."""
+    """Whether `observe` needs the loss of each sample, not only of the step."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether `next` has found this rank's data to be at its end; see the class."""
+        """Whether `next` has reached the end of this rank's data; see the class."""
         return False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch, `StopIteration` behind the last."""
+        """Return the next batch; raises `StopIteration` after the last."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, JSON-ready."""
+        """Return the position, JSON-ready."""
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position."""
+        """Restore a saved position."""
         raise NotImplementedError
 
     def describe(self, documents: torch.Tensor) -> str:
-        """Which documents a sample touches, in words; here by their numbers alone.
-
-        Args:
-            documents: a row of a batch's `documents`.
-        """
+        """Return the names of the documents in a sample, a row of a batch's `documents`, as text."""
         return ", ".join(self.document_names(documents)) or "no document (padding)"
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
-        """The documents of a sample for the ledger, in their order, each by the name that it has in every run; none for
-        a sample that only fills up a batch. A stretch of documents may have one name.
-
-        Args:
-            documents: a row of a batch's `documents`.
-        """
+        """Return the names of a sample's documents for the ledger, in order, the same in every run; none for a filler.
+        A range of documents may share one name. `documents` is a row of a batch's `documents`."""
         return [f"document {number}" for number in documents.tolist() if number != NO_DOCUMENT]
 
     def batch_of(self, names: Sequence[str]) -> Batch | None:
-        """The documents of these names, as `document_names` gives them, each in a row of its own; None: the names here
-        do not stand for single rows.
-
-        Raises:
-            UserError: there is none of a name.
-        """
+        """Return the documents with these `document_names`, one per row; None: names here do not stand for single rows.
+        Raises `UserError` for an unknown name."""
         return None
 
     def summary(self, n_samples: int) -> DataSummary | None:
-        """What is known of the data without training, for `torchtitan data`; None: nothing is.
-
-        Args:
-            n_samples: that a run reads, all ranks together.
-        """
+        """Summarize the data without training, for a run of `n_samples` over all ranks; None: nothing is known."""
         return None
 
     def check_repetitions(self, n_samples: int) -> None:
-        """Find out before training whether a run of so many samples, all ranks together, reads data more often than the
-        configuration allows; here it never does.
-
-        Raises:
-            UserError: it does.
-        """
+        """Raise `UserError` if a run of `n_samples`, over all ranks, reads data more often than the config allows."""
 
     def observe(self, statistics: StepStatistics) -> None:
-        """Learn how a training step went; every rank is told the same, in order of the steps. Here: nothing.
-
-        What was handed out or prepared ahead before the call does not change.
-        """
+        """Learn from a training step's statistics, called on every rank with the same values in the order of the steps.
+        Batches already returned or prefetched do not change."""
 
     def assets(self) -> dict[str, str]:
-        """Files that belong to a model trained on this data, for its checkpoints and exports: file name → text."""
+        """Return the files to store with checkpoints and exports of a model trained on this data: file name → text."""
         return {}
 
     def close(self) -> None:
-        """End what the loader has started, such as worker processes. It can be called twice."""
+        """Stop worker processes and the like. Repeated calls are allowed."""
 
 
 class TokenizingDataLoader(BaseDataLoader):
-    """What the loaders of this package share: options and arguments.
+    """Options and arguments shared by the loaders of this package.
 
     Args:
         config: what to read.
         tokenizer: encodes the data.
         seq_len: positions per sample, T.
         local_batch_size: samples per batch and rank, B.
-        dp_rank: this process's place among the data-parallel ranks.
-        dp_world_size: number of data-parallel ranks.
         seed: decides the order.
-        epochs: how often the data is read, several data sets equally often; the last batch is filled up with samples
-            that predict nothing. None: without end. Each epoch is shuffled anew.
-        global_batch_size: samples of one training step, all ranks together; None: one batch of each rank.
+        epochs: passes over the data, all data sets equally often and shuffled anew in each; samples that predict
+            nothing fill up the last batch. None: endless.
+        global_batch_size: samples per training step over all ranks; None: one batch of each rank.
 
     Raises:
         UserError: the data cannot be used, or a number is out of range.
@@ -212,16 +171,16 @@ class TokenizingDataLoader(BaseDataLoader):
         """Training data."""
 
         split: str = "train"
-        """Split to read, where the data has several."""
+        """Split to read if the data has several."""
         num_workers: int = 0
         """Processes per rank that prepare batches; 0: none, which suffices for local data."""
         cache_dir: str = ""
         """Folder for tokenized local data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
         verify_caches: bool = False
-        """Compare all of the tokenized data with its checksums before it is used; False: a sample of it."""
+        """Verify all checksums of the tokenized data before use; False: those of a sample."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a value out of range; looks at no data."""
+            """Raise `UserError` for a value out of range, without reading data."""
             if self.num_workers < 0:
                 raise UserError(f"--dataloader.num_workers must be at least 0, not {self.num_workers}")
 
@@ -253,17 +212,16 @@ class TokenizingDataLoader(BaseDataLoader):
         self._open(seed, global_batch_size or self._layout.global_batch_size)
 
     def _open(self, seed: int, samples_per_step: int) -> None:
-        """Get ready to hand out batches, from the first on."""
         raise NotImplementedError
 
 
 def is_own_position(state: dict[str, Any], fingerprint: str, dataset: str) -> bool:
-    """Whether a loader's saved position is one in the same data; if not, a warning says that reading starts anew.
+    """Return whether a loader's saved position refers to this run's data; if not, warn that reading restarts.
 
     Args:
-        state: with the data's fingerprint as `data`, and `dataset`: what the configuration called it, one or several.
+        state: holds the fingerprint of its data as `data`, and the configured name or names as `dataset`.
         fingerprint: of this run's data.
-        dataset: what this run's configuration calls it.
+        dataset: this run's configured data.
     """
     if state["data"] == fingerprint:
         return True

@@ -20,10 +20,9 @@ from torchtitan.tools.errors import UserError
 class PretrainDataLoader(TokenizingDataLoader):
     """Documents packed into windows of `seq_len` + 1 tokens that overlap by one.
 
-    Local data comes from a token cache, and the n-th batch is a function of the seed and n alone: rank r of R takes
-    samples n * R * B + r * B and the B - 1 behind, of one order for any number of ranks, workers and samples per batch
-    B. A registered data set is a stream; see `torchtitan.components.data.pretraining.streaming` for what it promises.
-    Nothing here depends on `global_batch_size`.
+    Local data is read from a token cache, and the n-th batch depends on the seed and n alone: rank r of R takes the B
+    samples from n * R * B + r * B on, in an order that does not depend on ranks, workers or B. A registered data set is
+    a stream; see `torchtitan.components.data.pretraining.streaming`. `global_batch_size` has no effect.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -34,22 +33,21 @@ class PretrainDataLoader(TokenizingDataLoader):
         """What to read: `stories` (embedded), a registered name (c4), or a local path: a file (txt, md, jsonl, json,
         csv, parquet; .gz or .zst of these), a folder, a glob pattern, or a folder saved by the library datasets."""
         text_column: str | None = None
-        """Column of a table that holds the text; None: a registered data set's own, `text` elsewhere."""
+        """Table column with the text; None: a registered data set's own column, otherwise `text`."""
         document_mask: bool = True
-        """Keep packed documents apart: attention and positions stay within each. False: one running text."""
+        """Keep attention and positions within each packed document. False: treat a window as one running text."""
         shuffle: bool = True
-        """Visit the samples in another order in each epoch."""
+        """Visit the samples in a new order in each epoch."""
         shuffle_buffer: int = 4096
         """Documents of a stream that are shuffled together; local data is shuffled as a whole."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a value out of range; looks at no data."""
             TokenizingDataLoader.Config.validate(self)
             if self.shuffle_buffer < 1:
                 raise UserError(f"--dataloader.shuffle_buffer must be at least 1 document, not {self.shuffle_buffer}")
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
-            """Tokenize local data into the cache, or read a first document of a stream."""
+            """Tokenize local data into the cache, or read the first document of a stream."""
             source = self.source()
             if isinstance(source, StreamSource):
                 source.check()
@@ -57,11 +55,11 @@ class PretrainDataLoader(TokenizingDataLoader):
                 open_token_cache(source, tokenizer, self.cache_dir, verify=self.verify_caches)
 
         def source(self) -> Source | StreamSource:
-            """The documents; raises `UserError` where there are none."""
+            """Return the documents; raises `UserError` if there are none."""
             return resolve_source(self.dataset, self.text_column, self.split)
 
         def identity(self) -> dict[str, Any]:
-            """Return the loader's class, the content of its dataset and the part of it that is read."""
+            """Return the loader's class, and the content, split and text column of its dataset."""
             return TokenizingDataLoader.Config.identity(self) | {
                 "dataloader.dataset": data_identity([self.dataset], lambda _: self.source(), self.cache_dir),
                 "dataloader.split": self.split,
@@ -69,7 +67,8 @@ class PretrainDataLoader(TokenizingDataLoader):
             }
 
         def for_validation(self, dataset: str) -> "PretrainDataLoader.Config | None":
-            """The validation split of `dataset` or of the own one; all of a given one that has no splits."""
+            """Return the config for the validation split of `dataset` or the own one; a `dataset` without splits is
+            used whole."""
             splits = DOCUMENTS.splits(dataset or self.dataset)
             if "validation" in splits:
                 split = "validation"
@@ -110,12 +109,12 @@ class PretrainDataLoader(TokenizingDataLoader):
         return {"dataset": self.config.dataset, "data": self._batches.fingerprint, "position": position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position; one of other data, tokenizer, seq_len or shuffling is refused with a warning."""
+        """Restore a saved position; one from other data, tokenizer, seq_len or shuffling is refused with a warning."""
         if is_own_position(state, self._batches.fingerprint, self.config.dataset):
             self._batches.load_state_dict(state["position"])
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
-        """One name for all that a window touches, of which it may have no more than a part."""
+        """Return one name for all documents that a window touches, some of them only in part."""
         first, last = documents.tolist()
         return [] if first == NO_DOCUMENT else [self._batches.describe(first, last)]
 

@@ -1,10 +1,10 @@
-"""Folders on disk that are made once per host and found again by the content they were made from.
+"""Folders on disk that are built once per host and addressed by content.
 
-A folder's name is a digest of everything that decides what is in it, so that it never has to change once it is there.
-It is written under another name and renamed when complete; meanwhile other processes that want it wait.
+A folder's name is a digest of everything that decides its content, so a finished folder never changes. It is built
+under a temporary name and renamed when complete; other processes that need it wait.
 
-`blocks.json` in the folder holds the size of each file and the checksums of its blocks. A folder that is opened is
-compared with a sample of them, and one that differs is set aside and made again.
+`blocks.json` holds each file's size and block checksums. Opening a folder verifies a sample of them; a folder that does
+not match is set aside and rebuilt.
 """
 
 import contextlib
@@ -37,23 +37,22 @@ _RECENT_NS = 2_000_000_000
 _BLOCKS_FILE = "blocks.json"
 _BLOCK_BYTES = 1 << 18
 _SAMPLED_BLOCKS = 16
-"""Blocks of each file that are read when a folder is opened: the first, the last, and some evenly spread between."""
+"""Blocks of each file that are verified on opening: the first, the last, and evenly spaced ones between."""
 
 T = TypeVar("T")
 
 
 def cache_root(cache_dir: str) -> Path:
-    """The folder for caches: `cache_dir`, else `$TORCHTITAN_CACHE`, else `~/.cache/torchtitan`."""
+    """Return the cache folder: `cache_dir`, else `$TORCHTITAN_CACHE`, else `~/.cache/torchtitan`."""
     return Path(os.path.expanduser(cache_dir or os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/torchtitan"))
 
 
 def digest_of(value: Any) -> str:
-    """Hexadecimal digest of a JSON-ready value."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def checked_digest(text: str) -> str:
-    """Return a digest; raises `ValueError` for text that is none."""
+    """Return `text`; raises `ValueError` unless it is a digest."""
     if len(bytes.fromhex(text)) != _DIGEST_BYTES:
         raise ValueError(f"{text[:80]!r} is no digest")
     return text
@@ -61,7 +60,7 @@ def checked_digest(text: str) -> str:
 
 @contextmanager
 def writable(root: Path) -> Iterator[None]:
-    """Make the folder for caches; turn an `OSError` of the block into a `UserError` that says how to choose another."""
+    """Create the cache folder; an `OSError` of the block becomes a `UserError` with advice."""
     try:
         durable.make_folder(root)
         yield
@@ -73,7 +72,7 @@ def writable(root: Path) -> Iterator[None]:
 
 
 class DamagedCache(UserError):
-    """A finished folder is not as it was written."""
+    """A finished folder differs from what was written."""
 
 
 def open_or_build(
@@ -86,20 +85,20 @@ def open_or_build(
     *,
     verify: bool = False,
 ) -> T:
-    """Open the folder of what is made from a source; one process makes it if it is not there, while others that want
-    the same wait. A damaged one is renamed to `NAME.damaged`, in place of an earlier one, and made again.
+    """Open the folder of data derived from a source. If it is missing, one process builds it while others wait. A
+    damaged folder is renamed to `NAME.damaged`, replacing an earlier one, and rebuilt.
 
     Args:
         room: the folder's parent in the cache.
-        source: what is tokenized.
-        key: JSON-ready, from the source's identity: everything that decides the content.
-        read: opens the finished folder, `readable` around it.
-        write: tokenizes into the empty folder it is given and says how much that was. Where it raises, nothing is left.
+        source: the data to tokenize.
+        key: maps the source's identity to a JSON-ready value of everything that decides the content.
+        read: opens the finished folder; should use `readable`.
+        write: tokenizes into an empty folder and returns the amount in words. If it raises, nothing is left behind.
         cache_dir: see `cache_root`.
-        verify: whether to compare the whole folder with its checksums, and not a sample of each file.
+        verify: check all checksums rather than a sample of each file.
 
     Raises:
-        UserError: the data cannot be used or changed meanwhile, the folder cannot be read, or the cache not be written.
+        UserError: the data cannot be used or changed meanwhile, or the folder cannot be read or written.
     """
     root = cache_root(cache_dir)
 
@@ -134,7 +133,7 @@ def open_or_build(
 def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Callable[[], bool]) -> None:
     started = time.monotonic()
     partial_folder = folder.with_suffix(".partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)  # of a build that was killed
+    shutil.rmtree(partial_folder, ignore_errors=True)  # left by a killed build
     partial_folder.mkdir()
     try:
         amount = write(partial_folder)
@@ -158,7 +157,7 @@ def _record_blocks(folder: Path) -> None:
 
 
 def _check_blocks(folder: Path, whole: bool) -> None:
-    """Raise `ValueError`, or another error of `readable`, unless the files are as `_record_blocks` saw them."""
+    """Raise one of the errors of `readable` unless the files match `_record_blocks`."""
     paths = list(folder.iterdir())
     for path in paths:
         if not path.is_file():  # reading a pipe or a device may take forever
@@ -166,7 +165,7 @@ def _check_blocks(folder: Path, whole: bool) -> None:
     recorded = json.loads((folder / _BLOCKS_FILE).read_text())
     if unknown := {path.name for path in paths if path.name[0] != "."} - {_BLOCKS_FILE, *recorded}:
         raise ValueError(f"{_BLOCKS_FILE} says nothing of {min(unknown)}")
-    if missing := {*recorded} - {path.name for path in paths}:  # a path that leads elsewhere is none of the files
+    if missing := {*recorded} - {path.name for path in paths}:  # a recorded path to elsewhere counts as missing
         raise ValueError(f"{min(missing)!r} is not in the folder")
     for name, (size, checksums) in recorded.items():
         with (folder / name).open("rb") as file:
@@ -201,12 +200,7 @@ def _locked(path: Path, name: str) -> Iterator[None]:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Turn what goes wrong in the block, which opens a finished folder, into a `UserError` that names the folder.
-
-    Raises:
-        DamagedCache: a file is missing, or not what was written.
-        UserError: a file cannot be read, and may be whole.
-    """
+    """Turn errors of the block into `DamagedCache` if a file is missing or changed, else into `UserError`."""
     try:
         yield
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -216,7 +210,7 @@ def readable(folder: Path) -> Iterator[None]:
 
 
 def map_array(path: Path, dtype: str, length: int) -> np.memmap:
-    """A file of `length` numbers mapped into memory; raises `ValueError` where its size is another."""
+    """Map a file of `length` numbers into memory; raises `ValueError` if its size does not match."""
     n_bytes = path.stat().st_size
     if n_bytes != length * np.dtype(dtype).itemsize:
         raise ValueError(f"{path.name} has {n_bytes} bytes")
@@ -224,11 +218,8 @@ def map_array(path: Path, dtype: str, length: int) -> np.memmap:
 
 
 def file_digest(root: Path, path: Path) -> str:
-    """Digest of a file's content, remembered in `{root}/digests` for as long as the file's stat is the same.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Return the digest of a file's content, cached in `{root}/digests` until the file's stat changes; raises
+    `UserError` if the file cannot be read."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -240,11 +231,11 @@ def file_digest(root: Path, path: Path) -> str:
         remembered: str = noted["digest"]
         return remembered
     digest = _hash(path, stat.st_size)
-    # A file written just now may be written again within the resolution of its time stamp.
+    # A file written just now may change again within the resolution of its time stamp.
     if time.time_ns() - stat.st_mtime_ns > _RECENT_NS:
         note.parent.mkdir(exist_ok=True)
         try:
-            note.write_text(json.dumps({**seen, "digest": digest}))  # one that is cut off counts as none
+            note.write_text(json.dumps({**seen, "digest": digest}))  # a truncated note counts as none
         except OSError:
             note.unlink(missing_ok=True)
             raise
@@ -254,14 +245,8 @@ def file_digest(root: Path, path: Path) -> str:
 def data_identity(
     datasets: Sequence[str], resolve: Callable[[str], Source | StreamSource], cache_dir: str
 ) -> dict[str, str]:
-    """The data sets of a run as a property of its identity: by what they hold, wherever the files are and whatever they
-    are called; by the names alone where that cannot be told, as of a stream, or of data that is not there anymore.
-
-    Args:
-        datasets: dataset strings.
-        resolve: finds what one of them names.
-        cache_dir: see `cache_root`; the digests of files are remembered there.
-    """
+    """Return the run-identity property of dataset strings: their content, independent of file names and locations, or
+    their names if the content is unknown (a stream, or deleted data)."""
     of_files: list[str] = []
 
     def remembered(path: Path) -> str:
@@ -278,12 +263,10 @@ def data_identity(
 
 
 def content_digest(folder: Path, names: Sequence[str]) -> str:
-    """Digest of the contents of files in a folder."""
     return digest_of([_hash(folder / name, (folder / name).stat().st_size) for name in names])
 
 
 def _noted(note: Path) -> dict[str, Any] | None:
-    """Return the content of a note; None if there is none, or a damaged one, or one that was not written to its end."""
     try:
         noted = json.loads(note.read_text())
         return {**noted, "digest": checked_digest(noted["digest"])}

@@ -15,14 +15,14 @@ from torchtitan.tools.torch_private import end_loader_workers
 
 
 class Workers:
-    """An iterator over what a dataset makes, through torchdata's `StatefulDataLoader`, prepared as training needs it.
+    """Iterator over the items of a dataset, prepared by torchdata's `StatefulDataLoader`.
 
     Args:
-        dataset: map-style with `sampler`, or iterable; each item is a whole batch, or a `UserError` or `RunFailure`
-            that is raised in its place. One raised in a worker would arrive with the worker's traceback as message.
+        dataset: map-style with `sampler`, or iterable; each item is a whole batch, or a `UserError` or `RunFailure` to
+            raise in its place. If it were raised in a worker, its message would be the worker's traceback.
         sampler: the keys of a map-style dataset's items.
-        num_workers: processes; with 0, items are made when they are asked for.
-        state: what `state_dict` returned, to continue from there.
+        num_workers: worker processes; 0: items are made on demand.
+        state: result of `state_dict` to continue from.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Workers:
         if state is not None:
             self._loader.load_state_dict(state)
         self._items = iter(self._loader)
-        # Also at exit, since an iterator that an exception's traceback still holds would never be finalized, and the
-        # interpreter would wait for workers that nobody has told to end.
+        # Also at exit: an iterator held by an exception's traceback is never finalized, and the interpreter would wait
+        # for its workers forever.
         self._finalizer = weakref.finalize(self, end_loader_workers, self._items) if num_workers else None
 
     def __next__(self) -> Any:
@@ -59,16 +59,15 @@ class Workers:
         return item
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of an iterable dataset's iterators as of the last item handed out, not of those prepared ahead."""
+        """Return an iterable dataset's state after the last item returned; prefetched items do not count."""
         return self._loader.state_dict()
 
     def close(self) -> None:
-        """End the processes."""
         if self._finalizer is not None:
             self._finalizer()
 
 
 def _ignore_signals(worker_id: int) -> None:
-    """Leave Ctrl-C and SIGTERM, which reach a whole process group, to the training process; it ends its workers."""
+    """Leave Ctrl-C and SIGTERM, which reach the whole process group, to the training process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

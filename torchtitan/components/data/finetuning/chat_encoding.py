@@ -1,4 +1,4 @@
-"""`ChatEncoder`: conversations and texts to token ids, and which of them are trained on."""
+"""Encoding of conversations and texts as token ids with a training mask."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,71 +16,64 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 _LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?s>|<(?:start|end)_of_turn>")
-"""What is never ordinary text, whoever wrote the template: the forms of most models, DeepSeek's, with full-width bars,
-and Gemma's. Not `[INST]` and the like, which is that in Llama 2's."""
+"""Text that is always meant as a special token: the forms of most models, DeepSeek (full-width bars) and Gemma. Not
+`[INST]` and the like, which is ordinary text in Llama 2."""
 
 _MARKUP = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
-"""What looks as if it were meant to be one token at the place where a model has to stop."""
+"""Text that looks like one token, at the place where a model has to stop."""
 
 
 class EncodedSample(NamedTuple):
-    """A sample as a model sees it."""
-
     ids: np.ndarray
     """Token ids, int64 (n,)."""
     trained: np.ndarray
-    """Which of them the model learns to predict, bool (n,)."""
+    """Mask of the tokens that the model learns to predict, bool (n,)."""
     n_spelt: int = 0
-    """How many special tokens its content spells, which are none of the template's."""
+    """Special tokens, not written by the template, that its content spells."""
 
 
 class EncodedRow(NamedTuple):
-    """A row as a model sees it."""
-
     parts: tuple[EncodedSample, ...]
-    """Its token sequences, as many for every row of a kind."""
+    """Token sequences, the same number for every row of a kind."""
     answer: str | None = None
-    """The reference answer, where there is one."""
 
     @property
     def ids(self) -> np.ndarray:
-        """Token ids of all parts, one behind the other, int64 (n,)."""
+        """Concatenated token ids of all parts, int64 (n,)."""
         return np.concatenate([part.ids for part in self.parts])
 
     @property
     def trained(self) -> np.ndarray:
-        """Which of them the model learns to predict, bool (n,)."""
+        """Mask of the tokens that the model learns to predict, bool (n,)."""
         return np.concatenate([part.trained for part in self.parts])
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all parts."""
         return sum(len(part.ids) for part in self.parts)
 
     @property
     def n_trained(self) -> int:
-        """Tokens that are predicted: trained ones, of which each part's first has nothing to be predicted from."""
+        """Predicted tokens: trained ones except the first of each part."""
         return sum(int(part.trained[1:].sum()) for part in self.parts)
 
     @property
     def n_spelt(self) -> int:
-        """How many special tokens the content spells."""
         return sum(part.n_spelt for part in self.parts)
 
 
 class ChatEncoder:
     """Encodes conversations by a chat template.
 
-    The ids are those of the whole rendered text, as transformers' `apply_chat_template` encodes it, with nothing added.
-    The mask is its `assistant_masks` where the template marks what the assistant writes, see `render_with_mask`; with
-    three differences. The token that ends a trained turn is trained also where the marks leave it out, and so are all
-    tokens of a turn's last character. A special token in front of a turn is not, where it takes the turn's first white
-    space as its own. White space behind the end of a turn that is found by prefixes is not trained.
+    The ids encode the whole rendered text, as transformers' `apply_chat_template` does. The mask equals its
+    `assistant_masks` if the template marks the assistant's text (see `render_with_mask`), with three exceptions: a
+    trained turn's end token is trained even if it is not marked, as are all tokens of the turn's last character; a
+    special token before a turn that absorbs the turn's leading white space is not trained; nor is white space after a
+    turn found by prefixes.
 
     Args:
         tokenizer: of the model.
-        template: None where there are only texts.
-        train_on: which turns are trained on, unless the row of a conversation says so itself.
+        template: None if there are only texts.
+        train_on: turns to train on, unless a conversation's row says so itself.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, train_on: TrainOn):
@@ -92,18 +85,14 @@ class ChatEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal digest of what decides ids and masks: tokenizer, template, `train_on`; for a cache's key."""
+        """Hexadecimal digest of tokenizer, template and `train_on`, which decide ids and masks, for cache keys."""
         template = [self._template.source, self._template.variables] if self._template else None
         parts = [self._tokenizer.fingerprint, sorted(self._special_ids), template, self._train_on]
         return digest_of(parts)
 
     def check(self) -> None:
-        """Find tokens that the template writes and the vocabulary does not have; see
-        `_check_template_tokens`. Warn of a template whose texts depend on the day.
-
-        Raises:
-            UserError: naming them, and what to do.
-        """
+        """Raise `UserError` if the vocabulary lacks tokens of the template, see `_check_template_tokens`; warn if the
+        template's text depends on the date."""
         if self._template:
             _check_template_tokens(self._template, self._tokenizer)
             if "strftime_now" in self._template.source:
@@ -113,12 +102,10 @@ class ChatEncoder:
                 )
 
     def encode_batch(self, samples: Sequence[Conversation | Text]) -> list[EncodedSample | BrokenSample]:
-        """Ids and mask of each sample, or why it cannot be encoded.
+        """Return the ids and mask of each sample, or why it cannot be encoded; raises `UserError` if a template is
+        missing.
 
-        A text has BOS as the model has it and EOS, see `Tokenizer.encode_documents`. All of it is trained on but BOS.
-
-        Raises:
-            UserError: if there are conversations and no template.
+        A text gets BOS if the model has it, and EOS, see `Tokenizer.encode_documents`; all but BOS is trained on.
         """
         texts = iter(self._encode_texts([sample.text for sample in samples if isinstance(sample, Text)]))
         conversations = [sample for sample in samples if not isinstance(sample, Text)]
@@ -126,11 +113,11 @@ class ChatEncoder:
         return [next(texts) if isinstance(sample, Text) else next(chats) for sample in samples]
 
     def encode_prompt(self, conversation: Conversation) -> np.ndarray:
-        """Ids, int64 (n,), of a conversation that waits for the assistant's answer, with the generation prompt.
+        """Return the ids, int64 (n,), of a conversation that awaits the assistant's answer, with the generation prompt.
 
         Raises:
-            BrokenSample: if the template does not take the conversation.
-            UserError: if there is no template.
+            BrokenSample: the template does not accept the conversation.
+            UserError: there is no template.
         """
         template = self._required_template()
         try:
@@ -140,12 +127,11 @@ class ChatEncoder:
         return np.array(self._tokenizer.tokenize([text], allow_special=True)[0], dtype=np.int64)
 
     def encode_pair(self, pair: Pair) -> tuple[EncodedSample, EncodedSample]:
-        """The prompt with the chosen continuation, and with the rejected one. Of both, the assistant's turns of the
-        continuation are trained on, whatever `train_on` is.
+        """Encode the prompt with each continuation; only the assistant's turns of the continuation are trained on.
 
         Raises:
-            BrokenSample: if one of them cannot be encoded.
-            UserError: if there is no template.
+            BrokenSample: one of them cannot be encoded.
+            UserError: there is no template.
         """
         chosen, rejected = self._encode_conversations(
             [_continued(pair.prompt, pair.chosen), _continued(pair.prompt, pair.rejected)], "assistant"
@@ -199,7 +185,7 @@ class ChatEncoder:
     def _masked(self, rendered: Rendered, ids: list[int], offsets: Offsets, n_spelt: int) -> EncodedSample:
         tokens = _Tokens(rendered.text, ids, offsets, self._special_ids)
         trained = np.full(len(ids), rendered.default)
-        # Turns that a row asks for beside the marked ones come last, so that these do not undo them.
+        # Unmarked turns that a row asks for come last, so that marked turns do not undo them.
         for turn in rendered.turns:
             positions = tokens.range_of(*turn.span)
             if turn.marked:
@@ -210,7 +196,7 @@ class ChatEncoder:
         return EncodedSample(np.array(ids, dtype=np.int64), self._without_bos(ids, trained), n_spelt)
 
     def _end_of_marked(self, tokens: "_Tokens", turn: range) -> int:
-        """The position behind a turn, and behind the token that ends it where the template marks it without."""
+        """Return the position after a turn, including its end token even if the template does not mark it."""
         if tokens.ends_with_special(turn) or tokens.special_at(turn.stop) not in self._end_ids:
             return turn.stop
         if not self._reported:
@@ -235,17 +221,13 @@ def _continued(prompt: Conversation, messages: Sequence[dict[str, Any]]) -> Conv
 
 
 class _Tokens:
-    """The tokens of a text, found by characters."""
-
     def __init__(self, text: str, ids: list[int], offsets: Offsets, special_ids: frozenset[int]):
         self._text, self.ids, self._special_ids = text, ids, special_ids
         self._starts, self._ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
 
     def range_of(self, start: int, end: int) -> range:
-        """The tokens from the first to the last that have a character of [start, end); if none has, none at `start`.
-
-        A special token that begins in front of them is none of them: some take the white space behind them as theirs.
-        """
+        """Return the tokens with a character in [start, end), or an empty range at `start`, without a special token
+        that begins before `start`: some absorb the white space that follows them."""
         found = np.flatnonzero((self._starts < end) & (self._ends > start) & (self._ends > self._starts))
         if len(found):
             first = int(found[0])
@@ -255,17 +237,15 @@ class _Tokens:
         return range(position, position)
 
     def special_at(self, position: int) -> int | None:
-        """The id of the token there, if it is a special one."""
         token = self.ids[position] if position < len(self.ids) else None
         return token if token in self._special_ids else None
 
     def ends_with_special(self, turn: range) -> bool:
-        """Whether a special token ends a turn, with nothing but white space behind it."""
+        """Return whether a turn ends with a special token, followed by white space at most."""
         return bool(turn) and self.special_at(self.end_of_turn(turn) - 1) is not None
 
     def end_of_turn(self, turn: range) -> int:
-        """The position behind the special token that ends a turn, where the model has stopped; if none does, behind
-        the whole turn."""
+        """Return the position after the special token that ends a turn, where the model stops, else after the turn."""
         for position in reversed(turn):
             if self.special_at(position) is not None:
                 return position + 1
@@ -275,7 +255,7 @@ class _Tokens:
 
 
 class _Spellings:
-    """Finds special tokens in content that somebody wrote."""
+    """Finds special tokens spelled in user content."""
 
     def __init__(self, tokens: Sequence[str]):
         self._tokens = frozenset(tokens)
@@ -284,7 +264,6 @@ class _Spellings:
         self._candidate = re.compile(f"[{first}]" if first else "(?!)")
 
     def count(self, conversation: Conversation) -> int:
-        """How many the conversation's messages and tools spell."""
         texts = chain(_texts(conversation.messages), _texts(conversation.tools))
         return sum(self._begins_at(text, found.start()) for text in texts for found in self._candidate.finditer(text))
 
@@ -293,7 +272,6 @@ class _Spellings:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in JSON-like data, in no order, however deep it is."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -304,15 +282,11 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    """Refuse a template that writes special tokens which the vocabulary does not have.
+    """Raise `UserError` if the template writes special tokens that the vocabulary does not have.
 
-    Spelt out in several ordinary tokens, they would be learnt as text, and none of them would end an answer. The
-    template that comes with a model may have such markers, since the model was trained with them so (Zephyr's
-    `<|user|>`): there it is enough that what ends a turn is a special token. In any other template, markup behind an
-    answer must be a token, whatever it looks like.
-
-    Raises:
-        UserError: naming the tokens, and what to do.
+    They would be learned as ordinary text, and none would end an answer. A model's own template may have such markers
+    if the model was trained with them (Zephyr's `<|user|>`) and a special token ends its turns. In any other template,
+    markup after an answer must be a token, whatever it looks like.
     """
     end = template.end_of_turn()
     [end_ids] = tokenizer.tokenize([end], allow_special=True)
@@ -336,11 +310,7 @@ def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> None
 
 
 class RowEncoder:
-    """How rows of a kind are encoded: all that a `SampleCache` knows of them.
-
-    Args:
-        chat: encodes their conversations.
-    """
+    """Encodes rows of a kind for a `SampleCache`."""
 
     n_parts: ClassVar[int] = 1
     """Token sequences of a row."""
@@ -352,19 +322,19 @@ class RowEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal digest; equal ones encode equally."""
+        """Hexadecimal digest; encoders with the same digest encode equally."""
         return digest_of([type(self).__name__, self._chat.fingerprint])
 
     def check(self) -> None:
-        """Called before the first conversation is encoded; raises `UserError` where none can be."""
+        """Prepare for the first conversation; raises `UserError` if none can be encoded."""
         self._chat.check()
 
     def encode_batch(self, samples: Sequence[Sample]) -> list[EncodedRow | BrokenSample]:
-        """Each sample encoded, or why it cannot be."""
+        """Return each sample encoded, or why it cannot be."""
         return [self._encoded(sample) for sample in samples]
 
     def encode(self, sample: Sample) -> EncodedRow:
-        """One sample; raises `BrokenSample` where it cannot be encoded."""
+        """Return one encoded sample; raises `BrokenSample` if it cannot be encoded."""
         raise NotImplementedError
 
     def _encoded(self, sample: Sample) -> EncodedRow | BrokenSample:

@@ -15,10 +15,9 @@ SYNONYMS = {
 """Other names of columns → ours."""
 
 LABELS = ("label", "kto_tag")
-"""Columns that call a row's answer good (true) or bad (false), as data for KTO has them."""
+"""Columns that label an answer good (true) or bad (false), as in KTO data."""
 
 ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
-"""Columns that weigh a whole row."""
 
 _MATTERS = frozenset(
     "label labels kto_tag weight weights loss_weight sample_weight train train_detail mask loss_mask score scores "
@@ -32,13 +31,13 @@ _TURN_LISTS = "conversation dialogue dialog chat turns dialogs".split()
 
 
 def mapped_row(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
-    """Return the cells of a row, renamed by a mapping of our column names to the row's; the other names stay."""
+    """Return a row's cells, renamed by a mapping of our column names to the row's."""
     kept = {column: value for column, value in row.items() if column not in mapping.values()}
     return kept | {ours: row[theirs] for ours, theirs in mapping.items() if theirs in row}
 
 
 def renamed_row(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
-    """Return the cells of a row by our column names: first the ones in the mapping, then `SYNONYMS`."""
+    """Return a row's cells by our column names: first the ones in the mapping, then `SYNONYMS`."""
     renamed = mapped_row(row, mapping)
     for theirs, ours in SYNONYMS.items():
         if theirs in renamed and ours not in mapping and not is_filled(renamed.get(ours)):
@@ -47,12 +46,11 @@ def renamed_row(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str,
 
 
 def is_filled(value: Any) -> bool:
-    """Return whether a cell is not empty."""
     return not (value is None or value == [] or isinstance(value, str) and not value.strip())
 
 
 def columns_that_matter(row: Mapping[str, Any]) -> list[str]:
-    """Return the filled columns of a row whose names suggest that they decide what is trained."""
+    """Return the filled columns of a row whose names suggest that they affect training."""
     return [column for column, value in row.items() if column.lower() in _MATTERS and is_filled(value)]
 
 
@@ -68,11 +66,8 @@ def suggested_columns(columns: Iterable[str]) -> str:
 
 
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """`["prompt=question", …]`, the format's name for a column and the file's, as a dictionary.
-
-    Raises:
-        UserError: an entry of another form, or a name twice.
-    """
+    """Parse `["prompt=question", …]` as ours → the file's name; raises `UserError` for other forms and repeated
+    names."""
     mapping: dict[str, str] = {}
     for entry in columns:
         ours, equals, theirs = (part.strip() for part in entry.partition("="))

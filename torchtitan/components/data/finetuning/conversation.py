@@ -1,7 +1,7 @@
-"""What a row of fine-tuning data says, whatever the shape it was written in: the classes that all formats end in.
+"""Samples of fine-tuning data, the result of reading any row format.
 
-A message is a dictionary as the chat templates of the library transformers read it: `role`, `content`, and where it
-applies `name`, `tool_calls`, `tool_call_id`, or whatever else a model's own template knows.
+A message is a dictionary as transformers' chat templates read it: `role`, `content`, optionally `name`, `tool_calls`,
+`tool_call_id`, and any keys that a model's own template reads.
 """
 
 import difflib
@@ -17,43 +17,40 @@ Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _FLAGS = ("weight", "loss_weight", "loss", "train", "training")
-"""Keys of a message that say whether it is trained."""
+"""Keys of a message that say whether it is trained on."""
 
 _FINE_FLAGS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
-"""Keys of a message that say it in a way that is not read."""
+"""Keys of a message that say so in unsupported ways."""
 
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that templates read. Others are passed on, except misspellings of these."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of a part of a message's content that are text."""
+"""Types of content parts that are text."""
 
 
 class BrokenSample(UserError):
-    """A row that cannot be used, and why; the loader's `broken` policy decides what happens to it."""
+    """A row that cannot be used; the loader's `broken` policy applies."""
 
 
 class EmptySample(BrokenSample):
-    """A row with nothing in it to learn: no message, no text, an empty answer. The `empty` policy decides on it."""
+    """A row with nothing to learn: no message, no text, an empty answer. The `empty` policy applies."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages in their order."""
-
     messages: list[Message]
-    """Normalized, see `normalize`."""
     tools: list[dict[str, Any]] | None = None
-    """The functions that the model may call: `{"type": "function", "function": {"name": …, "parameters": …}}` each."""
+    """Functions that the model may call, each `{"type": "function", "function": {"name": …, "parameters": …}}`."""
     trained: list[bool | None] = field(default_factory=list)
-    """For each message whether it is trained on, where its row says so; None: as `train_on` decides. Left out: all."""
+    """For each message whether it is trained on, if its row says so; None, the default: `train_on` decides."""
 
     def __post_init__(self) -> None:
         self.trained = self.trained or [None] * len(self.messages)
         assert len(self.trained) == len(self.messages)
 
     def answers(self) -> bool:
-        """Whether the assistant's messages that may be trained on, if there are any, have something in them."""
+        """Return whether the assistant's messages that may be trained on, if there are any, have content."""
         asked = [message for message, said in zip(self.messages, self.trained, strict=True) if said is not False]
         assistant = [message for message in asked if message["role"] == "assistant"]
         return not assistant or any(map(says_something, assistant))
@@ -61,14 +58,14 @@ class Conversation:
 
 @dataclass(slots=True)
 class Text:
-    """Running text, all of which is trained on."""
+    """Running text, all of it trained on."""
 
     text: str
 
 
 @dataclass(slots=True)
 class Pair:
-    """Two continuations of a conversation, of which one is preferred. Both begin with an assistant's message."""
+    """Two continuations of a conversation, one of them preferred. Both begin with an assistant's message."""
 
     prompt: Conversation
     chosen: list[Message]
@@ -77,7 +74,7 @@ class Pair:
 
 @dataclass(slots=True)
 class Prompt:
-    """A conversation that waits for an answer, and the reference answer where there is one."""
+    """A conversation that awaits an answer, with an optional reference answer."""
 
     prompt: Conversation
     answer: str | None
@@ -87,22 +84,22 @@ Sample = Conversation | Text | Pair | Prompt
 
 
 def normalize(messages: Any, tools: Any = None) -> Conversation:
-    """The conversation that messages in OpenAI's format are, in the form that chat templates expect.
+    """Convert messages in OpenAI's format to a conversation as chat templates expect it.
 
-    - Content in parts (`[{"type": "text", "text": …}, …]`) becomes one text, nothing between the parts.
-    - `arguments` of tool calls that are JSON text become objects; ids and names stay.
-    - A message's `weight`, `loss_weight`, `loss`, `train` or `training` (0 or 1, or a boolean) moves to
+    - Content in parts (`[{"type": "text", "text": …}, …]`) is joined to one text.
+    - JSON text in `arguments` of tool calls becomes objects; ids and names stay.
+    - A message's `weight`, `loss_weight`, `loss`, `train` or `training` (0, 1 or boolean) moves to
       `Conversation.trained`.
-    - Keys without a value go: tables that keep messages in columns have every key in every message.
-    - A function without its `{"type": "function", "function": …}` around it gets that.
+    - Keys without a value are dropped: tables with a column per key have every key in every message.
+    - A bare function is wrapped in `{"type": "function", "function": …}`.
 
     Args:
-        messages: a list of messages, or its JSON text, as a cell of a CSV file holds it.
-        tools: the functions that may be called, a list or its JSON text, or nothing.
+        messages: a list of messages or its JSON text, as in a CSV cell.
+        tools: callable functions, as a list or its JSON text, or nothing.
 
     Raises:
         EmptySample: there is no message.
-        BrokenSample: something else that a template could not be given; the message says which turn, from 1.
+        BrokenSample: a template could not take the messages; the error names the turn, from 1.
     """
     turns = from_json(messages, "messages")
     if not isinstance(turns, list):
@@ -121,7 +118,7 @@ def normalize(messages: Any, tools: Any = None) -> Conversation:
 
 
 def from_json(value: Any, what: str) -> Any:
-    """`value`, or what it says if it is text; raises `BrokenSample` if that is not JSON."""
+    """Return `value`, parsed if it is text; raises `BrokenSample` for invalid JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -131,26 +128,26 @@ def from_json(value: Any, what: str) -> Any:
 
 
 def says_something(message: Message) -> bool:
-    """Whether a normalized message has more than white space in it: content, tool calls, or a model's reasoning."""
+    """Return whether a normalized message has content, tool calls or reasoning other than white space."""
     texts = [message.get(key) or "" for key in ("content", "reasoning_content", "thinking", "reasoning")]
     return "tool_calls" in message or any(not isinstance(text, str) or text.strip() for text in texts)
 
 
 def checked_text(value: Any, what: str) -> str:
-    """`value` if it is text; raises `BrokenSample` otherwise."""
+    """Return `value`; raises `BrokenSample` if it is not text."""
     if not isinstance(value, str):
         raise BrokenSample(f"the {what} is {kind_of(value)}, and must be text: {shortened(value)}")
     return value
 
 
 def shortened(value: Any) -> str:
-    """The beginning of a value, for a message."""
+    """Return the beginning of a value, for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def beside(turn: Mapping[str, Any]) -> str:
-    """What else a turn has that lacks a key, for the message that names the key: `, but has text`."""
+    """Return the other keys of a turn that lacks one, for the message that names it: `, but has text`."""
     others = [key for key, value in turn.items() if value is not None and key not in ("role", "from", *_FLAGS)]
     return f", but has {', '.join(others)}" if others else ""
 

@@ -1,7 +1,5 @@
-"""What a row of each shape says: functions from a row to a sample.
-
-All raise `BrokenSample` for a row that cannot be used, and `EmptySample` for one in which there is nothing to learn.
-"""
+"""Readers that convert rows to samples. They raise `BrokenSample` for an unusable row, and `EmptySample` for a row with
+nothing to learn."""
 
 import math
 import re
@@ -26,7 +24,7 @@ from torchtitan.components.data.finetuning.conversation import (
 from torchtitan.components.data.sources.rows import kind_of
 
 Cells = dict[str, Any]
-"""A row: its cells by column."""
+"""A row's cells by column."""
 
 SPEAKERS = {
     "human": "user",
@@ -44,26 +42,25 @@ SPEAKERS = {
     "function": "tool",
     "tool_response": "tool",
 }
-"""Speaker of a turn in public data → role."""
+"""Speaker in public data → role."""
 
 _CALLERS = ("function_call", "tool_call")
-"""Speakers whose content is a function call, or a list of them, in JSON."""
+"""Speakers with function calls in JSON, one or a list, as content."""
 
 _BEGINS_TRANSCRIPT = re.compile(r"\s*Human:")
 _SPEAKER_IN_TRANSCRIPT = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _LOOKS_LIKE_A_MESSAGE = re.compile(r'\s*\{.*"(role|from)"\s*:', re.DOTALL)
 
 ANSWERS = ("answer", "solution", "ground_truth")
-"""The columns of a reference answer; the first that a row has is read."""
+"""Columns with a reference answer; the first one that a row has is read."""
 
 
 def read_text(row: Cells) -> Text:
-    """Running text in the column `text`."""
     return Text(_filled(row, "text"))
 
 
 def read_turns(column: str) -> Callable[[Cells], Conversation]:
-    """A reader of the turns in a column, and of the columns `tools` and `system`."""
+    """Return a reader of the turns in a column, with `tools` and `system`."""
 
     def read(row: Cells) -> Conversation:
         return _answered(_conversation(row, _listed(row, column)))
@@ -72,11 +69,8 @@ def read_turns(column: str) -> Callable[[Cells], Conversation]:
 
 
 def read_instruction(answer: str) -> Callable[[Cells], Conversation]:
-    """A reader of `instruction` and an answer, an `input` that the instruction is about, pairs of earlier turns in
-    `history`.
-
-    The user says the instruction and then, after an empty line, the input.
-    """
+    """Return a reader of `instruction` and an answer, with an optional `input`, which follows the instruction after an
+    empty line, and pairs of earlier turns in `history`."""
 
     def read(row: Cells) -> Conversation:
         return _conversation(row, [*instruction_in(row), _message("assistant", _filled(row, answer))])
@@ -85,7 +79,7 @@ def read_instruction(answer: str) -> Callable[[Cells], Conversation]:
 
 
 def read_question(question: str, answer: str) -> Callable[[Cells], Conversation]:
-    """A reader of two columns, a text that the user says or turns so far, and the assistant's answer."""
+    """Return a reader of two columns: the user's text or the turns so far, and the assistant's answer."""
 
     def read(row: Cells) -> Conversation:
         said, answered = _turns(row, question, "user"), _turns(row, answer, "assistant")
@@ -100,10 +94,10 @@ def read_question(question: str, answer: str) -> Callable[[Cells], Conversation]
 
 
 def read_pair(prompt: Callable[[Cells], list[Any]]) -> Callable[[Cells], Pair]:
-    """A reader of `chosen` and `rejected`, each a text, a message, or messages, that follow a prompt.
+    """Return a reader of `chosen` and `rejected`, each a text, a message, or messages, that continue a prompt.
 
-    If they do not begin with the assistant, they are conversations of their own, as are texts that are transcripts:
-    then the messages that both begin with are the prompt, and `prompt` is not asked.
+    If they do not begin with the assistant, or are transcripts, they are whole conversations: their common beginning is
+    the prompt, and `prompt` is not called.
     """
 
     def read(row: Cells) -> Pair:
@@ -141,7 +135,7 @@ def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int) -> Pair:
 
 
 def read_prompt(prompt: Callable[[Cells], list[Any]]) -> Callable[[Cells], Prompt]:
-    """A reader of a prompt, and of the reference answer in one of the columns `ANSWERS`."""
+    """Return a reader of a prompt, and of the reference answer in one of the `ANSWERS`."""
 
     def read(row: Cells) -> Prompt:
         conversation = _conversation(row, prompt(row))
@@ -160,17 +154,17 @@ def _answer(row: Cells) -> str | None:
 
 
 def turns_in(column: str) -> Callable[[Cells], list[Any]]:
-    """The turns in a column, or its text as the user's."""
+    """Return a reader of the turns in a column, or of its text as the user's."""
     return lambda row: _turns(row, column, "user")
 
 
 def listed_in(column: str) -> Callable[[Cells], list[Any]]:
-    """The turns in a column, which has no other text than their JSON."""
+    """Return a reader of the turns in a column that holds a list or its JSON."""
     return lambda row: _listed(row, column)
 
 
 def instruction_in(row: Cells) -> list[Any]:
-    """The turns that an instruction is, with its history and input."""
+    """Return an instruction as turns, with its history and input."""
     messages: list[Any] = []
     history = from_json(row.get("history") or [], "history")
     if not isinstance(history, list):
@@ -189,7 +183,6 @@ def instruction_in(row: Cells) -> list[Any]:
 
 
 def no_prompt(row: Cells) -> list[Any]:
-    """That of a row without a column for it."""
     raise BrokenSample(
         "chosen and rejected are answers, and there is no column for the prompt (name it by --dataloader.columns "
         "prompt=NAME); texts that begin with it have the form '\\n\\nHuman: ...\\n\\nAssistant: ...'"
@@ -227,13 +220,12 @@ def _listed(row: Cells, column: str) -> list[Any]:
 
 
 def _continuation(row: Cells, column: str) -> list[Any]:
-    """The turns in a column of answers, or of conversations that end with them."""
     value = row[column]
     return (transcript(value) if isinstance(value, str) else None) or _turns(row, column, "assistant")
 
 
 def _turns(row: Cells, column: str, role: str) -> list[Any]:
-    """The turns in a column: a list, a single one, a transcript that ends before an answer, or a text in that role."""
+    """Return the turns in a column: a list, a single turn, a transcript without its answer, or a text in that role."""
     value = row[column]
     if isinstance(value, Mapping):
         return [value]
@@ -256,7 +248,7 @@ def _filled(row: Cells, column: str) -> str:
 
 
 def _number_as_text(value: Any) -> Any:
-    """A number as its text, since the answers of sums often are numbers; anything else as it is."""
+    """Return a number as text, since answers to sums often are numbers; other values unchanged."""
     is_number = (
         isinstance(value, int) and not isinstance(value, bool) or isinstance(value, float) and math.isfinite(value)
     )
@@ -264,7 +256,7 @@ def _number_as_text(value: Any) -> Any:
 
 
 def role_of(turn: Any) -> Any:
-    """The role of a turn in any shape; None if it has none."""
+    """Return the role of a turn in any shape; None if it has none."""
     if not isinstance(turn, Mapping):
         return None
     speaker = turn.get("role") if turn.get("from") is None else turn["from"]
@@ -272,18 +264,16 @@ def role_of(turn: Any) -> Any:
 
 
 def alternating(turns: list[Any]) -> list[Any]:
-    """A list of plain texts as the turns of the user and the assistant, one after the other; any other list as it is.
-
-    Texts that look like messages in JSON are not plain.
-    """
+    """Return a list of plain texts (not JSON messages) as alternating user and assistant turns; other lists
+    unchanged."""
     if not all(isinstance(turn, str) and not _LOOKS_LIKE_A_MESSAGE.match(turn) for turn in turns):
         return turns
     return [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), turns, strict=False)]
 
 
 def transcript(text: str) -> list[Any] | None:
-    """The turns of a text such as "\\n\\nHuman: Hi.\\n\\nAssistant: Hello.", as Anthropic's HH has them; None if it is
-    not one."""
+    """Return the turns of a text such as "\\n\\nHuman: Hi.\\n\\nAssistant: Hello." (Anthropic's HH); None for other
+    texts."""
     if not _BEGINS_TRANSCRIPT.match(text):
         return None
     _, *pieces = _SPEAKER_IN_TRANSCRIPT.split(text)
@@ -296,12 +286,12 @@ def transcript(text: str) -> list[Any] | None:
 
 
 def openai_messages(turns: list[Any]) -> list[Any]:
-    """Turns as messages with `role` and `content`; those that cannot be read stay as they are, for `normalize` to name.
+    """Return turns as messages with `role` and `content`; unreadable turns stay unchanged for `normalize` to report.
 
-    - `from` and `value` (ShareGPT) become `role` and `content`, and the speakers of `SPEAKERS` become roles.
-    - A legacy `function_call`, as a key or as the speaker of a turn, becomes `tool_calls`, and each result after it
-      answers the next of its calls. The calls get ids, nine letters and digits long as some templates ask for, by their
-      number in the conversation.
+    - `from` and `value` (ShareGPT) become `role` and `content`, and `SPEAKERS` become roles.
+    - A legacy `function_call`, as a key or as a speaker, becomes `tool_calls`, and each following result answers the
+      next call. Call ids are numbered within the conversation and have nine letters and digits, as some templates
+      require.
     """
     calls = _Calls()
     messages = []
@@ -314,14 +304,13 @@ def openai_messages(turns: list[Any]) -> list[Any]:
 
 
 class _Calls:
-    """Turns to messages in their order, with ids for function calls and their results."""
+    """Converts consecutive turns to messages, with ids for function calls and their results."""
 
     def __init__(self) -> None:
         self._waiting: deque[str] = deque()
         self._n_calls = 0
 
     def message(self, turn: Any) -> Any:
-        """A turn as a message."""
         if not isinstance(turn, Mapping):
             return turn
         speaker, role, message = turn.get("role"), role_of(turn), dict(turn)
@@ -355,7 +344,6 @@ class _Calls:
 
 
 def _parsed(turn: Any) -> Any:
-    """Return the object in a turn that is JSON text; any other turn as it is."""
     try:
         return from_json(turn, "message")
     except BrokenSample:

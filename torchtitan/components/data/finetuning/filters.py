@@ -1,7 +1,5 @@
-"""Which samples are left out: rows that say nothing or are broken, and limits for what the tokens are.
-
-What becomes of samples that are too long is decided later, when the size of a window is known: see `samples`.
-"""
+"""Filters that drop samples: empty or broken rows, and limits on tokens. Samples that are too long are handled later,
+when the window size is known: see `samples`."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -15,38 +13,36 @@ Policy = Literal["drop", "error"]
 
 
 class Dropped(NamedTuple):
-    """A sample that is left out."""
+    """Reason for dropping a sample."""
 
     reason: str
-    """The option that decides: `too_long`, `broken`, `min_tokens`, …"""
+    """Option that decides: `too_long`, `broken`, `min_tokens`, …"""
     why: str
-    """What is the matter with this one."""
+    """Explanation for this sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterConfig:
-    """Which samples are kept, before anything is cut off. The names are those of the loader's options.
+    """Filters applied before any truncation, named after the loader's options.
 
     Raises:
-        UserError: for limits that no sample could keep.
+        UserError: no sample could pass the limits.
     """
 
     empty: Policy = "drop"
-    """What to do with rows that say nothing."""
+    """Policy for rows without content."""
     broken: Policy = "error"
-    """What to do with rows that cannot be read, converted or encoded."""
+    """Policy for rows that cannot be read, converted or encoded."""
     untrained: Policy | None = "drop"
-    """What to do with samples none of whose tokens is predicted; None: nothing, since the encoder sees to it."""
+    """Policy for samples without predicted tokens; None: not checked because the encoder does it."""
     min_tokens: int = 0
-    """Fewest tokens of a sample."""
     max_tokens: int | None = None
-    """Most tokens of a sample; None: any number."""
+    """Most tokens of a sample; None: no limit."""
     token_range: tuple[int, int] | None = None
-    """Smallest and largest token id that may occur, both included; None: any."""
+    """Smallest and largest token id allowed; None: any."""
     max_repetition: float = 1.0
-    """Largest share of a sample's n-grams that occurred before in it; 1: any."""
+    """Largest fraction of a sample's n-grams that may be repetitions; 1: any."""
     repetition_ngram: int = 10
-    """Tokens per n-gram."""
 
     def __post_init__(self) -> None:
         if self.min_tokens < 0:
@@ -60,11 +56,8 @@ class FilterConfig:
             raise UserError(f"--dataloader.repetition_ngram must be at least 1 token, not {self.repetition_ngram}")
 
     def apply(self, sample: EncodedRow | BrokenSample) -> EncodedRow | Dropped:
-        """The sample, or why it is left out.
-
-        Raises:
-            UserError: what is the matter, where the policy is `error`; without the place, which the caller knows.
-        """
+        """Return the sample, or why it is dropped; raises `UserError`, without the location, under the policy
+        `error`."""
         if isinstance(sample, EmptySample):
             return _drop("empty", str(sample), self.empty)
         if isinstance(sample, BrokenSample):
@@ -78,7 +71,7 @@ class FilterConfig:
         return sample
 
     def drop_reason(self, ids: Array) -> Dropped | None:
-        """The first limit that a sample's token ids (n,) exceed, and how; None where they keep all of them."""
+        """Return the first limit that token ids (n,) violate, with details; None if they pass."""
         if len(ids) < self.min_tokens:
             return Dropped("min_tokens", f"{len(ids)} tokens, fewer than {self.min_tokens}")
         if self.max_tokens is not None and len(ids) > self.max_tokens:
@@ -105,7 +98,7 @@ def _drop(reason: str, why: str, policy: Policy) -> Dropped:
 
 
 def repetition(ids: Array, n: int) -> float:
-    """The share of the n-grams of `ids` that occurred before in it: 0 where all differ or there is none.
+    """Return the fraction of the n-grams of `ids` that occurred before in it, 0 if there are none.
 
     After the repetition filters of Rae et al. 2021 (arXiv:2112.11446, table A1), on tokens rather than words.
     """

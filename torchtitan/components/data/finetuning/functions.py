@@ -1,5 +1,4 @@
-"""Functions of the user's that turn the rows of a data set into rows of a known format: found by name, and known again
-by what they do."""
+"""User functions that convert rows to a known format: loaded by name, and fingerprinted by content."""
 
 import copyreg
 import hashlib
@@ -21,11 +20,8 @@ from torchtitan.tools.errors import UserError
 
 
 def load_function(named: str) -> RowFunction:
-    """The function that `package.module:function` or `path/to/file.py:function` names.
-
-    Raises:
-        UserError: there is no such file, module or function, or importing it fails.
-    """
+    """Return the function named by `package.module:function` or `path/to/file.py:function`; raises `UserError` if there
+    is no such file, module or function, or importing it fails."""
     place, _, name = named.rpartition(":")
     module = _import_file(Path(place).expanduser(), named) if place.endswith(".py") else _import_module(place, named)
     functions = dict(inspect.getmembers(module, inspect.isfunction))
@@ -40,7 +36,7 @@ def _import_file(path: Path, named: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"row_functions_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses, for one, look for the names in their annotations
+    sys.modules[spec.name] = module  # dataclasses, for one, resolve their annotations there
     try:
         with _importable(path.absolute().parent):
             spec.loader.exec_module(module)
@@ -51,7 +47,7 @@ def _import_file(path: Path, named: str) -> ModuleType:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Have the modules of a folder found, behind all others: what is beside a file hides no library."""
+    """Put a folder last on `sys.path`, so that the modules in it hide no library."""
     if str(folder) in sys.path:
         yield
         return
@@ -78,14 +74,13 @@ def _import_module(name: str, named: str) -> ModuleType:
 
 
 def function_fingerprint(function: Callable[..., Any]) -> str:
-    """Digest of what a function does: of the file that it is in, or of its code and the globals that it names if it is
-    in none, as in a notebook; of its defaults and of the variables of the functions around it; and the same of all
-    functions among these, so also of one that a decorator from another file has wrapped.
+    """Return a digest of a function: its file, or, outside of files (as in a notebook), its code and the globals it
+    names; its defaults and closure; and the same for all functions among these, such as one wrapped by a decorator.
 
-    What a file takes from other files is not in it. Values are as they are when it is asked for.
+    Imports of the file are not included. Values are the current ones.
 
     Raises:
-        UserError: it is not written in Python, or holds a value that cannot be told from another of its kind.
+        UserError: it is not written in Python, or holds a value that cannot be compared with that of an earlier run.
     """
     if not inspect.isfunction(function):
         raise UserError(f"{function!r} is not a function written in Python; wrap it in one")
@@ -94,19 +89,15 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
 
 
 class _Description:
-    """JSON-ready descriptions of values, equal in every process for equal ones.
-
-    Args:
-        name: of the function that holds them all, for messages.
-    """
+    """JSON-ready descriptions of values; equal values have equal descriptions in every process."""
 
     def __init__(self, name: str):
         self._name = name
         self._seen: dict[int, int] = {}
-        self._parts: list[Any] = []  # kept, so that what is new has another id
+        self._parts: list[Any] = []  # kept alive, so that new values have other ids
 
     def of(self, value: Any) -> Any:
-        """What a value is made of; a number where it is part of itself, or has been described before."""
+        """Return the description of a value; a number if the value was already described or contains itself."""
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
             return repr(value)
         if id(value) in self._seen:
@@ -148,11 +139,11 @@ class _Description:
             yield [[name, self.of(item)] for name, item in vars(kind).items() if inspect.isfunction(item)]
 
     def _reduced(self, value: Any) -> Any:
-        """What pickle would write, without the order of sets."""
+        """Describe what pickle would write, independent of the order of sets."""
         try:
             registered = copyreg.dispatch_table.get(type(value))
             reduced = registered(value) if registered else value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-        except Exception as error:  # whatever a class does where it is pickled
+        except Exception as error:  # pickling may run any code of a class
             raise UserError(
                 f"the function {self._name} holds a {type(value).__name__}, of which it cannot be told whether it is "
                 f"that of an earlier run ({error}): make it inside of the function, or of a module that it imports"
@@ -165,6 +156,5 @@ class _Description:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The names that code and the functions in it look up."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)

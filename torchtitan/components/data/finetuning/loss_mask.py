@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation are trained on: by the template's own marks, or by comparing prefixes."""
+"""Trained characters of a rendered conversation, found by the template's own marks or by comparing prefixes."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,7 +9,7 @@ from torchtitan.components.data.finetuning.conversation import BrokenSample, Con
 from torchtitan.tools.errors import UserError
 
 TrainOn = Literal["all", "assistant", "last_assistant"]
-"""All tokens; the assistant's turns; only the last of them. What a row says of its own messages comes first."""
+"""All tokens, the assistant's turns, or only the last of them. A row's own settings take precedence."""
 
 _PROBE = "an answer that no template writes by itself"
 
@@ -20,38 +20,36 @@ _ADVICE = (
 
 
 class Turn(NamedTuple):
-    """What a message was rendered to."""
-
     span: Span
     trained: bool
     marked: bool = False
-    """Whether the template marks it so; marks may leave out the token that ends a turn."""
+    """Whether the template marks it; marks may leave out the token that ends a turn."""
 
 
 class Rendered(NamedTuple):
-    """The text of a conversation, and what is trained on."""
+    """Text of a conversation, with its trained parts."""
 
     text: str
     turns: list[Turn]
-    """All that the template marks, if it does; of other turns, those that differ from `default`."""
+    """All turns that the template marks; otherwise the turns that differ from `default`."""
     default: bool
     """Whether the text outside of the turns is trained on."""
     unprompted: tuple[str, str] | None = None
-    """The generation prompt and the header of a trained turn that does not begin with it, if there is one."""
+    """Generation prompt and header of a trained turn that does not begin with that prompt, if there is one."""
 
 
 def render_with_mask(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) -> Rendered:
-    """A conversation's text, and which turns of it are trained on.
+    """Render a conversation and find its trained turns.
 
-    An assistant's turn is what the template marks by `{% generation %}`. Where it marks nothing, the turn begins where
-    the conversation before it, rendered with the generation prompt, ends, and ends where the conversation up to it
-    does. Where no finished turn begins with that prompt, as DeepSeek-R1's distills write `<think>` in the prompt only,
-    the turn begins behind its header, which the template writes in front of any answer. All of these must be prefixes
-    of the whole text. Other turns, where a row asks for them, are always found in this way.
+    An assistant's turn is the text that the template marks by `{% generation %}`. If it marks nothing, the turn begins
+    where the preceding conversation, rendered with the generation prompt, ends, and ends where the conversation up to
+    it ends. If no finished turn begins with that prompt, as in DeepSeek-R1's distills, which write `<think>` in the
+    prompt only, the turn begins after the header that the template writes before any answer. All of these must be
+    prefixes of the whole text. Other roles' turns, if a row asks for them, are always found by prefixes.
 
     Raises:
-        BrokenSample: if the template does not take the conversation, if it cannot be told what a turn became, or if a
-            turn that does not begin with the generation prompt lacks a part of its message too.
+        BrokenSample: the template does not accept the conversation, a turn cannot be located, or a turn that does not
+            begin with the generation prompt also lacks a part of its message.
     """
     wanted = _wanted(conversation, train_on)
     try:
@@ -67,7 +65,6 @@ def render_with_mask(template: ChatTemplate, conversation: Conversation, train_o
 
 
 def _wanted(conversation: Conversation, train_on: TrainOn) -> list[bool]:
-    """For each message whether it is trained on."""
     assistant = _assistant(conversation)
     default = {"all": range(len(conversation.messages)), "assistant": assistant, "last_assistant": assistant[-1:]}
     return [i in default[train_on] if said is None else said for i, said in enumerate(conversation.trained)]
@@ -87,7 +84,7 @@ def _by_marks(template: ChatTemplate, conversation: Conversation, wanted: Sequen
     text, spans = template.render_marked(conversation.messages, tools=conversation.tools)
     assistant = _assistant(conversation)
     turns: list[Turn] = []
-    # Where what is wanted changes from one turn to the next, the conversation up to there tells whose the marks are.
+    # If the wanted flag changes between two turns, the conversation up to there tells which turn has which marks.
     for i, following in pairwise(assistant):
         if wanted[following] != wanted[i]:
             n = _n_marks(template, conversation, i, text, spans)
@@ -110,11 +107,9 @@ def _by_prefixes(template: ChatTemplate, conversation: Conversation, wanted: Seq
 
 
 def _n_marks(template: ChatTemplate, conversation: Conversation, i: int, text: str, spans: Sequence[Span]) -> int:
-    """How many of the marked spans are in the messages up to `i`, the assistant's.
-
-    It is as many as are marked where the conversation ends there. A template may write less of an earlier turn, such
-    as none of its reasoning: then each is a part of what it was, white space aside, and further in front.
-    """
+    """Return the number of marked spans in the messages up to the assistant's message `i`, as marked if the
+    conversation ends there. A template may write less of an earlier turn, such as no reasoning: then each span is part
+    of the earlier one, except white space, and begins no later."""
     until, known = template.render_marked(conversation.messages[: i + 1], tools=conversation.tools)
     same = len(known) <= len(spans) and all(
         start <= old_start and text[start:end].strip() in until[old_start:old_end]
@@ -124,22 +119,19 @@ def _n_marks(template: ChatTemplate, conversation: Conversation, i: int, text: s
         raise BrokenSample(
             f"{template.name} marks other texts in the conversation up to message {i + 1} (assistant) where it goes "
             f"on, so that it cannot be told which of them is which turn; {_ADVICE}"
-            # Where a row or the loader itself says what is trained, the option changes nothing.
+            # The option has no effect if a row or the loader itself decides what to train.
             + ("" if any(said is not None for said in conversation.trained) else ", or --dataloader.train_on assistant")
         )
     return len(known)
 
 
 class _Prefixes:
-    """A conversation's text and those of its beginnings, each rendered once."""
-
     def __init__(self, template: ChatTemplate, conversation: Conversation):
         self._template, self._conversation = template, conversation
         self._rendered: dict[tuple[int, bool], str] = {}
         self.text = self._render(len(conversation.messages), False)
 
     def _render(self, n: int, prompted: bool) -> str:
-        """The text of the first `n` messages, with the generation prompt or without."""
         if (n, prompted) not in self._rendered:
             messages, tools = self._conversation.messages[:n], self._conversation.tools
             text = self._template.render(messages, tools=tools, add_generation_prompt=prompted)
@@ -147,11 +139,12 @@ class _Prefixes:
         return self._rendered[n, prompted]
 
     def span(self, i: int) -> Span:
-        """Where message `i` is in the text; the assistant's without the header that the generation prompt has too.
+        """Return the span of message `i` in the text, for the assistant without the header shared with the generation
+        prompt.
 
         Raises:
-            BrokenSample: if the text does not begin as the conversation up to there and before it does, or if a turn of
-                the assistant begins neither with the generation prompt nor with the header of any answer.
+            BrokenSample: prefixes of the conversation are not prefixes of the text, or an assistant's turn begins
+                neither with the generation prompt nor with the header of any answer.
         """
         before, after = self._before(i), self._render(i + 1, False)
         if before is not None and self.text.startswith(after) and after.startswith(before):
@@ -159,13 +152,9 @@ class _Prefixes:
         raise BrokenSample(f"{self._template.name} {self._reason(i)}")
 
     def unprompted(self, i: int, span: Span) -> tuple[str, str] | None:
-        """The generation prompt and the header of message `i`, if it is an assistant's turn that does not begin with
-        that prompt.
-
-        Raises:
-            BrokenSample: if such a turn does not have all of its message either. Then what the prompt asks for, the
-                reasoning, is missing from what would be trained.
-        """
+        """Return the generation prompt and the header of message `i` if it is an assistant's turn that does not begin
+        with that prompt. Raises `BrokenSample` if the turn also lacks a part of its message: training would miss the
+        reasoning that the prompt asks for."""
         message, (start, end) = self._conversation.messages[i], span
         if message["role"] != "assistant" or self.text.startswith(self._render(i, True)):
             return None
@@ -181,13 +170,13 @@ class _Prefixes:
         return prompt, header
 
     def _before(self, i: int) -> str | None:
-        """The text that ends where message `i` begins, the assistant's behind its header; None: that cannot be told."""
+        """Return the text up to message `i`, including an assistant's header; None: it cannot be determined."""
         if self._conversation.messages[i]["role"] != "assistant":
             return self._render(i, False) if i else ""
         prompted, after = self._render(i, True), self._render(i + 1, False)
         if after.startswith(prompted):
             return prompted
-        # No finished turn begins with this prompt: its header is what stands in front of any answer.
+        # No finished turn begins with this prompt: its header is the text before any answer.
         turns = [*self._conversation.messages[:i], {"role": "assistant", "content": _PROBE}]
         probed = self._template.render(turns, tools=self._conversation.tools, add_generation_prompt=False)
         header, found, _ = probed.rpartition(_PROBE)
@@ -195,7 +184,6 @@ class _Prefixes:
         return header if found and header.startswith(before) and after.startswith(header) else None
 
     def _reason(self, i: int) -> str:
-        """Why the span of message `i` cannot be told, and what to do."""
         role, before = self._conversation.messages[i]["role"], self._render(i, False) if i else ""
         after = self._render(i + 1, False)
         if self.text.startswith(after) and after.startswith(before):
@@ -204,7 +192,7 @@ class _Prefixes:
                 f"{self._render(i, True).removeprefix(before)!r}, nor as it begins other answers, so that it cannot be "
                 f"told what of the text is the model's; {_ADVICE}"
             )
-        # Where the row or the loader itself says what is trained, or at the last turn, the option changes nothing.
+        # The option has no effect at the last turn, or if the row or the loader itself decides what to train.
         by_option = (
             role == "assistant" and self._conversation.trained[i] is None and i != _assistant(self._conversation)[-1]
         )

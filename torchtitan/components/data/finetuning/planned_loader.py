@@ -1,4 +1,4 @@
-"""What the loaders of fine-tuning data share: the rows they read, the way from a `Planner` to batches, the position."""
+"""Base of the fine-tuning data loaders: reading rows, turning a `Planner`'s windows into batches, and the position."""
 
 import dataclasses
 import itertools
@@ -35,25 +35,22 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 PREFETCHED_BATCHES = 2
-"""Batches that `Workers` has each of its processes prepare ahead."""
+"""Batches that each process of `Workers` prefetches."""
 
 DRAWN_AT_A_TIME = 1024
-"""Samples that a sampler draws at a time where nothing else depends on it, since samples share no windows."""
+"""Samples drawn at a time if they share no windows, so that nothing else depends on it."""
 
 
 class PlannedDataLoader(TokenizingDataLoader):
-    """Batches of the windows of a `Planner`, made from the numbers of the samples in each.
+    """Batches of a `Planner`'s windows.
 
-    The windows come in one global order, the same for any number of ranks, workers and windows per batch: with R ranks
-    that take B at a time, rank r takes those from n * R * B + r * B on. The planner runs in the main process, and the
-    position is that behind the last batch handed out, exact between any two batches; it can be continued by other
-    numbers of all of these.
+    The windows have one global order, the same for any number of ranks, workers and windows per batch: rank r of R
+    takes the B windows from n * R * B + r * B on. The planner runs in the main process. The position, after the last
+    batch returned, is exact between any two batches, and can be resumed with other numbers of all of these. A batch's
+    `documents` (B, M) are the numbers of each window's samples, counted over all data sets, padded with `NO_DOCUMENT`.
 
-    The batches' `documents` (B, M) are the numbers of the samples in each window, in their order, counted over all data
-    sets, with `NO_DOCUMENT` behind them.
-
-    A subclass says what its rows are (`kind`), how they are encoded (`Config.encoder`), how long they may be, and where
-    it differs, which of them share a window (`plan`), and what a batch of windows is (`collate`).
+    A subclass defines the kind of rows (`kind`) and their encoding (`Config.encoder`), and may override the longest
+    sample (`max_length`), the planning of windows (`plan`) and their conversion to a batch (`collate`).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -61,18 +58,17 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Rows of fine-tuning data."""
 
         dataset: list[str] = field(default_factory=list)
-        """What to read, one or several: a registered name, or a local path: a file (json, jsonl, csv, parquet; .gz or
+        """One or several data sets, each a registered name, or a local path: a file (json, jsonl, csv, parquet; .gz or
         .zst of these), a folder, a glob pattern, or a folder saved by the library datasets."""
         format: str = "auto"
-        """How rows are read: auto (by their columns), the name of a format, or a function of your own,
-        package.module:function or path/to/file.py:function. Of several data sets, those that it fits."""
+        """How rows are read: auto (by their columns), the name of a format, or a custom function,
+        package.module:function or path/to/file.py:function. Applies to the data sets that it fits."""
         columns: list[str] = field(default_factory=list)
-        """Columns under other names, as ours=theirs: prompt=question. Of several data sets, those that have them."""
+        """Renamed columns, as ours=theirs: prompt=question. Applies to the data sets that have them."""
         chat_template: str = ""
-        """Template that makes text of a conversation: chatml, llama3, mistral, alpaca, or a file; empty: the model's
-        own."""
+        """Template that renders conversations: chatml, llama3, mistral, alpaca, or a file; empty: the model's own."""
         empty: Policy = "drop"
-        """Rows that say nothing: drop or error."""
+        """Rows without content: drop or error."""
         broken: Policy = "error"
         """Rows that cannot be read, converted or encoded: drop or error."""
         too_long: TooLong = "drop"
@@ -81,23 +77,17 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Order in which samples are drawn."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a value out of range; looks at no data."""
             TokenizingDataLoader.Config.validate(self)
             if not self.dataset or "" in self.dataset:
                 raise UserError("--dataloader.dataset must say what to read: a file such as my.jsonl")
             parse_columns(self.columns)
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
-            """Tokenize the data into the cache."""
             self.validate()
             self.open_caches(tokenizer, self.find_template(tokenizer))
 
         def open_caches(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[SampleCache]:
-            """The samples of each data set, encoded now if they are not in the cache.
-
-            Raises:
-                UserError: the data cannot be used.
-            """
+            """Return the samples of each data set, encoding uncached ones; raises `UserError` for unusable data."""
             encoder, filters = self.encoder(tokenizer, template), self.filters()
             return [
                 open_sample_cache(*of_set, encoder, filters, self.cache_dir, verify=self.verify_caches)
@@ -105,32 +95,22 @@ class PlannedDataLoader(TokenizingDataLoader):
             ]
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RowEncoder:
-            """How a row becomes a sample."""
             raise NotImplementedError
 
         def filters(self) -> FilterConfig:
-            """Which rows become samples."""
             return FilterConfig(empty=self.empty, broken=self.broken, untrained=None)
 
         def order_key(self) -> list[Any]:
-            """What decides, beside the samples of the caches and the sequence length, which windows there are;
-            JSON-ready."""
+            """Return what decides the windows besides the cached samples and the sequence length, JSON-ready."""
             return [self.too_long, self.sampler.to_dict()]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """The template that is named, else the model's own; None where the loader can do without.
-
-            Raises:
-                UserError: there is none.
-            """
+            """Return the configured or the model's own template; None: not needed. Raises `UserError` if it is
+            missing."""
             return resolve_chat_template(self.chat_template, [tokenizer.folder] if tokenizer.folder else [], tokenizer)
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
-            """The rows of each data set, and how they are read.
-
-            Raises:
-                UserError: there are none, or they cannot be recognized.
-            """
+            """Return the rows of each data set and their format; raises `UserError` if either cannot be found."""
             sources = [self._source(dataset) for dataset in self.dataset]
             columns = [first_columns(source) for source in sources]
             mapping = parse_columns(self.columns)
@@ -151,8 +131,8 @@ class PlannedDataLoader(TokenizingDataLoader):
             }
 
         def for_validation(self, dataset: str) -> Self | None:
-            """The validation split of `dataset`, or all of it where it has no splits; where none is given, those of the
-            own data sets that have one. `format` and `columns` hold for it where they fit."""
+            """Return the config for the validation split of `dataset` (all of it if it has no splits), or of the
+            loader's own data sets that have one. `format` and `columns` stay if they fit."""
             own = [name for name in self.dataset if "validation" in CHAT_DATASETS.splits(name)]
             chosen = [dataset] if dataset else own
             if not chosen:
@@ -164,7 +144,6 @@ class PlannedDataLoader(TokenizingDataLoader):
             return config if config._is_described() else dataclasses.replace(config, format=AUTO, columns=[])
 
         def _is_described(self) -> bool:
-            """Whether `format` and `columns` fit any of the data sets."""
             if self.format == AUTO and not self.columns:
                 return True
             mapping = parse_columns(self.columns)
@@ -181,13 +160,13 @@ class PlannedDataLoader(TokenizingDataLoader):
     config: Config
 
     kind: ClassVar[Kind]
-    """What the rows are for."""
+    """Purpose of the rows."""
 
     def _open(self, seed: int, samples_per_step: int) -> None:
         self.template = self.config.find_template(self._tokenizer)
-        """What makes text of the conversations; None: the data is running text."""
+        """Template that renders conversations; None: the data is running text."""
         self.samples = self._open_samples()
-        """What is made batches of, with the report of what was left out."""
+        """Samples to batch, with the report of dropped rows."""
         self._batches = WindowDataset(self.samples, self._layout.seq_len, type(self).collate)
         self._planner = self._new_planner(seed, samples_per_step)
         self._planned: deque[Snapshot] = deque()
@@ -201,22 +180,22 @@ class PlannedDataLoader(TokenizingDataLoader):
 
     @staticmethod
     def max_length(seq_len: int) -> int:
-        """Most tokens of a sequence: the last one has nothing to predict, and takes no position."""
+        """Return the most tokens of a sequence; its last token predicts nothing and takes no position."""
         return seq_len + 1
 
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
-        """A batch, without `documents`."""
+        """Return a batch without `documents`."""
         return pack_windows(windows, seq_len)
 
     def plan(self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any) -> Planner:
-        """The windows, from the first on: of each sample one of its own.
+        """Return a planner at the first window; here each window is one sample.
 
         Args:
-            samplers: of each data set.
-            epochs: how often the data is read; None: without end.
-            windows_per_step: windows of one training step.
-            order: what the planner is to be given beside these.
+            samplers: one per data set.
+            epochs: passes over the data; None: endless.
+            windows_per_step: windows of a training step.
+            order: further arguments of the planner.
         """
         lengths = [np.ones(of_set.n_samples, np.int64) for of_set in self.samples.sets]
         return Planner(lengths, 1, samplers, packing="none", chunk=DRAWN_AT_A_TIME, epochs=epochs, **order)
@@ -248,12 +227,12 @@ class PlannedDataLoader(TokenizingDataLoader):
 
     @property
     def windows_per_epoch(self) -> int:
-        """Windows that all data makes when it is read once."""
+        """Windows in one pass over all data."""
         return self.samples.first[-1]
 
     @property
     def packing_efficiency(self) -> float | None:
-        """The share of the windows' positions that samples take, in an epoch; None: samples are not packed."""
+        """Fraction of the windows' positions that samples fill, in an epoch; None: samples are not packed."""
         return None
 
     def summary(self, n_samples: int) -> DataSummary:
@@ -273,14 +252,13 @@ class PlannedDataLoader(TokenizingDataLoader):
         )
 
     def log_data(self) -> None:
-        """Say at the start what became of the rows."""
         for line in self.samples.report_lines():
             logger.info(line)
         for warning in self.samples.warnings():
             logger.warning(warning)
 
     def sample_name(self, number: int) -> str:
-        """What the ledger calls a sample: where its row is."""
+        """Return a sample's name in the ledger, the location of its row."""
         return self.samples.describe(number)
 
     @property
@@ -303,8 +281,8 @@ class PlannedDataLoader(TokenizingDataLoader):
         return batch
 
     def _keys(self) -> Iterator[Any]:
-        """The samples of each window of this rank's batches. Where the planner refuses to go on, they end, since what
-        comes before may be all that the run asks for."""
+        """Yield the sample numbers of each window of this rank's batches. They end if the planner refuses to continue:
+        the run may not need more."""
         while windows := self._plan_pass():
             self._planned.append(self._planner.snapshot())
             numbers = [(window.samples + self._planner.offsets[window.source]).tolist() for window in windows]
@@ -313,7 +291,6 @@ class PlannedDataLoader(TokenizingDataLoader):
             yield numbers[first : first + self._layout.local_batch_size]
 
     def _plan_pass(self) -> list[Window]:
-        """The next windows, one batch of every rank; none at the end."""
         try:
             return list(itertools.islice(self._planner, self._layout.global_batch_size))
         except UserError as error:
@@ -325,7 +302,7 @@ class PlannedDataLoader(TokenizingDataLoader):
         return {"dataset": self.config.dataset, "data": self._fingerprint, "position": position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position; one in other data, or in another order, is refused with a warning."""
+        """Restore a saved position; one from other data, or another order, is refused with a warning."""
         if not is_own_position(state, self._fingerprint, " ".join(self.config.dataset)):
             return
         self.close()
@@ -334,8 +311,8 @@ class PlannedDataLoader(TokenizingDataLoader):
         self._handed_out = self._planner.snapshot()
 
     def observe(self, statistics: StepStatistics) -> None:
-        """Pass a step's statistics on to the samplers. They apply to what is drawn from then on: with workers,
-        `PREFETCHED_BATCHES` batches of each later; and always behind the samples that are drawn already."""
+        """Pass a step's statistics to the samplers. They affect later draws: `PREFETCHED_BATCHES` batches per worker
+        later, and only samples not yet drawn."""
         self._planner.observe(statistics, self._handed_out.n_windows)
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
@@ -346,8 +323,8 @@ class PlannedDataLoader(TokenizingDataLoader):
         return batch
 
     def assets(self) -> dict[str, str]:
-        """The chat template, and what a model that was trained with it is used by; see `chat_assets`."""
-        from torchtitan.components.weights.assets import chat_assets  # deferred, as all that saves
+        """Return the chat template and the settings to use a model trained with it; see `chat_assets`."""
+        from torchtitan.components.weights.assets import chat_assets  # deferred, like all saving code
 
         return chat_assets(self._tokenizer, self.template) if self.template else {}
 
@@ -355,7 +332,7 @@ class PlannedDataLoader(TokenizingDataLoader):
         if self._workers is not None:
             self._workers.close()
             self._workers = None
-            # What was prepared ahead is lost, and planned again if there is a next batch.
+            # Prefetched batches are lost, and planned again if there is a next batch.
             self._planner.load_state_dict(self._planner.state_dict(self._handed_out))
             self._planned.clear()
             self._refusal = None

@@ -1,4 +1,4 @@
-"""The data loader for preference methods: pairs of answers to one prompt, of which one is preferred."""
+"""Data loader for preference methods: pairs of a chosen and a rejected answer to one prompt."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,8 +15,6 @@ SIDES = ("chosen", "rejected")
 
 
 class PairEncoder(RowEncoder):
-    """Pairs: the prompt with the chosen answer, and with the rejected one."""
-
     n_parts = len(SIDES)
 
     def encode(self, sample: Sample) -> EncodedRow:
@@ -31,13 +29,13 @@ class PairEncoder(RowEncoder):
 class PreferenceDataLoader(PlannedDataLoader):
     """Pairs for the two forward passes of a preference method; see `PlannedDataLoader` for order and position.
 
-    A batch has, for each side, `chosen_input`, `chosen_labels`, `chosen_positions` and `rejected_…` likewise, all
-    (B, T) with T = `seq_len`: row b of both sides is one pair, its prompt (with ignored labels) followed by one answer.
-    The labels are those of the assistant's turns of the answer. The rest of a row is padding: a document of its own
-    with ignored labels. So `model(batch["chosen_input"], batch["chosen_positions"])` needs no mask.
+    A batch has `chosen_input`, `chosen_labels`, `chosen_positions` and likewise `rejected_…`, all (B, T) with T =
+    `seq_len`. Row b of both sides is one pair: its prompt with ignored labels, then one answer with labels on the
+    assistant's turns. The rest of a row is padding: a separate document with ignored labels. So
+    `model(batch["chosen_input"], batch["chosen_positions"])` needs no mask.
 
-    `too_long` means pairs one of whose sides takes more than T positions; `truncate_left` cuts the same number of
-    tokens off both, and leaves out pairs whose answers alone are longer.
+    `too_long` applies to pairs with a side of more than T positions; `truncate_left` cuts the same number of tokens off
+    both sides, and drops pairs with answers that do not fit alone.
     """
 
     @dataclass(kw_only=True, slots=True)

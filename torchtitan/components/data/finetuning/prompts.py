@@ -1,4 +1,4 @@
-"""The data loader for methods that have the model answer: prompts, with reference answers where there are some."""
+"""Data loader for methods that generate answers: prompts, with optional reference answers."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,8 +16,6 @@ from torchtitan.components.tokenizer import Tokenizer
 
 
 class PromptEncoder(RowEncoder):
-    """Prompts, and the reference answers as they are."""
-
     has_answers = True
 
     def encode(self, sample: Sample) -> EncodedRow:
@@ -29,13 +27,10 @@ class PromptEncoder(RowEncoder):
 class PromptDataLoader(PlannedDataLoader):
     """Prompts for generation; see `PlannedDataLoader` for order and position.
 
-    A batch has `prompts` (B, P), token ids that end with the beginning of the assistant's turn, padded on the right to
-    the longest prompt of the batch, and `prompt_lengths` (B,), their numbers of tokens: padding on the right is where
-    the answer goes, and positions count from the first column. `prompt_ids` gives the lists that
-    `torchtitan.components.generation.generate` takes. A row that only fills up the last batch has the length 0 and
-    `NO_DOCUMENT` in `documents`.
-
-    `seq_len` is the most tokens of a prompt, without its answer.
+    A batch has `prompts` (B, P), token ids that end with the start of the assistant's turn, padded on the right to the
+    longest prompt (answers replace the padding, and positions count from the first column), and `prompt_lengths` (B,).
+    `prompt_ids` returns the lists that `torchtitan.components.generation.generate` takes. A filler row has the length 0
+    and `NO_DOCUMENT` in `documents`. `seq_len` is the most tokens of a prompt without its answer.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -64,11 +59,11 @@ class PromptDataLoader(PlannedDataLoader):
         return {"prompts": torch.from_numpy(prompts), "prompt_lengths": torch.tensor([len(ids) for ids in rows])}
 
     def answer(self, document: int) -> str | None:
-        """The reference answer to a prompt, by its number in `documents`; None: it has none."""
+        """Return the reference answer to a prompt by its number in `documents`; None: it has none."""
         return None if document == NO_DOCUMENT else self.samples.sample(document).answer
 
 
 def prompt_ids(batch: Batch) -> list[list[int]]:
-    """The prompts of a batch as lists of token ids, without padding; those of filled-up rows are empty."""
+    """Return the prompts of a batch as lists of token ids without padding; those of filler rows are empty."""
     lengths = batch["prompt_lengths"].tolist()
     return [ids[:length] for ids, length in zip(batch["prompts"].tolist(), lengths, strict=True)]

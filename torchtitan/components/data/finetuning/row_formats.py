@@ -1,4 +1,4 @@
-"""The shapes that a row of fine-tuning data can have, recognized by its columns."""
+"""Shapes of a fine-tuning row, recognized by its columns."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ from torchtitan.config.registry import suggest
 from torchtitan.tools.errors import UserError
 
 Kind = Literal["sft", "preference", "prompt"]
-"""What rows are for: samples to imitate, pairs to choose from, prompts to answer."""
+"""Purpose of rows: samples to imitate, pairs to compare, prompts to answer."""
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,25 @@ class RowFormat:
     name: str
     kind: Kind
     required: tuple[str, ...]
-    """The columns that a row must have."""
+    """Columns that a row must have."""
     convert: Callable[[dict[str, Any]], Sample | None]
-    """What a row says; None: it is left out, which only a user's function does.
-    Raises `BrokenSample` for a row that cannot be used. That of `find_format` takes rows as they are in the file."""
+    """Converts a row, or returns None to drop it, as only user functions do.
+    Raises `BrokenSample` for an unusable row. In results of `find_format`, it takes rows as they are in the file."""
     optional: tuple[str, ...] = ()
-    """The columns that are read where a row has them; all others are not."""
+    """Columns that are read if present; all others are ignored."""
     mapping: Mapping[str, str] = field(default_factory=dict)
-    """Our name for a column → the file's, where they differ."""
+    """Our column name → the file's, if they differ."""
     by_function: bool = False
     """Whether a user's function reads the columns."""
     fingerprint: str = ""
-    """Equal ones convert equally, by the same code, for the key of a cache. `find_format` fills it in."""
+    """Cache key of the conversion, set by `find_format`."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All that are read."""
         return (*self.required, *self.optional)
 
     def unread(self, row: Mapping[str, Any]) -> list[str]:
-        """The filled columns of a row that are not read, though they look as if they mattered."""
+        """Return a row's filled columns that are not read although their names suggest that they matter."""
         if self.by_function or not (suspects := columns_that_matter(row)):
             return []
         filled = {column: column for column, value in row.items() if is_filled(value)}
@@ -84,7 +83,7 @@ _PROMPTS = {
     "conversations": (listed_in("conversations"), _TURNS),
     "messages": (listed_in("messages"), _TURNS),
 }
-"""The columns that a prompt can be in: how it is read, and what is read beside it."""
+"""Prompt column → its reader, and the optional columns read with it."""
 
 _QUESTIONS = (
     ("prompt", "response"),
@@ -113,18 +112,18 @@ FORMATS: Sequence[RowFormat] = (
         for column, (prompt, beside) in _PROMPTS.items()
     ),
 )
-"""All formats. The first of a kind whose columns a row has is its own."""
+"""All formats; the first of a kind that has all its columns in the row is used."""
 
 
 def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> RowFormat:
-    """The format to read rows with; its `convert` takes rows as they are in the file and renames the columns.
+    """Return the format of rows; its `convert` takes rows as they are in the file and renames their columns.
 
     Args:
-        columns: those of the first good row.
-        format: "auto" (recognized by the columns; it reads all that are mapped), the name of a format, or a function of
-            the user's, `package.module:function` or `path/to/file.py:function`.
-        mapping: the format's name for a column → the file's.
-        kind: what the rows are for.
+        columns: of the first valid row.
+        format: "auto" (recognized by the columns, reading all mapped ones), the name of a format, or a user's function,
+            `package.module:function` or `path/to/file.py:function`.
+        mapping: the format's column name → the file's.
+        kind: purpose of the rows.
 
     Raises:
         UserError: no format has these columns, there is no such format or function, or a mapped column is missing.
@@ -155,14 +154,14 @@ def dataset_formats(
     mapping: Mapping[str, str],
     kind: Kind,
 ) -> list[RowFormat]:
-    """The formats of the rows of dataset strings, by the columns of each.
+    """Return the row formats of data sets, by the columns of each.
 
-    `format` (other than "auto") and `mapping` are those of the data sets that they fit, and go before what was
-    registered; the others are read as they are registered, or by their columns. A function fits all but those that are
-    registered with a way to be read.
+    `format` (other than "auto") and `mapping` apply to the data sets that they fit, overriding the registration; the
+    others are read as registered, or by their columns. A function fits every data set whose registration does not say
+    how to read it.
 
     Raises:
-        UserError: as `find_format`, and where they fit none.
+        UserError: as `find_format`, or they fit no data set.
     """
     if format == AUTO and not mapping:
         return [_own_format(dataset, of_set, kind) for dataset, of_set in zip(datasets, columns, strict=True)]
@@ -181,7 +180,7 @@ def dataset_formats(
 
 
 def describes(dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> bool:
-    """Whether `format` and `mapping` fit a data set with these columns, see `dataset_formats`."""
+    """Return whether `format` and `mapping` fit a data set, see `dataset_formats`."""
     try:
         _described_format(dataset, columns, format, mapping, kind)
     except UserError:
@@ -208,11 +207,7 @@ def _own_format(dataset: str, columns: Sequence[str], kind: Kind) -> RowFormat:
 
 
 def function_format(function: RowFunction, kind: Kind) -> RowFormat:
-    """The format of rows that a function turns into rows of a known format, each recognized by its columns.
-
-    Raises:
-        UserError: as `function_fingerprint`.
-    """
+    """Return the format of rows that a function converts to rows of known formats; raises as `function_fingerprint`."""
     fingerprint = json.dumps([function_fingerprint(function), kind])
     return RowFormat(
         name=f"{function.__module__}:{function.__qualname__}",
@@ -225,11 +220,8 @@ def function_format(function: RowFunction, kind: Kind) -> RowFormat:
 
 
 def _to_imitate_one(known: Mapping[str, str]) -> UserError:
-    """The error for preference rows in a loader of samples to imitate; it names the option that reads one answer.
-
-    Args:
-        known: our name for each column → the rows'.
-    """
+    """Return the error for preference rows in SFT, which names the option that reads one answer. `known` maps our
+    column names to the rows'."""
     endings = [(f.required[:-1], f.required[-1]) for f in FORMATS if f.kind == "sft"]
     suited = [(before, last) for before, last in endings if set(before) <= set(known) and last not in known]
     _, answer = max(suited, key=lambda ending: len(ending[0]))
@@ -245,7 +237,6 @@ def _to_imitate_one(known: Mapping[str, str]) -> UserError:
 
 
 def _not_fitting(columns: Sequence[str], named: RowFormat | None, kind: Kind) -> UserError:
-    """The error for columns that do not suffice for a format, or for any."""
     if kind == "preference" and (label := next((name for name in LABELS if name in columns), None)):
         return UserError(
             f"the rows have the column {label}, which judges one answer each, as for KTO; preference training compares "
@@ -263,7 +254,7 @@ def _not_fitting(columns: Sequence[str], named: RowFormat | None, kind: Kind) ->
 
 
 def _recognize(columns: Iterable[str], kind: Kind, mapped: Iterable[str] = ()) -> RowFormat | None:
-    """The first format that these columns suffice for and that reads those which are mapped."""
+    """Return the first format that these columns suffice for and that reads all mapped columns."""
     there = set(columns)
     suited = (f for f in FORMATS if f.kind == kind and set(f.required) <= there)
     return next((f for f in suited if set(mapped) <= set(f.columns)), None)
@@ -315,14 +306,13 @@ _JUDGING_COLUMNS = {
     **dict.fromkeys(LABELS, "judge one answer each, as for KTO"),
     **dict.fromkeys(ROW_WEIGHTS, "say how much a row counts"),
 }
-"""Column → meaning of such columns, in words."""
+"""Column → meaning, in words."""
 
 _BAD = ("false", "0", "0.0", "undesirable")
-"""Values of a label or weight that mark an answer as one not to imitate."""
+"""Values of a label or weight for an answer that must not be imitated."""
 
 
 def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
-    """Refuse an answer to imitate that its row calls bad, or gives no weight."""
     if format.kind != "sft" or format.required == ("text",):
         return
     for column, meaning in _JUDGING_COLUMNS.items():
@@ -335,8 +325,8 @@ def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
 
 
 def _filled_format(format: RowFormat, row: Mapping[str, Any]) -> RowFormat | None:
-    """The format that a row which is empty in its own may be meant for: all of its columns are filled, those that are
-    in its own among them. A `text` beside an instruction without output is not meant instead of that."""
+    """Return the format that a row empty in its own format may be meant for: all its columns are filled, including the
+    ones filled in its own format. A `text` next to an instruction without output does not count."""
     filled = {column for column, value in row.items() if is_filled(value)}
     own = filled & set(format.required)
     if own == set(format.required):

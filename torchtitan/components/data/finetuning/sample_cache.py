@@ -1,10 +1,10 @@
-"""Samples as token ids and masks on disk: made once per host, found again by content, mapped into memory.
+"""Samples as token ids and masks on disk, built once per host, addressed by content, and mapped into memory.
 
-`{cache}/samples/{key}/` holds `ids.bin` (uint32) and `trained.bin` (one byte per token) of all sequences of all
-samples, `offsets.bin` (int64: where each sequence begins, and the total), `places.bin` with `place_offsets.bin` (where
-each sample's row is) and, of rows that may have one, `answers.bin` with `answer_offsets.bin` (its reference answer),
-texts as JSON, `report.json`, `fingerprint`, a digest of the samples, and the checksums of these files (see
-`disk_cache`). The key is a digest of everything that decides the content of the folder. The size of a window does not.
+`{cache}/samples/{key}/` holds, for all sequences of all samples, `ids.bin` (uint32), `trained.bin` (one byte per token)
+and `offsets.bin` (int64: sequence starts, and the total); JSON texts `places.bin` with `place_offsets.bin` (row
+locations) and, for rows that may have them, `answers.bin` with `answer_offsets.bin` (reference answers); `report.json`;
+`fingerprint`, a digest of the samples; and checksums (see `disk_cache`). The key is a digest of everything that decides
+the content; the window size does not.
 """
 
 import hashlib
@@ -33,23 +33,21 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.progress import progress
 
 SOURCES = ("chat_template/*.py", "tokenizer/*.py", "data/report.py", "data/sources/*.py", "data/finetuning/*.py")
-"""The modules, as patterns below `torchtitan/components`, by which rows are read, converted, encoded, kept or left out,
-and written."""
+"""Patterns, below `torchtitan/components`, of the modules that read, convert, encode, filter and write rows."""
 
 BATCH_ROWS = 1024
-"""Rows encoded at a time."""
 
 
 @cache
 def code_version() -> str:
-    """Hexadecimal digest of `SOURCES`: whatever it may make of the same rows, another version makes it anew."""
+    """Return a hexadecimal digest of `SOURCES`, so that any change of this code rebuilds caches."""
     folder = Path(components.__path__[0])
     files = [file for pattern in SOURCES for file in sorted(folder.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 class SampleCache:
-    """The samples of a data set, mapped into memory. Sending it to another process sends the folder's name only.
+    """Samples of a data set, mapped into memory. Pickling stores the folder's name only.
 
     Args:
         folder: of a finished cache.
@@ -75,7 +73,6 @@ class SampleCache:
 
     @property
     def n_samples(self) -> int:
-        """Number of samples, those left out not among them."""
         return self.report.kept
 
     @property
@@ -85,7 +82,7 @@ class SampleCache:
         return longest
 
     def sample(self, index: int) -> EncodedRow:
-        """The sample with a number from 0, in the order of the rows."""
+        """Return a sample by its number, from 0 in row order."""
         bounds = self._offsets[index * self._n_parts : (index + 1) * self._n_parts + 1].tolist()
         parts = tuple(
             EncodedSample(self._ids[start:stop].astype(np.int64), np.array(self._trained[start:stop]))
@@ -94,7 +91,7 @@ class SampleCache:
         return EncodedRow(parts, self._answers[index] if self._answers else None)
 
     def describe(self, index: int) -> str:
-        """Where the sample's row is: `my.jsonl:17`."""
+        """Return the location of the sample's row: `my.jsonl:17`."""
         place: str = self._places[index]
         return place
 
@@ -111,7 +108,7 @@ class _Texts:
 
 
 def _mapped(path: Path, dtype: str, length: int) -> np.ndarray:
-    """As `map_array`, as a plain array, of which slices are taken several times faster."""
+    """Return `map_array` as a plain array, which is several times faster to slice."""
     return np.asarray(map_array(path, dtype, length))
 
 
@@ -124,12 +121,8 @@ def open_sample_cache(
     *,
     verify: bool = False,
 ) -> SampleCache:
-    """The samples of a source, encoded now if they are not in the cache, or damaged there; see `open_or_build`.
-
-    Raises:
-        UserError: a row cannot be used and `filters` end the run for that, no row is left, or the cache folder cannot
-            be written.
-    """
+    """Return the samples of a source, encoding it unless the cache has it intact; see `open_or_build`. Raises
+    `UserError` if `filters` refuse a row, no row is left, or the cache folder cannot be written."""
     return open_or_build(
         "samples",
         source,
@@ -142,11 +135,7 @@ def open_sample_cache(
 
 
 def first_columns(source: Source) -> list[str]:
-    """The columns of the first row that can be read, by which its format is recognized.
-
-    Raises:
-        UserError: there is no such row.
-    """
+    """Return the columns of the first readable row, which decide the format; raises `UserError` if there is none."""
     error = ""
     for row in source.rows(lambda _: None):
         if row.values is not None:
@@ -156,7 +145,6 @@ def first_columns(source: Source) -> list[str]:
 
 
 def _write(source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path) -> str:
-    """Write the samples into an empty folder; returns how many there are, in words."""
     report = Report(format=format.name)
     with progress(f"tokenizing {source.name}", source.size()) as advance, _writer(folder, encoder.has_answers) as add:
         for row, encoded in _encode(source.rows(advance), format, encoder):
@@ -186,7 +174,6 @@ def _write(source: Source, format: RowFormat, encoder: RowEncoder, filters: Filt
 def _encode(
     rows: Iterable[Row], format: RowFormat, encoder: RowEncoder
 ) -> Iterator[tuple[Row, EncodedRow | BrokenSample | Dropped]]:
-    """Every row with what it became, in their order."""
     rows, checked = iter(rows), False
     while batch := list(itertools.islice(rows, BATCH_ROWS)):
         converted = [_convert(row, format) for row in batch]
@@ -215,7 +202,6 @@ def _convert(row: Row, format: RowFormat) -> Sample | BrokenSample | Dropped:
 
 @contextmanager
 def _writer(folder: Path, has_answers: bool) -> Iterator[Callable[[str, EncodedRow], None]]:
-    """What adds the samples to the files of a cache, one by one."""
     with ExitStack() as stack:
 
         def column(name: str, offsets: str) -> _Column:
@@ -238,7 +224,7 @@ def _writer(folder: Path, has_answers: bool) -> Iterator[Callable[[str, EncodedR
 
 
 class _Column:
-    """Items one behind the other in a file, and where each begins, and the total, in another."""
+    """Consecutive items in one file, with their start offsets and the total in another."""
 
     def __init__(self, items: BinaryIO, offsets: BinaryIO):
         self._items, self._offsets, self._end = items, offsets, 0

@@ -1,4 +1,4 @@
-"""Samples to batches: those of each data set that fit into a window, all data sets under one numbering, and windows."""
+"""From samples to batches: samples that fit into a window, one numbering over all data sets, and packed windows."""
 
 import bisect
 import copy
@@ -21,36 +21,36 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.errors import UserError
 
 MANY_TOO_LONG = 0.01
-"""The share of a data set's rows from which on it is a warning that they are dropped as too long."""
+"""Fraction of a data set's rows that may be dropped as too long without a warning."""
 
 TooLong = Literal["drop", "truncate_left", "truncate_right", "error"]
 """`truncate_left` keeps a sample's end, `truncate_right` its beginning."""
 
 
 class LengthFilteredDataset:
-    """The samples of a cache that fit, as they are or cut.
+    """Samples of a cache that fit, whole or truncated.
 
     Args:
         cache: all samples.
         max_length: most tokens of each sequence of a sample.
-        too_long: what to do with samples that have a longer one. All sequences of one are cut by the same number of
-            tokens, so that what begins alike still does.
-        untrained: what to do with samples none of whose tokens is predicted once they are cut. None: samples are only
-            cut where all that is predicted stays, since what is compared must be whole; others are left out.
-        name: the data set's, for messages.
+        too_long: policy for samples with a longer sequence. Truncation removes the same number of tokens from all
+            sequences of a sample, so that common beginnings stay equal.
+        untrained: policy for samples without trained tokens after truncation. None: truncate only if all trained tokens
+            stay, since comparisons need whole answers; drop other samples.
+        name: of the data set, for messages.
 
     Raises:
-        UserError: a policy is `error` and finds something, or no sample is left.
+        UserError: a policy is `error` and applies, or no sample is left.
     """
 
     def __init__(self, cache: SampleCache, max_length: int, too_long: TooLong, untrained: Policy | None, name: str):
         self._cache, self._too_long, self._untrained = cache, too_long, untrained
         self.max_length = max_length
         self.report: Report = copy.deepcopy(cache.report)
-        """The cache's, and what became of samples that are too long."""
+        """The cache's report, updated for samples that are too long."""
         lengths = cache.lengths
         self.all_lengths: Array = lengths
-        """Tokens of the longest sequence of each sample of the cache, those included that are left out or cut."""
+        """Tokens of the longest sequence of each sample of the cache, including dropped and truncated ones."""
         keep = np.ones(len(lengths), bool)
         for index in np.flatnonzero(lengths > max_length).tolist():
             keep[index] = self._fit(index, int(lengths[index]))
@@ -62,19 +62,17 @@ class LengthFilteredDataset:
 
     @property
     def n_samples(self) -> int:
-        """Number of samples that fit."""
         return len(self._indices)
 
     def sample(self, index: int) -> EncodedRow:
-        """The sample with a number from 0, in the order of the rows."""
         return self._cut(self._cache.sample(int(self._indices[index])))
 
     def describe(self, index: int) -> str:
-        """Where the sample's row is: `my.jsonl:17`."""
+        """Return the location of the sample's row: `my.jsonl:17`."""
         return self._cache.describe(int(self._indices[index]))
 
     def warnings(self) -> Iterator[str]:
-        """What somebody has to know before training on the samples."""
+        """Yield warnings to read before training on the samples."""
         if unread := self.report.unread:
             plural = len(unread) > 1
             yield (
@@ -92,11 +90,10 @@ class LengthFilteredDataset:
 
     @property
     def _cuts(self) -> str:
-        """The choices of `too_long` that cut samples."""
         return "truncate_left" if self._untrained is None else "truncate_left or truncate_right"
 
     def _fit(self, index: int, length: int) -> bool:
-        """Count a sample that is too long; whether it is kept."""
+        """Count a sample that is too long; return whether it is kept."""
         where, whole, report = self._cache.describe(index), self._cache.sample(index), self.report
         holds = f"{self.max_length:,} fit" if self._untrained is None else f"a window holds {self.max_length:,}"
         size = f"{length:,} tokens, {holds}"
@@ -113,7 +110,6 @@ class LengthFilteredDataset:
         return True
 
     def _shortened(self, whole: EncodedRow, where: str, size: str) -> EncodedRow | Dropped:
-        """A sample that is too long, cut, or why it is left out."""
         if self._too_long == "error":
             comma = " or" if self._untrained is None else ","
             raise UserError(f"{where}: {size}; --dataloader.too_long can also be drop{comma} {self._cuts}")
@@ -140,42 +136,41 @@ class LengthFilteredDataset:
 
 
 _IN_FILE = re.compile(r"( \(.*\))?(:\d+|, (row|element) \d+)?")
-"""What is behind the name of a file or data set in the place of a row: `:17`, `, row 3`, ` (train), row 3`."""
+"""Suffix of a row's location after the file or data set: `:17`, `, row 3`, ` (train), row 3`."""
 
 
 class SampleSets:
-    """Data sets side by side: the samples of the first, then those of the second, and so on."""
+    """Data sets under one numbering: the samples of the first, then of the second, and so on."""
 
     def __init__(self, names: Sequence[str], sets: Sequence[LengthFilteredDataset]):
         self.names = list(names)
         self.sets = list(sets)
         self.first = [0, *itertools.accumulate(of_set.n_samples for of_set in sets)]
-        """Number of the first sample of each data set, and of all samples."""
+        """Number of the first sample of each data set, and the total."""
 
     @property
     def positions(self) -> list[Array]:
-        """For each data set, the positions of a window that its samples take: the last token predicts nothing."""
+        """Window positions of each data set's samples; a sample's last token needs none."""
         return [of_set.lengths - 1 for of_set in self.sets]
 
     @property
     def trained_fraction(self) -> float:
-        """The share of these positions that are trained."""
+        """Fraction of these positions that are trained."""
         n_positions = sum(int(of_set.sum()) for of_set in self.positions)
         return sum(of_set.report.trained_tokens for of_set in self.sets) / n_positions
 
     def locate(self, number: int) -> tuple[int, int]:
-        """The data set that a sample is in, by its place among them, and its number there."""
+        """Return the index of a sample's data set, and the sample's number in it."""
         source = bisect.bisect_right(self.first, number) - 1
         return source, number - self.first[source]
 
     def sample(self, number: int) -> EncodedRow:
-        """The sample with a number."""
         source, index = self.locate(number)
         return self.sets[source].sample(index)
 
     def describe(self, number: int) -> str:
-        """Where a sample's row is; with the data set's name, where there are several: `b/c.jsonl:17` if that is the
-        file, else `my_set: c.jsonl:17`."""
+        """Return the location of a sample's row, with the data set if there are several: `b/c.jsonl:17` if that is the
+        file, otherwise `my_set: c.jsonl:17`."""
         source, index = self.locate(number)
         place, name = self.sets[source].describe(index), self.names[source]
         if len(self.sets) == 1:
@@ -185,7 +180,7 @@ class SampleSets:
         return f"{parent}{slash}{place}" if names_itself else f"{name}: {place}"
 
     def numbers_of(self, names: Sequence[str]) -> list[int]:
-        """The samples with these names, as of `describe`; raises `UserError` where there is none of a name."""
+        """Return the numbers of the samples that `describe` names; raises `UserError` for an unknown name."""
         wanted = set(names)
         found = {name: number for number in range(self.first[-1]) if (name := self.describe(number)) in wanted}
         if missing := [name for name in names if name not in found]:
@@ -193,28 +188,20 @@ class SampleSets:
         return [found[name] for name in names]
 
     def report_lines(self) -> Iterator[str]:
-        """What became of the rows of each data set, in words."""
         for name, of_set in zip(self.names, self.sets, strict=True):
             yield from (f"{name}: {line}" for line in of_set.report.lines())
 
     def warnings(self) -> Iterator[str]:
-        """What somebody has to know before training on the data sets."""
         for name, of_set in zip(self.names, self.sets, strict=True):
             yield from (f"{name}: {warning}" for warning in of_set.warnings())
 
 
 Windows = Sequence[Sequence[EncodedRow]]
-"""The samples of each window of a batch; none: a window that only fills it up."""
+"""Samples of each window of a batch; an empty window is a filler."""
 
 
 class WindowDataset(Dataset[Batch]):
-    """Batches by the numbers of the samples in each of their B windows.
-
-    Args:
-        samples: by their numbers.
-        seq_len: given to `collate`.
-        collate: makes a batch, without `documents`.
-    """
+    """Batches by the sample numbers in each of their B windows; `collate` returns a batch without `documents`."""
 
     def __init__(self, samples: SampleSets, seq_len: int, collate: Callable[[Windows, int], Batch]):
         self.samples, self.seq_len, self.collate = samples, seq_len, collate
@@ -229,17 +216,17 @@ class WindowDataset(Dataset[Batch]):
 
 
 def pack_windows(windows: Windows, seq_len: int, part: int = 0) -> Batch:
-    """One sequence of whole samples, packed: see `pack_samples`, each (B, `seq_len`)."""
+    """Pack one sequence of each sample, see `pack_samples`; all tensors are (B, `seq_len`)."""
     packed = [pack_samples([sample.parts[part] for sample in window], seq_len) for window in windows]
     return {name: torch.from_numpy(np.stack([window[name] for window in packed])) for name in packed[0]}
 
 
 def pack_samples(samples: Sequence[EncodedSample], seq_len: int) -> dict[str, Array]:
-    """Whole samples, each a document of its own, as one window of `seq_len` positions.
+    """Pack whole samples, each a separate document, into one window of `seq_len` positions.
 
     Returns:
-        `input`, `labels` and `positions`, each (seq_len,). The rest of the window is padding: a document of its own
-        whose labels are ignored.
+        `input`, `labels` and `positions`, each (seq_len,). The rest of the window is padding: a separate document with
+            ignored labels.
     """
     window = {
         "input": np.zeros(seq_len, np.int64),

@@ -1,4 +1,4 @@
-"""The data loader for supervised fine-tuning: rows of tables as conversations, packed whole into windows."""
+"""Data loader for supervised fine-tuning: rows as conversations, packed whole into windows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 
 
 class ConversationEncoder(RowEncoder):
-    """Conversations and texts, many at a time."""
+    """Encodes conversations and texts in batches."""
 
     def encode_batch(self, samples: Sequence[Sample]) -> list[EncodedRow | BrokenSample]:
         whole = [sample for sample in samples if isinstance(sample, Conversation | Text)]
@@ -29,12 +29,12 @@ class ConversationEncoder(RowEncoder):
 
 
 class SFTDataLoader(PlannedDataLoader):
-    """Conversations, instructions or texts, tokenized whole, packed whole, and trained where the mask says so.
+    """Conversations, instructions or texts, tokenized and packed whole, and trained on the tokens in the mask.
 
-    A sample of n tokens takes n - 1 positions: its inputs are all tokens but the last, its labels all but the first, or
-    `IGNORE_INDEX` where a token is not trained. It is a document of its own, and so is the padding at a window's end.
-    With weights, `epochs` end when the first data set has been read so often; `global_batch_size` is for the schedule
-    of weights. See `PlannedDataLoader` for all arguments, order and position.
+    A sample of n tokens takes n - 1 positions: its inputs are all tokens except the last, its labels all except the
+    first, or `IGNORE_INDEX` for untrained tokens. Each sample is a separate document, as is a window's padding. With
+    weights, `epochs` end when the first data set has been read that often; `global_batch_size` is used by the weight
+    schedule. See `PlannedDataLoader` for arguments, order and position.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -42,38 +42,35 @@ class SFTDataLoader(PlannedDataLoader):
         """Fine-tuning data."""
 
         dataset: list[str] = field(default_factory=lambda: ["chats"])
-        """What to read, one or several: `chats` (embedded), a registered name, or a local path: a file (json, jsonl,
+        """One or several data sets, each `chats` (embedded), a registered name, or a local path: a file (json, jsonl,
         csv, parquet, txt, md; .gz or .zst of these), a folder, a glob pattern, or a folder saved by the library
         datasets."""
         train_on: TrainOn = "assistant"
-        """Which turns are trained: the assistant's, the assistant's last one, or all. A row's own weights win."""
+        """Turns to train on: the assistant's, the assistant's last one, or all. A row's own weights take precedence."""
         untrained: Policy = "drop"
-        """Samples none of whose tokens is trained: drop or error."""
+        """Samples without trained tokens: drop or error."""
         min_tokens: int = 0
-        """Fewest tokens of a sample; shorter ones are dropped."""
+        """Fewest tokens of a sample; shorter samples are dropped."""
         max_tokens: int | None = None
-        """Most tokens of a sample, whatever the sequence length; longer ones are dropped."""
+        """Most tokens of a sample, whatever the sequence length; longer samples are dropped."""
         token_range: str = ""
-        """Token ids that may occur, LOW-HIGH, both included; samples with others are dropped. Empty: all."""
+        """Allowed token ids, LOW-HIGH, both inclusive; samples with others are dropped. Empty: all."""
         max_repetition: float = 1.0
-        """Largest share of a sample's n-grams of tokens that occurred before in it; more repetitive ones are dropped.
-        1: none."""
+        """Largest fraction of repeated token n-grams; more repetitive samples are dropped. 1: no limit."""
         repetition_ngram: int = 10
         """Tokens per n-gram."""
         packing: Packing = "ffd"
         """How samples share windows: ffd (first-fit-decreasing), multipack (equally full windows), or none."""
         pack_chunk: int = 8192
-        """Samples of a data set that are packed together, after they have been shuffled."""
+        """Samples of a data set that are packed together, after shuffling."""
         weights: list[float] = field(default_factory=list)
-        """Share of each data set in the tokens; empty: all are read equally often."""
+        """Each data set's share of the tokens; empty: all data sets are read equally often."""
         weight_schedule: list[str] = field(default_factory=list)
-        """Other weights from a step on: "500: 0.2 0.8"."""
+        """New weights from a step on: "500: 0.2 0.8"."""
         max_epochs: list[float] = field(default_factory=list)
-        """How often each data set may be read. Empty: with weights and no training.epochs once, else as often as the
-        run needs."""
+        """Times that each data set may be read. Empty: once with weights and no training.epochs, else no limit."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a value out of range; looks at no data."""
             PlannedDataLoader.Config.validate(self)
             if self.pack_chunk < 1:
                 raise UserError(f"--dataloader.pack_chunk must be at least 1 sample, not {self.pack_chunk}")
@@ -90,7 +87,7 @@ class SFTDataLoader(PlannedDataLoader):
             self.filters()
 
         def filters(self) -> FilterConfig:
-            """Which rows become samples; raises `UserError` for limits that mean nothing."""
+            """Return the filters for rows; raises `UserError` for invalid limits."""
             return FilterConfig(
                 empty=self.empty,
                 broken=self.broken,
@@ -106,21 +103,21 @@ class SFTDataLoader(PlannedDataLoader):
             return ConversationEncoder(ChatEncoder(tokenizer, template, self.train_on))
 
         def identity(self) -> dict[str, Any]:
-            """Return the identity of the data and which of it is trained."""
+            """Return the identity of the data and of the trained turns."""
             return PlannedDataLoader.Config.identity(self) | {"dataloader.train_on": self.train_on}
 
         def order_key(self) -> list[Any]:  # the weights may change from one position to the next
             return [self.too_long, self.untrained, self.packing, self.pack_chunk, self.sampler.to_dict()]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """The template that is named, else the model's own; None where it has none, since running text needs none,
-            and conversations are then refused when there is one."""
+            """Return the configured or the model's own template; None if there is none, which only conversations
+            need."""
             if not self.chat_template and (not tokenizer.folder or load_chat_template(tokenizer.folder) is None):
                 return None
             return PlannedDataLoader.Config.find_template(self, tokenizer)
 
         def for_validation(self, dataset: str) -> "SFTDataLoader.Config | None":
-            """As the other loaders, with all data sets read equally often."""
+            """Return the base class's config without weights, so that all data sets are read equally often."""
             config = PlannedDataLoader.Config.for_validation(self, dataset)
             return config and dataclasses.replace(config, weights=[], weight_schedule=[], max_epochs=[])
 
@@ -155,7 +152,7 @@ class SFTDataLoader(PlannedDataLoader):
 
     @cached_property
     def windows_per_epoch(self) -> int:
-        """Windows that all data makes when it is read once, each data set by itself."""
+        """Windows in one pass over all data, each data set on its own."""
         positions, config = self.samples.positions, self.config
         if (of_epochs := self._planner.windows_of_epochs) is not None and not config.weights:
             return of_epochs[0]
@@ -179,11 +176,7 @@ class SFTDataLoader(PlannedDataLoader):
 
 
 def parse_token_range(text: str) -> tuple[int, int] | None:
-    """`LOW-HIGH` as numbers; None for an empty text.
-
-    Raises:
-        UserError: for anything else.
-    """
+    """Parse `LOW-HIGH`; an empty text gives None, and any other raises `UserError`."""
     if not text:
         return None
     low, dash, high = text.partition("-")
@@ -193,11 +186,7 @@ def parse_token_range(text: str) -> tuple[int, int] | None:
 
 
 def parse_schedule(entries: list[str]) -> list[tuple[int, list[float]]]:
-    """`["500: 0.2 0.8", …]`, steps and the weights from then on, as numbers.
-
-    Raises:
-        UserError: an entry of another form.
-    """
+    """Parse `["500: 0.2 0.8", …]`, steps and the weights from then on; raises `UserError` for another form."""
     schedule = []
     for entry in entries:
         step, colon, weights = entry.partition(":")

@@ -1,4 +1,4 @@
-"""Which samples make up which window: pure numbers, planned from the lengths of the samples alone."""
+"""Assignment of samples to windows, planned from the samples' lengths alone."""
 
 from torchtitan.components.data.plan.mixture import Mixture
 from torchtitan.components.data.plan.packing import Packing, Window, first_fit_decreasing, multipack, one_each

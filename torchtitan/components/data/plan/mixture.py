@@ -1,4 +1,4 @@
-"""Which of several sources gives the next window, so that each has its share of the tokens at every moment."""
+"""Choice of the source of the next window, so that each source has its share of the tokens at every moment."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,25 +8,24 @@ from torchtitan.tools.errors import UserError
 
 
 class Mixture:
-    """Deals windows to sources by weight: no randomness, and exact to within a window at any time.
+    """Deals windows to sources by weight, deterministically and exactly to within one window.
 
-    After every window, the tokens that a source has given differ from its share (the sum, over all windows so far, of
-    its weight times the window's tokens) by at most one window's capacity. A source is *released* when it has given no
-    more than its share, and *due* when its share will have grown by its next window. Of the released sources, the one
-    due earliest gives the next window. That is non-preemptive earliest-deadline-first scheduling of a processor that
-    is never idle, where no job is late by more than the longest one (cf. Tijdeman, "The chairman assignment problem",
-    1980, for windows of one size). When a source is due behind a change of the weights, the windows until then are
-    taken to be full: so what is owed to a source whose weight is about to fall is given in time, whatever the sizes.
+    After every window, the tokens a source has given differ from its share (the sum over all windows of its weight
+    times the window's tokens) by at most one window's capacity. A source is *released* if it has given no more than its
+    share, and *due* when its share will cover its next window. The released source due earliest gives the next window.
+    This is non-preemptive earliest-deadline-first scheduling of a processor that is never idle, in which no job is late
+    by more than the longest job (cf. Tijdeman, "The chairman assignment problem", 1980, for windows of one size). If a
+    source is due after a weight change, the windows until then count as full, so that a source with a falling weight
+    receives its windows in time.
 
     Args:
-        weights: of each source, not negative; only their proportions count.
+        weights: of each source, at least 0; only their ratios matter.
         capacity: most tokens of a window.
-        schedule: pairs of a step, in ascending order, and the weights from that step on.
-        windows_per_step: windows of one training step; steps count from 1, as data steps do: those included whose
-            windows are read for nothing.
+        schedule: pairs of an ascending step and the weights from that step on.
+        windows_per_step: windows of a training step; steps count from 1 and include steps with unused windows.
 
     Raises:
-        UserError: for weights or steps that cannot be used.
+        UserError: weights or steps are invalid.
     """
 
     def __init__(
@@ -42,44 +41,41 @@ class Mixture:
         self._weights_before = _normalized(weights, len(weights))
         self._schedule = [(step, _normalized(of, len(weights))) for step, of in schedule]
         self._windows_per_step = windows_per_step
-        self._changed_at = (0, 0)  # the steps and the windows behind which steps have so many windows
+        self._changed_at = (0, 0)  # steps and windows completed before `windows_per_step` applied
         self._pieces = self._pieces_by_window()
         self._capacity = capacity
         self.n_windows = 0
-        """Windows dealt so far."""
         self.given = [0] * len(weights)
-        """Tokens that each source has given."""
+        """Tokens dealt to each source."""
         self.share = [0.0] * len(weights)
-        """Tokens that each source should have given."""
+        """Tokens due to each source."""
 
     def released(self) -> list[int]:
-        """The sources that may give the next window: those not ahead of their share."""
+        """Return the sources that are not ahead of their share and may give the next window."""
         # Shares are sums of floats: a source exactly at its share may seem ahead by a rounding error.
         tolerance = 1e-6 * self._capacity
         weights = self._weights()
         behind = [share - given for share, given in zip(self.share, self.given, strict=True)]
-        # One that gets nothing now may still be owed a window from before the weights changed.
+        # A source with weight 0 may still be owed a window from before the weights changed.
         return [i for i, tokens in enumerate(behind) if tokens > (-tolerance if weights[i] else tolerance)]
 
     def choose(self, n_tokens: Mapping[int, int]) -> int:
-        """The source that is due earliest, of those whose next window's tokens are given."""
+        """Return the source due earliest, given the tokens of each candidate's next window."""
         return min(n_tokens, key=lambda source: (self._due(source, n_tokens[source]), source))
 
     def deal(self, source: int, n_tokens: int) -> None:
-        """Count the next window."""
         self.share = [share + weight * n_tokens for share, weight in zip(self.share, self._weights(), strict=True)]
         self.given[source] += n_tokens
         self.n_windows += 1
 
     def share_after(self, n_windows: int) -> list[float]:
-        """Tokens that each source should give in the first `n_windows`, estimated by the mean of the windows so far."""
+        """Estimate each source's tokens in the first `n_windows` by the mean window so far."""
         share = self.share
         for count, weights in self._ahead(n_windows):
             share = [tokens + weight * count * self._mean() for tokens, weight in zip(share, weights, strict=True)]
         return share
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been dealt, JSON-ready."""
         return {
             "n_windows": self.n_windows,
             "given": list(self.given),
@@ -89,7 +85,7 @@ class Mixture:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Deal on from a saved state; steps that were done count as such, however many windows each had."""
+        """Restore a saved state; completed steps count whatever number of windows each had."""
         self.n_windows, self.given, self.share = state["n_windows"], list(state["given"]), list(state["share"])
         n_steps, n_windows = state["changed_at"]
         if state["windows_per_step"] != self._windows_per_step:
@@ -99,8 +95,8 @@ class Mixture:
         self._pieces = self._pieces_by_window()
 
     def _pieces_by_window(self) -> list[tuple[int, list[float]]]:
-        """The number of the first window, and the weights from there on; those of steps that were done before the steps
-        changed may have numbers that are too low, even negative ones."""
+        """Return pairs of a first window and the weights from there on; steps completed before `windows_per_step`
+        changed may have numbers that are too low or negative."""
         n_steps, n_windows = self._changed_at
         scheduled = [
             (n_windows + (step - 1 - n_steps) * self._windows_per_step, weights) for step, weights in self._schedule
@@ -108,8 +104,7 @@ class Mixture:
         return [(min([0, *(first for first, _ in scheduled)]), self._weights_before), *scheduled]
 
     def _due(self, source: int, n_tokens: int) -> float:
-        """In how many tokens of all sources the share of `source` covers its next window, where windows are full;
-        negative: it does now."""
+        """Return the tokens of all sources until `source`'s share covers its next window, if windows are full."""
         missing = self.given[source] + n_tokens - self.share[source]
         elapsed = 0.0
         for count, weights in self._ahead(math.inf):
@@ -122,7 +117,7 @@ class Mixture:
         return elapsed
 
     def _ahead(self, n_windows: float) -> Iterator[tuple[float, list[float]]]:
-        """How many windows up to `n_windows` are dealt by which weights, from now on."""
+        """Yield the numbers of windows from now up to `n_windows`, with their weights."""
         ends = [*(first for first, _ in self._pieces[1:]), math.inf]
         for (first, weights), end in zip(self._pieces, ends, strict=True):
             count = min(end, n_windows) - max(first, self.n_windows)

@@ -1,7 +1,7 @@
-"""The windows of one source: what its sampler draws, packed chunk by chunk, no sample split.
+"""Windows of one source: its sampler's draws, packed chunk by chunk, with no sample split.
 
-Every function of bin packing takes the lengths (n,) of the samples, each at least 1 and at most `capacity`, and returns
-the windows, each as the indices of its samples in ascending order. The result depends on the arguments alone.
+The bin-packing functions take the samples' lengths (n,), each from 1 to `capacity`, and return the windows as ascending
+sample indices. They are deterministic.
 """
 
 import heapq
@@ -14,32 +14,32 @@ import numpy as np
 from torchtitan.components.data.plan.sampler import Array, Sampler, permutation, without_arrays
 
 _SWAPPED_AMONG = 8192
-"""Samples among which `multipack` looks for one to swap."""
+"""Samples among which `multipack` searches for a swap."""
 
 
 def one_each(lengths: Array, capacity: int) -> list[Array]:
-    """One sample per window: no packing."""
+    """Return one window per sample: no packing."""
     _check(lengths, capacity)
     return [np.array([index]) for index in range(len(lengths))]
 
 
 def first_fit_decreasing(lengths: Array, capacity: int) -> list[Array]:
-    """The longest samples first, each into the first window that has room for it: O(n log n).
+    """Put the longest samples first, each into the first window with room: O(n log n).
 
-    At most 11/9 of the fewest windows possible, and 6/9 of one (Dósa, "The tight bound of first fit decreasing
-    bin-packing algorithm", 2007); with samples much shorter than the window, it fills all windows but the last few.
+    Uses at most 11/9 of the optimal number of windows plus 6/9 (Dósa, "The tight bound of first fit decreasing
+    bin-packing algorithm", 2007). If samples are much shorter than the window, it fills all but the last few windows.
     """
     _check(lengths, capacity)
     return _windows(_first_fit_decreasing(lengths, capacity))
 
 
 def multipack(lengths: Array, capacity: int) -> list[Array]:
-    """Windows filled equally: what ranks and micro-batches take is balanced in tokens.
+    """Fill windows equally, so that ranks and micro-batches are balanced in tokens.
 
-    As many windows as first-fit-decreasing needs, or a few percent more where that many cannot be equal. The longest
-    samples go first, each into the least full window ("longest processing time first"; Graham, "Bounds on
-    multiprocessing timing anomalies", 1969); windows that are too full then swap a sample for a shorter one. A swap
-    looks at all samples, so more than 8,192 of them are packed in parts of that many: O(n log n) for any n.
+    Uses as many windows as first-fit-decreasing, or a few percent more if that number cannot be filled equally. The
+    longest samples go first, each into the least full window ("longest processing time first"; Graham, "Bounds on
+    multiprocessing timing anomalies", 1969); overfull windows then swap a sample for a shorter one. A swap searches all
+    samples, so they are packed in parts of 8,192: O(n log n).
     """
     _check(lengths, capacity)
     starts = range(0, len(lengths), _SWAPPED_AMONG)
@@ -51,7 +51,6 @@ def multipack(lengths: Array, capacity: int) -> list[Array]:
 
 
 def _equal_windows(lengths: Array, capacity: int) -> Array:
-    """The window of each sample."""
     n_windows = int(_first_fit_decreasing(lengths, capacity).max()) + 1
     while (window_of := _fit_equally(lengths, capacity, n_windows)) is None:
         n_windows += -(-n_windows // 100)
@@ -59,7 +58,7 @@ def _equal_windows(lengths: Array, capacity: int) -> Array:
 
 
 def _fit_equally(lengths: Array, capacity: int, n_windows: int) -> Array | None:
-    """The window of each sample; None where no swap helps a window that is too full."""
+    """Return the window of each sample; None if no swap relieves an overfull window."""
     window_of = _longest_processing_time(lengths, n_windows)
     room = capacity - np.bincount(window_of, weights=lengths, minlength=n_windows).astype(np.int64)
     for window in np.flatnonzero(room < 0).tolist():
@@ -76,11 +75,11 @@ def _fit_equally(lengths: Array, capacity: int, n_windows: int) -> Array | None:
 
 
 def _best_swap(lengths: Array, window_of: Array, room: Array, window: int) -> tuple[int, int] | None:
-    """A sample of a window that is too full, and one to swap it for that makes it as full as can be; or, where no swap
-    is enough, the one that helps most. None where none helps."""
+    """Return a sample of an overfull window and the sample to swap it for that leaves the window fullest, or, if no
+    swap suffices, relieves it most; None if none helps."""
     best, best_rank = None, (True, 0)
     for given in np.flatnonzero(window_of == window).tolist():
-        gains = lengths[given] - lengths  # what the window gets rid of, and the other takes
+        gains = lengths[given] - lengths  # tokens that move from the window to the other
         gains[gains > room[window_of]] = 0
         enough = gains >= -room[window]
         taken = int(np.argmin(np.where(enough, gains, np.iinfo(np.int64).max)) if enough.any() else np.argmax(gains))
@@ -92,7 +91,7 @@ def _best_swap(lengths: Array, window_of: Array, room: Array, window: int) -> tu
 
 def _longest_processing_time(lengths: Array, n_windows: int) -> Array:
     order = np.argsort(-lengths, kind="stable")
-    # An entry of the heap is `load * n_windows + window`: the least full window first, of equal ones the lowest.
+    # An entry of the heap is `load * n_windows + window`: the least full window first, ties by number.
     heap = list(range(n_windows))
     window_of = np.empty(len(lengths), np.int64)
     for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
@@ -102,7 +101,6 @@ def _longest_processing_time(lengths: Array, n_windows: int) -> Array:
 
 
 def _first_fit_decreasing(lengths: Array, capacity: int) -> Array:
-    """The number of each sample's window."""
     # A binary tree over the windows, as an array: leaf `n_leaves + w` is the room left in window w, and each inner
     # node the most room below it, so that the first window with room is found from the root.
     n_leaves = 1 << max(0, len(lengths) - 1).bit_length()
@@ -127,7 +125,6 @@ def _first_fit_decreasing(lengths: Array, capacity: int) -> Array:
 
 
 def _windows(window_of: Array) -> list[Array]:
-    """The samples of each window, from the window of each sample; windows without samples are left out."""
     order = np.argsort(window_of, kind="stable")
     starts = np.flatnonzero(np.diff(window_of[order], prepend=-1))
     return np.split(order, starts[1:]) if len(order) else []
@@ -138,7 +135,7 @@ def _check(lengths: Array, capacity: int) -> None:
 
 
 Packing = Literal["ffd", "multipack", "none"]
-"""How samples are packed: first-fit-decreasing, fewest equally full windows, or one sample per window."""
+"""First-fit-decreasing, equally filled windows, or one sample per window."""
 
 PACKINGS: dict[Packing, Callable[[Array, int], list[Array]]] = {
     "ffd": first_fit_decreasing,
@@ -149,21 +146,20 @@ PACKINGS: dict[Packing, Callable[[Array, int], list[Array]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The samples that share one window."""
+    """Samples that share one window."""
 
     source: int
-    """Number of the source."""
     epoch: int
-    """Which reading of the source, from 0, the samples belong to."""
+    """Pass over the source, from 0, that the samples belong to."""
     samples: Array
-    """Their numbers in the source, in the order in which they were drawn."""
+    """Their numbers in the source, in drawing order."""
     n_tokens: int
-    """Positions that they take, of the window's capacity."""
+    """Positions of the window that they take."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Samples that were drawn and packed together; they are numbered from 1."""
+    """Samples drawn and packed together; chunks are numbered from 1."""
 
     number: int
     epoch: int
@@ -175,11 +171,11 @@ class _Chunk:
 _NO_CHUNK = _Chunk(number=0, epoch=0, drawn=np.empty(0, np.int64), windows=[], n_tokens=[])
 
 StreamSnapshot = tuple[_Chunk, int, dict[str, Any]]
-"""A position: the chunk, how many of its windows have been given, and the sampler's state."""
+"""A position: the chunk, the number of its windows already returned, and the sampler's state."""
 
 
 class SourceStream:
-    """The windows of one source, in order; see `Planner` for the arguments."""
+    """Windows of one source, in order; see `Planner` for the arguments."""
 
     def __init__(
         self,
@@ -200,7 +196,7 @@ class SourceStream:
         self._given = 0
 
     def next_size(self) -> int | None:
-        """Tokens of the next window; None where all epochs are over."""
+        """Return the tokens of the next window; None after the last epoch."""
         if self._given == len(self._chunk.windows):
             if self._epochs is not None and self.sampler.epoch >= self._epochs:
                 return None
@@ -210,7 +206,6 @@ class SourceStream:
         return self._chunk.n_tokens[self._given]
 
     def take(self) -> Window:
-        """The next window, which must be there."""
         n_tokens = self.next_size()
         assert n_tokens is not None
         samples = self._chunk.drawn[self._chunk.windows[self._given]]
@@ -218,11 +213,10 @@ class SourceStream:
         return Window(self._source, self._chunk.epoch, samples, n_tokens)
 
     def snapshot(self) -> StreamSnapshot:
-        """The position; it holds references only."""
         return self._chunk, self._given, self.sampler.state_dict()
 
     def state_dict(self, snapshot: StreamSnapshot) -> dict[str, Any]:
-        """A position of this stream, JSON-ready."""
+        """Return a position of this stream, JSON-ready."""
         chunk, given, sampler = snapshot
         return {
             "chunk": chunk.number,
@@ -234,7 +228,6 @@ class SourceStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position."""
         self._seed = state["seed"]
         self.sampler.load_state_dict(state["sampler"])
         self._chunk = self._pack(state["chunk"], state["epoch"], np.array(state["drawn"], np.int64))
@@ -246,6 +239,6 @@ class SourceStream:
         if self.sampler.in_order:
             windows.sort(key=lambda window: int(window[0]))
         else:
-            # Packing leaves the windows sorted by the lengths of their samples, which training must not be.
+            # Packing sorts the windows by sample length, and training must not see that order.
             windows = [windows[i] for i in permutation(len(windows), self._seed, self._source, number)]
         return _Chunk(number, epoch, drawn, windows, [int(lengths[window].sum()) for window in windows])

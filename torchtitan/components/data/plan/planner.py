@@ -1,4 +1,4 @@
-"""The planner: one global order of windows over all sources, from the lengths of the samples alone."""
+"""One global order of windows over all sources, planned from the samples' lengths alone."""
 
 import copy
 import itertools
@@ -19,43 +19,38 @@ from torchtitan.tools.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A position of a planner, cheap to take: references to what does not change any more."""
+    """Position of a planner, cheap to take: references to values that no longer change."""
 
     n_windows: int
-    """Windows given before it."""
     mixture: dict[str, Any]
     streams: list[StreamSnapshot]
 
 
 class Planner:
-    """An iterator over the windows of all sources, in one order that is the same on every rank.
+    """Iterator over the windows of all sources, in one order that is the same on every rank.
 
-    Each source's samples are drawn by its sampler, `chunk` at a time, and packed; a `Mixture` deals the sources'
-    windows. The order is a function of the arguments and of what was given to `observe`: ranks, workers and batches
-    take windows from it as they like, and whoever counts windows can go on anywhere.
-
-    Samples are numbered over all sources too: sample s of source i is `offsets[i] + s`.
+    Each source's sampler draws its samples, `chunk` at a time, to be packed; a `Mixture` deals the sources' windows.
+    The order depends only on the arguments and the input of `observe`, not on ranks, workers or batches, so a count of
+    windows is a position. Sample s of source i has the global number `offsets[i] + s`.
 
     Args:
-        lengths: for each source, the positions (n,) that its samples take, 1 to `capacity` each; n is at least 1.
+        lengths: for each source, the positions (n,) of its samples, 1 to `capacity` each; n is at least 1.
         capacity: positions of a window.
-        samplers: one per source, at their beginning, of as many samples.
+        samplers: one new sampler per source.
         packing: how the samples of a chunk become windows.
         chunk: samples of one source that are packed together.
-        weights: share of each source in the tokens; None: by their numbers of tokens, so that all are read equally
-            often.
-        schedule: steps and the weights from then on, see `Mixture`; only with weights.
-        windows_per_step: windows of one training step, for the schedule; a resumed run may have others.
-        max_epochs: how often each source may be read; None: without limit.
+        weights: each source's share of the tokens; None: by their tokens, so that all are read equally often.
+        schedule: steps and the weights from then on, see `Mixture`; requires `weights`.
+        windows_per_step: windows of a training step, for the schedule; a resumed run may change it.
+        max_epochs: times that each source may be read; None: no limit. `next` raises `UserError` beyond it.
         names: of the sources, for messages.
         seed: orders the windows of a chunk.
-        epochs: how often the sources are read. With weights the data ends when the first source has been read so often
-            and is wanted again. None: without end.
-        ahead: most windows that are planned before those trained on; what a step taught the samplers changes the
-            samples drawn this many windows later. The same in a resumed run for the same samples.
+        epochs: passes over the sources; with weights, until a source that has completed them is needed. None: endless.
+        ahead: most windows planned before they are trained on; a step's statistics affect samples drawn this many
+            windows later. A resumed run needs the same value to draw the same samples.
 
     Raises:
-        UserError: weights, schedule or limits cannot be used.
+        UserError: weights, schedule or limits are invalid.
     """
 
     def __init__(
@@ -77,9 +72,9 @@ class Planner:
     ):
         self.names = list(names) if names is not None else [f"data set {i + 1}" for i in range(len(lengths))]
         self.offsets = np.cumsum([0, *(len(of_source) for of_source in lengths)])
-        """Where each source's samples begin in the numbers over all sources, and the number of all samples."""
+        """Global number of each source's first sample, and the total."""
         self.n_tokens = [int(of_source.sum()) for of_source in lengths]
-        """Positions that all samples of each source take."""
+        """Positions of all samples of each source."""
         self._streams = [
             SourceStream(i, of_source, capacity, sampler, packing=packing, chunk=chunk, seed=seed, epochs=epochs)
             for i, (of_source, sampler) in enumerate(zip(lengths, samplers, strict=True))
@@ -89,41 +84,33 @@ class Planner:
         self._weighted = weights is not None
         self._mixture = Mixture(weights or self.n_tokens, capacity, schedule, windows_per_step)
         self.max_epochs: list[float | None] = list([None] * len(lengths) if max_epochs is None else max_epochs)
-        """How often each source may be read; None: without limit."""
         if len(self.max_epochs) != len(lengths):
             raise UserError(
                 f"{len(self.max_epochs)} values of --dataloader.max_epochs for {len(lengths)} data sets: give one each"
             )
         self.epochs = epochs
-        """How often the sources are read; None: without end."""
         self._ahead = ahead
         self.is_adaptive = any(sampler.adaptive for sampler in samplers)
-        """Whether the windows depend on what is observed, and not on the arguments alone."""
+        """Whether the windows depend on observed statistics."""
         self._observed: list[tuple[int, StepStatistics]] = []
         self._horizon = 0
         self._shared = {id(of_source): of_source for of_source in lengths}
         self._initial = copy.deepcopy(self, {**self._shared})
 
     def _from_start(self) -> "Planner":
-        """Another planner at the beginning, where nothing has been observed."""
+        """Return a planner at the start that has observed nothing."""
         planner = copy.deepcopy(self._initial, {**self._shared})
         planner._ahead = 0
         return planner
 
     @property
     def n_windows(self) -> int:
-        """Windows given so far."""
         return self._mixture.n_windows
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Window:
-        """The next window; `StopIteration` behind the last.
-
-        Raises:
-            UserError: a source would be read more often than its limit.
-        """
         due = self.n_windows - self._ahead
         for at, statistics in self._observed:
             if at == due:
@@ -136,12 +123,11 @@ class Planner:
         return self._streams[source].take()
 
     def _choose(self) -> tuple[int, int]:
-        """The source of the next window, and its tokens."""
         sizes = {source: self._streams[source].next_size() for source in self._mixture.released()}
         if self._weighted and None in sizes.values():
             raise StopIteration
         left = {source: size for source, size in sizes.items() if size is not None}
-        if not left:  # the released ones are over; the others end within a window of their share
+        if not left:  # the released sources have ended; the others end within a window of their share
             every = {source: stream.next_size() for source, stream in enumerate(self._streams)}
             left = {source: size for source, size in every.items() if size is not None}
         if not left:
@@ -160,9 +146,8 @@ class Planner:
         )
 
     def epochs_after(self, n_windows: int) -> list[float]:
-        """How often each source has been read, by its tokens, after the first `n_windows` or at the end, whatever the
-        limits, and as if nothing were observed: found by planning as many tokens as all sources have, and behind those
-        estimated by the mean tokens of a window."""
+        """Return the passes over each source, by tokens, after the first `n_windows` or at the end, ignoring limits and
+        statistics: exact for as many tokens as all sources have, then estimated by the mean window."""
         planner = self._from_start()
         planner.max_epochs = [None] * len(self.max_epochs)
         mixture, n_all = planner._mixture, sum(self.n_tokens)
@@ -177,25 +162,16 @@ class Planner:
 
     @cached_property
     def windows_of_epochs(self) -> list[int] | None:
-        """Windows of each epoch, exactly, found by planning them, in seconds per million samples; with weights, those
-        of the sources together that are in it. None: without end, or not known because a sampler draws by what it
-        observes.
-
-        Raises:
-            UserError: a source would be read more often than its limit.
-        """
+        """Windows of each epoch (with weights, of all sources together), planned in seconds per million samples; None:
+        endless, or dependent on observed statistics. Raises `UserError` if a source would be read beyond its limit."""
         if self.epochs is None or self.is_adaptive:
             return None
         counts = Counter(window.epoch for window in self._from_start())
         return [counts[epoch] for epoch in range(self.epochs)]
 
     def check_repetitions(self, n_windows: int) -> None:
-        """Find out beforehand whether a source is read more often than its limit by the time that `n_windows` windows
-        have been given: by planning from where this one stands, as if nothing more were observed.
-
-        Raises:
-            UserError: it is; the message says how often, estimated by the mean tokens of a window.
-        """
+        """Raise `UserError` if planning `n_windows` windows, without further statistics, exceeds a source's limit; the
+        message estimates how often the source would be read from the mean window."""
         if all(limit is None for limit in self.max_epochs):
             return
         planner = self._from_start()
@@ -205,16 +181,12 @@ class Planner:
             pass
 
     def observe(self, statistics: StepStatistics, n_windows: int) -> None:
-        """Give the samplers what a training step found out.
-
-        Args:
-            statistics: of the step; `samples` are numbers over all sources.
-            n_windows: windows trained on so far, those of the step included; more than in the call before.
-        """
+        """Pass a training step's statistics, with global sample numbers, to the samplers; `n_windows` counts the
+        windows trained on so far, including the step's, and must increase."""
         if not self.is_adaptive:
             return
         assert self.n_windows <= n_windows + self._ahead, "planned further ahead than `ahead` says"
-        # No position before `n_windows` will be saved any more, and those behind it have learned what is dropped here.
+        # No position before `n_windows` will be saved, and later positions have learned the entries dropped here.
         self._observed = [entry for entry in self._observed if entry[0] >= n_windows - self._ahead]
         self._observed.append((n_windows, statistics))
 
@@ -230,15 +202,12 @@ class Planner:
             )
 
     def snapshot(self) -> Snapshot:
-        """The position behind the last window."""
+        """Return the position after the last window."""
         return Snapshot(self.n_windows, self._mixture.state_dict(), [stream.snapshot() for stream in self._streams])
 
     def state_dict(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
-        """A position, JSON-ready, exact at any window; it has what was observed and not learned yet there.
-
-        Args:
-            snapshot: the position, not before the last `observe`d; None: where the planner stands.
-        """
+        """Return a position, by default the current one, JSON-ready and exact at any window, with the statistics not
+        yet applied there. A `snapshot` must not be older than the last `observe`."""
         snapshot = snapshot or self.snapshot()
         learned = snapshot.n_windows - 1 - self._ahead
         return {
@@ -254,7 +223,7 @@ class Planner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position in the same data, with the same capacity, packing, chunk and number of sources."""
+        """Restore a position in the same data, with the same capacity, packing, chunk and number of sources."""
         self._mixture.load_state_dict(state["mixture"])
         for stream, of_stream in zip(self._streams, state["streams"], strict=True):
             stream.load_state_dict(of_stream)

@@ -1,9 +1,9 @@
-"""Batches from a stream: registered data sets, read and tokenized while training goes.
+"""Batches from a stream: registered data sets, read and tokenized during training.
 
-The stream is split over the data-parallel ranks and their workers, the "nodes" here. Each packs its own documents into
-windows and can be continued at any window. `datasets`' shuffle buffer is not used, since what it holds is lost when a
-stream is resumed. Instead, a node reads a block of documents, permutes it, and passes it on; the state of the stream in
-front of a block and the place inside are all there is to save, and to resume is to read the block again.
+The stream is split over the workers of all data-parallel ranks, called "nodes" here. Each node packs its own documents
+into windows and can resume at any window. The shuffle buffer of `datasets` is not used because resuming loses its
+content. Instead, a node reads a block of documents and permutes it: the stream's state before the block and the
+position in the block are the whole state, and resuming reads the block again.
 """
 
 from collections.abc import Iterator
@@ -26,37 +26,34 @@ from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
 
 DOCUMENTS_PER_ENCODING = 64
-"""Documents of a block that are tokenized at a time."""
 
 
 class StreamPosition(NamedTuple):
-    """A token in a node's stream, JSON-ready as a dictionary."""
+    """Position of a token in a node's stream, JSON-ready as a dictionary."""
 
     epoch: int = 0
     block: int = 0
     source: dict[str, Any] | None = None
-    """The state of the `datasets` stream in front of the block; None: its beginning."""
+    """State of the `datasets` stream before the block; None: the stream's start."""
     document: int = 0
     """Number of the document in the permuted block."""
     token: int = 0
-    """Number of the token in the document."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOrder:
-    """In which order, and how often, a stream is read."""
+    """Order and repetition of a stream."""
 
     shuffle: bool
     block_size: int
-    """Documents that are permuted together."""
     seed: int
     restarts: int = 0
-    """How often the stream had to start anew; each time it is shuffled in another way."""
+    """Times that the stream had to restart, each time shuffled differently."""
     first_epoch: int = 0
 
 
 class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
-    """The batches of one rank, packed by each of its workers from its own share of the stream."""
+    """Batches of one rank; each of its workers packs its own share of the stream."""
 
     def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
         self.source, self.tokenizer, self.layout, self.order = source, tokenizer, layout, order
@@ -69,10 +66,7 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
 
 
 class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
-    """The batches of one node. Its state is the place at which the next window begins.
-
-    An error that a message explains comes as the last item: see `Workers`.
-    """
+    """Batches of one node; the state is the start of the next window. See `Workers` for errors as items."""
 
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
         self.dataset, self.node, self.n_nodes = dataset, node, n_nodes
@@ -80,11 +74,10 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         self._windows = self._all_windows(self._place)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the last batch, JSON-ready."""
+        """Return the position after the last batch, JSON-ready."""
         return self._place._asdict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved place."""
         self._place = StreamPosition(**state)
         self._windows = self._all_windows(self._place)
 
@@ -108,7 +101,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         return collate(samples + [padding] * (layout.local_batch_size - len(samples)))
 
     def _all_windows(self, place: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
-        """Samples and the place behind each, from a place to the end of the last epoch."""
+        """Yield samples with the position after each."""
         epochs = self.dataset.layout.epochs
         while epochs is None or place.epoch < epochs:
             at_beginning, empty = place == StreamPosition(epoch=place.epoch), True
@@ -139,7 +132,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             yield sample, StreamPosition(epoch=place.epoch + 1)
 
     def _documents(self, place: StreamPosition) -> Iterator[tuple[StreamPosition, Array]]:
-        """The documents that have tokens, each with its beginning, from the document of `place` to the epoch's end."""
+        """Yield the non-empty documents with their positions, from the document of `place` to the epoch's end."""
         for block, source, texts in self._blocks(place):
             texts = self._permuted(texts, place.epoch, block)
             first = place.document if block == place.block else 0
@@ -157,7 +150,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         return [texts[permute(i, len(texts), *key)] for i in range(len(texts))]
 
     def _blocks(self, place: StreamPosition) -> Iterator[tuple[int, dict[str, Any] | None, list[str]]]:
-        """Each block's number, the stream's state in front of it, and its texts, from the block of `place` on."""
+        """Yield each block's number, the stream's state before it, and its texts, from the block of `place` on."""
         source, column = self.dataset.source, self.dataset.source.text_column
         with _named_failures(source):
             stream = open_share(source, self.node, self.n_nodes)
@@ -180,13 +173,10 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         return [np.array(ids if text.strip() else [], np.int64) for text, ids in zip(texts, encoded, strict=True)]
 
     def _number(self, place: StreamPosition) -> int:
-        """A number for a document from which the node and its place in the node's order can be told."""
         return (place.block * self.dataset.order.block_size + place.document) * self.n_nodes + self.node
 
 
 class _TokenBuffer:
-    """Tokens that wait for their window, and where each came from."""
-
     def __init__(self) -> None:
         self._tokens = np.zeros(0, np.int64)
         self._spans: list[tuple[int, StreamPosition]] = []
@@ -199,10 +189,7 @@ class _TokenBuffer:
         self._tokens = np.concatenate([self._tokens, ids])
 
     def pop(self, seq_len: int) -> tuple[Array, Array, StreamPosition, StreamPosition]:
-        """The next window: its tokens, the document starts in it, its first and last document.
-
-        The last token stays, being the first of the next window.
-        """
+        """Return the next window's tokens, document starts, and first and last document; keep its last token."""
         tokens = self._tokens[: seq_len + 1]
         inside = [(begin, place) for begin, place in self._spans if begin < len(tokens)]
         starts = np.array([begin for begin, _ in inside if begin > 0], np.int64)
@@ -211,11 +198,10 @@ class _TokenBuffer:
         return tokens, starts, inside[0][1], inside[-1][1]
 
     def place(self) -> StreamPosition:
-        """The place of the token that the next window begins with."""
+        """Return the position of the next window's first token."""
         return self._spans[0][1]
 
     def _drop(self, n_tokens: int) -> None:
-        """Forget the first `n_tokens`: the span that holds the next token begins there now."""
         index = max((i for i, (begin, _) in enumerate(self._spans) if begin <= n_tokens), default=0)
         begin, place = self._spans[index]
         rest = [(b - n_tokens, p) for b, p in self._spans[index + 1 :]]
@@ -224,7 +210,7 @@ class _TokenBuffer:
 
 @contextmanager
 def _named_failures(source: StreamSource) -> Iterator[None]:
-    """Turn what `datasets`, the hub's client, or the network raises during a run into a `RunFailure`."""
+    """Turn errors of `datasets`, the hub's client or the network during a run into a `RunFailure`."""
     try:
         yield
     except UserError:
@@ -235,7 +221,7 @@ def _named_failures(source: StreamSource) -> Iterator[None]:
 
 
 def open_share(source: StreamSource, node: int, n_nodes: int) -> Any:
-    """The part of a stream that falls to one of `n_nodes`: whole files where there are enough, else every n-th row."""
+    """Return one node's part of a stream: whole files if there are enough of them, else every n-th row."""
     from datasets.distributed import split_dataset_by_node
 
     stream = source.open()
@@ -245,11 +231,8 @@ def open_share(source: StreamSource, node: int, n_nodes: int) -> Any:
 
 
 class StreamBatches(BatchIterator):
-    """Batches from a stream.
-
-    It can be continued exactly by the same number of ranks and workers. With others, the shares of the stream are
-    others too: it starts anew, shuffled in another way, and says so.
-    """
+    """Batches from a stream. Exact resuming needs the same numbers of ranks and workers; with others, the stream is
+    split differently, so it restarts with a warning, shuffled differently."""
 
     def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
         self._source, self._tokenizer, self._order = source, tokenizer, order

@@ -1,9 +1,8 @@
-"""Local documents as token ids on disk: made once per host, found again by content, mapped into memory.
+"""Local documents as token ids on disk, built once per host, addressed by content, and mapped into memory.
 
-`{cache}/tokens/{key}/` holds `tokens.bin` (uint16, or uint32 for a vocabulary beyond 65,536), `offsets.bin` (int64:
-where each document begins, and the total), `meta.json`, and their checksums (see `disk_cache`).
-
-Documents are encoded in batches that keep all of the tokenizer's threads busy and memory bounded.
+`{cache}/tokens/{key}/` holds `tokens.bin` (uint16, or uint32 for more than 65,536 token ids), `offsets.bin` (int64:
+where each document begins, and the total), `meta.json`, and checksums (see `disk_cache`). Documents are encoded in
+batches that keep all tokenizer threads busy and memory bounded.
 """
 
 import bisect
@@ -28,18 +27,15 @@ from torchtitan.tools.progress import progress
 FORMAT_VERSION = 2
 
 PIECE_SIZE = 1 << 18
-"""Characters after which a long document is cut, where that does not change its tokens."""
+"""Characters after which a long document is split, if that does not change its tokens."""
 BATCH_SIZE = 1 << 23
-"""Characters encoded at a time, at most about."""
+"""Approximate maximum of characters encoded at a time."""
 BATCH_TEXTS = 1 << 15
 """Texts encoded at a time."""
 
 
 class TokenCache:
-    """The token ids of a data set, document behind document, mapped into memory.
-
-    Sending it to another process sends the folder's name only.
-    """
+    """Token ids of a data set's consecutive documents, mapped into memory. Pickling stores the folder's name only."""
 
     def __init__(self, folder: Path, names: list[str]):
         self.folder = folder
@@ -55,17 +51,17 @@ class TokenCache:
 
     @property
     def key(self) -> str:
-        """Equal keys mean equal tokens and documents."""
+        """Key of the content; equal keys mean equal tokens and documents."""
         return self.folder.name
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens, those around each document included."""
+        """Number of tokens, including those around each document."""
         return len(self._tokens)
 
     @property
     def n_documents(self) -> int:
-        """Number of documents, empty ones included."""
+        """Number of documents, including empty ones."""
         return len(self._offsets) - 1
 
     @property
@@ -74,20 +70,20 @@ class TokenCache:
         return np.diff(self._offsets)
 
     def tokens(self, start: int, stop: int) -> Array:
-        """Token ids from `start` up to `stop` or the end of the data."""
+        """Return the token ids from `start` up to `stop` or the end of the data."""
         return self._tokens[start:stop].astype(np.int64)
 
     def starts(self, start: int, stop: int) -> Array:
-        """Where documents begin, start <= where < stop, counted from `start`; the end of the data is no beginning."""
+        """Return the starts of documents in [start, stop), relative to `start`; the end of the data is not a start."""
         low, high = np.searchsorted(self._offsets[:-1], (start, min(stop, self.n_tokens)))
         return np.array(self._offsets[low:high]) - start
 
     def document_at(self, token: int) -> int:
-        """Number of the document, from 0 over all files, that holds the `token`-th token."""
+        """Return the number, from 0 over all files, of the document that holds the given token."""
         return int(np.searchsorted(self._offsets, token, side="right")) - 1
 
     def describe(self, first: int, last: int) -> str:
-        """A range of documents in words, numbered from 1 in each file."""
+        """Return a range of documents in words, numbered from 1 in each file."""
         if self._place(first)[0] != self._place(last)[0]:
             return f"{self.describe(first, first)} to {self.describe(last, last)}"
         name, begin = self._place(first)
@@ -100,11 +96,8 @@ class TokenCache:
 
 
 def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "", *, verify: bool = False) -> TokenCache:
-    """The tokens of a source, encoded now if they are not in the cache, or damaged there; see `open_or_build`.
-
-    Raises:
-        UserError: the data is bad or empty, or the cache folder cannot be written.
-    """
+    """Return the tokens of a source, encoding it unless the cache has it intact; see `open_or_build`. Raises
+    `UserError` if the data is bad or empty, or the cache folder cannot be written."""
     return open_or_build(
         "tokens",
         source,
@@ -126,7 +119,6 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> str:
 
 
 def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Write the tokens and offsets; returns the content of `meta.json`."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     n_tokens = 0
     documents_per_part = [0] * len(source.parts)
@@ -162,17 +154,15 @@ def _warn_of_empty_parts(source: Source, documents_per_part: list[int], offsets_
 
 
 class Piece(NamedTuple):
-    """The token ids of a piece of a document, wrapped as the tokenizer asks."""
+    """Token ids of a piece of a document, with the document's prefix and suffix tokens at its ends."""
 
     ids: list[int]
     ends_document: bool
 
 
 def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Encode documents as `Tokenizer.encode_documents` does, each in one or more pieces that together have its ids.
-
-    A document without any visible character has no ids, not even the wrapping: one empty piece.
-    """
+    """Yield documents encoded as by `Tokenizer.encode_documents`, each as one or more pieces; a document without
+    visible characters is one empty piece, without prefix and suffix."""
     cuts, wrapping = _may_be_cut(tokenizer), document_wrapping(tokenizer)
     batch: list[tuple[str, bool, bool]] = []
     n_characters = 0
@@ -198,14 +188,14 @@ def _encode(
 
 
 def document_wrapping(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What `encode_documents` puts in front of a document and behind it."""
+    """Return the token ids that `Tokenizer.encode_documents` puts before and after a document."""
     [bare], [wrapped] = tokenizer.encode_batch(["a"], add_bos=False, add_eos=False), tokenizer.encode_documents(["a"])
     begin = next(i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare)
     return wrapped[:begin], wrapped[begin + len(bare) :]
 
 
 def _with_ends(texts: Iterator[str]) -> Iterator[tuple[str, bool, bool]]:
-    """Each text with whether it is the first and whether it is the last; one empty text where there is none."""
+    """Yield each text, or one empty text, with whether it is the first and the last."""
     begins, text = True, next(texts, "")
     for following in texts:
         yield text, begins, False
@@ -214,11 +204,11 @@ def _with_ends(texts: Iterator[str]) -> Iterator[tuple[str, bool, bool]]:
 
 
 def split_document(document: Document, size: int) -> Iterator[str]:
-    """The text of a document in pieces of about `size` characters, cut only where tokenizers cut as well.
+    """Yield a document's text in pieces of about `size` characters, split only where tokenizers split too.
 
-    That is behind a newline between two characters that are not white space, or in front of a `\\r\\n` that follows a
-    letter or digit: the pre-tokenizers of byte-level BPE always separate there, whatever comes before and after. A
-    stretch without such a place stays in one piece, however long.
+    These places are after a newline between two non-space characters, and before a `\\r\\n` that follows a letter or
+    digit: byte-level BPE pre-tokenizers always split there, whatever the context. Text without such a place stays
+    whole.
     """
     held: list[str] = []
     for chunk in document:
@@ -235,7 +225,6 @@ def split_document(document: Document, size: int) -> Iterator[str]:
 
 
 def _last_cut(text: str) -> int:
-    """The last place in `text` where it may be cut, or 0."""
     newline = text.rfind("\n", 1, -1)
     while newline > 0:
         before, after = text[newline - 1], text[newline + 1]
@@ -248,7 +237,7 @@ def _last_cut(text: str) -> int:
 
 
 def _may_be_cut(tokenizer: Tokenizer) -> bool:
-    """Whether texts may be encoded in pieces; not so where, as in SentencePiece, the start of a text is marked."""
+    """Return whether texts may be encoded in pieces; not in SentencePiece, which marks the start of a text."""
 
     def encode(*texts: str) -> list[int]:
         return [i for ids in tokenizer.encode_batch(list(texts), add_bos=False, add_eos=False) for i in ids]

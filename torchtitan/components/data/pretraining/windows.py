@@ -1,8 +1,7 @@
-"""Windows of a stream of tokens: the order in which they are visited, how one becomes a sample, and batches of them.
+"""Windows over a stream of tokens: their order, their conversion to samples, and batches of them.
 
-The documents of a data set, one behind the other, are one stream of tokens. Window `i` covers the tokens
-`[i * seq_len, i * seq_len + seq_len]`: neighbors overlap by one token, so that every token but the first of the
-stream is the label of exactly one input position.
+The concatenated documents of a data set are one stream of tokens. Window `i` covers the `seq_len` + 1 tokens from `i *
+seq_len` on: neighbors overlap by one, so every token except the first is the label of exactly one input position.
 """
 
 import hashlib
@@ -24,23 +23,23 @@ from torchtitan.components.data.workers import Workers
 from torchtitan.components.loss import IGNORE_INDEX
 
 Sample = tuple[dict[str, Array], tuple[int, int]]
-"""A row of a batch, and the numbers of the first and last document in it."""
+"""A row of a batch, with the numbers of its first and last document."""
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
 
 
 def count_windows(n_tokens: int, seq_len: int) -> int:
-    """Number of windows of `seq_len` predictions that a stream of `n_tokens` tokens fills, the last one partly."""
+    """Return the number of windows of `seq_len` predictions in `n_tokens` tokens, the last one possibly partial."""
     return max(0, -(-(n_tokens - 1) // seq_len))
 
 
 def permute(index: int, size: int, *key: int) -> int:
-    """Where a pseudo-random permutation of `range(size)`, chosen by `key`, sends `index`.
+    """Return the image of `index` under a pseudo-random permutation of `range(size)` chosen by `key`.
 
-    It needs no memory: a Feistel network permutes the smallest even-bit power of two that holds `size`, and a result
-    outside is sent through again until it falls inside ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary
-    Finite Domains", 2002). At most 4 times as large a domain: fewer than 4 passes on average.
+    It needs no memory: a Feistel network permutes the smallest even-bit power of two that holds `size`, and is applied
+    again until the result is in range ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    2002). The domain is at most 4 times `size`: fewer than 4 passes on average.
     """
     assert 0 <= index < size
     half_bits = max(1, -(-(size - 1).bit_length() // 2))
@@ -61,25 +60,24 @@ def _round_keys(key: tuple[int, ...]) -> list[int]:
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea and Flood, 2014): every input bit moves every output bit."""
+    """SplitMix64's finalizer (Steele, Lea and Flood, 2014): each input bit affects all output bits."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
 def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> dict[str, Array]:
-    """One window as a sample of `seq_len` positions.
+    """Convert one window to a sample of `seq_len` positions.
 
     Args:
-        tokens: the window's 2 to `seq_len + 1` tokens; fewer than `seq_len + 1` at the end of the data only.
-        starts: the indices in `tokens` at which a document begins, index 0 or not.
-        document_mask: keep documents apart. Positions count from each document's start in the window, and the last
-            token of a document does not predict the first of the next, which it could not know. Without it, the
-            window is one text and there are no positions.
+        tokens: the window's 2 to `seq_len + 1` tokens; fewer than `seq_len + 1` only at the end of the data.
+        starts: indices in `tokens` of document starts, with or without index 0.
+        document_mask: keep documents apart: positions restart with each document, and a document's last token does not
+            predict the next document's first. False: the window is one text without positions.
 
     Returns:
         `input`, `labels` and, with document masking, `positions`, each (seq_len,). The rest of a short window is
-        padding: a document of its own whose labels are ignored.
+            padding: a separate document with ignored labels.
     """
     n_inputs = len(tokens) - 1
     assert 1 <= n_inputs <= seq_len
@@ -97,7 +95,7 @@ def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> 
 
 
 def filler(seq_len: int, *, document_mask: bool) -> Sample:
-    """A sample that predicts nothing, to fill up the last batch."""
+    """Return a sample that predicts nothing, to fill up the last batch."""
     sample = {"input": np.zeros(seq_len, np.int64), "labels": np.full(seq_len, IGNORE_INDEX, np.int64)}
     if document_mask:
         sample["positions"] = np.arange(seq_len)
@@ -105,68 +103,63 @@ def filler(seq_len: int, *, document_mask: bool) -> Sample:
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Samples as one batch."""
     batch = {name: torch.from_numpy(np.stack([sample[name] for sample, _ in samples])) for name in samples[0][0]}
     batch["documents"] = torch.tensor([documents for _, documents in samples])
     return batch
 
 
 class BatchIterator(ABC):
-    """An iterator over one rank's batches whose position can be saved and set.
+    """Iterator over one rank's batches with a position that can be saved and restored.
 
     Args:
-        layout: of the batches.
-        fingerprint: parts, JSON-ready, that are equal where positions mean the same samples.
-        n_samples: samples of all epochs over all ranks; None: not known, or without end.
+        fingerprint: JSON-ready parts that are equal if positions mean the same samples.
+        n_samples: samples of all epochs over all ranks; None: unknown or endless.
     """
 
     def __init__(self, layout: Layout, fingerprint: Sequence[Any], n_samples: int | None = None):
         self.fingerprint = digest_of(fingerprint)
         self.n_samples = n_samples
         self.exhausted = False
-        """Whether `next` has found no more samples of this rank."""
+        """Whether `next` has found no more samples for this rank."""
         self._layout = layout
         self._workers: Workers | None = None
 
     @abstractmethod
     def __next__(self) -> Batch:
-        """The next batch; `StopIteration` where every rank ends after the same number of batches."""
+        """Return the next batch; raises `StopIteration` if every rank ends after the same number of batches."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch handed out, JSON-ready."""
+        """Return the position after the last batch returned, JSON-ready."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position of an iterator with the same fingerprint."""
+        """Restore a position saved by an iterator with the same fingerprint."""
 
     @abstractmethod
     def describe(self, first: int, last: int) -> str:
-        """The documents with the numbers `first` to `last` in words."""
+        """Return the documents with the numbers `first` to `last` in words."""
 
     def summary(self, name: str, n_samples: int) -> DataSummary | None:
-        """What is known of the data set `name` for a run that reads `n_samples`; None: nothing, before it is read."""
+        """Summarize the data set `name` for a run that reads `n_samples`; None: nothing is known in advance."""
         return None
 
     def close(self) -> None:
-        """End the worker processes."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
 
 
 class PackedDataset(Dataset[Batch]):
-    """The batches of one rank as a pure function of their place in the global order of samples.
-
-    Sample `p` of all is, for an epoch of n windows, window `permute(p % n)` with the permutation of epoch `p // n`.
-    """
+    """Batches of one rank as a pure function of their position in the global order of samples: in epochs of n windows,
+    sample `p` is window `permute(p % n)`, with the permutation of epoch `p // n`."""
 
     def __init__(self, cache: TokenCache, layout: Layout, *, shuffle: bool, seed: int, n_samples: int | None):
         self.cache, self.layout, self.shuffle, self.seed, self.n_samples = cache, layout, shuffle, seed, n_samples
         self.n_windows = count_windows(cache.n_tokens, layout.seq_len)
 
     def __getitem__(self, position: int) -> Batch:
-        """The batch of the samples from global position `position` on; those behind `n_samples` predict nothing."""
+        """Return the batch that begins at global position `position`; samples from `n_samples` on predict nothing."""
         return collate([self._sample(position + i) for i in range(self.layout.local_batch_size)])
 
     def _sample(self, position: int) -> Sample:
@@ -183,10 +176,8 @@ class PackedDataset(Dataset[Batch]):
 
 
 class CachedBatches(BatchIterator):
-    """Batches from the token cache. The position is one number: how many samples all ranks together have taken.
-
-    So it can be continued by any number of ranks and workers, with batches of any size, at once.
-    """
+    """Batches from the token cache. The position is the number of samples that all ranks together have taken, so any
+    number of ranks and workers, with any batch size, can resume from it."""
 
     def __init__(self, cache: TokenCache, layout: Layout, *, shuffle: bool, seed: int):
         self._cache, self._shuffle, self._seed = cache, shuffle, seed
@@ -211,7 +202,6 @@ class CachedBatches(BatchIterator):
         return batch
 
     def _positions(self) -> Iterable[int]:
-        """Where this rank's batches begin, from the current position to the end, as many on every rank."""
         stride = self._layout.global_batch_size
         first = self._position + self._layout.dp_rank * self._layout.local_batch_size
         if self.n_samples is None:
@@ -225,7 +215,7 @@ class CachedBatches(BatchIterator):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
         self.exhausted = False
-        # The seed of the saved order: with another, some samples of this epoch would come twice and some never.
+        # With another seed, some samples of this epoch would come twice and some never.
         self._position, self._seed = state["position"], state["seed"]
 
     def describe(self, first: int, last: int) -> str:
@@ -234,7 +224,7 @@ class CachedBatches(BatchIterator):
     def summary(self, name: str, n_samples: int) -> DataSummary:
         cache, seq_len, per_epoch = self._cache, self._layout.seq_len, self._windows_per_epoch
         lengths = cache.lengths
-        # The first token of a text has nothing to be predicted from.
+        # The first token of a text cannot be predicted.
         n_firsts = int((lengths > 0).sum()) if self._layout.document_mask else 1
         report = Report("text", len(lengths), len(lengths), cache.n_tokens, cache.n_tokens - n_firsts)
         return DataSummary(

@@ -1,1 +1,1 @@
-"""Where documents and rows come from: files, saved data sets, the Hugging Face hub, and what is embedded."""
+"""Sources of documents and rows: files, saved data sets, the Hugging Face hub, and embedded data."""

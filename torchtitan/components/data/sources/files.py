@@ -1,8 +1,5 @@
-"""File formats: a local file in, its rows or its documents out.
-
-Each row of a table and each whole text file is one. Whatever is wrong with a file is a `UserError` that names the file
-and the place in it; what is wrong with a single row of it is the row's own.
-"""
+"""File formats: the rows or documents of a local file. An error of the file is a `UserError` that names the file and
+the position; an error of a single row is kept in the row."""
 
 import codecs
 import csv
@@ -32,32 +29,31 @@ from torchtitan.tools.errors import UserError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK_SIZE = 1 << 20
-"""Characters of a text file read at a time."""
 
 _MOST_UNPACKED = 4 << 30
-"""Bytes of a parquet file that was compressed as a whole, all of which are in memory."""
+"""Most bytes of a decompressed parquet file, which is held in memory."""
 
 
 def file_format(path: Path) -> str | None:
-    """The file's extension without a compression's, if there is a reader for it: `.jsonl` for `a.jsonl.zst`."""
+    """Return the extension, ignoring a compression's, if it has a reader: `.jsonl` for `a.jsonl.zst`."""
     name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     suffix = name.suffix.lower()
     return suffix if suffix in _READERS else None
 
 
 def supported_formats() -> str:
-    """The extensions that can be read, for a message."""
+    """Return the supported extensions, for a message."""
     return f"{', '.join(suffix[1:] for suffix in _READERS)}, each also as {' or '.join(COMPRESSIONS)}"
 
 
 def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None) -> Iterator[Row]:
-    """The rows of a file in their order; a text file is one row, with the column `text`.
+    """Yield the rows of a file in order; a text file is one row with the column `text`.
 
     Args:
-        path: the file, of a known format.
-        name: what the rows' places call it.
+        path: a file of a known format.
+        name: file name in the rows' locations.
         on_read: see `OnRead`.
-        column: the only one that is wanted; the others may be left out.
+        column: the only column needed; others may be omitted.
 
     Raises:
         UserError: the file cannot be opened, decompressed, decoded or parsed as a whole, or lacks the `column`.
@@ -69,8 +65,6 @@ def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None)
 
 
 class FilePart(Part):
-    """A file of a known format."""
-
     def __init__(self, name: str, path: Path, text_column: str):
         super().__init__(name, text_column)
         self.path = path
@@ -93,8 +87,6 @@ class FilePart(Part):
 
 
 class _CountedFile(io.FileIO):
-    """A file that tells how much of it has been read."""
-
     def __init__(self, path: Path, on_read: OnRead):
         super().__init__(path)
         self.on_read = on_read
@@ -115,7 +107,7 @@ def _open_bytes(path: Path, on_read: OnRead) -> IO[bytes]:
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return file
-    # pyarrow, and not gzip and zstandard: it reads both, several frames too, and notices a file that is cut off.
+    # pyarrow rather than gzip and zstandard: it reads both formats, several frames too, and notices truncation.
     import pyarrow
 
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), compression)
@@ -126,12 +118,12 @@ def _open_text(path: Path, on_read: OnRead, newline: str = "\n") -> IO[str]:
 
 
 def _unread(n_bytes: int) -> None:
-    """An `OnRead` of bytes that are not to be counted."""
+    """Ignore the bytes read, as an `OnRead`."""
 
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Turn what Python raises while the file is read into a message that names the file and the place."""
+    """Turn read errors into a `UserError` that names the file and the position."""
     try:
         yield
     except UnicodeDecodeError:
@@ -144,7 +136,7 @@ def _named_errors(path: Path) -> Iterator[None]:
 
 
 def _find_bad_byte(path: Path) -> tuple[int, int, int]:
-    """Offset in the decompressed file, line number (from 1) and value of the first byte that is not UTF-8."""
+    """Return the decompressed offset, line number (from 1) and value of the first byte that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     n_bytes, n_lines = 0, 1
     with _open_bytes(path, _unread) as file:
@@ -162,7 +154,7 @@ def _find_bad_byte(path: Path) -> tuple[int, int, int]:
 
 
 def _text_chunks(path: Path, on_read: OnRead) -> Iterator[str]:
-    # Its own error handling: the chunks are read by whoever takes the document, after `documents` has yielded it.
+    # Handles errors itself: the chunks are read after `documents` has yielded the document.
     line = 1
     with _named_errors(path), _open_text(path, on_read) as file:
         while chunk := file.read(CHUNK_SIZE):
@@ -221,7 +213,7 @@ def _without_nul(lines: Iterable[str], path: Path) -> Iterator[str]:
 
 
 def _csv_lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
-    """What a `csv.reader` reads, without blank lines, each with the number of the line that it begins in."""
+    """Yield the non-blank rows of a `csv.reader`, each with the number of its first line."""
     first = 1
     for cells in reader:
         if cells:
@@ -238,7 +230,6 @@ def _check_header(columns: Sequence[str], where: str) -> None:
 
 
 def _check_names(columns: Sequence[str], where: str) -> None:
-    """Raise `UserError` for columns of the same name."""
     named = Counter(filter(str.strip, columns))
     if twice := [column for column, count in named.items() if count > 1]:
         raise UserError(f"{where}: several columns are called {twice[0]!r}; rename one of them")
@@ -268,7 +259,7 @@ def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) ->
 
 
 def _unpacked(path: Path) -> bytearray:
-    """All of a compressed parquet file, which is read from its end and so has to be in memory."""
+    """Return a decompressed parquet file; it is read from its end, so it must be in memory."""
     content = bytearray()
     with _open_bytes(path, _unread) as file:
         while piece := file.read(CHUNK_SIZE):

@@ -1,4 +1,4 @@
-"""Local data by its path: which files and folders a dataset string names."""
+"""Files and folders that a dataset string names."""
 
 import difflib
 import glob
@@ -16,11 +16,11 @@ from torchtitan.tools.errors import UserError
 
 _PATTERN_CHARACTERS = "*?["
 _SPLIT = re.compile(r"\w[\w.-]*")
-"""The name of a split, which is also the name of a folder; `..` is none."""
+"""Name of a split, which is also the name of a folder; `..` does not match."""
 
 
 def local_splits(dataset: str) -> tuple[str, ...]:
-    """Return the splits of a local path: a saved `DatasetDict` has several; all else is one split, `train`."""
+    """Return the splits of a local path: several for a saved `DatasetDict`, otherwise one, `train`."""
     path = _path(dataset)
     if not _is_saved_dict(path):
         return ("train",)
@@ -34,7 +34,7 @@ def local_splits(dataset: str) -> tuple[str, ...]:
 
 
 def saved_dataset(dataset: str, split: str) -> Path | None:
-    """Return the folder that `datasets.save_to_disk` wrote for a split; None if it did not write the path."""
+    """Return the folder that `datasets.save_to_disk` wrote for a split; None if the path is not one."""
     path = _path(dataset)
     if _is_saved_dict(path):
         return path / split
@@ -42,8 +42,7 @@ def saved_dataset(dataset: str, split: str) -> Path | None:
 
 
 def location(dataset: str) -> str:
-    """Return a dataset string that is valid in any working directory: a local path or pattern becomes absolute, even if
-    the file is gone."""
+    """Return a dataset string valid in any working directory: local paths become absolute, even of deleted files."""
     path = _path(dataset)
     is_local = os.path.exists(path) or path.suffix or any(character in dataset for character in _PATTERN_CHARACTERS)
     return os.path.realpath(path) if is_local else dataset
@@ -61,15 +60,15 @@ def _is_saved_dict(path: Path) -> bool:
 
 
 def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
-    """Return the files of a path or pattern by the names that messages show, sorted, each real file once, however many
-    links lead to it.
+    """Return the files of a path or pattern by display name, sorted, each real file once even if several links lead to
+    it.
 
     Args:
-        dataset: a file, a folder, which is searched for files of a known format, or a pattern.
-        names: the data sets that have a name, for the message.
+        dataset: a file, a glob pattern, or a folder to search for files of a known format.
+        names: registered data sets, for the message.
 
     Raises:
-        UserError: there are none, or one cannot be read: a link to nothing, a pipe, a folder without permission.
+        UserError: no file is found, or one cannot be read: a broken link, a pipe, a folder without permission.
     """
     path = _path(dataset)
     try:
@@ -93,8 +92,8 @@ def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
 
 
 def _folders(top: Path) -> Iterator[Path]:
-    """Yield a folder and all below it except hidden ones. Each real one comes once, under its own name rather than that
-    of a link, so that a link to a folder above it ends nowhere."""
+    """Yield a folder and all below it except hidden ones, each real folder once, by its own name rather than a link's.
+    Cyclic links do no harm."""
     seen, waiting = set(), deque([top])
     while waiting:
         folder = waiting.popleft()
@@ -117,8 +116,7 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
 
 
 def _data_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a known format in a folder; raises `UserError` for a link to nothing, which may be to a file
-    or a folder of data."""
+    """Yield the files of a known format in a folder; raises `UserError` for a broken link, which may be data."""
     for entry in _visible(folder):
         path = folder / entry.name
         if not _is_folder(entry) and (file_format(path) is not None or entry.is_symlink() and not path.exists()):
@@ -126,7 +124,7 @@ def _data_files(folder: Path) -> Iterator[Path]:
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """Yield the paths that match a pattern, in which `**` is every folder below once, as of `_folders`."""
+    """Yield the paths that match a pattern; `**` is each folder below once, as in `_folders`."""
     if "**" not in pattern.parts:
         yield from map(Path, glob.glob(str(pattern)))
         return
@@ -138,7 +136,7 @@ def _matches(pattern: Path) -> Iterator[Path]:
 
 
 def _once(files: Iterable[Path]) -> list[Path]:
-    """Return each real file once, by its own name rather than a link's, sorted by name."""
+    """Return each real file once, by its own name rather than a link's, sorted."""
     real = cache(os.path.realpath)
     by_place: dict[str, Path] = {}
     for is_link, name, file in sorted((file.is_symlink(), str(file), file) for file in files):

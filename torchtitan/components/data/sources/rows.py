@@ -1,4 +1,4 @@
-"""What every source gives, parts of rows or documents; and rows from JSON: a line each, or the elements of a list."""
+"""Parts of a source, which yield rows or documents, and rows from JSON: one per line, or the elements of a list."""
 
 import itertools
 import json
@@ -12,14 +12,13 @@ from typing import IO, Any
 from torchtitan.tools.errors import UserError
 
 LONGEST = 1 << 28
-"""Characters of a row. In a file that has more of them without an end to the row, something is broken, and memory would
-run out before it ends."""
+"""Most characters of a row. A longer row means that the file is broken, and memory would run out before its end."""
 
 Document = Iterable[str]
-"""The text of one document, in as many chunks as suits its reader. An empty one keeps its number and is skipped."""
+"""Text of one document, in chunks of any size. An empty document keeps its number and is skipped."""
 
 OnRead = Callable[[int], None]
-"""Told how many further bytes of a file, or rows of a table, have been read, for a progress bar."""
+"""Progress callback: receives the number of further bytes of a file, or rows of a table, that have been read."""
 
 _DECODER = json.JSONDecoder()
 
@@ -29,23 +28,23 @@ class Row:
     """A row of a table."""
 
     where: str
-    """`my.jsonl:17`, of a CSV file the line that the row begins in, or `a.parquet, row 3`."""
+    """Location: `my.jsonl:17` (in CSV, the row's first line) or `a.parquet, row 3`."""
     values: dict[str, Any] | None
-    """The cells by column; None: there are none."""
+    """Cells by column; None: no cells."""
     error: str = ""
-    """Why there are none; a blank line has neither cells nor an error."""
+    """Reason for missing cells; empty for a blank line."""
 
 
 class Part(ABC):
-    """A named piece of a source: a file, or a split.
+    """A named piece of a source: a file or a split.
 
     Args:
-        name: what messages call it, also in the places of its rows.
-        text_column: the column of its documents' text.
+        name: name in messages and in the locations of rows.
+        text_column: column with the text of documents.
     """
 
     kind = ""
-    """Tells parts of the same content that are read in different ways."""
+    """Distinguishes parts with the same content that are read in different ways."""
 
     def __init__(self, name: str, text_column: str = "text"):
         self.name = name
@@ -53,24 +52,23 @@ class Part(ABC):
 
     @abstractmethod
     def size(self) -> int:
-        """What `on_read` adds up to when all has been read: bytes or rows."""
+        """Return the total that `on_read` adds up to: bytes or rows."""
 
     @abstractmethod
     def contents(self, digest: Callable[[Path], str]) -> list[str]:
-        """What the part is made of: equal lists mean equal rows. `digest` is that of a file's content."""
+        """Return the part's identity: equal lists mean equal rows. `digest` returns the digest of a file's content."""
 
     @abstractmethod
     def rows(self, on_read: OnRead) -> Iterator[Row]:
-        """The rows in their order; raises `UserError` for a file that cannot be read."""
+        """Yield the rows in order; raises `UserError` for an unreadable file."""
 
     @abstractmethod
     def documents(self, on_read: OnRead) -> Iterator[Document]:
-        """The documents in their order, each to be read before the next is asked for; raises `UserError` for what
-        cannot be read, or has no text."""
+        """Yield the documents in order, each to be read before the next; raises `UserError` if one cannot be read."""
 
 
 def text_of(row: Row, text_column: str) -> Document:
-    """The text in a row as a document; raises `UserError` if there is none."""
+    """Return a row's text as a document; raises `UserError` if there is none."""
     if row.values is None:
         if row.error:
             raise UserError(f"{row.where}: {row.error}")
@@ -80,7 +78,6 @@ def text_of(row: Row, text_column: str) -> Document:
 
 
 def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
-    """Raise `UserError` unless `text_column` is one of the columns."""
     if text_column not in columns:
         raise UserError(
             f"{where}: no column {text_column!r}; set --dataloader.text_column to one of: {', '.join(columns)}"
@@ -88,15 +85,15 @@ def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
 
 
 def check_text(value: Any, text_column: str, where: str) -> str:
-    """A cell's text, empty for a null; raises `UserError` for anything else."""
+    """Return a cell's text, empty for a null; raises `UserError` for other types."""
     if value is not None and not isinstance(value, str):
         raise UserError(f"{where}: column {text_column!r} holds {kind_of(value)}, not text")
     return value or ""
 
 
 def regular_file(path: Path) -> Path:
-    """Return a path that exists; raises `UserError` for a link to nothing, and for a pipe, a socket or a device, which
-    must not be opened: that may wait forever."""
+    """Return an existing path; raises `UserError` for a broken link, pipe, socket or device, which may block on
+    opening."""
     if path.is_file():
         return path
     if path.exists():
@@ -105,19 +102,18 @@ def regular_file(path: Path) -> Path:
 
 
 def kind_of(value: Any) -> str:
-    """The type of a value, for a message: `a str`, `an int`."""
+    """Return a value's type for a message: `a str`, `an int`."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's error, for a message; its type if it says nothing."""
+    """Return the first line of a library's error, or its type if there is no message."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def parse_json(text: str) -> Any:
-    """The value that JSON text spells; raises `ValueError`, in words, if it is none, is nested too deeply, or has
-    strings that are no text."""
+    """Return the value of JSON text; raises `ValueError` in words if it is invalid, too deep, or not Unicode."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
@@ -129,12 +125,12 @@ def parse_json(text: str) -> Any:
 
 
 def json_rows(name: str, lines: Iterable[str], first_line: int = 1) -> Iterator[Row]:
-    """The rows of lines that each hold an object; a blank line is a row without values.
+    """Yield the rows of lines with one JSON object each; a blank line is a row without values.
 
     Args:
-        name: what the rows' places call the file.
-        lines: from the line number `first_line` on.
-        first_line: counted from 1.
+        name: file name in the rows' locations.
+        lines: lines of the file.
+        first_line: number of the first line, from 1.
     """
     for number, line in enumerate(lines, first_line):
         where = f"{name}:{number}"
@@ -148,7 +144,7 @@ def json_rows(name: str, lines: Iterable[str], first_line: int = 1) -> Iterator[
 
 
 def numbered_lines(file: IO[str], path: Path) -> Iterator[str]:
-    """The lines of a file; raises `UserError` for one of more than `LONGEST` characters."""
+    """Yield the lines of a file; raises `UserError` for a line of more than `LONGEST` characters."""
     for number, line in enumerate(iter(partial(file.readline, LONGEST), ""), 1):
         if len(line) == LONGEST:
             raise UserError(
@@ -158,15 +154,15 @@ def numbered_lines(file: IO[str], path: Path) -> Iterator[str]:
 
 
 def read_json(file: IO[str], path: Path, name: str, *, is_list: bool, chunk_size: int) -> Iterator[Row]:
-    """The rows of a `.json` file: a list of objects; or one row per line, as much of what is called `.json` in fact is.
-    No more of a list is read than the rows that are asked for need.
+    """Yield the rows of a `.json` file, a list of objects or one object per line, reading a list no further than
+    needed.
 
     Args:
         file: at its beginning.
-        path: what messages call a file that is broken as a whole.
-        name: what the rows' places call it.
-        is_list: whether the first that is in it but white space is a bracket.
-        chunk_size: characters of a list read at a time, at least.
+        path: file name in messages about the whole file.
+        name: file name in the rows' locations.
+        is_list: whether the first non-space character is a bracket.
+        chunk_size: fewest characters of a list to read at a time.
 
     Raises:
         UserError: the list is broken, with the line, or the file is a single object.
@@ -195,8 +191,7 @@ def _object_row(where: str, value: Any) -> Row:
 
 
 def _check_characters(value: Any, text: str) -> None:
-    """Raise `ValueError` for half of a pair of surrogates, which JSON can spell, but which has no UTF-8 form and cannot
-    be tokenized."""
+    """Raise `ValueError` for a lone surrogate, which JSON can spell but UTF-8 cannot encode."""
     if "\\ud" in text or "\\uD" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -207,18 +202,17 @@ def _check_characters(value: Any, text: str) -> None:
 
 
 def _in_words(error: ValueError | RecursionError) -> str:
-    """Why JSON text of one line is broken."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} (column {error.colno})"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
 
 
 def _list_elements(file: IO[str], path: Path, chunk_size: int) -> Iterator[tuple[Any, str]]:
-    """The elements of the list that a file is, each also as it is written there."""
+    """Yield the elements of a file's list, each with its source text."""
     text = ""
     while not text.strip():
         text += file.read(chunk_size)
-    start, line = len(text) - len(text.lstrip()), 1  # `line`: the one that `text` begins in
+    start, line = len(text) - len(text.lstrip()), 1  # `line`: number of the first line of `text`
 
     def broken(why: str) -> UserError:
         begin = _after_blanks(text, start + 1)
@@ -250,8 +244,8 @@ def _list_elements(file: IO[str], path: Path, chunk_size: int) -> Iterator[tuple
 
 
 def _element(text: str, start: int) -> tuple[tuple[Any, str] | None, int]:
-    """The element of a list behind the bracket or comma at `start`, also as it is written, or None of an empty list;
-    and where the comma or bracket behind it is. Raises `ValueError` where there is none, or not yet."""
+    """Return the element after the bracket or comma at `start` with its source text (None for an empty list), and the
+    index of the comma or bracket after it. Raises `ValueError` if there is no complete element."""
     begin = _after_blanks(text, start + 1)
     if text[start] == "[" and text[begin : begin + 1] == "]":
         return None, begin

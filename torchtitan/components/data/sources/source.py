@@ -1,7 +1,7 @@
-"""What `--dataloader.dataset` may say, and the documents or rows behind it.
+"""Resolution of `--dataloader.dataset` to documents or rows.
 
-Local data is a `Source`: it can be read again and again, and is tokenized into a cache. A data set that is registered
-for pre-training is a `StreamSource`, read as training goes.
+Local data is a `Source`, which can be read repeatedly and is tokenized into a cache. A data set registered for
+pre-training is a `StreamSource`, read during training.
 """
 
 import re
@@ -19,20 +19,20 @@ from torchtitan.components.data.sources.tables import Table, saved_table
 from torchtitan.tools.errors import UserError
 
 AUTO = "auto"
-"""The format of rows that is recognized by the columns."""
+"""Format that is recognized by the columns."""
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
-"""Takes a row, its cells by column, and gives one of a known format (`{"messages": […], "tools": […]}`,
-`{"text": …}`, …), or None to leave it out."""
+"""Maps a row, its cells by column, to a row of a known format (`{"messages": […], "tools": […]}`, `{"text": …}`, …), or
+to None to drop it."""
 
 
 class Source:
     """Local data in a fixed order, as documents or as rows.
 
     Args:
-        name: what the configuration calls it.
-        parts: what it is made of, at least one.
-        documents: whether it is read as documents; else as rows.
+        name: the configured name.
+        parts: at least one.
+        documents: whether it is read as documents rather than rows.
     """
 
     def __init__(self, name: str, parts: Sequence[Part], *, documents: bool):
@@ -41,19 +41,19 @@ class Source:
         self._documents = documents
 
     def size(self) -> int:
-        """What `on_read` adds up to when all has been read: bytes or rows."""
+        """Return the total that `on_read` adds up to: bytes or rows."""
         return sum(part.size() for part in self.parts)
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
-        """The rows in their order, without blank lines; raises `UserError` for a file that cannot be read."""
+        """Yield the rows in order, without blank lines; raises `UserError` for an unreadable file."""
         for part in self.parts:
             for row in part.rows(on_read):
                 if row.values is not None or row.error:
                     yield row
 
     def identity(self, digest: Callable[[Path], str]) -> list[str]:
-        """What the data is made of: equal lists mean equal documents, or equal rows at places of equal names. `digest`
-        is that of a file's content."""
+        """Return the data's identity: equal lists mean equal documents, or equal rows at equal locations. `digest`
+        returns the digest of a file's content."""
         contents = [part.contents(digest) for part in self.parts]
         if not self._documents:
             return [" ".join([part.name, *content]) for part, content in zip(self.parts, contents, strict=True)]
@@ -65,46 +65,42 @@ class Source:
 @dataclass(frozen=True, kw_only=True)
 class _Registered:
     path: str
-    """A repository on the Hugging Face hub (`allenai/c4`), or a local path: for pre-training a folder of data files;
-    for fine-tuning as `--dataloader.dataset` takes it, where `{split}` becomes the split."""
+    """Hugging Face hub repository (`allenai/c4`) or local path: a folder of data files for pre-training, any
+    `--dataloader.dataset` path for fine-tuning, in which `{split}` becomes the split."""
     name: str | None = None
-    """The configuration of the repository, if it has several."""
+    """Configuration of the repository, if it has several."""
     splits: tuple[str, ...] = ("train",)
-    """Its splits; one called `validation` serves as the validation data."""
+    """Splits; `validation` serves as validation data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubDataset(_Registered):
-    """Where `datasets.load_dataset` finds a data set."""
+    """Location of a data set for `datasets.load_dataset`."""
 
     text_column: str = "text"
-    """The column that holds the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatDataset(_Registered):
-    """Where a data set is, and how its rows are read."""
+    """Location of a data set and the format of its rows."""
 
     format: str = AUTO
-    """As `--dataloader.format`."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The format's name for a column → the data set's."""
+    """The format's column name → the data set's."""
     function: RowFunction | None = None
-    """Turns a row into one of a known format, or None to leave it out; in place of `format` and `columns`."""
+    """Maps a row to a row of a known format, or None to drop it; replaces `format` and `columns`."""
 
     def says_format(self) -> bool:
-        """Whether it says how its rows are read, rather than leave it to their columns."""
+        """Return whether the registration decides how rows are read."""
         return self.function is not None or self.format != AUTO or bool(self.columns)
 
     def on_hub(self) -> bool:
-        """Whether `path` is a repository: it has the form of one, is no data file, and not there locally."""
+        """Return whether `path` looks like a repository, and is neither a data file nor a local path."""
         is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path) is not None
         return is_name and file_format(Path(self.path)) is None and not Path(self.path).exists()
 
 
 class _Embedded(NamedTuple):
-    """A data set that comes with the package."""
-
     items: type[Generated[Any]]
     version: str
     column: str
@@ -118,25 +114,24 @@ D = TypeVar("D", HubDataset, ChatDataset)
 
 @dataclass
 class Catalog(Generic[D]):
-    """The names that the loaders of one kind take for data sets."""
+    """Names of data sets for the loaders of one kind."""
 
     kind: str
-    """What messages call the data sets."""
+    """Term used in messages."""
     embedded: Mapping[str, _Embedded]
     registered: dict[str, D]
 
     def names(self) -> list[str]:
-        """All of them, for messages."""
         return [*self.embedded, *self.registered]
 
     def register(self, name: str, dataset: D) -> None:
-        """Raise `UserError` where the name is taken by another data set."""
+        """Register a data set; raises `UserError` if another has the name."""
         if name in self.embedded or self.registered.get(name, dataset) != dataset:
             raise UserError(f"there is a {self.kind} called {name!r} already; register yours under another name")
         self.registered[name] = dataset
 
     def splits(self, dataset: str) -> tuple[str, ...]:
-        """The splits of a dataset string, see `resolve_source`; local files are all one split, `train`."""
+        """Return the splits of a dataset string, see `resolve_source`."""
         if dataset in self.embedded:
             return tuple(self.embedded[dataset].items.n_default)
         return self.registered[dataset].splits if dataset in self.registered else local_splits(dataset)
@@ -147,27 +142,17 @@ DOCUMENTS: Catalog[HubDataset] = Catalog(
     {"stories": _STORIES},
     {"c4": HubDataset(path="allenai/c4", name="en", splits=("train", "validation"))},
 )
-"""Data sets for pre-training."""
 
 CHAT_DATASETS: Catalog[ChatDataset] = Catalog("chat dataset", {"chats": _CHATS, "stories": _STORIES}, {})
-"""Data sets for fine-tuning."""
 
 
 def register_dataset(name: str, dataset: HubDataset) -> None:
-    """Make `--dataloader.dataset NAME` stream this data set in pre-training.
-
-    Raises:
-        UserError: the name is taken by another data set.
-    """
+    """Make `--dataloader.dataset NAME` stream this data set in pre-training; raises `UserError` for a taken name."""
     DOCUMENTS.register(name, dataset)
 
 
 def register_chat_dataset(name: str, dataset: ChatDataset) -> None:
-    """Make `--dataloader.dataset NAME` read this data set in fine-tuning.
-
-    Raises:
-        UserError: the name is taken by another data set.
-    """
+    """Make `--dataloader.dataset NAME` read this data set in fine-tuning; raises `UserError` for a taken name."""
     CHAT_DATASETS.register(name, dataset)
 
 
@@ -196,7 +181,7 @@ class _EmbeddedPart(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSource:
-    """The documents of one split of a registered data set."""
+    """Documents of one split of a registered data set."""
 
     name: str
     dataset: HubDataset
@@ -204,11 +189,11 @@ class StreamSource:
     text_column: str
 
     def open(self) -> Any:
-        """A `datasets.IterableDataset` with the text column alone.
+        """Return a `datasets.IterableDataset` of the text column.
 
         Raises:
             UserError: the data set has no such column.
-            Exception: whatever `datasets`, the hub's client, or the network raises; see `cannot_be_read`.
+            Exception: any error of `datasets`, the hub's client or the network; see `cannot_be_read`.
         """
         from datasets import load_dataset
 
@@ -218,7 +203,7 @@ class StreamSource:
         return stream.select_columns([self.text_column])
 
     def check(self) -> None:
-        """Read one document, to find out early that none can be had; raises `UserError`."""
+        """Read one document, to fail early; raises `UserError`."""
         try:
             first = next(iter(self.open()), None)
         except UserError:
@@ -230,7 +215,7 @@ class StreamSource:
         check_text(first[self.text_column], self.text_column, f"dataset {self.name!r}")
 
     def cannot_be_read(self, error: Exception) -> str:
-        """A message of one line that names the data set and the cause, an error of `open` or of reading on."""
+        """Return a one-line message that names the data set and the cause, an error of `open` or of iteration."""
         return _cannot_be_read(self.name, self.dataset, self.split, error)
 
 
@@ -240,13 +225,13 @@ def _cannot_be_read(name: str, dataset: _Registered, split: str, error: Exceptio
 
 
 def _hub_table(name: str, dataset: ChatDataset, split: str) -> Table:
-    """A repository on the Hugging Face hub, fetched when it is first asked for something."""
+    """Return a table of a Hugging Face hub repository, downloaded on first use."""
 
     def load() -> Any:
         from datasets import load_dataset
 
         try:
-            # Not in memory, whatever the user's settings for small ones are: the files are what the rows are known by.
+            # Not in memory, whatever the user's settings: the files identify the rows.
             return load_dataset(dataset.path, dataset.name, split=split, keep_in_memory=False)
         except Exception as error:  # of `datasets`, the hub's client, or the network
             message = _cannot_be_read(name, dataset, split, error)
@@ -264,15 +249,15 @@ def resolve_source(
     split: str = "train",
     catalog: Catalog[HubDataset] | Catalog[ChatDataset] = DOCUMENTS,
 ) -> Source | StreamSource:
-    """The data that a dataset string names.
+    """Return the data that a dataset string names.
 
     Args:
-        dataset: a name of the catalog, or a local path (`~` is the home folder): a file, a folder, which is searched
-            for files of a known format, a glob pattern, or a folder written by `datasets.save_to_disk`. A name wins
-            over a path of the same spelling; write `./stories` for the path.
-        text_column: column that holds the text of a document; None: a registered data set's own, and `text` elsewhere.
-        split: `train`, or another that the data set has.
-        catalog: what the names are; a `StreamSource` comes of `DOCUMENTS` alone.
+        dataset: a name of the catalog, or a local path (`~` is the home folder): a file, a folder to search for files
+            of a known format, a glob pattern, or a folder written by `datasets.save_to_disk`. A name takes precedence
+            over a path; write `./stories` for the path.
+        text_column: column with a document's text; None: a registered data set's own, otherwise `text`.
+        split: `train`, or another split of the data set.
+        catalog: known names; only `DOCUMENTS` gives a `StreamSource`.
 
     Raises:
         UserError: there is no such data set, path, split, or reader for the file.

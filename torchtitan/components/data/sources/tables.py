@@ -1,4 +1,4 @@
-"""Tables of Arrow: the rows of a batch, and data sets of the library `datasets`, saved in a folder or fetched."""
+"""Arrow tables: the rows of a batch, and data sets of the library `datasets`, saved or downloaded."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -22,17 +22,16 @@ if TYPE_CHECKING:
     import pyarrow
 
 BATCH_SIZE = 256
-"""Rows read at a time."""
 
 
 class Table(Part):
-    """A map-style `datasets.Dataset`, loaded when it is first asked for something.
+    """A map-style `datasets.Dataset`, loaded on first use.
 
     Args:
-        name: what the rows' places call it.
-        place: where it is, for messages.
-        load: gives the data set.
-        files: gives the files that decide what is in it.
+        name: prefix of the rows' locations.
+        place: location for messages.
+        load: returns the data set.
+        files: returns the files that decide its content.
         text_column: see `Part`.
     """
 
@@ -70,7 +69,7 @@ class Table(Part):
             yield text_of(row, self.text_column)
 
     def _rows(self, dataset: Any, name: str, on_read: OnRead) -> Iterator[Row]:
-        # As Arrow has them: images and sounds, which no format reads, are not decoded.
+        # As Arrow data, so that images and sounds, which no format reads, are not decoded.
         batches, n_read = iter(dataset.with_format("arrow").iter(batch_size=BATCH_SIZE)), 0
         while (batch := self._next(batches)) is not None:
             for row in arrow_rows(batch, name, n_read + 1):
@@ -79,8 +78,8 @@ class Table(Part):
             n_read += len(batch)
 
     def _next(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch. It is validated: the files are mapped into memory as they are, and damaged offsets
-        would have Arrow read beyond them."""
+        """Return the next batch, validated: files are memory-mapped as they are, and damaged offsets would make Arrow
+        read out of bounds."""
         try:
             if (batch := next(batches, None)) is not None:
                 batch.validate(full=True)
@@ -90,8 +89,8 @@ class Table(Part):
 
 
 def saved_table(folder: Path, text_column: str) -> Table:
-    """The table in a folder that `datasets.Dataset.save_to_disk` wrote; what is asked of it raises `UserError` if it
-    cannot be read."""
+    """Return the table that `datasets.Dataset.save_to_disk` wrote to a folder; using it raises `UserError` if
+    damaged."""
 
     def load() -> Any:
         from datasets import load_from_disk
@@ -114,7 +113,7 @@ def saved_table(folder: Path, text_column: str) -> Table:
 
 
 def _check_names(folder: Path) -> None:
-    """Refuse a saved data set whose description names a file that is not in its folder."""
+    """Refuse a saved data set that refers to a file outside its folder."""
     state = folder / "state.json"
     files = {path.name for path in folder.iterdir() if path.is_file()}
     for data_file in json.loads(state.read_bytes())["_data_files"]:
@@ -127,8 +126,8 @@ def _cannot_be_read(place: str, error: Exception) -> UserError:
 
 
 def arrow_rows(batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: int) -> Iterator[Row]:
-    """Yield the rows of an Arrow batch, numbered from `first`. One with a value that Python has no form for, such as a
-    time after the year 9999 or text that is not UTF-8, is a row with an error."""
+    """Yield the rows of an Arrow batch, numbered from `first`. A row with a value that Python cannot represent, such as
+    a time after the year 9999 or invalid UTF-8, has an error."""
     try:
         cells = batch.to_pylist()
     except Exception as error:  # of many types, by the type of the column
@@ -139,7 +138,7 @@ def arrow_rows(batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: i
             yield from arrow_rows(batch.slice(index, 1), name, first + index)
         return
     for number, values in enumerate(cells, first):
-        # An object in a cell has the keys of all others in its column too: those without a value go.
+        # Arrow gives an object the keys of all objects in its column: drop the keys without a value.
         filled = {field.name: _without_nulls(values[field.name], field.type) for field in batch.schema}
         yield Row(f"{name}, row {number}", filled)
 
