@@ -1,7 +1,7 @@
 """Files and folders that survive a power failure as soon as they have their final names.
 
-A file system writes content to the disk when it likes: after a power failure, a file may have its name and be empty. A
-file or folder that claims to be complete is therefore synced before it gets its name, and its parent folder after that.
+File systems may delay content, so that a named file can be empty after a power failure. A complete file or folder is
+therefore synced before it gets its name, and its parent folder afterwards.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ from pathlib import Path
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Write or replace a file, as a whole or not at all."""
+    """Write or replace a file atomically."""
     with in_place_of(path) as unfinished:
         unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def in_place_of(path: Path) -> Iterator[Path]:
-    """Yield a path next to `path` for the block to write to; the file replaces `path` when the block ends. If the block
-    raises, the file is removed and `path` stays as it was."""
+    """Yield a path next to `path` for the block to write; the file then replaces `path`, or is removed if the block
+    raises."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         yield unfinished
@@ -31,14 +31,14 @@ def in_place_of(path: Path) -> Iterator[Path]:
 
 
 def replace(file: Path, target: Path) -> None:
-    """Give a fully written file its final name, in place of the file that has it."""
+    """Give a fully written file its final name, replacing any existing file."""
     sync(file)
     file.replace(target)
     sync_folder(target.parent)
 
 
 def rename(folder: Path, target: Path) -> None:
-    """Give a fully written folder its final name; raises `OSError` if `target` is not empty."""
+    """Give a fully written folder its final name. Raise `OSError` if `target` is not empty."""
     sync_tree(folder)
     folder.rename(target)
     sync_folder(target.parent)
@@ -53,7 +53,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync all files and folders in `folder`, and the folder itself."""
+    """Sync a folder and everything in it."""
     for place, _, names in os.walk(folder):
         for name in names:
             sync(Path(place, name))
