@@ -1,5 +1,7 @@
-"""Model families: what the package of one has (docs/extending.md), and which one a checkpoint belongs to: the given
-one, a built-in one, or one of an installed package. No other package that a checkpoint names is imported."""
+"""Model families (docs/extending.md), and the search for a checkpoint's family: the given one, built-in, installed.
+
+No other package that a checkpoint names is imported.
+"""
 
 import copy
 import os
@@ -33,14 +35,14 @@ class Family:
     """Name of a size → the model."""
 
     formats: Mapping[str, ForeignFormat]
-    """The weights in other formats: `hf` (Hugging Face), `meta`."""
+    """Weights in other formats: `hf` (Hugging Face), `meta`."""
 
     sharding: ShardingPlan = DENSE_SHARDING
-    """Which modules tensor and context parallelism split, and how."""
+    """Modules that tensor and context parallelism split."""
 
     @property
     def name(self) -> str:
-        """The last part of the import path."""
+        """Last part of the import path."""
         return self.module.rpartition(".")[2]
 
     def spec(self, model: Decoder.Config, flavor: str) -> ModelSpec:
@@ -57,15 +59,15 @@ class Family:
         )
 
     def registry(self, flavor: str) -> ModelSpec:
-        """Return the specification of a flavor, a new one per call; raise `UserError` if there is no such flavor."""
+        """Return a new specification of a flavor. Raise `UserError` if there is no such flavor."""
         if flavor not in self.flavors:
             raise UserError(f"{self.name} has no flavor '{flavor}' (there are: {', '.join(self.flavors)})")
         return self.spec(copy.deepcopy(self.flavors[flavor]), flavor)
 
 
 def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -> ModuleType:
-    """Return the family that a DCP checkpoint names by its import path; raise `UserError` if the name is not a
-    family's, or the family is neither built in, installed nor imported."""
+    """Return the family that a DCP checkpoint names by import path. Raise `UserError` if that is no family, or it is
+    neither built in, installed nor imported."""
     said = f"{checkpoint} holds a model of the package '{name}'"
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{said}, which is no name of a package")
@@ -86,12 +88,12 @@ def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -
 
 
 def family_with(format: str, given: ModuleType | None = None) -> ModuleType:
-    """Return the family for a format whose description names none: the given one if it has the format, or ours."""
+    """Return the family for a format whose description names none: the given one if it has the format, else ours."""
     return next(_families(format, given))
 
 
 def read_config_json(folder: Path, given: ModuleType | None = None) -> tuple[ModuleType, dict[str, Any]]:
-    """Return the family of the model in a Hugging Face folder, found by `model_type`, and the content of config.json.
+    """Return the family of the model in a Hugging Face folder, by its `model_type`, and the content of config.json.
 
     Raises:
         UserError: if there is no such folder or file, or no family has the type.
@@ -111,8 +113,7 @@ def read_config_json(folder: Path, given: ModuleType | None = None) -> tuple[Mod
 
 
 def read_description(folder: Path, name: str) -> dict[str, Any]:
-    """Return the content of config.json or params.json in `folder`; raise `UserError` if there is no such folder or
-    file, or it is not a JSON object."""
+    """Return the JSON object in a model's description. Raise `UserError` if the folder or the object is missing."""
     file = folder / name
     if not folder.is_dir():
         raise no_folder(folder)
@@ -122,7 +123,7 @@ def read_description(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _families(format: str, given: ModuleType | None) -> Iterator[ModuleType]:
-    """Yield the families that have a format, each imported in its turn: the given one, the built-in, the installed."""
+    """Yield the families with a format, importing each in turn: the given one, built-in ones, installed ones."""
     if given and format in getattr(given, "FORMATS", {}):  # it may be an experiment, which has none
         yield given
     ours = [name for name, folder in built_in_modules().items() if folder.parent.name == "models"]

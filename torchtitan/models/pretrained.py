@@ -1,4 +1,4 @@
-"""Opens a checkpoint in any format, and finds the family of models that it is of."""
+"""Open a checkpoint in any format, and find its model family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools.errors import UserError
 
 _FOREIGN_FLAVOR = "pretrained"
-"""The flavor of a model whose sizes are those of a checkpoint in another format."""
+"""Flavor of a model with the sizes of a checkpoint in another format."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,16 @@ class LoadedModel:
     """In evaluation mode."""
 
     spec: ModelSpec
-    """What it was built from."""
 
     tokenizer_path: Path
     """Folder with its tokenizer's files."""
 
 
 def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> Format:
-    """Return the format of the checkpoint in the folder `path`; raise `UserError` if there is none.
+    """Return the format of the checkpoint in the folder `path`. Raise `UserError` if there is none.
 
-    If there are no weights, an error about the model that a config.json describes comes first: nobody need fetch the
-    weights of one that is not supported. `family` is as of `spec_of`.
+    Without weights, an error about the model in config.json comes first, before anyone downloads weights of an
+    unsupported model. `family` is as in `spec_of`.
     """
     try:
         return format_of(path)
@@ -56,15 +55,13 @@ def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> For
 
 
 def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
-    """Return the specification of the model whose checkpoint, in any format, lies in the folder `path`.
+    """Return the specification of the model in a checkpoint of any format.
 
     Args:
-        path: the checkpoint's folder.
-        family: a package that goes before the families that are built in or installed; see
-            `torchtitan.models.families`.
+        family: a package preferred to the built-in and installed families; see `torchtitan.models.families`.
 
     Raises:
-        UserError: if there is no checkpoint, or no family of models computes what it describes.
+        UserError: if there is no checkpoint, or no family supports its model.
     """
     folder = Path(path)
     found = checkpoint_format(folder, family)
@@ -91,10 +88,12 @@ def native_source(
 ) -> tuple[ModelSpec, TensorSource]:
     """Return the model of a checkpoint in any format, and its weights under our names and in our layout.
 
-    For a checkpoint of trained weights only, `base` is the folder of the others, if they have moved.
+    Args:
+        base: folder of the remaining weights if the checkpoint has only trained ones; by default, where they were.
+        family: as in `spec_of`.
 
     Raises:
-        UserError: as `spec_of`; and if the tensors are not those of the model, or are not all to be had.
+        UserError: as `spec_of`; if the tensors do not fit the model, or are incomplete.
     """
     spec = spec_of(path, family)
     return spec, pretrained.native_source(path, spec, base=base)
@@ -111,11 +110,9 @@ def load_model(
     """Return the model of a checkpoint in any format, with its weights, read one tensor at a time.
 
     Args:
-        path: the checkpoint's folder.
-        device: where the model is.
-        dtype: of its weights. None: the type in which the checkpoint has most of them.
-        base: as of `native_source`.
-        family: as of `spec_of`.
+        dtype: type of the weights. None: the most frequent type in the checkpoint.
+        base: as in `native_source`.
+        family: as in `spec_of`.
 
     Raises:
         UserError: as `native_source`; if a checkpoint of ours is damaged, or its weights are quantized.
@@ -132,10 +129,10 @@ def load_model(
 
 
 def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[ModelSpec, dict[str, Any]]:
-    """Return the specification of the model that the config.json in `folder` describes, and the content of that file.
+    """Return the specification of the model in `folder`'s config.json, and the content of that file.
 
     Raises:
-        UserError: if there is no such file, or no family (see `spec_of`) computes the model.
+        UserError: if there is no such file, or no family (see `spec_of`) supports the model.
     """
     family, document = read_config_json(folder, family)
     return _foreign_spec(family, "hf", document), document

@@ -1,4 +1,4 @@
-"""The loss of each sample of a training step, for samplers that ask for it."""
+"""The loss of each sample of a training step, for samplers that need it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,21 +18,18 @@ from torchtitan.tools.errors import UserError
 
 
 class SampleLosses:
-    """Collects the losses of single tokens from the forward passes of a step, and adds them up by sample, over all
-    ranks.
+    """Records token losses in the forward passes of a step, and sums them by sample over all ranks.
 
-    Where they are not `wanted`, nothing happens. Where they are, nothing is computed twice but the last step from a
-    chunk's logits to its losses; the training loss and its gradients keep their bits. The losses stay on the device
-    until `statistics` asks for them.
+    Unless `wanted`, nothing happens. Recording repeats only the last step from a chunk's logits to its losses, and
+    changes no bit of the training loss and its gradients. The losses stay on the device until `statistics` reads them.
 
     Args:
-        loss: of the forward passes.
-        parallel_dims: how the ranks share the work.
-        wanted: whether a sampler asks for them.
+        loss: the loss of the forward passes.
+        wanted: whether a sampler needs the losses.
 
     Raises:
-        UserError: where there are no losses of tokens to collect: for a loss that is no `CrossEntropyLoss`, and under
-            pipeline parallelism, where only the last stage has them.
+        UserError: for a loss other than `CrossEntropyLoss`, which has no token losses, and under pipeline parallelism, where
+            only the last stage has them.
     """
 
     def __init__(self, loss: Any, parallel_dims: ParallelDims, *, wanted: bool):
@@ -49,11 +46,11 @@ class SampleLosses:
         self._loss = loss
         self._dims = parallel_dims
         self._wanted = wanted
-        self._recorded: list[tuple[Array, Tensor]] = []  # of each micro-batch: numbers and losses of its valid tokens
+        self._recorded: list[tuple[Array, Tensor]] = []  # micro-batches' numbers and losses of valid tokens
 
     @contextlib.contextmanager
     def of(self, batch: Batch) -> Iterator[None]:
-        """Around the forward (and backward) pass of a micro-batch, which is given as it came from the loader."""
+        """Record a micro-batch's forward (and backward) pass; `batch` is as the loader returned it."""
         if not self._wanted:
             yield
             return
@@ -70,11 +67,11 @@ class SampleLosses:
             self._recorded.append((numbers.numpy(), losses))
 
     def statistics(self, step: int, loss: float, grad_norm: float) -> StepStatistics:
-        """Of the step whose micro-batches were recorded, equal on all ranks; a sample that came twice counts as one,
-        and one without a valid token does not count.
+        """Return the statistics of the recorded step, equal on all ranks. Repeated samples count once; samples without
+        valid tokens do not count.
 
         Raises:
-            UserError: where no rank has recorded anything, because the trainer's step does not.
+            UserError: if the trainer's step has recorded nothing on any rank.
         """
         if not self._wanted:
             return StepStatistics(step, loss, grad_norm, samples=np.zeros(0, np.int64), sample_losses=np.zeros(0))
@@ -96,7 +93,7 @@ class SampleLosses:
 
 
 def number_tokens(batch: Batch) -> Tensor:
-    """The number of the document that each token of a batch belongs to, (B, T); `NO_DOCUMENT` for padding.
+    """Return the document number of each token of a batch, (B, T); `NO_DOCUMENT` for padding.
 
     The k-th document of a row begins at the k-th place where `positions` is 0; its number is the k-th of `documents`.
     """
@@ -109,6 +106,6 @@ def number_tokens(batch: Batch) -> Tensor:
 def _add_up(
     numbers: Array, sums: np.typing.NDArray[np.float64], counts: np.typing.NDArray[np.float64]
 ) -> tuple[Array, np.typing.NDArray[np.float64], np.typing.NDArray[np.float64]]:
-    """Each number once, in order, with the sums and counts of its entries."""
+    """Return the distinct numbers in order, with the sums and counts of their entries."""
     unique, where = np.unique(numbers, return_inverse=True)
     return unique, *(np.bincount(where, values, len(unique)) for values in (sums, counts))  # type: ignore[return-value]

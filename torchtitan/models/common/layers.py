@@ -1,4 +1,4 @@
-"""The layers of a block beside attention: root-mean-square normalization and the gated feed-forward network."""
+"""Layers of a block other than attention: root-mean-square normalization and the gated feed-forward network."""
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,8 @@ from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_ini
 class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension, starting as the identity.
 
-    Under autocast the result comes in the lower precision: all that follows a norm are matrix products, and each of
-    them would otherwise make, and keep for its backward pass, a converted copy of its own.
+    Under autocast the result has the lower precision: otherwise each matrix product after the norm would make, and keep
+    for its backward pass, a converted copy of its own.
     """
 
     def __init__(self, dim: int, eps: float):
