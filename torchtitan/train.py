@@ -31,7 +31,7 @@ _FIRST_RANK_SECONDS = 5.0
 
 
 def run(resolved: "ResolvedConfig") -> None:
-    """Train with a validated configuration, and leave together with the other ranks. Errors propagate unchanged: a
+    """Train with a validated configuration, and leave together with the other ranks, unless an error is raised: a
     process group that lost a rank cannot be left in an orderly way."""
     trainer = resolved.config.build()
     trainer.load_checkpoint()
@@ -57,8 +57,7 @@ def _save_config(resolved: "ResolvedConfig", *, fresh: bool) -> None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code: 2 for a user's mistake, 3 for a failure with a stated reason, 1 for a crash, 0 for a run
-    completed earlier."""
+    """Return 2 for a user's mistake, 3 for a failure with a stated reason, 1 for a crash, 0 for a completed run."""
     if isinstance(error, RunComplete):
         return 0
     if isinstance(error, UserError):

@@ -36,8 +36,7 @@ Memory: about the largest tensor."""
 
 
 def convert(args: Sequence[str]) -> int:
-    """Convert as the command line says. Return 0 on success, 2 for a user's mistake, 3 if writing fails. OUTPUT exists
-    only when it is complete."""
+    """Convert as the command line says. Return 0, 2 for a user's mistake, or 3 if writing the complete OUTPUT fails."""
     parser = argparse.ArgumentParser(prog="torchtitan convert", description=_DESCRIPTION)
     parser.add_argument("input", metavar="INPUT", type=Path, help="folder of the checkpoint to read")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="folder to write; must not exist, or be empty")
@@ -97,7 +96,7 @@ def _write(options: argparse.Namespace) -> None:
     durable.make_folder(options.output.parent)
     with workplace(options.output) as folder:
         partial = folder / "checkpoint.partial"
-        partial.mkdir()  # its permissions are the usual ones; those of the other are not
+        partial.mkdir()  # with the usual permissions, unlike the other folder
         write(partial)
         _put_in_place(partial, options)
     sizes = [file.stat().st_size for file in options.output.rglob("*") if file.is_file()]
@@ -108,7 +107,6 @@ def _write(options: argparse.Namespace) -> None:
 
 
 def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[ModelSpec, int, Callable[[Path], None]]":
-    """Return the model, the number of tensors, and a function that writes them into a folder."""
     from torchtitan.components.data.progress import progress
     from torchtitan.components.weights import export_checkpoint
     from torchtitan.components.weights.assets import asset_folder
@@ -139,7 +137,7 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[M
 def _adapter(
     options: argparse.Namespace, family: "ModuleType | None"
 ) -> "tuple[ModelSpec, int, Callable[[Path], None]]":
-    """Do the same for the adapter alone. Raise `UserError` if there is none, or if more than an adapter was trained."""
+    """Like `_model`, for the adapter alone. Raise `UserError` if there is none, or if more was trained."""
     from torchtitan.components.checkpoint.dcp import optimized_names
     from torchtitan.components.optimizer import trained_names
     from torchtitan.components.peft import LoRA

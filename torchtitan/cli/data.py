@@ -53,7 +53,6 @@ def data(args: Sequence[str]) -> int:
 
 
 def _parse_and_run(command: str, args: Sequence[str]) -> None:
-    """Parse the command's own options; the others configure the run."""
     from torchtitan.config.manager import ConfigManager
 
     parser = argparse.ArgumentParser(
@@ -94,8 +93,8 @@ class _Run(NamedTuple):
 
     @contextmanager
     def loader(self, n_samples: int, *, place: int = 0) -> "Iterator[BaseDataLoader]":
-        """Yield a loader whose first batch is part `place` (from 0) of the run's order in parts of `n_samples`. Rank
-        `place` reads that batch first, because the order does not depend on the number of ranks."""
+        """Yield a loader of parts of `n_samples` in the run's order, starting with part `place`, as rank `place`
+        would."""
         from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 
         config, level = self.config, logger.level
@@ -120,15 +119,13 @@ class _Run(NamedTuple):
             yield loader
 
     def length(self, n_samples: int | None) -> "RunLength":
-        """Return the trainer's count of steps over `n_samples`."""
         from torchtitan.trainer.data_progress import RunLength
 
         return RunLength(self.config.training, n_samples=n_samples, global_batch_size=self.samples_per_step)
 
 
 def _data_parallel_degree(parallelism: Any) -> int:
-    """Return the number of ranks that read different samples: of `NGPU` x `NNODES` processes, or as many as the degrees
-    need."""
+    """Return the number of ranks that read different samples, of `NGPU` x `NNODES` processes or as many as needed."""
     import torch
 
     from torchtitan.cli.launch import environment_number
@@ -275,8 +272,8 @@ def _ledger_entry(text: str) -> dict[str, Any] | None:
 
 
 def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
-    """Return the step's samples as the configuration alone decides them. Raise `UserError` if it does not, or the run
-    ends earlier."""
+    """Return the step's samples as the configuration decides them. Raise `UserError` if it does not, or the run
+    ends."""
     from torchtitan.components.data.packing import NO_DOCUMENT
 
     if not _follows_seed(loader):
@@ -292,8 +289,8 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
 
 
 def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) -> "Batch | None":
-    """Return the samples that the configuration decides if their names are `names`; None if only the names are known. A
-    name may stand for several samples."""
+    """Return the samples that the configuration decides if they have these names, which may each mean several
+    samples."""
     from torchtitan.trainer.ledger import names_of
 
     if not _follows_seed(loader):

@@ -21,8 +21,6 @@ from torchtitan.tools.logging import visible
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Everything that an inspection shows."""
-
     title: str
     facts: list[tuple[str, str]]
     summary: DataSummary | None
@@ -33,7 +31,6 @@ class Inspection:
 
 
 _Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
-"""Title, column names, rows."""
 
 
 class Bin(NamedTuple):
@@ -43,7 +40,6 @@ class Bin(NamedTuple):
     high: int
     n_samples: int
     beyond: bool
-    """True if the samples exceed the maximum length."""
 
     @property
     def label(self) -> str:

@@ -21,8 +21,6 @@ _MOST_SHARED = 16
 
 
 class Token(NamedTuple):
-    """A token of a document."""
-
     id: int
     text: str
     """Text that the token adds; empty if an earlier token holds its character."""
@@ -30,14 +28,13 @@ class Token(NamedTuple):
     """True if the token is predicted in training."""
     special: bool
     position: int
-    """Position in its document, from 0."""
 
 
 class Document(NamedTuple):
     """Tokens that attend to each other."""
 
     name: str
-    """Origin; empty if it is unknown for this document alone."""
+    """Empty if it is unknown for this document alone."""
     tokens: list[Token]
 
 
@@ -50,7 +47,6 @@ class Row(NamedTuple):
     n_positions: int
     """T, including padding."""
     n_padding: int
-    """Padding positions at the end."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +54,8 @@ class Sample:
     """A row of a batch."""
 
     name: str
-    """Origin of its documents."""
     rows: list[Row]
     answer: str | None = None
-    """Reference answer of a prompt."""
 
 
 def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> list[Sample]:
@@ -113,11 +107,8 @@ def _row(prefix: str, row: Batch, names: Sequence[str], tokenizer: Tokenizer) ->
 
 
 def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | None) -> int:
-    """Count the padding positions at the end of a row: one token repeated, never predicting.
-
-    The last document is either padding or not. If `last_start` is None, document boundaries are unknown, and padding is
-    at least two positions.
-    """
+    """Count the padding positions at the end of a row: one token repeated, never predicting. The last document is
+    either padding or not; if documents are unknown (`last_start` is None), padding is at least two positions."""
     differs = ((inputs != inputs[-1]) | (labels != IGNORE_INDEX)).nonzero().flatten()
     begin = int(differs[-1]) + 1 if len(differs) else 0
     if last_start is not None:
@@ -126,8 +117,7 @@ def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | Non
 
 
 def _tokens(ids: list[int], labels: list[int], tokenizer: Tokenizer) -> list[Token]:
-    """Return the tokens of a document. Each label is the next input; other labels, such as the one after the last
-    input, are inserted at their position."""
+    """Return a document's tokens. Labels that differ from the next input are inserted where they belong."""
     shown: list[tuple[int, bool, int]] = []
     for position, token in enumerate(ids):
         is_label = position > 0 and labels[position - 1] == token

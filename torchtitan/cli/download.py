@@ -42,8 +42,7 @@ _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]|/(/|$)|^(/|[A-Za-z]:|$)|(^|/)\.{1,2}(/|
 
 
 def download(args: Sequence[str]) -> int:
-    """Download the named model. Return 0 when all files are there, 2 if the hub does not provide them, 3 if they cannot
-    be written."""
+    """Download the named model. Return 0, 2 if the hub does not provide all files, or 3 if they cannot be written."""
     parser = argparse.ArgumentParser(prog="torchtitan download", description=_DESCRIPTION)
     parser.add_argument("repo_id", metavar="REPO_ID", help="name of the repository: OWNER/NAME")
     parser.add_argument("--revision", help="branch, tag or commit (default: the newest of the main branch)")
@@ -110,10 +109,7 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
 
 
 def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[RepoSibling]", folder: Path) -> None:
-    """Put files of a repository into `folder`, only after all of them match the hub's digests.
-
-    After an interruption, the files that have arrived stay in `_ARRIVING` for the next call.
-    """
+    """Put files into `folder` after all match the hub's digests; `_ARRIVING` keeps them after an interruption."""
     from filelock import FileLock, Timeout
 
     def is_there(file: "RepoSibling") -> bool:
@@ -157,10 +153,7 @@ def _answer_of(api: "HfApi") -> Iterator[None]:
 
 
 def _check(path: Path, file: "RepoSibling", name: str) -> None:
-    """Compare a downloaded file with the hub's digest; remove it and raise `UserError` if they differ.
-
-    The library compares only sizes, as reported by the server that sends the file.
-    """
+    """Compare a file with the hub's digest, not only its size; remove it and raise `UserError` if they differ."""
     if not path.is_file():  # the library only warns if the hub stops answering
         raise UserError(f"{name} did not arrive; check the network, then run this again")
     if is_lfs_pointer(path):
@@ -181,7 +174,6 @@ def _expected(file: "RepoSibling") -> str | None:
 
 
 def _digest(path: Path, file: "RepoSibling") -> str:
-    """Return the digest of a local file, of the same kind as `_expected`."""
     with path.open("rb") as opened:
         if file.lfs:
             return hashlib.file_digest(opened, "sha256").hexdigest()
@@ -199,5 +191,4 @@ def _wanted(names: Sequence[str], options: argparse.Namespace) -> list[str]:
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Return the names at the top of the repository that match a pattern."""
     return [name for name in names if "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]

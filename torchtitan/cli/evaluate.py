@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 
 def evaluate(args: Sequence[str]) -> int:
-    """Evaluate on the named tasks and return the exit code.
-
-    A table goes to standard error, the same numbers as JSON to standard output or to a file.
-    """
+    """Evaluate on the named tasks and return the exit code. JSON goes to standard output or a file, a table to standard
+    error."""
     parser = argparse.ArgumentParser(
         prog="torchtitan eval",
         description="Measure a model. A task is a file FILE.jsonl with multiple-choice questions (query, choices, "
@@ -86,7 +84,6 @@ def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> N
 
 @contextmanager
 def _progress_bar(name: str) -> "Iterator[Progress]":
-    """Show a bar on standard error, and yield the function that moves it."""
     import rich.progress
     from rich.console import Console
     from rich.markup import escape

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 def generate(args: Sequence[str]) -> int:
-    """Continue the given prompts and return the exit code.
-
-    Standard output gets only each prompt with its continuation and a newline, or one JSON object per prompt.
-    """
+    """Continue the prompts, print only them and their continuations (or JSON), and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="torchtitan generate",
         description="Continue text with a model. Each prompt is printed with its continuation, a single one as it "
@@ -89,8 +86,6 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 
 class _Printer:
-    """Decodes all rows; streams the output if there is only one."""
-
     def __init__(
         self, opened: OpenedModel, texts: list[str], prompts: list[list[int]], stop: list[str], *, as_json: bool
     ):
@@ -174,8 +169,6 @@ def _chat(options: argparse.Namespace) -> None:
 
 
 class _Conversation:
-    """The turns so far; each answer is streamed."""
-
     def __init__(self, options: argparse.Namespace):
         from torchtitan.components.chat_template import resolve_chat_template
         from torchtitan.components.generation import stop_ids
@@ -195,11 +188,7 @@ class _Conversation:
         self._messages = list(self._system)
 
     def answer(self, text: str) -> None:
-        """Print the model's answer to `text` and a newline, and remember both turns.
-
-        Raises:
-            UserError: if the template or the model's context cannot take another turn; nothing changes then.
-        """
+        """Print the answer to `text`, and remember both turns. Raise `UserError` if another turn does not fit."""
         from torchtitan.components.generation import TextStream, generate
 
         messages = [*self._messages, {"role": "user", "content": text}]
@@ -229,7 +218,6 @@ class _Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of standard input, with a prompt on standard error if it is a terminal."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin)
         return

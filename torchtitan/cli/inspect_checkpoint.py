@@ -74,7 +74,6 @@ def _format_in(path: Path) -> "Format | None":
 
 
 def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> tuple[dict[str, str], States, list[str]]:
-    """Return a checkpoint's facts by name, its states, and its faults. Raise `UserError` if there is no checkpoint."""
     from torchtitan.components.checkpoint import catalog
     from torchtitan.components.checkpoint.dcp import state_forms
     from torchtitan.components.weights import open_source

@@ -1,10 +1,9 @@
 """Start the processes of a run on this host; reduce their results to one exit code and at most one message.
 
-PyTorch's elastic agent (2.13), the base of torchrun, could replace this module except for four behaviors that no option
-changes. Its store listens on all network interfaces, and anyone who reaches it can write to it. It restarts workers
-after every failure, including a user's mistake. After a failure it ends the other ranks by SIGTERM, our request to save
-and stop. It gives stopping workers a fixed time; ours have until their last save is done, or a second signal arrives.
-For restarts on several hosts, use torchrun (docs/multinode.md).
+PyTorch's elastic agent (2.13), the base of torchrun, is no replacement, since it has no options for four behaviors: its
+store is open to writers on all network interfaces; it restarts workers after every failure, even a user's mistake;
+after a failure it ends other ranks by SIGTERM, our request to save and stop; and stopping workers have a fixed time,
+instead of the time of their last save. For restarts on several hosts, use torchrun (docs/multinode.md).
 """
 
 import dataclasses
@@ -40,8 +39,8 @@ class Hosts:
 
     @classmethod
     def from_environment(cls) -> "Hosts":
-        """Read `NNODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT`; the default is one host. Raise `UserError` for
-        an unusable value, or one that is missing with several hosts."""
+        """Read `NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`; default: one host. Raise `UserError` for bad
+        values."""
         count = environment_number("NNODES", default=1, minimum=1)
         if count == 1:
             return cls(count=1, rank=0, address="127.0.0.1", port=_free_port())
@@ -66,11 +65,9 @@ def environment_number(name: str, *, default: int, minimum: int) -> int:
 def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: int = 0) -> int:
     """Run `torchtitan.train` with these arguments in `processes` processes on this host, and return the exit code.
 
-    SIGTERM and Ctrl-C are forwarded to the workers, which may take as long as their last save; a second signal ends
-    them at once. They never outlive this process.
-
-    After a transient failure (a crash, a killed process, a hang) all workers are restarted, up to `max_restarts` times,
-    and continue from the newest checkpoint. A request to stop never restarts them.
+    Workers receive SIGTERM and Ctrl-C, and may finish their last save; a second signal ends them at once. They never
+    outlive this process. After a crash, a killed process or a hang, all workers restart from the newest checkpoint, up
+    to `max_restarts` times, unless the run was asked to stop.
     """
     workers: list[_Worker] = []
     signals = StopSignals(
@@ -94,22 +91,15 @@ def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: i
 
 
 class _Failure(NamedTuple):
-    """The failure of a worker."""
-
     time: float
     """Seconds since the epoch."""
     code: int
-    """Exit code to return."""
     text: str
     passing: bool
-    """Whether a restart may succeed."""
     returncode: int
-    """Return code of the worker process."""
 
 
 class _Worker:
-    """A training process, and a connection over which it reports its failure."""
-
     def __init__(self, args: Sequence[str], hosts: Hosts, processes: int, local_rank: int) -> None:
         self.rank = hosts.rank * processes + local_rank
         environment = {
@@ -138,9 +128,9 @@ class _Worker:
     def failure(self) -> _Failure:
         """Describe the failure of this worker.
 
-        A worker that failed without a report, such as one killed by a signal, counts as the first: the failure of
-        another rank does not end a rank this way. Two signals are exceptions and count as the last: an abort, which a
-        lost connection can cause, and the signal by which another rank's watchdog ends a rank that does not answer.
+        Without a report, as after a signal, it counts as the first: another rank's failure does not end a rank this
+        way. Two signals count as the last: an abort, which a lost connection can cause, and the signal of another
+        rank's watchdog.
         """
         code = self.process.returncode
         if content := self._receive():
@@ -175,7 +165,6 @@ def _kill(workers: Sequence[_Worker]) -> None:
 def _run_once(
     workers: list[_Worker], signals: StopSignals, args: Sequence[str], hosts: Hosts, processes: int
 ) -> list[_Failure]:
-    """Start the workers, wait until they end, and return the failures."""
     workers.clear()
     # The workers inherit this, so that Ctrl-C, which reaches the whole process group, comes to them from here.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -193,8 +182,7 @@ def _run_once(
 
 
 def _wait(workers: Sequence[_Worker]) -> None:
-    """Wait until all workers have ended, or a little longer after one has failed: the others may wait for it
-    forever."""
+    """Wait until all workers have ended, or briefly after one has failed: the others may wait for it forever."""
     deadline = float("inf")
     while any([worker.process.poll() is None for worker in workers]) and time.monotonic() < deadline:
         if any(worker.failed for worker in workers):

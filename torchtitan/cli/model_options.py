@@ -141,8 +141,7 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
 
 
 def run_command(command: str, run: Callable[[], int | None]) -> int:
-    """Call `run` and return its exit code; 2 for a user's mistake and 3 for a failure, with the message on standard
-    error."""
+    """Call `run` and return its exit code. Print the message of a user's mistake (2) or a failure (3)."""
     init_logger()
     try:
         return run() or 0

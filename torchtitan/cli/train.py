@@ -29,7 +29,7 @@ def train(args: Sequence[str]) -> int:
     Environment variables: `NGPU` processes on this host (default: one per GPU, or 1; on CPUs, more than four per core
     only with `OVERSUBSCRIBE=1`); `NNODES` hosts, each with its `NODE_RANK`, that meet at `MASTER_ADDR` and
     `MASTER_PORT`; `LOG_RANK`, the ranks that print; `MAX_RESTARTS` after a crash or a hang. `COMM_MODE=fake_backend`
-    trains nothing: a dry run reports what any number of processes would need (`torchtitan.dry_run`).
+    makes a dry run, which reports what any number of processes would need (`torchtitan.dry_run`).
     """
     init_logger()
     os.environ[COMMAND_VARIABLE] = _command(args)
@@ -113,7 +113,6 @@ def _max_restarts(hosts: Hosts) -> int:
 
 
 def _command(args: Sequence[str]) -> str:
-    """Return the command line that repeats this run."""
     names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU", "OVERSUBSCRIBE", "MAX_RESTARTS")
     variables = [f"{name}={shlex.quote(os.environ[name])}" for name in names if name in os.environ]
     script = os.environ.get(PROGRAM_VARIABLE)

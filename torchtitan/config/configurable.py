@@ -14,11 +14,11 @@ _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 class Configurable:
-    """A component that is built from a nested `Config` dataclass.
+    """A component built from a nested `Config` dataclass, with a string literal under each field as its `--help` text.
 
-    A subclass may define `class Config(Parent.Config)` as a `@dataclass(kw_only=True, slots=True)`; otherwise it gets a
-    fresh one derived from its parent's, so that `Child.Config().build()` always makes a `Child`. A string literal under
-    each field is its help text on the command line. Raises `TypeError` at class definition for any other `Config`.
+    A subclass may define `class Config(Parent.Config)` as a `@dataclass(kw_only=True, slots=True)`, or else gets one
+    derived from its parent's; `Child.Config().build()` always makes a `Child`. Raises `TypeError` for any other
+    `Config`.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -42,12 +42,8 @@ class Configurable:
 
         @classmethod
         def from_dict(cls, document: Mapping[str, Any]) -> Self:
-            """Return the configuration that `to_dict` gave as `document`. Missing fields, from older documents, get
-            their defaults.
-
-            Raises:
-                UserError: for an unknown key, an unusable value, or a missing field without a default.
-            """
+            """Return the configuration from `to_dict`'s result, with defaults for missing fields. Raise `UserError` for
+            an unknown key, an unusable value, or a missing field without a default."""
             config: Self = from_plain(cls, document)
             config.validate()
             return config
@@ -147,12 +143,9 @@ def _check_config(cls: type[Configurable]) -> None:
 
 
 def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
-    """Return whether a value of a YAML or JSON file fits the declared type; a type that files cannot express fits all
-    values.
-
-    With `quoted`, as on the command line, numbers may be quoted, strings unquoted, `None` a string, and a list of one
-    its single item.
-    """
+    """Return whether a value of a YAML or JSON file fits the declared type; a type that files cannot express fits all.
+    With `quoted`, as on the command line, numbers may be quoted, strings not, and a single item may stand for a
+    list."""
     arguments = get_args(declared)
     origin = get_origin(declared)
     if origin is Annotated:

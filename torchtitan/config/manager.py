@@ -95,7 +95,6 @@ class ConfigManager:
         return ResolvedConfig(module, config_name, self._parse(default, [*_to_flags(document), *words]))
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
-        """Return the assets folder, from the command line or else the file, for a configuration computed from it."""
         option = argparse.ArgumentParser(prog=self.prog, add_help=False, allow_abbrev=False)
         option.add_argument(f"--{ASSETS_PARAMETER}", f"--{ASSETS_PARAMETER.replace('_', '-')}", dest="path")
         path = option.parse_known_args(overrides)[0].path
@@ -244,11 +243,8 @@ def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str)
 
 
 def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
-    """Return the types of all values by their command-line keys.
-
-    A field with `tyro.conf.arg(name="")` adds nothing to the key; items of a list of configurations add their class
-    names.
-    """
+    """Return the types of all values by their command-line keys, including class names for items of a list of
+    configurations, but not fields with `tyro.conf.arg(name="")`."""
     children: Iterable[tuple[str, Any, Any]]
     if dataclasses.is_dataclass(value):
         hints = get_type_hints(type(value), include_extras=True)
@@ -304,8 +300,8 @@ def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
-    """Rewrite booleans in the only form that tyro knows: `--checkpoint.enable [=]true` becomes `--checkpoint.enable`,
-    and `false` becomes `--checkpoint.no_enable`. Raise `UserError` for another value after `=`."""
+    """Rewrite booleans in tyro's form: `--checkpoint.enable=true` (or ` true`) becomes `--checkpoint.enable`, and
+    `false` `--checkpoint.no_enable`. Raise `UserError` for another value after `=`."""
     words: list[str] = []
     rest = list(args)
     while rest:

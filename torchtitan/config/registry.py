@@ -1,7 +1,5 @@
-"""Find modules (packages with a `config_registry.py`), their configurations and flavors.
-
-Discovery reads the file system and listing reads the source: neither imports a module or torch.
-"""
+"""Find modules (packages with a `config_registry.py`), configurations and flavors in the file system, without
+imports."""
 
 import ast
 import difflib
@@ -39,8 +37,6 @@ _OWN_CODE = tuple(f"torchtitan.{folder}" for folder in ("components", *_BUILT_IN
 
 
 class ModuleListing(NamedTuple):
-    """A module's entry in `torchtitan ls`."""
-
     name: str
     configs: list[str]
     flavors: list[str]
@@ -53,8 +49,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def built_in_modules() -> dict[str, Path]:
-    """Return short name → folder of each package with a registry in `torchtitan.models` and
-    `torchtitan.experiments`."""
+    """Return short name → folder of each package with a registry in `models` and `experiments`."""
     package = Path(__file__).resolve().parent.parent
     found = [path.parent for kind in _BUILT_IN_FOLDERS for path in sorted((package / kind).glob(f"*/{REGISTRY_FILE}"))]
     return {folder.name: folder for folder in found}
@@ -89,11 +84,8 @@ def list_module(name: str, folder: Path) -> ModuleListing:
 def load_config_function(module: str, config: str) -> Callable[..., object]:
     """Return the function that `--module module --config config` names; `needs_assets` tells its parameters.
 
-    The module is a short name, a dotted import path, or a folder that holds a `config_registry.py`. The configuration's
-    name may start with the module's name (`debugmodel`, `llama3_debugmodel`).
-
-    Raises:
-        UserError: if there is no such module or configuration, or importing it fails.
+    The module is a short name, an import path, or a folder with a `config_registry.py`; the configuration's name may
+    begin with the module's (`llama3_debugmodel`). Raise `UserError` if either does not exist, or importing fails.
     """
     registry = _import_registry(module)
     functions = _configurations(registry)
@@ -123,19 +115,15 @@ def _configurations(registry: ModuleType) -> dict[str, Callable[..., object]]:
 
 
 def import_package(module: str) -> ModuleType:
-    """Return the package that `--module module` names, imported with its registry. Raise like
-    `load_config_function`."""
+    """Return the package that `--module module` names, imported with its registry; raise as `load_config_function`."""
     return _package_of(_import_registry(module))
 
 
 def trusted_module(name: str) -> ModuleType | None:
     """Return the module for an import path found in a checkpoint, or None if its code must not run.
 
-    Files may name any code. Only parts of this package and of packages with an entry point (`ENTRY_POINTS`) are
-    imported; any other module must be imported already, as the `--module` package is.
-
-    Raises:
-        UserError: if importing a permitted module fails.
+    Only parts of this package and of packages with an entry point (`ENTRY_POINTS`) are imported, raising `UserError` if
+    that fails; any other module must be imported already, as the `--module` package is.
     """
     trusted = (*_OWN_CODE, *installed_modules().values())
     if _is_of(name, trusted):

@@ -23,8 +23,8 @@ class TrainingConfig:
     """Optimizer steps."""
 
     epochs: int | None = None
-    """Passes over the data. They replace `steps` if the size of the data is known; a stream of unknown size also ends
-    after `steps`, which then set the length of the schedule."""
+    """Passes over the data, instead of `steps` if the size of the data is known. A stream of unknown size ends after
+    them or after `steps`, the length of the schedule."""
 
     seq_len: int = 512
     """Tokens in a training sample."""
@@ -57,8 +57,7 @@ class TrainingConfig:
     computation. Needs data-parallel sharding (FSDP)."""
 
     skip_data: list[str] = field(default_factory=list)
-    """Steps whose data is skipped, numbered as in a run that skips nothing: "100-120" "300". A skipped step trains on
-    the data after it."""
+    """Steps to skip with their data, numbered as in a run that skips nothing: "100-120" "300"."""
 
     gc_freq: int = 50
     """Steps between runs of Python's garbage collector, which is otherwise off so that all ranks pause together."""
@@ -76,7 +75,7 @@ class TrainingConfig:
             ) from None
 
     def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
-        """Return the samples in an optimizer step. Raise `UserError` if the ranks' local batches do not divide
+        """Return the samples in an optimizer step. Raise `UserError` if local batches do not divide
         `global_batch_size`."""
         one_pass = self.local_batch_size * data_parallel_degree
         if self.global_batch_size == -1:
@@ -225,8 +224,8 @@ class CommConfig:
     """Timeouts of the communication between ranks."""
 
     init_timeout_seconds: int = 1800
-    """Seconds that a collective may wait for the slowest rank until the first step is done: times for loading and
-    compiling differ between ranks."""
+    """Seconds that a collective may wait for the slowest rank until the first step is done, including loading and
+    compiling."""
 
     train_timeout_seconds: int = 900
     """Seconds that a collective may wait for the slowest rank after the first step."""

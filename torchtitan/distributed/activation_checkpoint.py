@@ -42,11 +42,8 @@ def check_activation_checkpoint(
 
 
 def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpointConfig) -> None:
-    """Apply activation checkpointing to the blocks in `model.layers`, a `ModuleDict` by layer number.
-
-    In place, before compilation and data parallelism. Wrapped blocks keep their attributes and their names in
-    `state_dict`; `canonical_name` restores the names in `named_parameters`.
-    """
+    """Apply checkpointing to the blocks in `model.layers`, a `ModuleDict` by layer number, in place, before compilation
+    and data parallelism. Attributes and names in `state_dict` stay; `canonical_name` restores others."""
     # A setting of the whole process, which an earlier model may have changed; 1 is torch's default.
     functorch_config.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
     if config.mode == "full":
@@ -77,7 +74,7 @@ def _always_kept() -> frozenset[Any]:
 
 
 def _keep_costly_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts of a forward pass and its recomputation, which keep every second matrix product of a block."""
+    """Return contexts of a forward pass and its recomputation: keep `_always_kept` and every second matrix product."""
     products = 0
 
     def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

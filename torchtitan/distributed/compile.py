@@ -37,11 +37,8 @@ def check_compile(config: CompileConfig) -> None:
 
 
 def apply_compile(model: nn.Module, config: CompileConfig, parallelism: ParallelismConfig) -> None:
-    """Compile each block in `model.layers` in place; similar blocks share the compiled code.
-
-    Call this after activation checkpointing, and before data parallelism, which communicates around a block.
-    `model.mask` makes the attention masks.
-    """
+    """Compile each block in `model.layers` in place; similar blocks share the code. Call this after activation
+    checkpointing and before data parallelism, which communicates around a block."""
     # The first half of a backward pass would reuse the memory of saved tensors that the second half reads.
     functorch_config.donated_buffer = not parallelism.splits_backward
     # Compiled code would specialize on a list of documents' lengths, which differs in the next batch.
@@ -58,8 +55,7 @@ def _wait_for_communication(module: nn.Module, inputs: Any, output: Tensor) -> T
 
 
 def compile_loss(loss: Any, config: CompileConfig) -> None:
-    """Compile `loss.from_logits`, the loss of a chunk of logits, in place. A loss without that method stays
-    uncompiled."""
+    """Compile `loss.from_logits`, the loss of a chunk of logits, in place. Other losses stay uncompiled."""
     if not hasattr(loss, "from_logits"):
         logger.warning("%s is not compiled: it has no method from_logits", type(loss).__qualname__)
         return
@@ -67,12 +63,7 @@ def compile_loss(loss: Any, config: CompileConfig) -> None:
 
 
 class RecompileMonitor:
-    """Reports compilation during training: expected in the first step, and lost time later.
-
-    Attributes:
-
-        recompiles: graphs compiled after the first step.
-    """
+    """Reports compilation in training: expected in the first step, lost time later (counted in `recompiles`)."""
 
     def __init__(self) -> None:
         self.recompiles = 0

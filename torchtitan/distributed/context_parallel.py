@@ -1,8 +1,7 @@
 """Context parallelism: split the tokens of each sample over ranks.
 
-Only attention relates tokens to each other. There, each rank keeps its own queries and gathers all keys and values
-(section 3.3.2 of "The Llama 3 Herd of Models", arXiv:2407.21783): they are few, since query heads share them, and any
-mask applies to them.
+For attention, each rank keeps its own queries and gathers all keys and values (section 3.3.2 of "The Llama 3 Herd of
+Models", arXiv:2407.21783): they are few, since query heads share them, and any mask applies to them.
 """
 
 from collections.abc import Mapping
@@ -22,11 +21,8 @@ LoadBalancer = Literal["headtail", "none"]
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """Assignment of a sample's tokens to `degree` ranks.
-
-    Causal attention costs a token as much as there are tokens before it. To balance this, `headtail` cuts a sequence
-    into 2 * degree pieces; rank r has the r-th from each end.
-    """
+    """Assignment of a sample's tokens to `degree` ranks. To balance causal attention, in which later tokens cost more,
+    `headtail` cuts a sequence into 2 * degree pieces; rank r has the r-th from each end."""
 
     degree: int
     load_balancer: LoadBalancer
@@ -44,10 +40,8 @@ class SequenceShards:
 
 
 def shard_sequences(batch: Mapping[str, Tensor], shards: SequenceShards, rank: int) -> dict[str, Tensor]:
-    """Return this rank's tokens of all values per token, shape (B, T, …); other values stay whole.
-
-    Missing `positions` are added: otherwise the tokens of a part would be taken for neighbors.
-    """
+    """Return this rank's part of all values per token, shape (B, T, …), and all other values whole. Missing `positions`
+    are added: otherwise the tokens of a part would be taken for neighbors."""
     length = batch["input"].shape[1]
     tokens = shards.tokens_of_rank(rank, length).to(batch["input"].device)
     whole = {"positions": torch.arange(length, device=tokens.device).expand_as(batch["input"]), **batch}

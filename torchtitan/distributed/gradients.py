@@ -14,15 +14,10 @@ from torch.distributed.tensor import DTensor
 def clip_grad_norm(
     parameters: Iterable[nn.Parameter], max_norm: float, pipeline: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Scale gradients down, in place, to a total Euclidean norm of at most `max_norm`.
+    """Scale gradients down, in place, to a total Euclidean norm of at most `max_norm` (`inf`: only measure it).
 
     Unlike `torch.nn.utils.clip_grad_norm_`, this supports parameters on different meshes or none, and more precise
-    norms (`_norm`).
-
-    Args:
-        parameters: parameters of the model, or of this rank's parts of it.
-        max_norm: `inf` only measures the norm.
-        pipeline: the ranks that hold the other parts.
+    norms (`_norm`). `pipeline` contains the ranks that hold the other parts of the model.
 
     Returns:
         The norm before clipping over all ranks, a plain scalar tensor on the gradients' device.
@@ -79,12 +74,10 @@ def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean norm of gradients on one mesh, in at least float32.
-
-    A CPU sums a large tensor's squares in one float32 accumulator, with a rounding error up to 1e-4 that depends on the
-    layout; summing row by row avoids this. Other devices sum in trees, and torch's fused norm is as exact and faster,
-    but it rounds each norm to the gradients' own precision.
-    """
+    """Return the Euclidean norm of gradients on one mesh, in at least float32. A CPU sums a large tensor's squares in
+    one float32 accumulator, with a rounding error up to 1e-4 that depends on the layout; summing row by row avoids
+    this. Other devices sum in trees, and torch's fused norm is as exact and faster, but it rounds each norm to the
+    gradients' own precision."""
     if all(gradient.device.type != "cpu" and gradient.dtype == torch.float32 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     of_rows = [row_norms(gradient) for gradient in gradients]

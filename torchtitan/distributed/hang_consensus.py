@@ -36,9 +36,8 @@ class Position:
 
     step: int
     n_phases: int
-    """Phases begun in the step."""
     phase: str | None = dataclasses.field(compare=False)
-    """Name of the last phase; None after the step."""
+    """None after the step."""
     line: str = dataclasses.field(compare=False)
     """Line that the main thread executes."""
 
@@ -59,15 +58,10 @@ class HangReport:
 class HangConsensus:
     """Agrees with the other ranks on a hang, on a thread of its own.
 
-    A rank that suspects a hang sets a key, which all ranks poll twice a second. Each then writes its position and waits
-    for the outcome. The calling rank decides once it has all answers, or has waited long enough. If any rank is between
-    two steps, nothing hangs: the others wait for it.
-
-    If the process that holds the store has stopped, requests never return and this thread, which has its own
-    connection, stalls: readers of `report` must not wait for it.
-
-    Args:
-        position: returns this rank's position.
+    A rank that suspects a hang sets a key, which all ranks poll twice a second. Each then writes its `position` and
+    waits for the outcome. The calling rank decides once it has all answers, or has waited long enough. If any rank is
+    between two steps, nothing hangs: the others wait for it. If the process that holds the store has stopped, requests
+    never return and this thread, which has its own connection, stalls: readers of `report` must not wait for it.
     """
 
     def __init__(self, rank: int, processes: list[Process], position: Callable[[], Position]):
@@ -116,7 +110,6 @@ class HangConsensus:
             self._store.set(f"finished/{self._rank}", "")
 
     def _set_once(self, key: str, value: str) -> bool:
-        """Set a key; return False if another rank was first."""
         return self._store.compare_set(key, "", value).decode() == value
 
     def _answer(self, number: int, called: bool) -> None:
@@ -158,10 +151,8 @@ class HangConsensus:
 
 
 def describe(answers: Mapping[int, Position], silent: Mapping[int, Process], seconds: float) -> str:
-    """Describe the ranks that hold up the others, then each rank's position, furthest behind first.
-
-    Ranks that do not answer hold up the others; if all answer, the ranks furthest behind do.
-    """
+    """Describe the ranks that hold up the others, then each rank's position, furthest behind first. Silent ranks hold
+    up the others; if all answer, the ranks furthest behind do."""
     first = min(answers.values())
     behind = [rank for rank, position in answers.items() if position == first]
     if silent:

@@ -1,8 +1,7 @@
 """Initial weights that depend only on the seed and the parameter's name, not on the layout.
 
-Torch's random operations on a sharded tensor depend on its layout. Here every parameter is drawn in chunks of whole
-rows, each from a generator seeded by (seed, name, chunk); a rank draws the chunks that its shard touches and keeps its
-part, without communication and with the memory of one chunk.
+Every parameter is drawn in chunks of whole rows, each from a generator seeded by (seed, name, chunk). A rank draws the
+chunks that its shard touches, without communication and with the memory of one chunk.
 """
 
 import hashlib
@@ -28,11 +27,8 @@ def canonical_name(name: str) -> str:
 
 @torch.no_grad()
 def initialize_weights(model: nn.Module, seed: int) -> None:
-    """Fill all parameters and buffers of `model`, materialized and possibly sharded, from its modules' initializers.
-
-    Raises:
-        LookupError: if a parameter or buffer has no initializer.
-    """
+    """Fill all parameters and buffers of `model`, possibly sharded, from its modules' initializers. Raise `LookupError`
+    if a parameter or buffer has none."""
     for module_name, module in model.named_modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             initializer = initializer_of(module, name)

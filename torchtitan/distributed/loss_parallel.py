@@ -27,13 +27,12 @@ def share_vocabulary(
     Args:
         hidden_BLD: a DTensor on the mesh of `weight_VD`, with any sharding.
         weight_VD: rows sharded over a mesh of one dimension, possibly unevenly.
-        from_logits: the loss. Torch's cross entropy communicates only sums and maxima over the ranks; other operations on
-            the DTensor may gather it.
+        from_logits: the loss. Torch's cross entropy communicates only sums and maxima; other operations may gather.
 
     Returns:
-        Plain tensors: all hidden states, this rank's rows (V_local, D) of the weights, and the loss as a function of this
-        rank's logits (N, V_local). Its value is the same on all ranks, its gradients are each rank's own part. It raises
-        `UserError` for an operation that DTensor does not support.
+        Plain tensors: all hidden states, this rank's rows (V_local, D) of the weights, and the loss as a function of
+        its logits (N, V_local), with the same value on all ranks and each rank's own part of the gradients. The loss
+        raises `UserError` for an operation that DTensor does not support.
     """
     mesh, vocabulary = weight_VD.device_mesh, weight_VD.shape[0]
     assert isinstance(hidden_BLD, DTensor) and weight_VD.placements == (Shard(0),)

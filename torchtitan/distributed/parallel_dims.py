@@ -16,11 +16,9 @@ from torchtitan.tools.torch_private import flatten_mesh, split_mesh
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Number of ranks in each kind of parallelism; their product is the number of all ranks.
-
-    Build it with `from_config`, which checks the degrees. Tensor parallelism, which communicates most, is innermost,
-    then context, data (sharded, replicated) and pipeline parallelism.
-    """
+    """Degrees of each kind of parallelism, whose product is the number of ranks. Build it with `from_config`, which
+    checks them. Tensor parallelism, which communicates most, is innermost, then context, data (sharded, replicated),
+    pipeline."""
 
     world_size: int
     dp_replicate: int = 1
@@ -116,7 +114,7 @@ class ParallelDims:
 
     @property
     def gradient_degree(self) -> int:
-        """Ranks that average gradients: those with the same weights and different tokens."""
+        """Ranks that average gradients: the same weights, different tokens."""
         return self.dp_degree * self.cp
 
     @property
@@ -135,12 +133,8 @@ class ParallelDims:
         return SequenceShards(self.cp, self.cp_load_balancer)
 
     def build_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Return the mesh ("pp", "dp_replicate", "fsdp", "tp") of all ranks, with dimensions of size 1; None in one
-        process.
-
-        Weights are sharded over "fsdp", which includes context parallelism: its ranks have the same weights and other
-        tokens.
-        """
+        """Return the mesh ("pp", "dp_replicate", "fsdp", "tp") with dimensions of size 1; None in one process. Weights
+        are sharded over "fsdp", including context-parallel ranks, which have the same weights and other tokens."""
         if self.world_size == 1:
             return None
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.dp_shard * self.cp, "tp": self.tp}

@@ -65,10 +65,8 @@ def _apply_data_parallel(
     training: TrainingConfig,
     parallelism: ParallelismConfig,
 ) -> None:
-    """Apply FSDP over all ranks with the same weights and other tokens, HSDP with replicas, or DDP.
-
-    FSDP on a single rank still computes in lower precision than the master weights.
-    """
+    """Apply FSDP over all ranks with the same weights and other tokens, HSDP with replicas, or DDP. On a single rank,
+    FSDP still computes in lower precision than the master weights."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
@@ -103,11 +101,8 @@ def _offload_policy(training: TrainingConfig, mesh: DeviceMesh) -> OffloadPolicy
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """Return the units of communication in forward order; the model itself takes the rest.
-
-    A tied embedding is used at both ends of the model, so it stays with the model itself, as do the final norm and the
-    head: they are used last, and a loss may read the head's weights outside of its forward.
-    """
+    """Return the units of communication in forward order. The model itself takes the rest: a tied embedding, used at
+    both ends, and the final norm and the head, whose weights a loss may read outside of its forward."""
     config = model.config
     separate = model.tok_embeddings is not None and not config.tie_embeddings  # type: ignore[union-attr]
     embedding = [model.tok_embeddings] if separate else []

@@ -37,13 +37,11 @@ class PipelinePlan:
     schedule: str
     degree: int
     stages: tuple[tuple[str, ...], ...]
-    """Names of the modules of each stage."""
     n_microbatches: int
 
     @classmethod
     def from_config(cls, config: ParallelismConfig, model: BaseModel.Config, local_batch_size: int) -> "PipelinePlan":
-        """Divide a model's modules into stages. Raise `UserError` if model, schedule, stages and batch do not fit
-        together."""
+        """Divide a model into stages. Raise `UserError` if model, schedule, stages and batch do not fit together."""
         groups = model.pipeline_modules()
         named = config.module_fqns_per_model_part is not None
         stages = _stages_by_name(config, groups) if named else _stages_by_weight(config, groups)
@@ -154,10 +152,8 @@ def _count_stages(config: ParallelismConfig, weight: int) -> int:
 
 
 def take_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """Copy the named parts of a model on the meta device. The modules keep their names.
-
-    Other layers in a `ModuleDict` are dropped; other modules with parameters become None.
-    """
+    """Copy the named parts of a model on the meta device. Other layers in a `ModuleDict` are dropped; other modules
+    with parameters become None."""
     stage = copy.deepcopy(model)
     for name, child in list(stage.named_children()):
         if isinstance(child, nn.ModuleDict):
@@ -206,11 +202,8 @@ class Pipeline:
         )
 
     def forward_backward(self, batch: dict[str, Tensor], scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add the gradients of a batch, the sum over micro-batches of `scaled(summed loss)`; `scaled` is linear.
-
-        Returns:
-            The scaled loss on the rank with the last stage, 0 on the others.
-        """
+        """Add the gradients of a batch, the sum over micro-batches of `scaled(summed loss)`; `scaled` is linear. Return
+        that loss on the rank with the last stage, 0 on the others."""
         self._scaled = scaled
         return self._run(self.schedule.step, batch)
 
@@ -251,8 +244,8 @@ def _unscaled(loss: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _forward_only(schedule: Any) -> Iterator[None]:
-    """Remove backward actions from a schedule of several stages per rank: torch would attempt some in evaluation, and
-    fail."""
+    """Remove backward actions, some of which torch would attempt in evaluation and fail, from a multi-stage
+    schedule."""
     if isinstance(schedule, PipelineScheduleSingle):
         yield
         return
@@ -275,8 +268,7 @@ def _forward_only(schedule: Any) -> Iterator[None]:
 def _make_stage(
     part: nn.Module, index: int, n_stages: int, mesh: DeviceMesh, device: torch.device, hidden: Tensor
 ) -> PipelineStage:
-    """Build a stage with declared input and output shapes; otherwise torch would run the model once more to infer
-    them."""
+    """Build a stage with declared shapes; otherwise torch would run the model once more to infer them."""
     samples, length = hidden.shape[:2]
     tokens = torch.empty(samples, length, dtype=torch.int64, device="meta")
     loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)

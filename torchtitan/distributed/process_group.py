@@ -28,8 +28,7 @@ def world_size() -> int:
 
 
 def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
-    """Join the other processes, if any, and return this process's device. An existing process group is used as it
-    is."""
+    """Join the other processes, if any, and return this process's device; use any existing process group."""
     global _made_here
     device = torch.device(device_type)
     if device_type == "cuda":
@@ -86,8 +85,7 @@ def _loopback_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
 
 @contextlib.contextmanager
 def _listener(address: str, port: int, place: str) -> Iterator[int]:
-    """Yield the descriptor of a listening socket, of which the block takes ownership; close it if the block fails
-    earlier."""
+    """Yield the descriptor of a listening socket, which the block takes over; close it if the block fails earlier."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         descriptor = socket.create_server((address, port), family=family).detach()
@@ -109,14 +107,10 @@ def _listener(address: str, port: int, place: str) -> Iterator[int]:
 def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Return the store of torchrun's agent with a prefix unique to the processes of this attempt.
 
-    The agent keeps one store over all restarts, and PyTorch (2.13) reuses its keys: a fast rank would find the address
-    of a dead predecessor, fail to connect, and waste a restart. The agents' restart counts may differ between hosts.
-
-    So each process sends its own number. Rank 0 replies with its number, the prefix, and repeats the sender's number,
-    which a dead rank 0 cannot have known.
-
-    Raises:
-        TimeoutError: if the other processes do not come.
+    The agent keeps one store over all restarts, and PyTorch (2.13) reuses its keys: a fast rank would find a dead
+    predecessor's address, fail to connect, and waste a restart. Restart counts may differ between hosts, so each
+    process sends its own number; rank 0 replies with its number, the prefix, and repeats the sender's number, unknown
+    to a dead rank 0. Raise `TimeoutError` if the other processes do not come.
     """
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     greetings, own = dist.PrefixStore("torchtitan", store), uuid.uuid4().hex
@@ -159,10 +153,8 @@ def _greet(store: dist.Store, own: str, rank: int) -> Iterator[str | None]:
 
 
 def set_timeouts(seconds: float) -> None:
-    """Set the timeout of training's collectives, in the default group and in those of device meshes.
-
-    Other groups keep theirs: in the checkpointer's, ranks may wait for a rank that writes a whole model.
-    """
+    """Set the timeout of training's collectives, in the default group and the meshes' groups. Other groups keep theirs:
+    in the checkpointer's, ranks may wait for a rank that writes a whole model."""
     if not dist.is_initialized():
         return
     for group in process_groups():

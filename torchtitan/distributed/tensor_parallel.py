@@ -48,10 +48,8 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
 
 
 def share_parameters(module: nn.Module, mesh: DeviceMesh, features: Features | None) -> None:
-    """Shard each of `module`'s own parameters along its dimension over `features`; replicate the others.
-
-    The weights must be the same on all ranks, or on the meta device.
-    """
+    """Shard each of `module`'s own parameters along its dimension over `features`, or replicate it. The weights must be
+    the same on all ranks, or on the meta device."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         dimensions = features_of(module)[name] if features else ()
         placement = Shard(dimensions.index(features)) if features in dimensions else Replicate()
@@ -60,8 +58,8 @@ def share_parameters(module: nn.Module, mesh: DeviceMesh, features: Features | N
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) -> None:
-    """Apply the plan to one module, in place. Torch's `ParallelStyle`s neither support other parameters than a weight
-    and a bias, as in converted layers, nor keep a norm's frozen weight frozen."""
+    """Apply the plan to one module, in place. Torch's `ParallelStyle`s support only a weight and a bias, unlike
+    converted layers, and unfreeze a norm's weight."""
     given, wanted, returned, returns_local = _INTERFACES[sharding]
     features: Features | None = "in" if sharding == "vocabulary" else _SHARED_FEATURES.get(sharding)
 
@@ -83,12 +81,8 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
 
 
 def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
-    """Check the plan against a converted, unsharded model, and that linear layers can be split over `degree` ranks.
-
-    Raises:
-        UserError: naming the first entry that does not fit, or the first layer that cannot be split: its inputs are stored
-            in pieces, or its parts violate `with_part_multiple`.
-    """
+    """Raise `UserError` for the first entry of the plan that does not fit a converted, unsharded model, or a layer that
+    cannot be split over `degree` ranks: its inputs are stored in pieces, or parts violate `with_part_multiple`."""
     for pattern, sharding in plan.tensor.items():
         parts = list(_parts(model, pattern))
         _check_entry(f"the sharding plan's entry '{pattern}': '{sharding}'", sharding, parts)
@@ -109,8 +103,7 @@ def _check_entry(entry: str, sharding: TensorSharding, parts: list[tuple[str, nn
 
 
 def _parts(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module | None]]:
-    """Yield name and module for each match of `pattern`; None for an absent module or a pipeline stage without
-    layers."""
+    """Yield name and module for each match of `pattern`, None for an absent module or a stage without layers."""
     head, _, rest = pattern.partition(".")
     found = [(name, child) for name, child in module.named_children() if fnmatchcase(name, head)]
     if not found and (head == "*" or getattr(module, head, module) is None):
@@ -143,10 +136,7 @@ def apply_tensor_parallel(
     """Shard the modules that `plan` names over `mesh`, in place, except those that a pipeline stage lacks.
 
     The model is on the meta device, or has the same weights on every rank. With `disable_loss_parallel`, its head gets
-    whole hidden states and output weights.
-
-    Raises:
-        UserError: as `check_parts`, or naming a parameter whose module is not in `plan`.
+    whole tensors. Raise `UserError` like `check_parts`, or naming a parameter whose module is not in `plan`.
     """
     check_parts(model, plan, mesh.size())
     for pattern, sharding in plan.tensor.items():

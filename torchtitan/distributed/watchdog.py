@@ -126,7 +126,6 @@ class Watchdog:
             self._step.n_phases += 1
 
     def _position(self) -> Position:
-        """Return this rank's position; called by other threads."""
         step, line = self._step, "its end"
         if frame := sys._current_frames().get(self._main_thread.ident or 0):
             code = frame.f_code
@@ -147,7 +146,6 @@ class Watchdog:
                 self._end(report)
 
     def _hang(self, step: _Step | None, seconds: float) -> HangReport | None:
-        """Return the report of a hang, by agreement of the ranks or by this rank alone."""
         limit = step.seconds if step and seconds > step.seconds else None
         if self._consensus is None:
             return HangReport(f"{headline(limit)}: the process is {self._position()}", 0, []) if limit else None

@@ -11,8 +11,7 @@ _SMALL = _MIB
 _SMALL_SEGMENT = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
 _OWN_SEGMENT = 10 * _MIB
-"""From this size, an allocation without a free block gets its own segment, in multiples of `_SEGMENT_UNIT`; below it, a
-part of a `_LARGE_SEGMENT`."""
+"""From this size, allocations without a free block get their own segment, in multiples of `_SEGMENT_UNIT`."""
 _SEGMENT_UNIT = 2 * _MIB
 
 
@@ -33,7 +32,6 @@ class CachingAllocator:
         self._end = 0
 
     def allocate(self, key: Hashable, n_bytes: int, stream: Hashable = None) -> None:
-        """Allocate on a stream; `free` takes the same `key`."""
         size = -(-max(n_bytes, 1) // _ROUNDING) * _ROUNDING
         is_small = size <= _SMALL
         pool = self._pools[stream, is_small]
@@ -49,7 +47,6 @@ class CachingAllocator:
         pool.add(address, size)
 
     def _reserve(self, size: int) -> tuple[int, int]:
-        """Return the address and the size of a new segment."""
         if size <= _SMALL:
             segment = _SMALL_SEGMENT
         elif size < _OWN_SEGMENT:
@@ -63,15 +60,12 @@ class CachingAllocator:
 
 
 class _FreeBlocks:
-    """Free blocks of memory by size and by address."""
-
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int]] = []  # (size, address), sorted
         self._size_at: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """Remove the smallest block of at least `size`, and return its address and size."""
         index = bisect.bisect_left(self._by_size, (size, 0))
         if index == len(self._by_size):
             return None
@@ -80,7 +74,6 @@ class _FreeBlocks:
         return address, block
 
     def add(self, address: int, size: int) -> None:
-        """Add a block and merge it with its neighbors."""
         before = self._start_of_end.get(address)
         if before is not None:
             self._remove(before, address - before)

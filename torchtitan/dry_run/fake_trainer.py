@@ -68,10 +68,8 @@ class ZeroBatches(BaseDataLoader):
 
 
 def without_data(config: Trainer.Config) -> Trainer.Config:
-    """Return a copy of a configuration without data, checkpoints and compilation.
-
-    The tokenizer is read only if it determines the size of the vocabulary.
-    """
+    """Copy a configuration without data, checkpoints and compilation; read the tokenizer only for its vocabulary
+    size."""
     vocab_size = config.model_spec.model.vocab_size
     if vocab_size is None:
         vocab_size = config.tokenizer.build(path=config.hf_assets_path).vocab_size
@@ -88,18 +86,14 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
 
 
 class FakeTrainer(Trainer):
-    """Builds a run with fake tensors; `measure_step` measures one step.
-
-    Mixed in before the trainer's own class, whose methods it uses unless they read values.
-    """
+    """Builds a run with fake tensors. Mixed in before the trainer's own class, whose methods it uses unless they read
+    values."""
 
     fake_mode: FakeTensorMode
     memory: MemoryTracker
     work: WorkTracker
     n_computed: int
-    """Computed micro-batches of the step."""
     work_of_second: Work
-    """Work of the last computed one."""
 
     def init_distributed(self) -> torch.device:
         """Use the existing process group; tensors pretend to be on this machine's CPU."""
@@ -150,7 +144,6 @@ class FakeTrainer(Trainer):
         return StepOutcome(loss=0.0, grad_norm=0.0, stop_requested=False, data_exhausted=False)
 
     def measure_step(self) -> None:
-        """Perform one optimizer step, measured by `memory` and `work`."""
         self.n_computed = 0
         parameters = [p for part in self.model_parts for p in (*part.parameters(), *part.buffers())]
         states = [state for optimizer in self.optimizer.optimizers for state in optimizer.state.values()]
@@ -163,7 +156,6 @@ class FakeTrainer(Trainer):
             self.train_step(iter(self.dataloader))
 
     def count_own_parameters(self) -> int:
-        """Return the number of elements in this rank's part of the weights."""
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
 
@@ -176,10 +168,8 @@ class FakeTrainer(Trainer):
 
 
 def fake_trainer(config: Trainer.Config) -> FakeTrainer:
-    """Build a `FakeTrainer` of the configuration's trainer class, from a result of `without_data`.
-
-    A process group of backend `fake` must exist; it determines the rank.
-    """
+    """Build a `FakeTrainer` of the configuration's trainer class, from a result of `without_data`, for the rank in an
+    existing process group of backend `fake`."""
     owner = config._owner
     trainer: FakeTrainer = type(f"Fake{owner.__name__}", (FakeTrainer, owner), {})(config)
     return trainer

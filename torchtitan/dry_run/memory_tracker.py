@@ -1,8 +1,5 @@
-"""Track the memory of tensors, byte by byte, and attribute its peak.
-
-Works on real and on fake tensors. The unit is a storage, counted once for all its views, from the operation that makes
-it to its end. Temporary memory within an operation is not seen.
-"""
+"""Track the memory of tensors, real or fake, byte by byte, and attribute its peak. The unit is a storage, counted once
+for all its views. Temporary memory within an operation is not seen."""
 
 import weakref
 from collections import Counter
@@ -24,8 +21,7 @@ from torchtitan.tools.torch_private import (
 )
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"]
-"""Purpose of memory: the first four are set by `MemoryTracker.label`; `activations` were made outside of a backward
-pass and lasted until one; `temporary` is the rest."""
+"""The first four are labels; `activations` were made before a backward pass and lasted until one."""
 
 _FSDP_COMMUNICATION = ("_allgather_base_", "_reduce_scatter_base_")
 """Each allocates its result on its own stream: a gathered layer, or a layer's sharded gradients."""
@@ -40,14 +36,12 @@ class Allocation:
     n_bytes: int
     owner: "Owner"
     stream: str | None = None
-    """Stream on a GPU: the operation's name for the results of FSDP's communication, else None."""
+    """Stream on a GPU: the operation's name for results of FSDP's communication, else None."""
     outlived_backward: bool = False
-    """True if a backward pass began during its life."""
     twin_of: "Allocation | None" = None
 
     @property
     def kind(self) -> MemoryKind:
-        """Purpose, as far as known so far."""
         if self.twin_of is not None:
             return self.twin_of.kind
         return self.owner.label or ("activations" if self.outlived_backward else "temporary")
@@ -148,8 +142,8 @@ class MemoryTracker(Observer):
     def replay(
         self, start: int, end: int, twins: dict[Allocation, Allocation], omit: Sequence[Allocation | None]
     ) -> None:
-        """Repeat the events from moment `start` to `end` with new memory, except for the allocations in `omit`. `twins`
-        holds unfreed allocations of earlier replays."""
+        """Repeat the events from moment `start` to `end`, except allocations in `omit`, with new memory; `twins` holds
+        what earlier replays did not free."""
         for allocation, sign in self._events[start:end]:
             if sign < 0 and allocation in twins:
                 self._free(twins.pop(allocation).owner)
@@ -182,7 +176,6 @@ class MemoryTracker(Observer):
                 self._allocate(owner, n_bytes)
 
     def _owner_of(self, storage: torch.UntypedStorage) -> Owner:
-        """Return a storage's owner; start to track it if necessary."""
         address = storage_key(storage)
         if address not in self._owners:
             self._owners[address] = Owner(weakref.ref(storage, lambda _: self._free(self._owners.pop(address))))

@@ -32,12 +32,9 @@ class MicrobatchReplay:
     """Computes the first micro-batch of each stage, which gathers weights and creates gradients, and the second;
     replays the effects of the second on memory and work for all others.
 
-    A replayed result is a tensor of the right shape; its memory lasts as long as the schedule holds it. Schedules with
-    split backward passes, or with backward passes in another order than the forward passes, compute every micro-batch.
-
-    Args:
-        pipeline: this rank's pipeline, whose schedule has not run.
-        after_backward: called after each computed backward pass.
+    A replayed result is a tensor of the right shape, with memory as long as the schedule holds it. Schedules with
+    backward passes that are split, or in another order than the forward passes, compute every micro-batch. `pipeline`
+    must not have run; `after_backward` is called after each computed backward pass.
     """
 
     def __init__(

@@ -27,11 +27,8 @@ class Observer:
 
 @contextlib.contextmanager
 def observing(*observers: Observer) -> Iterator[None]:
-    """Report every operation within the block to `observers`.
-
-    Operations of a DTensor or another wrapper appear as operations on the wrapped tensors, including communication. The
-    operations by which a DTensor infers a result's *global* shape do not appear.
-    """
+    """Report every operation within the block to `observers`, for a DTensor or another wrapper as operations on its
+    local tensors, including communication, but not those that infer a result's *global* shape."""
     mode = _Observation(observers)
     with contextlib.ExitStack() as stack:
         wrap = _wrapping(stack)
@@ -74,8 +71,6 @@ class _Observation(TorchDispatchMode):
         return result
 
     def unobserved(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `method` with its operations hidden from the observers."""
-
         def call(*args: Any, **kwargs: Any) -> Any:
             before, self.looking_away = self.looking_away, True
             try:
@@ -86,8 +81,6 @@ class _Observation(TorchDispatchMode):
         return call
 
     def observing_resize(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `UntypedStorage.resize_` with notification of the observers."""
-
         def resize(storage: torch.UntypedStorage, n_bytes: int) -> Any:
             for observer in self.observers:
                 observer.resized(storage, n_bytes)

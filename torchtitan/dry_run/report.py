@@ -46,8 +46,6 @@ ON_HOST: tuple[MemoryKind, ...] = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Communication of a rank in one step; see `Volume`."""
-
     kind: CommunicationKind
     axis: str
     """Mesh dimensions in which the communicating ranks differ, joined by `+`."""
@@ -62,14 +60,11 @@ class RankReport:
 
     rank: int
     stages: list[int]
-    """Numbers of its pipeline stages."""
     parameters: int
-    """Elements of its part of the weights."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     peak: dict[MemoryKind, int]
-    """Device memory at its peak."""
     peak_bytes: int
     peak_reserved_bytes: int
     """Memory reserved by PyTorch's CUDA allocator at the end of the step; see `CachingAllocator`."""
@@ -81,7 +76,6 @@ class RankReport:
 
 
 def report_of(trainer: FakeTrainer) -> RankReport:
-    """Return the report of a trainer that has measured a step."""
     memory, dims = trainer.memory, trainer.parallel_dims
     not_on_device = ON_HOST if trainer.config.training.enable_cpu_offload else ()
     held = memory.use().by_kind
@@ -121,11 +115,8 @@ def axis_of(ranks: tuple[int, ...], dims: ParallelDims) -> str:
 
 
 def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
-    """Try one step of a run of `world_size` ranks in this process, without their memory.
-
-    Print one report per rank with different pipeline stages, and write them to `{dump_folder}/dry_run.json`. Raise
-    `UserError` for a configuration that the run itself would refuse, or that cannot be tried this way.
-    """
+    """Try one step of a run of `world_size` ranks in this process, without their memory. Print a report per rank with
+    different stages, and write all to `{dump_folder}/dry_run.json`. Raise `UserError` for an invalid configuration."""
     _check(config)
     tried = without_data(config)
     tried.check(world_size, dry_run=True)
@@ -215,7 +206,6 @@ def _print(reports: Sequence[RankReport]) -> None:
 
 
 def _table(title: str, columns: str, rows: Sequence[_Row], units: Units = _BYTES) -> "Table":
-    """Build a table of words followed by numbers in one unit."""
     from rich.table import Table
 
     largest = max((number for _, numbers in rows for number in numbers), default=0)
@@ -230,7 +220,6 @@ def _table(title: str, columns: str, rows: Sequence[_Row], units: Units = _BYTES
 
 
 def _unit(number: float, units: Units) -> tuple[str, float]:
-    """Return the largest unit not above the number."""
     return next((unit for unit in units if number >= unit[1]), units[-1])
 
 

@@ -27,20 +27,14 @@ _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
 class Channel(NamedTuple):
-    """A kind of communication among a group of ranks."""
-
     kind: CommunicationKind
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Volume:
-    """Traffic through a channel, from this rank's view.
-
-    `n_bytes` counts whole messages: a rank's result of an all-gather, its input to a reduce-scatter. `n_bytes_sent`
-    counts bytes sent in a ring of n ranks: (n - 1) / n of a message to gather or scatter it, twice as much to
-    all-reduce it.
-    """
+    """Traffic through a channel, from this rank's view: `n_bytes` of whole messages, and `n_bytes_sent` in a ring of n
+    ranks, (n - 1) / n of a message to gather or scatter it, twice as much to all-reduce it."""
 
     calls: int = 0
     n_bytes: int = 0
@@ -69,11 +63,9 @@ class Work:
 
 
 class WorkTracker(Observer):
-    """Counts this rank's communication and floating-point operations.
-
-    These are 2 per multiply-add of matrix products and attention, including recomputation. As in
-    `BaseModel.flops_per_token`, attention ignores the mask, and its backward pass counts twice the forward pass.
-    """
+    """Counts this rank's communication and the operations of matrix products and attention, 2 per multiply-add,
+    including recomputation. Attention ignores the mask, and its backward pass counts twice
+    (`BaseModel.flops_per_token`)."""
 
     def __init__(self) -> None:
         self.work = Work()
@@ -111,8 +103,7 @@ def _group_in(values: list[Any]) -> dist.ProcessGroup:
 
 
 def _formula_of(func: OpOverload) -> Callable[..., int] | None:
-    """Return a function that counts the operations of `func` from its arguments' shapes; None if it computes no
-    products."""
+    """Return the function that counts the operations of `func` from its arguments, None if it has no products."""
     from torch.utils.flop_counter import flop_registry
 
     if func.overloadpacket.__name__.startswith("_scaled_dot_product"):

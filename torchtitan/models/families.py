@@ -1,7 +1,5 @@
-"""Model families (docs/extending.md), and the search for a checkpoint's family: the given one, built-in, installed.
-
-No other package that a checkpoint names is imported.
-"""
+"""Model families (docs/extending.md), and the search for a checkpoint's: given, built-in, installed, never imported
+otherwise."""
 
 import copy
 import os
@@ -29,10 +27,8 @@ class Family:
     """A family of decoders, in its package: `model_spec, model_registry = FAMILY.spec, FAMILY.registry`."""
 
     module: str
-    """Import path of the package: `__name__`."""
 
     flavors: Mapping[str, Decoder.Config]
-    """Name of a size → the model."""
 
     formats: Mapping[str, ForeignFormat]
     """Weights in other formats: `hf` (Hugging Face), `meta`."""
@@ -42,7 +38,6 @@ class Family:
 
     @property
     def name(self) -> str:
-        """Last part of the import path."""
         return self.module.rpartition(".")[2]
 
     def spec(self, model: Decoder.Config, flavor: str) -> ModelSpec:
@@ -93,11 +88,8 @@ def family_with(format: str, given: ModuleType | None = None) -> ModuleType:
 
 
 def read_config_json(folder: Path, given: ModuleType | None = None) -> tuple[ModuleType, dict[str, Any]]:
-    """Return the family of the model in a Hugging Face folder, by its `model_type`, and the content of config.json.
-
-    Raises:
-        UserError: if there is no such folder or file, or no family has the type.
-    """
+    """Return the family of a Hugging Face folder, by `model_type`, and the content of config.json. Raise `UserError` if
+    there is no such folder or file, or no family has the type."""
     document = read_description(folder, DESCRIPTIONS["hf"])
     model_type = document.get("model_type")
     known: set[str] = set()

@@ -41,11 +41,8 @@ class LoadedModel:
 
 
 def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> Format:
-    """Return the format of the checkpoint in the folder `path`. Raise `UserError` if there is none.
-
-    Without weights, an error about the model in config.json comes first, before anyone downloads weights of an
-    unsupported model. `family` is as in `spec_of`.
-    """
+    """Return the format of the checkpoint in the folder `path`. Raise `UserError` if there is none, or first for the
+    config.json of an unsupported model, before anyone downloads its weights. `family` is as in `spec_of`."""
     try:
         return format_of(path)
     except UserError:
@@ -55,14 +52,8 @@ def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> For
 
 
 def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
-    """Return the specification of the model in a checkpoint of any format.
-
-    Args:
-        family: a package preferred to the built-in and installed families; see `torchtitan.models.families`.
-
-    Raises:
-        UserError: if there is no checkpoint, or no family supports its model.
-    """
+    """Return the specification of the model in a checkpoint of any format, preferring `family`, a package, to built-in
+    and installed families. Raise `UserError` if there is no checkpoint, or no family supports its model."""
     folder = Path(path)
     found = checkpoint_format(folder, family)
     if found == "hf":
@@ -129,11 +120,8 @@ def load_model(
 
 
 def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[ModelSpec, dict[str, Any]]:
-    """Return the specification of the model in `folder`'s config.json, and the content of that file.
-
-    Raises:
-        UserError: if there is no such file, or no family (see `spec_of`) supports the model.
-    """
+    """Return the specification and the content of `folder`'s config.json. Raise `UserError` if there is no such file,
+    or no family (see `spec_of`) supports the model."""
     family, document = read_config_json(folder, family)
     return _foreign_spec(family, "hf", document), document
 

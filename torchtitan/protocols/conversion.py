@@ -23,8 +23,8 @@ def convert_model(
     """Apply `converters` in order to a model on the meta device, in place.
 
     Args:
-        frozen_dtype: type of the frozen weights of linear layers if a converter `freezes`; None: unchanged. Other modules
-            keep their types: an embedding's, for example, is also the hidden states'.
+        frozen_dtype: type of the frozen weights of linear layers if a converter `freezes`; None: unchanged. Other
+            modules keep their types: an embedding's, for example, is also the hidden states'.
 
     Raises:
         UserError: if a converter finds nothing to convert, or nothing is left to train.
@@ -47,8 +47,8 @@ def _cast_frozen(layer: nn.Linear, dtype: torch.dtype) -> None:
 
 
 def converted_model(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> BaseModel:
-    """Return a model on the meta device with all `converters` that change weights. Raise like `convert_model`; log
-    nothing."""
+    """Return a model on the meta device with all `converters` that change weights, silently. Raise like
+    `convert_model`."""
     return _converted(config, [converter for converter in converters if converter.changes_weights])
 
 
@@ -61,8 +61,7 @@ def _converted(config: BaseModel.Config, converters: Sequence[ModelConverter]) -
 
 
 def check_plain_form(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> None:
-    """Raise `UserError`, naming the tensors, if one of `converters` changes the model's tensors without declaring
-    it."""
+    """Raise `UserError`, naming the tensors, if a converter changes the model's tensors without declaring it."""
     models = (_converted(config, converters), converted_model(config, converters))
     ours, known = (tensor_shapes(model).items() for model in models)
     if unknown := sorted({name for name, _ in ours ^ known}):
@@ -98,15 +97,14 @@ def _describe(config: Configurable.Config) -> Description:
 
 
 def saved_config(saved: Iterable[Description], converter: ModelConverter) -> Configurable.Config | None:
-    """Return the configuration that `saved` has for this converter's class, or None. Raise `UserError` for unknown
-    fields."""
+    """Return the configuration in `saved` for this converter's class, or None. Raise `UserError` for unknown fields."""
     configs = [said.get("config", {}) for said in saved if said.get("class") == import_path(type(converter))]
     return type(converter).Config.from_dict(configs[0]) if configs else None
 
 
 def differences(saved: Sequence[Description], converters: Iterable[ModelConverter]) -> list[str]:
-    """Explain differences in the meaning of weights between `saved` and the run's `converters`, as far as options tell.
-    Raise `UserError` like `saved_config`."""
+    """Explain differences in meaning between `saved` weights and the run's `converters`, by options alone. Raise
+    `UserError` like `saved_config`."""
     ours = {import_path(type(converter)): converter for converter in converters if converter.changes_weights}
     theirs = {str(said.get("class")) for said in saved}
     found = [f"the run lacks {path}" for path in sorted(theirs - ours.keys())]
@@ -130,12 +128,8 @@ def meaning_of(config: Configurable.Config) -> dict[str, Any]:
 
 
 def described_converters(descriptions: Iterable[Description], said_by: str) -> list[ModelConverter]:
-    """Restore converters from the result of `describe_converters`, which `said_by` holds.
-
-    Raises:
-        UserError: naming a class that must not be imported (`torchtitan.config.registry.trusted_module`), cannot be, or is
-            no longer a converter.
-    """
+    """Restore converters from the result of `describe_converters`, held by `said_by`. Raise `UserError`, naming a class
+    that must not be imported (`config.registry.trusted_module`), cannot be, or is no longer a converter."""
     return [_described(description, said_by) for description in descriptions]
 
 

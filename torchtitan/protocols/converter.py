@@ -21,26 +21,23 @@ _HEAD = "output"
 """The loss reads this layer's weights, so that the layer is never called (`Decoder.output_weight`)."""
 
 _CONVERTED_BY = "converted_by"
-"""Attribute of a converted layer: the converter's name."""
 
 
 class ModelConverter(Configurable):
-    """Rewrites modules in place, in the order of `Trainer.Config.model_converters`.
-
-    Every hook except `check_model` does nothing unless overridden. Order of calls: `convert`; at the start of the run,
-    `load_initial_weights`, then `post_init_hook`; at every step, `pre_step_hook` and `post_optimizer_hook`.
-    """
+    """Rewrites modules in place, in the order of `Trainer.Config.model_converters`. Hooks, which by default do nothing
+    except `check_model`: `convert`; at the start of the run, `load_initial_weights`, `post_init_hook`; at every step,
+    `pre_step_hook`, `post_optimizer_hook`."""
 
     changes_weights: ClassVar[bool] = False
-    """True if the converted model's tensors differ from the plain model's (`ConvertedModule`): checkpoints then name
-    the converters, so that the plain model can be restored."""
+    """True if tensors differ from the plain model's (`ConvertedModule`): checkpoints then name the converters to
+    restore it."""
 
     simulates: ClassVar[bool] = False
     """True if the run computes as its model after quantization by `torchtitan convert`: checkpoints describe how."""
 
     run_options: ClassVar[frozenset[str]] = frozenset()
-    """Config fields that may change when a run resumes: training, initial values, and facts that names and shapes show.
-    All other fields determine the meaning of the weights."""
+    """Config fields that may change when a run resumes: training, initial values, and facts visible in names and
+    shapes. All others determine the meaning of the weights."""
 
     freezes: ClassVar[bool] = False
     """True if untrained weights never change: linear layers keep them in the type of the computation."""
@@ -55,8 +52,8 @@ class ModelConverter(Configurable):
             """Raise `UserError`, before any process starts, for an option that this converter does not support."""
 
         def check_device(self) -> None:
-            """Raise `UserError`, before any process starts, if this machine's device cannot compute the result; not in
-            a dry run."""
+            """Raise `UserError`, before any process starts, if this machine's device is unsuitable; not in a dry
+            run."""
 
     def check_model(self, model: nn.Module) -> None:
         """Convert a temporary model on the meta device, before any process starts, without a log line."""
@@ -65,15 +62,12 @@ class ModelConverter(Configurable):
 
     def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
         """Raise `UserError`, before any process starts, if `load_initial_weights` would fail for the plain model
-        `spec`.
-
-        If the run starts from a checkpoint that this converter has changed, `given` is its configuration there, and
-        `load_initial_weights` is not called.
-        """
+        `spec`. It is not called if the run starts from a checkpoint of this converter, with the configuration
+        `given`."""
 
     def convert(self, model: nn.Module) -> None:
-        """Rewrite a model on the meta device, once, before parallelization. Raise `UserError` if nothing can be
-        converted as configured."""
+        """Rewrite a model on the meta device, before parallelization. Raise `UserError` if there is nothing to
+        convert."""
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
         """Load additional initial values from files at the start of a run, after the plain model's weights. A resumed
@@ -83,8 +77,8 @@ class ModelConverter(Configurable):
         """Act once before training, after weights are initialized or loaded."""
 
     def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
-        """Act before each training step, numbered from 1 over all resumptions. After a step without data, the last
-        step's number (or 0) comes again, so that a final validation computes like that step."""
+        """Act before each step, numbered from 1 over all resumptions. After a step without data, the last number (or 0)
+        comes again, so that a final validation computes like that step."""
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
         """Act after each optimizer step."""
@@ -93,19 +87,12 @@ class ModelConverter(Configurable):
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
         """Write separately useful parts of the conversion into a subfolder of `folder`, the plain model's export, in
-        one process.
-
-        Args:
-            model: the converted model on the meta device; `requires_grad` marks the trained parameters, if known.
-            read: returns a whole tensor of it by name.
-        """
+        one process. `model` is on the meta device, with `requires_grad` if known; `read` returns its whole tensors by
+        name."""
 
 
 class LayerConverter(ModelConverter):
-    """Replaces layers chosen by patterns in their names; a subclass implements `convert_layer`.
-
-    A layer is converted once: if two converters choose the same layer, the second is refused by name.
-    """
+    """Replaces layers chosen by name patterns, in `convert_layer`; a second converter for the same layer is refused."""
 
     layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
     """Layers that can be converted, of exactly these classes."""
@@ -130,11 +117,8 @@ class LayerConverter(ModelConverter):
     config: Config
 
     def convert(self, model: nn.Module) -> None:
-        """Replace the chosen layers of a model on the meta device, in place, and log them.
-
-        Raises:
-            UserError: if a pattern matches no layer, nothing is left to convert, or a layer is converted already.
-        """
+        """Replace the chosen layers of a model on the meta device, in place, and log them. Raise `UserError` if a
+        pattern matches no layer, nothing is left to convert, or a layer is converted already."""
         key, chosen = config_key(self.config), self.select(model)
         for name, layer in chosen.items():
             converted = self.convert_layer(name, layer)
@@ -166,14 +150,12 @@ class LayerConverter(ModelConverter):
         return chosen
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
-        """Return whether to convert a chosen layer. Overrides raise `UserError` for a layer that must not be skipped
-        silently."""
+        """Return whether to convert a chosen layer. Overrides raise `UserError` if skipping it silently is wrong."""
         return True
 
     @abstractmethod
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
-        """Return the replacement of `layer`, on the meta device, with initial distributions
-        (`protocols.initializer`)."""
+        """Return the replacement of `layer` on the meta device, with its initializers (`protocols.initializer`)."""
 
 
 def converter_of(layer: nn.Module) -> str | None:

@@ -1,7 +1,7 @@
 """Initial distributions of parameters, as data that travels with the module that owns them.
 
-A module may be built on the meta device, sharded and wrapped before its weights exist. It therefore describes *how* its
-parameters start, and `torchtitan.distributed.initialize` fills them in, with the same values for any layout.
+Modules may be built on the meta device and sharded before their weights exist; `torchtitan.distributed.initialize` then
+fills them in, with the same values for any layout.
 """
 
 from collections.abc import Callable
@@ -45,17 +45,15 @@ class Constant:
 
 @dataclass(frozen=True)
 class DerivedRows:
-    """Initial values derived row by row from another parameter, which need not exist: the row norms of a matrix, its
-    rows in 4 bits."""
+    """Initial values derived from the same rows of another, possibly virtual parameter, such as row norms or 4-bit
+    rows."""
 
     plain: str
     """Name of the other parameter in the plain module (`torchtitan.protocols.model.ConvertedModule`)."""
 
     shape: torch.Size
-    """Shape of the other parameter."""
 
     initializer: Initializer
-    """Initial distribution of the other parameter."""
 
     from_rows: Callable[[Tensor], Tensor]
     """Rows of the other parameter, (n, …) in float32 → the same rows of this one."""
@@ -67,8 +65,7 @@ class DerivedRows:
 
 
 def with_initializers(module: ModuleT, **initializers: Initializer) -> ModuleT:
-    """Attach the initial distribution of each of `module`'s own parameters by name (`weight=…`), and return
-    `module`."""
+    """Attach the initial distribution of each of `module`'s own parameters (`weight=…`), and return `module`."""
     setattr(module, _ATTRIBUTE, initializers)
     return module
 

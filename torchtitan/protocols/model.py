@@ -15,9 +15,9 @@ from torchtitan.tools.errors import UserError
 class BaseModel(nn.Module, Configurable):
     """A model that the trainer can train.
 
-    `config.build()` constructs it; under `torch.device("meta")` that allocates nothing. Every module that owns
-    parameters carries their initial distributions (`torchtitan.protocols.initializer`). The forward pass is
-    `forward(tokens, positions=None, *, head=…, **head_inputs)`; see `torchtitan.models.common.decoder.Decoder`.
+    `config.build()` constructs it, under `torch.device("meta")` without memory. Every module that owns parameters
+    carries their initial distributions (`torchtitan.protocols.initializer`). For the forward pass `forward(tokens,
+    positions=None, *, head=…, **head_inputs)`, see `torchtitan.models.common.decoder.Decoder`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -39,8 +39,8 @@ class BaseModel(nn.Module, Configurable):
             return {}
 
         def pipeline_modules(self) -> list[list[str]]:
-            """Return the names of the model's parts in forward order, grouped between possible pipeline cuts. Raise
-            `UserError` if there is no possible cut."""
+            """Return the model's parts in forward order, grouped between possible pipeline cuts. Raise `UserError` if
+            there is no cut."""
             raise UserError(f"{type(self).__qualname__} does not say where a pipeline can cut it")
 
         def validate(self) -> None:
@@ -55,19 +55,16 @@ class BaseModel(nn.Module, Configurable):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the operations of forward and backward for one token of `seq_len`, for a possibly converted and partly
-        frozen model; see `count_elements`."""
+        """Return forward and backward operations per token of `seq_len`, also of a converted or frozen model."""
         raise NotImplementedError
 
 
 class ConvertedModule(nn.Module):
-    """Holds a plain module's weights in another form, or with additional weights.
+    """Replaces a plain module, holding its weights in another form or with additional weights.
 
-    A converter puts it in the plain module's place; it is mixed in before the plain module's class. Its interface lets
-    checkpoints of the plain model be loaded, and the plain model be restored.
-
-    Its own parameters are of three kinds: the plain module's, under the same names; parameters that follow from the
-    plain module's (`derived`); and additional parameters (`added`).
+    Mixed in before the plain module's class. Checkpoints of the plain model can be loaded, and the plain model
+    restored. Own parameters are the plain module's, under the same names; derived from them (`derived`); or additional
+    (`added`).
     """
 
     @property
@@ -82,8 +79,7 @@ class ConvertedModule(nn.Module):
 
     @abstractmethod
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the plain module's parameters by name from this module's whole parameters `own`, which may be meta
-        tensors. `plain_types` may be less precise."""
+        """Compute the plain module's parameters by name from this module's whole ones, possibly on the meta device."""
 
     def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
         """Return the default types for writing the plain module's parameters, by name."""
@@ -91,8 +87,7 @@ class ConvertedModule(nn.Module):
 
     @abstractmethod
     def effective_weight(self) -> Tensor:
-        """Return the effective weights as one tensor with a gradient, for a layer read by others, such as the output
-        head."""
+        """Return the effective weights as one tensor with a gradient, for a layer read by others, such as a head."""
 
 
 def effective_weight(module: nn.Module) -> Tensor:
@@ -112,8 +107,8 @@ def converted_modules(model: nn.Module) -> Iterator[tuple[str, ConvertedModule]]
 
 
 def count_elements(module: nn.Module) -> Iterator[tuple[int, bool]]:
-    """Yield size and trainability of each parameter used in computation, in order of registration. For a
-    `ConvertedModule`, these are the plain module's parameters, in any form, and additional trained parameters."""
+    """Yield size and trainability of each parameter used in computation, in order of registration. A `ConvertedModule`
+    has the plain module's parameters, and additional trained ones."""
     for part in module.modules():
         own = dict(part.named_parameters(recurse=False))
         trained = {name: parameter for name, parameter in own.items() if parameter.requires_grad}

@@ -17,8 +17,8 @@ ParallelizeFunction = Callable[..., nn.Module]
 
 @dataclass(kw_only=True, slots=True)
 class ModelSpec:
-    """Result of `model_registry(flavor)`, new for each call. The command line sets `model` and `loss`; the family sets
-    the rest (`Suppress`ed there)."""
+    """Result of `model_registry(flavor)`, new for each call. Only `model` and `loss` are options; the family sets the
+    rest."""
 
     name: Suppress[str]
     """Family: `llama3`."""

@@ -13,14 +13,14 @@ TensorSharding = Literal["vocabulary", "sequence", "heads", "whole sequence", "c
 
 - `vocabulary`: an embedding, split by rows (tokens). Takes all tokens, returns its part of the sequence. - `sequence`:
 works on each token separately, with the same weights on every rank, on its part of the sequence. - `heads`: works on
-each head separately, with the same weights on every rank, on its heads, dimension 2 of (B, L,
+each head separately, with the same weights on every rank, on its heads of the whole sequence, in
 
-  heads, head_dim), of the whole sequence.
+  dimension 2 of (B, L, heads, head_dim).
 
 - `whole sequence`: has no split weights of its own; its first input is gathered from the ranks' parts. - `columns`: a
-linear layer, split by outputs. Takes the whole sequence, returns its part of the features; an output
+linear layer, split by outputs. Takes the whole sequence, returns its part of the features, or of an
 
-  head returns parts of the vocabulary, from which the loss is computed.
+  output head's vocabulary, from which the loss is computed.
 
 - `rows`: a linear layer, split by inputs. Takes its part of the features, returns its part of the sequence.
 """
@@ -35,12 +35,8 @@ _EMBEDDING: Mapping[str, tuple[Features, ...]] = {"weight": ("in", "out")}
 
 
 def with_features(module: ModuleT, **features: tuple[Features, ...]) -> ModuleT:
-    """Declare what the dimensions of `module`'s further parameters run over, as in `lora_A=(None, "in")`; return
-    `module`.
-
-    `columns` splits dimension "out", `rows` and `vocabulary` split "in"; parameters without that dimension are
-    replicated.
-    """
+    """Declare the meaning of `module`'s further parameter dimensions, as in `lora_A=(None, "in")`, and return `module`.
+    `columns` splits "out", `rows` and `vocabulary` split "in"; other parameters are replicated."""
     setattr(module, _ATTRIBUTE, {**features_of(module), **features})
     return module
 
@@ -52,8 +48,7 @@ def features_of(module: nn.Module) -> Mapping[str, tuple[Features, ...]]:
 
 
 def with_part_multiple(module: ModuleT, multiple: int) -> ModuleT:
-    """Declare that `module`, a linear layer, needs multiples of this many inputs and outputs on each rank; return
-    it."""
+    """Declare that `module`, a linear layer, needs multiples of this many inputs and outputs per rank; return it."""
     setattr(module, _PART_MULTIPLE, multiple)
     return module
 
@@ -68,8 +63,8 @@ class ShardingPlan:
     """Parts of a model that are split over ranks. Keys are module names; `*` matches every layer's number."""
 
     tensor: Mapping[str, TensorSharding]
-    """Tensor parallelism: module → treatment. Includes every module with parameters of its own; may include modules
-    that some models leave out as None."""
+    """Tensor parallelism: module → treatment, for every module with parameters of its own, even if some models lack
+    it."""
 
     attention: str
     """Context parallelism: the modules `attend(queries, keys, values, mask)`, whose keys and values are gathered."""

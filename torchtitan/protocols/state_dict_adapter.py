@@ -1,7 +1,6 @@
 """Names and layouts of a family's weights in other formats: one table for both directions.
 
-A row maps our tensors ("native") to another format's ("foreign"), with a transform between them. An adapter is the
-table of one model configuration, independent of files.
+A row maps our tensors ("native") to another format's ("foreign") with a transform, independent of files.
 """
 
 from abc import ABC, abstractmethod
@@ -28,14 +27,11 @@ def model_forms(config: BaseModel.Config) -> dict[str, TensorForm]:
 
 
 class Transform(ABC):
-    """Bit-exact rearrangement between the tensors of a row, without memory of its own.
-
-    Must support meta tensors, from which shapes on the other side are inferred.
-    """
+    """Bit-exact rearrangement between the tensors of a row, without its own memory; also of meta tensors, to infer
+    shapes."""
 
     rows_only: ClassVar[bool] = False
-    """True if this only moves rows between two single tensors, and so applies to anything with one entry per row, such
-    as a weight's adapter or row norms."""
+    """True if this only moves rows between two tensors, and so also applies to a weight's adapter or row norms."""
 
     @abstractmethod
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
@@ -61,11 +57,9 @@ class Identity(Transform):
 
 @dataclass(frozen=True)
 class RopePermutation(Transform):
-    """Rows of a query or key projection, if the other format rotates neighboring pairs of a head's elements.
-
-    Ours rotates element i with i + head_dim / 2 (`torchtitan.models.common.rope`), as Hugging Face's does. Meta's
-    checkpoints pair elements 2i and 2i + 1, as in the RoPE paper (arXiv:2104.09864, section 3.2).
-    """
+    """Rows of a query or key projection, if the other format rotates neighboring pairs of a head's elements. Ours and
+    Hugging Face's rotate element i with i + head_dim / 2; Meta's pairs are 2i and 2i + 1, as in arXiv:2104.09864,
+    section 3.2."""
 
     rows_only = True
 
@@ -142,16 +136,12 @@ class TensorConversion:
 
 
 class StateDictAdapter:
-    """The table of one model configuration.
+    """The table of one model configuration, with `*` in the `rows` replaced by each layer's number (`steps`).
 
     Args:
-        rows: cover every tensor of the model once; `*` in names stands for each layer.
+        rows: cover every tensor of the model once.
         ignored: optional foreign tensors without information, such as RoPE frequencies; `*` as in rows.
         tied: optional foreign tensor → the tensor that it must equal; the reader compares them (`check_tied`).
-
-    Attributes:
-
-        steps: the rows with `*` replaced by each layer's number.
     """
 
     def __init__(
@@ -178,11 +168,8 @@ class StateDictAdapter:
         return [name for step in self.steps for name in step.foreign]
 
     def foreign_forms(self, native: Mapping[str, TensorForm]) -> dict[str, TensorForm]:
-        """Return name → form of the other format's tensors for a model with the forms `native`.
-
-        Raises:
-            UserError: if `native` does not have exactly the tensors of the table.
-        """
+        """Return name → form of the other format's tensors for a model with the forms `native`. Raise `UserError` if
+        those are not exactly the table's tensors."""
         _check_names("the weights", native, self.native_names, allowed=())
         forms: dict[str, TensorForm] = {}
         for step in self.steps:
@@ -192,11 +179,8 @@ class StateDictAdapter:
         return forms
 
     def plan(self, foreign: Mapping[str, TensorForm], native: Mapping[str, TensorForm]) -> list[TensorConversion]:
-        """Return the steps that convert a checkpoint with the forms `foreign` to a model with the forms `native`.
-
-        Raises:
-            UserError: naming missing, unknown or misshapen tensors.
-        """
+        """Return the steps that convert a checkpoint with the forms `foreign` to a model with the forms `native`. Raise
+        `UserError`, naming missing, unknown or misshapen tensors."""
         expected = self.foreign_forms(native)
         _check_names("the checkpoint", foreign, list(expected), allowed={*self._ignored, *self.tied})
         misshapen = [
@@ -226,12 +210,11 @@ class ForeignFormat:
     """Model configuration → the table of its tensors."""
 
     to_foreign: Callable[[Any], dict[str, Any]]
-    """Model configuration → the keys that it determines in config.json (hf) or params.json (meta). Raises `UserError`
-    for anything that the format cannot express."""
+    """Model configuration → its keys in config.json (hf) or params.json (meta). Raises `UserError` if it cannot be
+    expressed."""
 
     from_foreign: Callable[[Mapping[str, Any]], BaseModel.Config]
-    """Content of that file → model configuration. Raises `UserError`, naming requirements that the family does not
-    support."""
+    """Content of that file → model configuration. Raises `UserError`, naming unsupported requirements."""
 
     model_types: tuple[str, ...] = ()
     """Values of `model_type` in config.json that belong to this family."""

@@ -35,7 +35,6 @@ class TensorForm:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the tensor's values."""
         return self.shape.numel() * self.dtype.itemsize
 
 
@@ -43,7 +42,6 @@ class TensorSource(ABC):
     """Tensors by name. Opening reads only names, shapes and dtypes; no file stays open, and nothing is cached."""
 
     forms: Mapping[str, TensorForm]
-    """Name → shape and dtype of every tensor."""
 
     @abstractmethod
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
@@ -67,11 +65,8 @@ def value_chunks(name: str, tensor: Tensor, dtype: torch.dtype) -> Iterator[memo
 
 
 def as_type(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor`, called `name`, in CPU memory as `dtype`.
-
-    Raises:
-        UserError: if a finite value becomes infinite in `dtype`, such as 65,520 in float16.
-    """
+    """Return `tensor`, called `name`, in CPU memory as `dtype`. Raise `UserError` if a finite value becomes infinite in
+    `dtype`, such as 65,520 in float16."""
     converted = tensor.to("cpu", dtype)
     floats = dtype.is_floating_point and tensor.dtype.is_floating_point
     if floats and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:

@@ -60,11 +60,8 @@ def device_description(device: torch.device) -> str:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the GiB of memory used.
-
-    CUDA: the peak that PyTorch's allocator has reserved. MPS: the driver's current allocation (it keeps no peak). CPU:
-    the peak resident set of this process.
-    """
+    """Return the GiB of memory used: on CUDA, the peak that PyTorch's allocator has reserved; on MPS, the driver's
+    current allocation (it keeps no peak); on CPU, the peak resident set of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / _GIB
     if device.type == "mps":
@@ -83,8 +80,8 @@ def synchronize(device: torch.device) -> None:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
     """Return the peak dense matrix-product FLOP/s of one device in `dtype`, the type that training computes in.
 
-    Published for well-known GPUs in bf16 and fp16. Otherwise (CPU, another GPU or a slice of one, fp32) measured with
-    this process's threads in about half a second, which gives less than a data sheet.
+    Published for well-known GPUs in bf16 and fp16; otherwise (CPU, another GPU or a slice of one, fp32) measured in
+    about half a second with this process's threads, which gives less than a data sheet.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if dtype in (torch.bfloat16, torch.float16) and (published := published_peak(name)) is not None:
@@ -105,10 +102,8 @@ def _words(name: str) -> set[str]:
 
 
 def _measured_peak(device: torch.device, dtype: torch.dtype) -> PeakFlops:
-    """Return the best rate of square matrix products within the measuring time.
-
-    The size doubles while the next product fits, then starts over, so that brief interference spoils no size.
-    """
+    """Return the best rate of square matrix products within the measuring time. Sizes double while they fit, then start
+    over, so that brief interference spoils no size."""
     sizes = _CPU_SIZES if device.type == "cpu" else _GPU_SIZES
     # A separate generator: training's numbers must not depend on a measurement.
     generator = torch.Generator(device).manual_seed(0)
@@ -140,11 +135,7 @@ def _product_seconds(factors: torch.Tensor) -> float:
 
 
 def _peak_resident_bytes() -> int:
-    """Return the peak resident set of this process.
-
-    On Linux, `ru_maxrss` starts at the peak of the parent process, such as a launcher that prepared data; `VmHWM` does
-    not.
-    """
+    """Return the peak resident set of this process; on Linux, `ru_maxrss` would start at the parent process's peak."""
     if sys.platform == "linux":
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

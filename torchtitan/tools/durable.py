@@ -1,8 +1,5 @@
-"""Files and folders that survive a power failure as soon as they have their final names.
-
-File systems may delay content, so that a named file can be empty after a power failure. A complete file or folder is
-therefore synced before it gets its name, and its parent folder afterwards.
-"""
+"""Files and folders that survive a power failure as soon as they have their final names: since file systems may delay
+content, they are synced before they get their names, and their parent folder afterwards."""
 
 import contextlib
 import errno
@@ -19,7 +16,7 @@ def write(path: Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def in_place_of(path: Path) -> Iterator[Path]:
-    """Yield a path next to `path` for the block to write; the file then replaces `path`, or is removed if the block
+    """Yield a path next to `path` for the block to write; it then replaces `path`, or is removed if the block
     raises."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:

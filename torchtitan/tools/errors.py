@@ -2,11 +2,9 @@
 
 
 class UserError(ValueError):
-    """A mistake in the user's input: a value, a file, a combination of settings.
-
-    The message names the offending value and the remedy. The command line prints it and exits with code 2; every other
-    exception keeps its traceback. A `ValueError`, so that users of single parts need no special handling.
-    """
+    """A mistake in the user's input. The message names the offending value and the remedy; the command line prints it
+    without a traceback and exits with code 2. A `ValueError`, so that users of single parts need no special
+    handling."""
 
 
 class RunComplete(Exception):

@@ -26,15 +26,8 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 
 
 def regular_file(path: Path, name: str | None = None) -> Path:
-    """Return `path` if it is a regular file, a link to one, or absent.
-
-    Args:
-        name: the path's name in the message, by default the path.
-
-    Raises:
-        UserError: for a dangling link, a folder, a pipe, a socket or a device, which may block forever, and if the file
-            system does not tell.
-    """
+    """Return `path`, called `name` in messages, if it is a regular file, a link to one, or absent. Raise `UserError`
+    for a dangling link, an unknown type, or a folder, pipe, socket or device, from which reading may block forever."""
     name = name or str(path)
     try:
         mode = path.stat().st_mode
@@ -51,7 +44,7 @@ def regular_file(path: Path, name: str | None = None) -> Path:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if the file is absent. Raise `UserError`, with its name,
+    """Return the JSON object in a file, or an empty one if the file is absent. Raise `UserError` with its name
     otherwise."""
     name = f"'{path}'"
     if not regular_file(path, name).exists():
@@ -72,11 +65,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, name: str) -> Any:
-    """Return the value of an untrusted JSON text, called `name` in messages; bytes are UTF-8.
-
-    Raises:
-        UserError: if it is not JSON, or is nested too deeply to process.
-    """
+    """Return the value of an untrusted JSON text (bytes are UTF-8), called `name` in messages. Raise `UserError` if it
+    is not JSON, or is nested too deeply to process."""
     try:
         content = json.loads(text)
     except RecursionError:
@@ -99,8 +89,8 @@ def _levels(content: Any) -> int:
 
 
 def no_folder(path: str | Path) -> UserError:
-    """Return the error for a `path` that should be a folder of model files. If `path` can be a model's id on the
-    Hugging Face hub, or its download folder, name the command that downloads it."""
+    """Return the error for a `path` that should be a folder of model files. It names the download command if `path` can
+    be an id on the Hugging Face hub, or its folder."""
     place = Path(path)
     missing = f"{place} is not a folder"
     if place.exists():
@@ -122,14 +112,12 @@ def no_folder(path: str | Path) -> UserError:
 
 
 def file_to_copy(folder: Path, name: str) -> Path:
-    """Return the file or folder `name` of a model's folder, for copying.
+    """Return the file or folder `name` of a model's folder, for copying. Raise `UserError` for a link that leaves the
+    folder.
 
     An untrusted folder may link to any file of this machine, which an export would then publish. The folder itself may
-    be a link, and the cache of the Hugging Face hub links files to its `blobs`. Weights are not copied: their reader
-    follows links, for example to another disk.
-
-    Raises:
-        UserError: for a link that leaves the folder.
+    be a link, and the Hugging Face cache links files to its `blobs`. Weights are not copied: their reader follows any
+    links.
     """
     home, target = folder.resolve(), (folder / name).resolve()
     cached = (outer.parent for outer in (home, *home.parents) if outer.parent.name == "snapshots")
@@ -140,8 +128,7 @@ def file_to_copy(folder: Path, name: str) -> Path:
 
 
 def unreadable(file: str | Path, message: str) -> UserError:
-    """Return the error for a model's file, local or behind a URL, with `message`, or a hint if it is a Git LFS
-    pointer."""
+    """Return the error for a model's file, local or behind a URL: `message`, or a hint for a Git LFS pointer."""
     path = Path(file)
     if path.is_file() and is_lfs_pointer(path):
         return UserError(

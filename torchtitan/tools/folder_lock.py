@@ -24,11 +24,8 @@ WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class FolderLock:
-    """The operating system's lock on `run.lock` in a folder; `lock_folder` takes it.
-
-    It ends with the process, even after SIGKILL. Started programs do not inherit the open file, and forked processes
-    close it at once, so that none of them keeps the lock.
-    """
+    """The operating system's lock on `run.lock` in a folder, taken by `lock_folder`. It ends with the process, even
+    after SIGKILL: started programs do not inherit the open file, and forked processes close it at once."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -36,12 +33,8 @@ class FolderLock:
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def take(self) -> None:
-        """Take the lock, and write this process and host into the file.
-
-        Raises:
-            UserError: if another process holds the lock.
-            OSError: if the file cannot be locked or written.
-        """
+        """Take the lock, and write this process and host into the file. Raise `UserError` if another process holds the
+        lock, `OSError` if the file cannot be locked or written."""
         deadline = time.monotonic() + _WAIT_SECONDS
         waiting = False
         while not self._try():

@@ -29,11 +29,8 @@ class _Formatter(logging.Formatter):
 
 
 def init_logger() -> None:
-    """Print the package's messages on standard error.
-
-    With several ranks, only those in the environment variable `LOG_RANK` (comma-separated, default `0`) print
-    information; every rank prints errors, since one that fails alone would otherwise be silent.
-    """
+    """Print the package's messages on standard error: errors on every rank, others only on ranks in the environment
+    variable `LOG_RANK` (comma-separated, default `0`)."""
     rank = os.environ.get("RANK", "0")
     speaks = "RANK" not in os.environ or rank in os.environ.get("LOG_RANK", "0").split(",")
     handler = logging.StreamHandler(sys.stderr)

@@ -15,8 +15,8 @@ def check_pattern(option: str, pattern: str) -> None:
 
 
 def check_choice(option: str, include: Sequence[str], exclude: Sequence[str], consequence: str) -> None:
-    """Raise `UserError` unless `{option}.include` and `.exclude` are regular expressions and `include` is not empty,
-    which would mean `consequence` ("nothing would be converted")."""
+    """Raise `UserError` unless `{option}.include` and `.exclude` are regular expressions, and something is included;
+    otherwise `consequence` ("nothing would be converted")."""
     for name, patterns in (("include", include), ("exclude", exclude)):
         for pattern in patterns:
             check_pattern(f"{option}.{name}", pattern)
@@ -25,11 +25,8 @@ def check_choice(option: str, include: Sequence[str], exclude: Sequence[str], co
 
 
 def choose(option: str, include: Sequence[str], exclude: Sequence[str], names: Sequence[str], kind: str) -> list[str]:
-    """Return the `names` that match some `{option}.include` and no `{option}.exclude`.
-
-    Raises:
-        UserError: for the first pattern without a match; `kind` names the objects ("layers").
-    """
+    """Return the `names` that match some `{option}.include` and no `{option}.exclude`. Raise `UserError` for the first
+    pattern without a match; `kind` is, for example, "layers"."""
     for option_name, patterns in ((f"{option}.include", include), (f"{option}.exclude", exclude)):
         for pattern in patterns:
             if not any(re.search(pattern, name) for name in names):

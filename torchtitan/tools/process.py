@@ -29,10 +29,8 @@ _reported = False
 
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
-    """Let Ctrl-C and a closed pipe end the process at once and silently within the block.
-
-    Python's own handlers would print a traceback, or raise inside an import that swallows the exception.
-    """
+    """Let Ctrl-C and a closed pipe end the process at once and silently within the block. Python's own handlers would
+    print a traceback, or raise inside an import that swallows the exception."""
     numbers = (signal.SIGINT, signal.SIGPIPE)
     previous = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
@@ -44,15 +42,8 @@ def default_signals() -> Iterator[None]:
 
 
 class StopSignals:
-    """Distinguishes a first SIGTERM or SIGINT from a second one, until `close`.
-
-    Signals within a second of the first are the same request: `timeout`, for example, signals both a process and its
-    group.
-
-    Args:
-        on_first: called with the first signal's number.
-        on_second: called with each later signal's number.
-    """
+    """Calls `on_first` with a first SIGTERM or SIGINT and `on_second` with later ones, until `close`. Signals within a
+    second of the first are the same request: `timeout`, for example, signals a process and its group."""
 
     def __init__(self, on_first: Callable[[int], None], on_second: Callable[[int], None]) -> None:
         self.first: int | None = None
@@ -81,10 +72,8 @@ def announce_stop(number: int, when: str = "after this step") -> None:
 
 
 class StopRequest(StopSignals):
-    """Sets `received` on SIGTERM or SIGINT until `close`; a second signal ends the process at once.
-
-    In a process started by our launcher, the launcher counts signals and ends processes.
-    """
+    """Sets `received` on SIGTERM or SIGINT until `close`; a second signal ends the process at once. In a process
+    started by our launcher, the launcher counts signals and ends processes."""
 
     def __init__(self) -> None:
         if is_launched():
@@ -114,8 +103,7 @@ def end_with_launcher() -> None:
 
 
 def report_failure(code: int, text: str, *, passing: bool) -> None:
-    """Report the exit code, the message, and whether a restart may succeed to the launcher; only the first call
-    counts."""
+    """Report exit code, message and whether a restart may succeed to the launcher; only the first call counts."""
     global _reported
     report = {"time": time.time(), "code": code, "text": text[-_MAX_REPORT_LENGTH:], "passing": passing}
     with _reporting:
@@ -125,8 +113,7 @@ def report_failure(code: int, text: str, *, passing: bool) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, bypassing the interpreter's shutdown, which may abort after a process group lost a
-    rank."""
+    """End this process at once, without the interpreter's shutdown, which may abort after a lost rank."""
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(code)

@@ -1,8 +1,5 @@
-"""All private names of PyTorch (2.13) that this project uses, each with the reason.
-
-They are imported on first use, since some take a second. Private attributes have accessor functions here; only a method
-that a subclass must override by its private name stays in the subclass.
-"""
+"""All private names of PyTorch (2.13) that this project uses, each with the reason, imported on first use. Only a
+method that a subclass must override by its private name stays in the subclass."""
 
 import importlib
 import sys
@@ -79,14 +76,12 @@ def __getattr__(name: str) -> Any:
 
 
 def compiler_statistics() -> Any:
-    """Return the module with torch.compile's counters and records, or None before compilation: its import takes a
-    second."""
+    """Return torch.compile's counters and records, or None before compilation: the import takes a second."""
     return sys.modules.get("torch._dynamo.utils")
 
 
 def attention_operations() -> list[Any]:
-    """Return the attention operations that a checkpointing policy sees: all implementations of
-    `scaled_dot_product_attention`, and FlexAttention."""
+    """Return the attention operations as a checkpointing policy sees them, including FlexAttention."""
     import torch
 
     aten: Any = torch.ops.aten

@@ -29,11 +29,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @contextlib.contextmanager
 def workplace(target: Path) -> Iterator[Path]:
     """Yield a new folder `{target}.….partial`; remove it when the block ends, or Ctrl-C, SIGTERM or SIGHUP ends the
-    process.
-
-    After SIGKILL, the next call for the same target removes the folder. A living process holds a lock on its folder, so
-    that no folder in use is ever removed. Call this only from the main thread.
-    """
+    process. After SIGKILL, the next call for the same target does; a lock protects folders in use. Call this only from
+    the main thread."""
     for left in target.parent.glob(f"{glob.escape(target.name)}.{'[0-9a-f]' * 2 * _NAME_BYTES}.partial"):
         with contextlib.suppress(OSError):
             _remove_if_abandoned(left)

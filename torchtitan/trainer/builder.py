@@ -66,11 +66,8 @@ class RunBuilder(Configurable):
         return init_process_group(device_type(), self.config.comm)
 
     def lock_folder(self) -> None:
-        """Keep other runs out of the dump folder until `close`; rank 0 holds the lock for all.
-
-        Raises:
-            UserError: on every rank, if another run is in the folder.
-        """
+        """Keep other runs out of the dump folder until `close`; rank 0 holds the lock for all. Raise `UserError`, on
+        every rank, if another run is in the folder."""
 
         def take() -> None:
             self.folder_lock = lock_folder(Path(self.config.dump_folder))
@@ -90,7 +87,6 @@ class RunBuilder(Configurable):
             torch.use_deterministic_algorithms(True)
 
     def build_tokenizer(self) -> Tokenizer:
-        """Build the tokenizer in `hf_assets_path`."""
         tokenizer: Tokenizer = self.config.tokenizer.build(path=self.config.hf_assets_path)
         warn_of_other_ids(tokenizer)
         return tokenizer
@@ -138,9 +134,8 @@ class RunBuilder(Configurable):
         saved: bool = False,
         offloaded: bool = False,
     ) -> RunModel:
-        """Build an additional model, sharded like the main one.
-
-        A trained model shares the optimizer and the schedule; a frozen one has the type of the computation.
+        """Build an additional model, sharded like the main one. A trained model shares the optimizer and the schedule;
+        a frozen one has the type of the computation.
 
         Args:
             spec: its specification; a vocabulary size of None is replaced by the main model's.
@@ -180,11 +175,8 @@ class RunBuilder(Configurable):
             return config.build().to(getattr(torch, training.dtype))
 
     def build_loss(self) -> Any:
-        """Build the training loss, a function of hidden states, output weights and `labels_BL`.
-
-        Raises:
-            UserError: for a loss with a weight known only later, combined with early optimizer steps.
-        """
+        """Build the training loss, a function of hidden states, output weights and `labels_BL`. Raise `UserError` for a
+        loss with a weight known only later, combined with early optimizer steps."""
         if self.has_own_loss and self.config.optimizer.early_step_in_backward:
             raise UserError(
                 "--optimizer.early_step_in_backward uses each gradient before it can be divided by the weight of the "
@@ -196,11 +188,8 @@ class RunBuilder(Configurable):
         return loss
 
     def plan_pipeline(self) -> PipelinePlan | None:
-        """Divide the model into pipeline stages; None without pipeline parallelism.
-
-        Raises:
-            UserError: for a trainer with its own forward pass, which a pipeline would not call.
-        """
+        """Divide the model into pipeline stages; None without pipeline parallelism. Raise `UserError` for a trainer
+        with its own forward pass, which a pipeline would not call."""
         config = self.config
         if self.parallel_dims.pp == 1:
             return None
@@ -243,8 +232,7 @@ class RunBuilder(Configurable):
                 part.train(model.num_trained > 0)
 
     def build_optimizer(self) -> Optimizer:
-        """Build the optimizer of all trained models; parameter names of additional models start with the model's
-        name."""
+        """Build the optimizer of all trained models; an additional model's name prefixes its parameters."""
         others = {name: model.parts for name, model in self.models.items() if name != "model" and model.num_trained}
         named = [nn.ModuleDict({name: part}) for name, parts in others.items() for part in parts]
         all_names = self.models["model"].trained_names if self.pipeline_plan else None
@@ -252,7 +240,6 @@ class RunBuilder(Configurable):
         return optimizer
 
     def build_pipeline(self) -> Pipeline | None:
-        """Build the pipeline of this rank's stages, None without pipeline parallelism."""
         if self.pipeline_plan is None:
             return None
         assert self.mesh is not None

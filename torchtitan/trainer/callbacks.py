@@ -14,11 +14,9 @@ from torchtitan.trainer.outcome import StepOutcome
 
 
 class Callback(Configurable):
-    """Acts around the steps of a run; a subclass overrides the methods that it needs.
-
-    Callbacks run in the order of `Trainer.Config.callbacks`, on every rank, with options `--callbacks.<class name in
-    lower case>.<field>`. `trainer` is fully built but not yet resumed.
-    """
+    """Acts around the steps of a run, on every rank, in methods that a subclass overrides. Callbacks run in the order
+    of `Trainer.Config.callbacks`; options are `--callbacks.<class name in lower case>.<field>`. `trainer` is not yet
+    resumed."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -33,8 +31,7 @@ class Callback(Configurable):
         return contextlib.nullcontext()
 
     def around_step(self, step: int) -> AbstractContextManager[Any]:
-        """Return a context around the training step `step`, counted from 1, but not around its callbacks or
-        validation."""
+        """Return a context around the training step `step`, from 1, but not its callbacks or validation."""
         return contextlib.nullcontext()
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:

@@ -60,8 +60,7 @@ class RunConfig(Configurable.Config):
     """Training loss. None: the model's (`ModelSpec.loss`). Its options are `--loss.<field>` in both cases."""
 
     hf_assets_path: str = ""
-    """Folder with a model's tokenizer files (tokenizer.json or tokenizer.model). Empty: torchtitan's own small
-    tokenizer."""
+    """Folder with tokenizer files (tokenizer.json or tokenizer.model). Empty: torchtitan's own small tokenizer."""
 
     dump_folder: str = "./outputs"
     """Output folder: metrics.jsonl, config.yaml, checkpoints, traces."""
@@ -116,7 +115,6 @@ class RunConfig(Configurable.Config):
 
     @property
     def chosen_loss(self) -> Configurable.Config:
-        """Training loss: the run's own, else the model's."""
         return self.loss or self.model_spec.loss
 
     def registered(self, name: str) -> Self:
@@ -185,8 +183,8 @@ class RunConfig(Configurable.Config):
             validation.prepare(tokenizer=tokenizer)
 
     def check_layout(self, world_size: int) -> ParallelDims:
-        """Return the degrees of parallelism. Raise `UserError` if they do not fit the processes, the model, the batch
-        or each other."""
+        """Return the degrees. Raise `UserError` if they do not fit the processes, the model, the batch or each
+        other."""
         dims = ParallelDims.from_config(self.parallelism, world_size)
         dims.check_fits(self.model_spec.model, self.training.seq_len)
         if dims.pp > 1:
@@ -206,11 +204,8 @@ class RunConfig(Configurable.Config):
         return dims
 
     def check_conversion(self, *, n_added_tokens: int = 0) -> None:
-        """Try the converters on a model without memory, of known vocabulary size. Raise `UserError` if one does not
-        apply.
-
-        Warn if they leave the rows of added tokens untrained, so that the model will never write these tokens.
-        """
+        """Try the converters on a model without memory, of known vocabulary size; warn if they leave the rows of added
+        tokens untrained, so that the model never writes them. Raise `UserError` if a converter does not apply."""
         if not self.model_converters:
             return
         keys = [config_key(config) for config in self.model_converters]
@@ -233,13 +228,8 @@ class RunConfig(Configurable.Config):
             )
 
     def resolve(self, tokenizer: Tokenizer) -> Self:
-        """Return a copy with unset values filled in from the tokenizer.
-
-        The vocabulary grows if tokens were added to the tokenizer (`n_added`).
-
-        Raises:
-            UserError: if the model's vocabulary is too small for the tokenizer's files.
-        """
+        """Return a copy with unset values from the tokenizer; added tokens (`n_added`) enlarge the vocabulary. Raise
+        `UserError` if it is too small for the tokenizer's files."""
         model = self.model_spec.model
         in_files = tokenizer.vocab_size - tokenizer.n_added
         if model.vocab_size is None or in_files <= model.vocab_size < tokenizer.vocab_size:
@@ -252,12 +242,8 @@ class RunConfig(Configurable.Config):
         return dataclasses.replace(self, model_spec=dataclasses.replace(self.model_spec, model=model))
 
     def identity(self, tokenizer: Tokenizer) -> RunIdentity:
-        """Return the properties that must stay the same when the run resumes; steps, rates, layout and logging may
-        change.
-
-        Args:
-            tokenizer: the tokenizer that resolved this configuration.
-        """
+        """Return the properties that must stay the same when the run resumes, after `resolve(tokenizer)`; steps, rates,
+        layout and logging may change."""
         properties: dict[str, Any] = {"configuration": self.registered_as} if self.registered_as else {}
         properties["trainer"] = import_path(self._owner)
         properties |= leaves({"model": self.model_spec.model.to_dict()})
@@ -274,10 +260,7 @@ class RunConfig(Configurable.Config):
 
     def validation_dataloaders(self) -> dict[str, BaseDataLoader.Config]:
         """Return loader configurations of the validation sets by name, none if validation is off or there is no data.
-
-        Raises:
-            UserError: for a data set that the training data's loader cannot read as validation data.
-        """
+        Raise `UserError` for a data set that the training data's loader cannot read."""
         loaders: dict[str, BaseDataLoader.Config] = {}
         if not self.validator.enable:
             return loaders

@@ -8,13 +8,8 @@ from torchtitan.config.sections import TrainingConfig, parse_step_ranges
 class RunLength:
     """Counts a run's data in global batches and in samples, and computes the last step.
 
-    Batches are counted in data order, including skipped ones. A resumed run may change the batch size, so that only the
-    samples tell how much data is left.
-
-    Args:
-        config: has the run's `steps` or `epochs`, and the global batches to skip (`skip_data`).
-        n_samples: samples of all epochs. None: unknown, and `steps` applies.
-        global_batch_size: samples of a global batch.
+    Batches include skipped ones (`skip_data`), in data order. A resumed run may change the batch size, so that only the
+    samples tell how much data is left. `n_samples` is the total of all epochs; if it is None, `steps` applies.
     """
 
     def __init__(self, config: TrainingConfig, *, n_samples: int | None, global_batch_size: int):

@@ -19,9 +19,8 @@ from torchtitan.trainer.outcome import StepOutcome
 class Ledger(Callback):
     """Writes a line of `ledger.jsonl` for each step taken: the names of all ranks' documents in their global order.
 
-    Skipped steps, with a non-finite loss or gradient, have no line. A line is on disk before the checkpoint of its step
-    begins. A run that resumes after step N drops later lines, so that the file matches the weights' history. Rank 0
-    writes. Without `debug.ledger` nothing happens. A fresh run sets an earlier run's file aside.
+    Steps skipped as non-finite have no line. Rank 0 writes lines to disk before the checkpoint of their step; resuming
+    after step N drops later lines. A fresh run sets an earlier file aside. Without `debug.ledger` nothing happens.
     """
 
     def __init__(self, config: Callback.Config, *, trainer: Any):
@@ -42,11 +41,7 @@ class Ledger(Callback):
         self._taken = names_of(own, self.trainer.dataloader.document_names)
 
     def on_step(self, outcome: StepOutcome) -> None:
-        """Write the line of a step that was taken.
-
-        Raises:
-            RunFailure: if the file cannot be written: a ledger must have no gap.
-        """
+        """Write the line of a step that was taken. Raise `RunFailure` if that fails: a ledger must have no gap."""
         if not (self.enabled and outcome.is_finite):
             return
         documents = in_global_order(self._taken)

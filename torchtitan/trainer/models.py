@@ -17,7 +17,6 @@ class RunModel:
     nothing for a backward pass if the model is frozen."""
 
     spec: ModelSpec
-    """Its specification."""
 
     parts: list[nn.Module]
     """The model, or this rank's stages of it under pipeline parallelism."""
@@ -41,7 +40,6 @@ class RunModel:
     """True if checkpoints contain the weights; otherwise a resumed run reads them from `weights` again."""
 
     offloaded: bool = False
-    """True if FSDP keeps the weights in CPU memory."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass; see `torchtitan.models.common.decoder.Decoder.forward`."""

@@ -21,11 +21,8 @@ class NonFiniteError(RunFailure):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step's numbers on the host, from the step's only read of device values.
-
-    `loss` is the mean over the global batch, `grad_norm` the norm before clipping, and `measures` holds further means
-    that `compute_loss` measured.
-    """
+    """A step's numbers on the host: the mean `loss` over the global batch, the `grad_norm` before clipping, and further
+    means that `compute_loss` recorded, from the step's only read of device values."""
 
     loss: float
     grad_norm: float

@@ -18,18 +18,11 @@ from torchtitan.tools.errors import UserError
 
 
 class SampleLosses:
-    """Records token losses in the forward passes of a step, and sums them by sample over all ranks.
+    """Records token losses in the forward passes of a step, if `wanted`, and sums them by sample over all ranks.
 
-    Unless `wanted`, nothing happens. Recording repeats only the last step from a chunk's logits to its losses, and
-    changes no bit of the training loss and its gradients. The losses stay on the device until `statistics` reads them.
-
-    Args:
-        loss: the loss of the forward passes.
-        wanted: whether a sampler needs the losses.
-
-    Raises:
-        UserError: for a loss other than `CrossEntropyLoss`, which has no token losses, and under pipeline parallelism, where
-            only the last stage has them.
+    This repeats only the last step from a chunk's logits to its losses, and changes no bit of the training loss and its
+    gradients. The losses stay on the device until `statistics` reads them. Raises `UserError` for a loss other than
+    `CrossEntropyLoss`, and under pipeline parallelism, where only the last stage has token losses.
     """
 
     def __init__(self, loss: Any, parallel_dims: ParallelDims, *, wanted: bool):
@@ -67,12 +60,8 @@ class SampleLosses:
             self._recorded.append((numbers.numpy(), losses))
 
     def statistics(self, step: int, loss: float, grad_norm: float) -> StepStatistics:
-        """Return the statistics of the recorded step, equal on all ranks. Repeated samples count once; samples without
-        valid tokens do not count.
-
-        Raises:
-            UserError: if the trainer's step has recorded nothing on any rank.
-        """
+        """Return the recorded step's statistics, equal on all ranks. Repeated samples count once, samples without valid
+        tokens do not count. Raise `UserError` if no rank has recorded anything."""
         if not self._wanted:
             return StepStatistics(step, loss, grad_norm, samples=np.zeros(0, np.int64), sample_losses=np.zeros(0))
         recorded, self._recorded = self._recorded, []
@@ -93,10 +82,8 @@ class SampleLosses:
 
 
 def number_tokens(batch: Batch) -> Tensor:
-    """Return the document number of each token of a batch, (B, T); `NO_DOCUMENT` for padding.
-
-    The k-th document of a row begins at the k-th place where `positions` is 0; its number is the k-th of `documents`.
-    """
+    """Return each token's document number, (B, T), or `NO_DOCUMENT` for padding: the k-th document of a row begins at
+    the k-th place where `positions` is 0, and has the k-th number in `documents`."""
     places = (batch["positions"] == 0).long().cumsum(dim=1) - 1
     documents = batch["documents"]
     padded = torch.cat([documents, torch.full_like(documents[:, :1], NO_DOCUMENT)], dim=1)

@@ -45,10 +45,8 @@ if TYPE_CHECKING:
 
 
 class Trainer(RunBuilder):
-    """Builds every part of a run from its configuration, then trains.
-
-    Both consist of short methods, which a subclass can override separately. `docs/extending.md` shows how.
-    """
+    """Builds every part of a run from its configuration, then trains, in short methods to override
+    (`docs/extending.md`)."""
 
     measures_named: ClassVar[tuple[str, ...]] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
@@ -166,8 +164,7 @@ class Trainer(RunBuilder):
             converter.post_init_hook(self.model_parts)
 
     def train(self) -> None:
-        """Resume if possible, then train to the end, or until asked to stop. Log that there is nothing left to
-        train."""
+        """Resume if possible, then train to the end or until asked to stop. Log if nothing is left to train."""
         with self.giving_signals_back(), contextlib.closing(self.metrics):
             try:
                 self.load_checkpoint()
@@ -266,16 +263,15 @@ class Trainer(RunBuilder):
             logger.info("--training.skip_data: the data of steps %d to %d is left out", first, last)
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
-        """Return the divisor of the summed loss, a scalar on the device: the global batch's valid tokens, or 1 for a
-        custom loss."""
+        """Return the divisor of the summed loss, on the device: the global batch's valid tokens; 1 for a custom
+        loss."""
         local = sum(self.count_own_tokens(batch) for batch in micro_batches) if not self.has_own_loss else 0
         # `full` runs on the device; copying a host tensor there would wait for it.
         counted = torch.full((), local, device=self.device, dtype=self.statistics_dtype)
         return torch.ones_like(counted) if self.has_own_loss else sum_over_ranks(counted)
 
     def count_own_tokens(self, batch: Batch) -> int:
-        """Count the valid tokens of a loader's batch on one of the ranks with the same samples; return 0 on the
-        others."""
+        """Count a loader batch's valid tokens on one of the ranks with the same samples; return 0 on the others."""
         return int((batch["labels"] != IGNORE_INDEX).sum()) if self.parallel_dims.is_batch_leader else 0
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
@@ -295,10 +291,7 @@ class Trainer(RunBuilder):
         """Return the summed loss of a batch, and the weight that divides the loss: here its valid tokens.
 
         Training and validation divide the sum over the global batch by the summed weight. A subclass may compute any
-        loss from any batch; ranks of one tensor-parallel group return the same.
-
-        Args:
-            batch: the result of `post_dataloading_process`.
+        loss from any `post_dataloading_process` result; ranks of one tensor-parallel group return the same.
         """
         return self.forward(batch), (batch["labels"] != IGNORE_INDEX).sum()
 
@@ -386,12 +379,8 @@ class Trainer(RunBuilder):
         )
 
     def handle_nonfinite(self, outcome: StepOutcome, micro_batches: list[Batch]) -> None:
-        """Stop the run, or skip this step, as `training.on_nonfinite` says. Weights are unchanged, except by early
-        optimizer steps in the backward pass.
-
-        Raises:
-            NonFiniteError: with the step and all ranks' documents in it.
-        """
+        """Stop the run or skip this step, with unchanged weights, unless the optimizer steps early in the backward
+        pass. Raise `NonFiniteError` with the step and all ranks' documents in it."""
         own = micro_batches if self.parallel_dims.is_batch_leader else []
         documents = in_global_order(names_of(own, self.dataloader.document_names))
         last = self.run_length.data_step
@@ -405,7 +394,7 @@ class Trainer(RunBuilder):
     # --- around a step ----------------------------------------------------------------------------------------------
 
     def complete_step(self, outcome: StepOutcome) -> None:
-        """Count and report the step, pass it to the data loader if it was taken, then run callbacks, validation and
+        """Count and report the step, pass it to the data loader if taken, then run callbacks, validation and
         checkpoint."""
         self.step += 1
         self.run_length.count_batch()
@@ -552,8 +541,7 @@ class Trainer(RunBuilder):
         }
 
     def initial_loads(self) -> dict[str, Callable[[], None]]:
-        """Return model name → function that loads its initial weights, also in a resumed run if checkpoints do not
-        contain them."""
+        """Return model name → function that loads its initial weights, also when resuming if checkpoints lack them."""
         config, spec, added = self.config.checkpoint, self.config.model_spec, self.tokenizer.added
         loads: dict[str, Callable[[], None]] = {
             name: partial(load_initial_weights, model.weights, model.spec, model.parts, [], added=added)

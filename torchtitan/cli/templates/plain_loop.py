@@ -58,8 +58,7 @@ def main():
     scheduler = schedule.build(optimizer=optimizer, training_steps=options.steps)
 
     def summed_loss(batch):
-        """Sum the loss over all tokens. The model's head is the loss itself, so that no tensor ever holds all
-        logits."""
+        """Sum the loss over all tokens. The model's head is the loss, so that no tensor ever holds all logits."""
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         return model(batch["input"], batch.get("positions"), head=cross_entropy, labels_BL=batch["labels"])
 

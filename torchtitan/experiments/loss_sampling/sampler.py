@@ -57,8 +57,8 @@ class LossSampler(Sampler):
         return (1 - self.config.explore) * by_loss + self.config.explore / self.n_samples
 
     def draw(self, n: int) -> Array:
-        """Draw the next samples, without repetition within one call: the first arrivals, with exponentially distributed
-        times at the rate of their chances (Efraimidis and Spirakis, 2006)."""
+        """Draw the next samples, distinct within a call, as the first arrivals of exponential clocks at the rates of
+        their chances (Efraimidis and Spirakis, 2006)."""
         n = min(n, self.n_samples - self._drawn % self.n_samples)
         raw = np.random.PCG64(np.random.SeedSequence((self.seed, self._drawn))).random_raw(self.n_samples)
         uniform = ((raw >> 11) + 0.5) * 2.0**-53

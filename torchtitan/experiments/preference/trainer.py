@@ -49,7 +49,6 @@ class DPOTrainer(Trainer):
     sequences_per_sample = 2
 
     def build_models(self) -> dict[str, RunModel]:
-        """Return the trained model and the reference."""
         config = self.config
         reference = self.build_other_model(
             config.model_spec,
@@ -82,7 +81,6 @@ class DPOTrainer(Trainer):
         return log_ratios
 
     def log_probabilities(self, hidden_PLD: Tensor, weight_VD: Tensor, *, labels_PL: Tensor) -> Tensor:
-        """Return the log-probability of each sequence's labels, (P,), computed by the run's loss in chunks of
-        tokens."""
+        """Return the log-probability of each sequence's labels, (P,), by the run's loss in chunks of tokens."""
         rows = [slice(row, row + 1) for row in range(len(labels_PL))]
         return -torch.stack([self.loss(hidden_PLD[row], weight_VD, labels_PL[row]) for row in rows])

@@ -1,8 +1,7 @@
 """Training configurations for the model in a Hugging Face folder: `--module auto --config sft --hf_assets_path DIR`.
 
-The folder's config.json determines the family, the sizes and the type of the computation. `--module PATH` of a family
-offers these configurations too, and prefers that family (argument `family`). Each function raises `UserError` if DIR
-has no config.json, or a model that no family supports.
+Its config.json determines family, sizes and type. `--module PATH` of a family offers these configurations too, and
+prefers that family (argument `family`). Each function raises `UserError` for a missing file or an unsupported model.
 """
 
 from pathlib import Path
@@ -27,14 +26,14 @@ def pretrain(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.C
 
 
 def sft(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """Fine-tune on conversations or instructions, `--dataloader.dataset my.jsonl`, for `--training.steps` or
-    `--training.epochs`. The last checkpoint is a Hugging Face folder again."""
+    """Fine-tune on conversations or instructions, `--dataloader.dataset my.jsonl`, for `--training.steps` or `.epochs`.
+    The last checkpoint is a Hugging Face folder again."""
     return for_conversations(pretrain(hf_assets_path, family))
 
 
 def lora(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """As `sft`, for low-rank adapters. The last checkpoint is a folder with the merged model and a subfolder `adapter`,
-    which peft opens on top of DIR; earlier checkpoints hold only the adapters."""
+    """As `sft`, for low-rank adapters. Only the last checkpoint contains the merged model, with a subfolder `adapter`,
+    which peft opens on top of DIR."""
     return with_adapters(sft(hf_assets_path, family), LoRA.Config())
 
 

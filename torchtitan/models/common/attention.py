@@ -20,8 +20,7 @@ class CausalMask(nn.Module):
     """The mask that limits each token's attention to itself and the earlier tokens of its document."""
 
     dense = False
-    """Return packed documents' masks on CPU and MPS as boolean tensors. Lists of lengths are faster but cause
-    recompilation."""
+    """Return masks on CPU and MPS as tensors. Lists of lengths are faster but cause recompilation."""
 
     def forward(
         self, positions_BL: Tensor | None, query_tokens_L: Tensor | None = None, key_tokens_K: Tensor | None = None
@@ -29,9 +28,8 @@ class CausalMask(nn.Module):
         """Return the mask for samples of L tokens from positions that start at 0 with every document; None: one per
         sample.
 
-        Args:
-            query_tokens_L: positions in the sample of this process's tokens, if it holds only a part of the samples.
-            key_tokens_K: positions in the sample of their keys.
+        `query_tokens_L` and `key_tokens_K` are the sample positions of this process's tokens and their keys, if it has
+        a part.
         """
         if positions_BL is None:
             assert query_tokens_L is None, "a part of a sample comes with positions"
@@ -71,8 +69,7 @@ class Attention(nn.Module):
     """Scaled dot-product attention, without weights, as a module for hooks."""
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: AttentionMask) -> Tensor:
-        """Attend with H query heads over K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H,
-        head_dim)."""
+        """Attend with H query heads over K key/value heads: (B, L, heads, head_dim) → (B, L, H, head_dim)."""
         if isinstance(mask, list):
             return _attend_each_document(q_BLHD, k_BLKD, v_BLKD, mask)
         q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
@@ -110,8 +107,7 @@ class GroupedQueryAttention(nn.Module):
 
     Args:
         qk_norm_eps: added to the mean square in the norm of each head's queries and keys; None: no norm.
-        init_std: standard deviation of the initial query, key and value projections.
-        out_init_std: standard deviation of the initial output projection.
+        init_std, out_init_std: standard deviations of the initial input projections and output projection.
     """
 
     def __init__(

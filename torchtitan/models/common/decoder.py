@@ -26,8 +26,7 @@ _MOST = {
 _MOST_PARAMETERS = 2**44
 
 Head = Callable[..., Tensor]
-"""Computes logits, or the loss itself, from the last hidden states (B, L, D), the output weights (V, D) and named
-inputs."""
+"""Computes logits or the loss from hidden states (B, L, D), output weights (V, D) and named inputs."""
 
 _INIT_STD = 0.02
 
@@ -61,16 +60,13 @@ class BlockDesign:
     """Differences of a family's blocks from Llama's; the sizes are in `Decoder.Config`."""
 
     qk_norm: bool = False
-    """Normalize each head of queries and keys by its root mean square before RoPE, with weights shared by a layer's
-    heads."""
+    """RMS-normalize each head of queries and keys before RoPE, with weights shared by a layer's heads."""
 
 
 class Decoder(BaseModel):
-    """Token embedding → blocks → norm → head. A family sets the `design` of its blocks, or overrides `make_block`.
-
-    With tied embeddings `output` is None. A pipeline stage lacks parts of the model: without `tok_embeddings` it takes
-    hidden states instead of tokens; without `norm` and `output` it returns them.
-    """
+    """Token embedding → blocks → norm → head. A family sets `design` or overrides `make_block`. With tied embeddings
+    `output` is None. A pipeline stage lacks parts: without `tok_embeddings` it takes hidden states, without `norm` and
+    `output` it returns them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
@@ -110,8 +106,7 @@ class Decoder(BaseModel):
             return {name: getattr(self, name) for name in ("n_heads", "n_kv_heads", "ffn_dim")}
 
         def pipeline_modules(self) -> list[list[str]]:
-            """Return embedding, layers, norm and head. Raise `UserError` for tied embeddings: two stages would need
-            their weights."""
+            """Return embedding, layers, norm and head. Raise `UserError` for tied embeddings, shared by two stages."""
             if self.tie_embeddings:
                 raise UserError(
                     "pipeline parallelism cannot split a model with tied embeddings: its first and its last stage "
@@ -174,13 +169,12 @@ class Decoder(BaseModel):
         return TransformerBlock(self.config, index, self.design)
 
     def output_init(self) -> TruncatedNormal:
-        """Return the initial distribution of separate output weights: at any width, logits have standard deviation 1/4,
+        """Return the initial distribution of separate output weights: logits have standard deviation 1/4 at any width,
         and the first loss is close to the logarithm of the vocabulary size."""
         return TruncatedNormal(self.config.dim**-0.5 / 4)
 
     def embedding_init(self) -> TruncatedNormal:
-        """Return the initial distribution of the embedding, with unit variance; of the logits if the embedding is
-        tied."""
+        """Return the initial distribution of the embedding: unit variance, of the logits if it is tied."""
         return TruncatedNormal(self.config.dim**-0.5 if self.config.tie_embeddings else 1.0)
 
     def forward(
@@ -196,8 +190,8 @@ class Decoder(BaseModel):
 
         Args:
             tokens_BL: token ids; in a pipeline stage other than the first, hidden states (B, L, D).
-            positions_BL: each token's position within its document, from 0; tokens attend only to earlier tokens of their
-                document. None: every sample is one document.
+            positions_BL: each token's position within its document, from 0; tokens attend only to earlier tokens of
+                their document. None: every sample is one document.
             packed: whether positions may start again within a sample; if not, attention is simply causal.
             head: called with hidden states, output weights and `head_inputs`.
         """
@@ -223,13 +217,13 @@ class Decoder(BaseModel):
         """Return forward and backward operations per token, after appendix B of PaLM (arXiv:2204.02311): `6 N + 12 L H
         Q T`.
 
-        N counts the parameters that multiply every token, so not an embedding that is only looked up. The attention
-        term (L layers, H heads of width Q, T = seq_len) is two products with scores, of 2 H Q T operations each forward
-        and twice as many backward, by convention not reduced for the causal mask or packed documents.
+        N counts the parameters that multiply every token, so not an embedding that is only looked up. Attention (L
+        layers, H heads of width Q, T = seq_len) has two products with scores, of 2 H Q T operations each forward and
+        twice as many backward, by convention not reduced for the causal mask or packed documents.
 
-        Of the 6 operations, 2 are the forward pass, 2 the gradient of the parameter, absent if it is frozen, and 2 the
-        gradient of its input. The backward pass ends at the first trained parameter; attention takes 4 H Q T in layers
-        before it. Within a layer, parameters are assumed to compute in the order of registration.
+        Of the 6 operations, 2 are the forward pass, 2 the parameter's gradient, absent if it is frozen, and 2 the
+        gradient of its input. The backward pass ends at the first trained parameter, in order of registration within a
+        layer; attention takes 4 H Q T in layers before it.
         """
         assert self.tok_embeddings is not None, "asked of a whole model, not of a pipeline stage"
         config = self.config

@@ -15,17 +15,12 @@ _FURTHEST = 1e18
 
 @dataclass(frozen=True)
 class Description:
-    """Keys of a model description, checked on access.
-
-    Every access raises `UserError` with file, key and value if the type is wrong, or a key without a default is absent.
-    A null is not an absent key: if it means something, the caller checks with `has` first.
-    """
+    """Keys of a model description. Access raises `UserError`, with file, key and value, for a wrong type or an absent
+    key without a default. A null is not an absent key; use `has` if it means something."""
 
     file: str
-    """Name of the file in messages."""
 
     values: Mapping[str, Any]
-    """Its content."""
 
     def has(self, key: str) -> bool:
         """Return whether the key is present and not null."""
@@ -69,5 +64,4 @@ class Description:
             )
 
     def wrong(self, key: str, value: Any, must_be: str) -> UserError:
-        """Return the error for an unusable value."""
         return UserError(f"{self.file}: {key} is {value!r}, and must be {must_be}")

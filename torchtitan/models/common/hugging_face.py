@@ -103,12 +103,8 @@ _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAM
 def dense_format(
     build: type[Decoder.Config], model_types: Mapping[str, ModelType], rows: tuple[KeyMapping, ...] = DENSE_ROWS
 ) -> ForeignFormat:
-    """Return the format of a family of dense decoders.
-
-    Args:
-        model_types: the family's values of `model_type`, in the order of preference for writing.
-        rows: names of weights, without the output head.
-    """
+    """Return the format of a family of dense decoders, by its values of `model_type` in order of preference for
+    writing, and the names of weights (`rows`) without the output head."""
     return ForeignFormat(
         adapter=partial(_adapter, rows),
         to_foreign=partial(_to_config_json, model_types),
@@ -130,11 +126,8 @@ def _adapter(rows: tuple[KeyMapping, ...], config: Decoder.Config) -> StateDictA
 def _from_config_json(
     build: type[Decoder.Config], model_types: Mapping[str, ModelType], document: Mapping[str, Any]
 ) -> Decoder.Config:
-    """Return the model that a config.json of transformers 4 or 5 describes; warn of keys with unknown effect.
-
-    Raises:
-        UserError: for a model of another type, a missing size, or an unsupported value.
-    """
+    """Return the model that a config.json of transformers 4 or 5 describes; warn of keys with unknown effect. Raise
+    `UserError` for another model type, a missing size, or an unsupported value."""
     name = document.get("model_type")
     if name not in list(model_types):
         raise UserError(f"config.json: model_type is {name!r}, and this family is {' or '.join(model_types)}")
@@ -185,8 +178,8 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
 
 
 def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:
-    """Return the `dtype` (transformers 5) or `torch_dtype` (4) of a config.json; log and return `default` if it is not
-    supported. Raise `UserError` for a value that is not a name."""
+    """Return the `dtype` (transformers 5) or `torch_dtype` (4) of a config.json, or log and return `default` if it is
+    not supported. Raise `UserError` for a value that is not a name."""
     key = "dtype" if document.get("dtype") is not None else "torch_dtype"
     value = document.get(key)
     if value is not None and not isinstance(value, str):
@@ -241,7 +234,6 @@ def _rope(description: Description) -> RoPEConfig:
 
 
 def _rope_of(description: Description, parameters: Description) -> RoPEConfig:
-    """Return the RoPE of either spelling; the base may be next to it."""
     kind = parameters.values.get("rope_type", parameters.values.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise UserError(
@@ -261,8 +253,8 @@ def _rope_of(description: Description, parameters: Description) -> RoPEConfig:
 
 
 def _original_context(description: Description, parameters: Description) -> int:
-    """Return the context before scaling of RoPE of type llama3, inside or outside of the scaling's section:
-    transformers 4 reads the first, 5 prefers the second, and takes the whole context if both are absent."""
+    """Return the context before llama3 scaling of RoPE, inside or outside of the scaling's section: transformers 4
+    reads the first, 5 prefers the second, and both default to the whole context."""
     key = _ORIGINAL_CONTEXT
     found = [where.whole_number(key) for where in (parameters, description) if where.has(key)]
     if len(set(found)) > 1:

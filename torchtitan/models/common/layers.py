@@ -9,10 +9,7 @@ from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_ini
 
 class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension, starting as the identity.
-
-    Under autocast the result has the lower precision: otherwise each matrix product after the norm would make, and keep
-    for its backward pass, a converted copy of its own.
-    """
+    Its result has autocast's lower precision; otherwise each following product would make and keep its own copy."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__(dim, eps=eps)
@@ -26,12 +23,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class SwiGLU(nn.Module):
-    """`w2(silu(w1 x) * w3 x)` (Shazeer 2020, arXiv:2002.05202).
-
-    Args:
-        init_std: standard deviation of the initial gate `w1`.
-        out_init_std: standard deviation of the initial `w2` and `w3`.
-    """
+    """`w2(silu(w1 x) * w3 x)` (Shazeer 2020, arXiv:2002.05202); `init_std` is the initial gate's, `out_init_std` the
+    others'."""
 
     def __init__(self, *, dim: int, hidden_dim: int, init_std: float, out_init_std: float):
         super().__init__()

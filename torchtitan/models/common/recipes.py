@@ -79,8 +79,8 @@ def for_conversations(config: Trainer.Config) -> Trainer.Config:
 
 
 def with_adapters(config: Trainer.Config, adapters: LoRA.Config, lr: float = 2e-4) -> Trainer.Config:
-    """Return `config` for training adapters only, which alone are in checkpoints for resuming. There is no weight
-    decay, which would pull the adapted weights back to the original ones."""
+    """Return `config` for training adapters only, without weight decay, which would pull the adapted weights back to
+    the original ones. Checkpoints for resuming contain only the adapters."""
     return dataclasses.replace(
         config,
         model_converters=[adapters],

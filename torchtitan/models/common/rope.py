@@ -51,8 +51,8 @@ class RoPEConfig:
 def rope_frequencies(config: RoPEConfig, head_dim: int, device: torch.device) -> Tensor:
     """Return the angular frequency of each rotated pair, float32, shape (head_dim / 2,).
 
-    Linear scaling is position interpolation (Chen et al. 2023, arXiv:2306.15595). Llama 3's, as released, divides
-    frequencies with long wavelengths, keeps short ones, and interpolates linearly in 1 / wavelength between them.
+    Linear scaling is position interpolation (Chen et al. 2023, arXiv:2306.15595). Llama 3's divides frequencies with
+    long wavelengths, keeps short ones, and interpolates linearly in 1 / wavelength between them.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = config.theta**-exponents
@@ -73,8 +73,7 @@ def rope_cos_sin(config: RoPEConfig, head_dim: int, positions_BL: Tensor) -> tup
 
 
 def apply_rope(x_BLHD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate queries or keys in float32, and return them in their type. Pair i is elements i and i + D/2, as in Hugging
-    Face."""
+    """Rotate queries or keys in float32 and return them in their type. Pairs are i and i + D/2, as in Hugging Face."""
     cos, sin = cos_sin
     first, second = x_BLHD.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -19,10 +19,8 @@ def llama3_debugmodel() -> Trainer.Config:
 
 
 def llama3_debugmodel_sft() -> Trainer.Config:
-    """Train the small model on the built-in conversations: about two minutes on two CPU cores, no network.
-
-    The tokenizer gets ChatML's tokens. `--checkpoint.initial_load_path` starts from a checkpoint of `debugmodel`.
-    """
+    """Train the small model on the built-in conversations: about two minutes on two CPU cores, no network. The
+    tokenizer gets ChatML's tokens. `--checkpoint.initial_load_path` starts from a checkpoint of `debugmodel`."""
     config = llama3_debugmodel()
     return dataclasses.replace(
         config,

@@ -145,8 +145,7 @@ FORMAT = ForeignFormat(adapter=adapter, to_foreign=to_params_json, from_foreign=
 
 
 def _implied(is_scaled: bool, *, has_theta: bool = True) -> dict[str, Any]:
-    """Return the values under `_EXTRA` that Meta's keys alone imply: the context is Llama 3.1's, Llama 3's or Llama
-    2's."""
+    """Return the values under `_EXTRA` that Meta's keys imply: the context of Llama 3.1, 3 or 2."""
     unscaled_context = 8192 if has_theta else 4096
     return {
         "tie_embeddings": False,
