@@ -93,8 +93,7 @@ class _Run(NamedTuple):
 
     @contextmanager
     def loader(self, n_samples: int, *, place: int = 0) -> "Iterator[BaseDataLoader]":
-        """Yield a loader of parts of `n_samples` in the run's order, starting with part `place`, as rank `place`
-        would."""
+        """Yield a loader of parts of `n_samples` in the run's order, from part `place` on, as for rank `place`."""
         from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 
         config, level = self.config, logger.level
@@ -272,8 +271,8 @@ def _ledger_entry(text: str) -> dict[str, Any] | None:
 
 
 def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
-    """Return the step's samples as the configuration decides them. Raise `UserError` if it does not, or the run
-    ends."""
+    """Return the step's samples as the configuration decides them. Raise `UserError` if it does not, or there is no
+    step."""
     from torchtitan.components.data.packing import NO_DOCUMENT
 
     if not _follows_seed(loader):
@@ -289,8 +288,7 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
 
 
 def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) -> "Batch | None":
-    """Return the samples that the configuration decides if they have these names, which may each mean several
-    samples."""
+    """Return the samples that the configuration decides if they have these names; a name may mean several samples."""
     from torchtitan.trainer.ledger import names_of
 
     if not _follows_seed(loader):

@@ -28,8 +28,7 @@ class Configurable:
         _owner: ClassVar[type["Configurable"]]
 
         def build(self, **runtime: Any) -> Any:
-            """Construct the component as `Owner(copy of this configuration, **runtime)`. Raise like `validate`, called
-            first."""
+            """Construct the component as `Owner(copy of this configuration, **runtime)`, after calling `validate`."""
             self.validate()
             return self._owner(copy.deepcopy(self), **runtime)
 
@@ -144,8 +143,7 @@ def _check_config(cls: type[Configurable]) -> None:
 
 def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
     """Return whether a value of a YAML or JSON file fits the declared type; a type that files cannot express fits all.
-    With `quoted`, as on the command line, numbers may be quoted, strings not, and a single item may stand for a
-    list."""
+    With `quoted`, as on the command line, numbers may be quoted, strings not, and one item may stand for a list."""
     arguments = get_args(declared)
     origin = get_origin(declared)
     if origin is Annotated:

@@ -49,7 +49,7 @@ class ResolvedConfig:
 
 
 class ConfigManager:
-    """Resolves a configuration: the configuration function, then `--config_file`, then the command line."""
+    """Resolve a configuration: the configuration function, then `--config_file`, then the command line."""
 
     def __init__(self, prog: str = "torchtitan train"):
         self.prog = prog
@@ -153,7 +153,7 @@ def _registered_name(function: Callable[..., object]) -> str:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Refuses keys that are not words, and duplicate keys, for which YAML would silently keep the last value."""
+    """Refuse keys that are not words, and duplicate keys, for which YAML would silently keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         for key, _ in node.value:

@@ -1,5 +1,4 @@
-"""Find modules (packages with a `config_registry.py`), configurations and flavors in the file system, without
-imports."""
+"""Find modules (packages with a `config_registry.py`), configurations and flavors in the sources, without imports."""
 
 import ast
 import difflib
@@ -67,7 +66,8 @@ def modules_on_disk() -> dict[str, Path]:
 
 
 def list_module(name: str, folder: Path) -> ModuleListing:
-    """Return a module's configurations and flavors, read from its source without importing it."""
+    """Return configurations (public functions with `_PARAMETERS`) and flavors (keys of `FLAVORS`) from a module's
+    source."""
     registry = ast.parse((folder / REGISTRY_FILE).read_text())
     functions = {node.name: node.args for node in registry.body if isinstance(node, ast.FunctionDef)}
     configs = [name for name, args in functions.items() if _is_config(name, _parameters(args))]

@@ -57,7 +57,8 @@ class TrainingConfig:
     computation. Needs data-parallel sharding (FSDP)."""
 
     skip_data: list[str] = field(default_factory=list)
-    """Steps to skip with their data, numbered as in a run that skips nothing: "100-120" "300"."""
+    """Data to leave out of training, by the steps that would train on it otherwise: "100-120" "300". Such a step
+    continues with the data that follows."""
 
     gc_freq: int = 50
     """Steps between runs of Python's garbage collector, which is otherwise off so that all ranks pause together."""
@@ -75,8 +76,7 @@ class TrainingConfig:
             ) from None
 
     def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
-        """Return the samples in an optimizer step. Raise `UserError` if local batches do not divide
-        `global_batch_size`."""
+        """Return the samples per optimizer step. Raise `UserError` if local batches do not divide them."""
         one_pass = self.local_batch_size * data_parallel_degree
         if self.global_batch_size == -1:
             return one_pass
@@ -224,7 +224,7 @@ class CommConfig:
     """Timeouts of the communication between ranks."""
 
     init_timeout_seconds: int = 1800
-    """Seconds that a collective may wait for the slowest rank until the first step is done, including loading and
+    """Seconds that a collective may wait for the slowest rank in the first step, which includes loading and
     compiling."""
 
     train_timeout_seconds: int = 900

@@ -63,7 +63,7 @@ def compile_loss(loss: Any, config: CompileConfig) -> None:
 
 
 class RecompileMonitor:
-    """Reports compilation in training: expected in the first step, lost time later (counted in `recompiles`)."""
+    """Report compilation in training: expected in the first step, lost time later (counted in `recompiles`)."""
 
     def __init__(self) -> None:
         self.recompiles = 0

@@ -81,6 +81,6 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPla
 def _gather_sequence(x_BLHD: Tensor, mesh: DeviceMesh) -> Tensor:
     """Gather (B, L, H, D) of each rank → (B, degree x L, H, D). The backward pass sums each rank's part over ranks."""
     gathered = all_gather_single_autograd(x_BLHD.contiguous(), gather_dim=1, group=mesh)
-    # At once: with torch 2.13 and gloo, waiting until first use corrupted the heap of pipeline ranks in every second
-    # run.
+    # At once: with torch 2.13 and gloo, waiting until first use corrupted the heap of pipeline ranks in half of the
+    # runs.
     return wait_tensor(gathered)

@@ -75,9 +75,9 @@ def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the Euclidean norm of gradients on one mesh, in at least float32. A CPU sums a large tensor's squares in
-    one float32 accumulator, with a rounding error up to 1e-4 that depends on the layout; summing row by row avoids
-    this. Other devices sum in trees, and torch's fused norm is as exact and faster, but it rounds each norm to the
-    gradients' own precision."""
+    one float32 accumulator, with a rounding error up to 1e-4 that depends on the layout, unless rows are summed first.
+    Other devices sum in trees; torch's fused norm is as exact and faster, but it rounds each norm to the gradients'
+    precision."""
     if all(gradient.device.type != "cpu" and gradient.dtype == torch.float32 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     of_rows = [row_norms(gradient) for gradient in gradients]

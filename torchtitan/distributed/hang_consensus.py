@@ -56,7 +56,7 @@ class HangReport:
 
 
 class HangConsensus:
-    """Agrees with the other ranks on a hang, on a thread of its own.
+    """Agree with the other ranks on a hang, on a thread of its own.
 
     A rank that suspects a hang sets a key, which all ranks poll twice a second. Each then writes its `position` and
     waits for the outcome. The calling rank decides once it has all answers, or has waited long enough. If any rank is

@@ -16,9 +16,8 @@ from torchtitan.tools.torch_private import flatten_mesh, split_mesh
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Degrees of each kind of parallelism, whose product is the number of ranks. Build it with `from_config`, which
-    checks them. Tensor parallelism, which communicates most, is innermost, then context, data (sharded, replicated),
-    pipeline."""
+    """Degrees of parallelism, whose product is the number of ranks. Build it with `from_config`, which checks them.
+    Tensor parallelism, which communicates most, is innermost, then context, data (sharded, replicated) and pipeline."""
 
     world_size: int
     dp_replicate: int = 1
@@ -114,7 +113,7 @@ class ParallelDims:
 
     @property
     def gradient_degree(self) -> int:
-        """Ranks that average gradients: the same weights, different tokens."""
+        """Number of ranks with the same weights and different tokens, over which gradients are averaged."""
         return self.dp_degree * self.cp
 
     @property

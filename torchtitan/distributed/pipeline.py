@@ -244,8 +244,7 @@ def _unscaled(loss: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _forward_only(schedule: Any) -> Iterator[None]:
-    """Remove backward actions, some of which torch would attempt in evaluation and fail, from a multi-stage
-    schedule."""
+    """Remove backward actions, some of which torch would attempt in evaluation and fail, from a schedule."""
     if isinstance(schedule, PipelineScheduleSingle):
         yield
         return

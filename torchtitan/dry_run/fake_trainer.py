@@ -68,8 +68,7 @@ class ZeroBatches(BaseDataLoader):
 
 
 def without_data(config: Trainer.Config) -> Trainer.Config:
-    """Copy a configuration without data, checkpoints and compilation; read the tokenizer only for its vocabulary
-    size."""
+    """Copy a configuration without data, checkpoints and compilation; read the tokenizer for its size, if needed."""
     vocab_size = config.model_spec.model.vocab_size
     if vocab_size is None:
         vocab_size = config.tokenizer.build(path=config.hf_assets_path).vocab_size
@@ -86,8 +85,7 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
 
 
 class FakeTrainer(Trainer):
-    """Builds a run with fake tensors. Mixed in before the trainer's own class, whose methods it uses unless they read
-    values."""
+    """Build a run with fake tensors. Mixed in before the trainer's own class, for methods that need no values."""
 
     fake_mode: FakeTensorMode
     memory: MemoryTracker

@@ -68,7 +68,7 @@ class MemoryUse:
 
 
 class MemoryTracker(Observer):
-    """Tracks the memory of tensors.
+    """Track the memory of tensors.
 
         tracker = MemoryTracker()
         tracker.label("parameters", model.parameters())     # existing tensors to count

@@ -29,7 +29,7 @@ class _Sample:
 
 
 class MicrobatchReplay:
-    """Computes the first micro-batch of each stage, which gathers weights and creates gradients, and the second;
+    """Compute the first micro-batch of each stage, which gathers weights and creates gradients, and the second;
     replays the effects of the second on memory and work for all others.
 
     A replayed result is a tensor of the right shape, with memory as long as the schedule holds it. Schedules with

@@ -16,7 +16,7 @@ from torchtitan.tools.torch_private import (
 
 
 class Observer:
-    """Receives every operation within `observing`."""
+    """Receive every operation within `observing`."""
 
     def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Receive an operation, its arguments and its result after the call; its tensors are plain or fake."""

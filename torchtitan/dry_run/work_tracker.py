@@ -63,8 +63,8 @@ class Work:
 
 
 class WorkTracker(Observer):
-    """Counts this rank's communication and the operations of matrix products and attention, 2 per multiply-add,
-    including recomputation. Attention ignores the mask, and its backward pass counts twice
+    """Count this rank's communication and the operations of matrix products and attention, 2 per multiply-add,
+    including recomputation. Attention ignores the mask; its backward pass counts twice
     (`BaseModel.flops_per_token`)."""
 
     def __init__(self) -> None:

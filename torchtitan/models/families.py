@@ -1,5 +1,4 @@
-"""Model families (docs/extending.md), and the search for a checkpoint's: given, built-in, installed, never imported
-otherwise."""
+"""Model families (docs/extending.md), and the search for a checkpoint's among given, built-in and installed ones."""
 
 import copy
 import os

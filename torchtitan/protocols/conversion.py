@@ -47,8 +47,7 @@ def _cast_frozen(layer: nn.Linear, dtype: torch.dtype) -> None:
 
 
 def converted_model(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> BaseModel:
-    """Return a model on the meta device with all `converters` that change weights, silently. Raise like
-    `convert_model`."""
+    """Return a model on the meta device, silently converted by all `converters` that change weights."""
     return _converted(config, [converter for converter in converters if converter.changes_weights])
 
 

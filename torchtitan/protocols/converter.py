@@ -24,13 +24,12 @@ _CONVERTED_BY = "converted_by"
 
 
 class ModelConverter(Configurable):
-    """Rewrites modules in place, in the order of `Trainer.Config.model_converters`. Hooks, which by default do nothing
+    """Rewrite modules in place, in the order of `Trainer.Config.model_converters`. Hooks, which by default do nothing
     except `check_model`: `convert`; at the start of the run, `load_initial_weights`, `post_init_hook`; at every step,
     `pre_step_hook`, `post_optimizer_hook`."""
 
     changes_weights: ClassVar[bool] = False
-    """True if tensors differ from the plain model's (`ConvertedModule`): checkpoints then name the converters to
-    restore it."""
+    """True if tensors differ from the plain model's (`ConvertedModule`): checkpoints then name the converters."""
 
     simulates: ClassVar[bool] = False
     """True if the run computes as its model after quantization by `torchtitan convert`: checkpoints describe how."""
@@ -52,7 +51,7 @@ class ModelConverter(Configurable):
             """Raise `UserError`, before any process starts, for an option that this converter does not support."""
 
         def check_device(self) -> None:
-            """Raise `UserError`, before any process starts, if this machine's device is unsuitable; not in a dry
+            """Raise `UserError`, before any process starts, for an unsuitable device of this machine; not in a dry
             run."""
 
     def check_model(self, model: nn.Module) -> None:
@@ -62,12 +61,10 @@ class ModelConverter(Configurable):
 
     def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
         """Raise `UserError`, before any process starts, if `load_initial_weights` would fail for the plain model
-        `spec`. It is not called if the run starts from a checkpoint of this converter, with the configuration
-        `given`."""
+        `spec`; not called if the run starts from a checkpoint of this converter, with the configuration `given`."""
 
     def convert(self, model: nn.Module) -> None:
-        """Rewrite a model on the meta device, before parallelization. Raise `UserError` if there is nothing to
-        convert."""
+        """Rewrite a model on the meta device, before parallelization. Raise `UserError` for nothing to convert."""
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
         """Load additional initial values from files at the start of a run, after the plain model's weights. A resumed
@@ -87,12 +84,12 @@ class ModelConverter(Configurable):
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
         """Write separately useful parts of the conversion into a subfolder of `folder`, the plain model's export, in
-        one process. `model` is on the meta device, with `requires_grad` if known; `read` returns its whole tensors by
+        one process. `model` is on the meta device; `requires_grad` is set if known; `read` returns whole tensors by
         name."""
 
 
 class LayerConverter(ModelConverter):
-    """Replaces layers chosen by name patterns, in `convert_layer`; a second converter for the same layer is refused."""
+    """Replace layers chosen by name patterns, in `convert_layer`; a second converter for the same layer is refused."""
 
     layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
     """Layers that can be converted, of exactly these classes."""

@@ -16,7 +16,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class Initializer(Protocol):
-    """Fills a tensor in place with values drawn from `generator`."""
+    """Fill a tensor in place with values drawn from `generator`."""
 
     def __call__(self, tensor: Tensor, generator: torch.Generator) -> None: ...
 
@@ -45,8 +45,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class DerivedRows:
-    """Initial values derived from the same rows of another, possibly virtual parameter, such as row norms or 4-bit
-    rows."""
+    """Initial values derived from the same rows of another, possibly virtual parameter: row norms, 4-bit rows."""
 
     plain: str
     """Name of the other parameter in the plain module (`torchtitan.protocols.model.ConvertedModule`)."""

@@ -39,8 +39,8 @@ class BaseModel(nn.Module, Configurable):
             return {}
 
         def pipeline_modules(self) -> list[list[str]]:
-            """Return the model's parts in forward order, grouped between possible pipeline cuts. Raise `UserError` if
-            there is no cut."""
+            """Return the model's parts in forward order, grouped between pipeline cuts. Raise `UserError` without
+            cuts."""
             raise UserError(f"{type(self).__qualname__} does not say where a pipeline can cut it")
 
         def validate(self) -> None:
@@ -60,7 +60,7 @@ class BaseModel(nn.Module, Configurable):
 
 
 class ConvertedModule(nn.Module):
-    """Replaces a plain module, holding its weights in another form or with additional weights.
+    """Replace a plain module, holding its weights in another form or with additional weights.
 
     Mixed in before the plain module's class. Checkpoints of the plain model can be loaded, and the plain model
     restored. Own parameters are the plain module's, under the same names; derived from them (`derived`); or additional

@@ -17,8 +17,7 @@ ParallelizeFunction = Callable[..., nn.Module]
 
 @dataclass(kw_only=True, slots=True)
 class ModelSpec:
-    """Result of `model_registry(flavor)`, new for each call. Only `model` and `loss` are options; the family sets the
-    rest."""
+    """Result of `model_registry(flavor)`, new for each call. Only `model` and `loss` are command-line options."""
 
     name: Suppress[str]
     """Family: `llama3`."""

@@ -63,8 +63,7 @@ class ShardingPlan:
     """Parts of a model that are split over ranks. Keys are module names; `*` matches every layer's number."""
 
     tensor: Mapping[str, TensorSharding]
-    """Tensor parallelism: module → treatment, for every module with parameters of its own, even if some models lack
-    it."""
+    """Tensor parallelism: module → treatment, for every module with its own parameters, even if a model lacks it."""
 
     attention: str
     """Context parallelism: the modules `attend(queries, keys, values, mask)`, whose keys and values are gathered."""

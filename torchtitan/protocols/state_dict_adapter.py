@@ -27,8 +27,7 @@ def model_forms(config: BaseModel.Config) -> dict[str, TensorForm]:
 
 
 class Transform(ABC):
-    """Bit-exact rearrangement between the tensors of a row, without its own memory; also of meta tensors, to infer
-    shapes."""
+    """Bit-exact rearrangement of a row's tensors, without its own memory; meta tensors give the other side's shapes."""
 
     rows_only: ClassVar[bool] = False
     """True if this only moves rows between two tensors, and so also applies to a weight's adapter or row norms."""
@@ -58,8 +57,7 @@ class Identity(Transform):
 @dataclass(frozen=True)
 class RopePermutation(Transform):
     """Rows of a query or key projection, if the other format rotates neighboring pairs of a head's elements. Ours and
-    Hugging Face's rotate element i with i + head_dim / 2; Meta's pairs are 2i and 2i + 1, as in arXiv:2104.09864,
-    section 3.2."""
+    Hugging Face's rotate element i with i + head_dim / 2; Meta's pairs are 2i and 2i + 1 (arXiv:2104.09864, 3.2)."""
 
     rows_only = True
 
@@ -210,8 +208,7 @@ class ForeignFormat:
     """Model configuration → the table of its tensors."""
 
     to_foreign: Callable[[Any], dict[str, Any]]
-    """Model configuration → its keys in config.json (hf) or params.json (meta). Raises `UserError` if it cannot be
-    expressed."""
+    """Model configuration → its keys in config.json (hf) or params.json (meta). Raises `UserError` if impossible."""
 
     from_foreign: Callable[[Mapping[str, Any]], BaseModel.Config]
     """Content of that file → model configuration. Raises `UserError`, naming unsupported requirements."""

@@ -16,8 +16,7 @@ def write(path: Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def in_place_of(path: Path) -> Iterator[Path]:
-    """Yield a path next to `path` for the block to write; it then replaces `path`, or is removed if the block
-    raises."""
+    """Yield a path next to `path` for the block to write; it then replaces `path`, or is removed after an error."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         yield unfinished

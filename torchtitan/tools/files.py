@@ -44,8 +44,7 @@ def regular_file(path: Path, name: str | None = None) -> Path:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if the file is absent. Raise `UserError` with its name
-    otherwise."""
+    """Return the JSON object in a file, or an empty one if the file is absent. Raise `UserError` for other content."""
     name = f"'{path}'"
     if not regular_file(path, name).exists():
         return {}

@@ -83,9 +83,8 @@ _held: "weakref.WeakValueDictionary[Path, FolderLock]" = weakref.WeakValueDictio
 
 
 def lock_folder(folder: Path) -> FolderLock:
-    """Lock `folder`, created if necessary, against other processes for the life of the returned object. A process that
-    holds the lock gets the same object again. Raise `UserError` if another process holds it, or the folder is not
-    writable."""
+    """Lock `folder`, created if necessary, against other processes for the life of the returned object, which is the
+    same for all calls. Raise `UserError` if another process holds the lock, or `folder` is not writable."""
     place = folder.resolve()
     if (lock := _held.get(place)) is not None:
         return lock

@@ -42,8 +42,9 @@ def default_signals() -> Iterator[None]:
 
 
 class StopSignals:
-    """Calls `on_first` with a first SIGTERM or SIGINT and `on_second` with later ones, until `close`. Signals within a
-    second of the first are the same request: `timeout`, for example, signals a process and its group."""
+    """Call `on_first` and `on_second` with the number of a first SIGTERM or SIGINT and of later ones, until `close`.
+    Signals within a second of the first are the same request: `timeout`, for example, signals a process and its
+    group."""
 
     def __init__(self, on_first: Callable[[int], None], on_second: Callable[[int], None]) -> None:
         self.first: int | None = None
@@ -72,7 +73,7 @@ def announce_stop(number: int, when: str = "after this step") -> None:
 
 
 class StopRequest(StopSignals):
-    """Sets `received` on SIGTERM or SIGINT until `close`; a second signal ends the process at once. In a process
+    """Set `received` on SIGTERM or SIGINT until `close`; a second signal ends the process at once. In a process
     started by our launcher, the launcher counts signals and ends processes."""
 
     def __init__(self) -> None:

@@ -29,8 +29,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @contextlib.contextmanager
 def workplace(target: Path) -> Iterator[Path]:
     """Yield a new folder `{target}.….partial`; remove it when the block ends, or Ctrl-C, SIGTERM or SIGHUP ends the
-    process. After SIGKILL, the next call for the same target does; a lock protects folders in use. Call this only from
-    the main thread."""
+    process; after SIGKILL, the next call does. A lock protects folders in use. Call this only from the main thread."""
     for left in target.parent.glob(f"{glob.escape(target.name)}.{'[0-9a-f]' * 2 * _NAME_BYTES}.partial"):
         with contextlib.suppress(OSError):
             _remove_if_abandoned(left)

@@ -35,7 +35,7 @@ from torchtitan.trainer.models import RunModel, facts_of
 
 
 class RunBuilder(Configurable):
-    """Builds each part of a run in a short method, called by `Trainer.__init__` in order and open to override."""
+    """Build each part of a run in a short method, called by `Trainer.__init__` in order and open to override."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RunConfig):

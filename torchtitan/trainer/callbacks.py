@@ -14,9 +14,8 @@ from torchtitan.trainer.outcome import StepOutcome
 
 
 class Callback(Configurable):
-    """Acts around the steps of a run, on every rank, in methods that a subclass overrides. Callbacks run in the order
-    of `Trainer.Config.callbacks`; options are `--callbacks.<class name in lower case>.<field>`. `trainer` is not yet
-    resumed."""
+    """Act around the steps of a run, on every rank, in methods to override. Callbacks run in the order of
+    `Trainer.Config.callbacks`; options are `--callbacks.<class name in lower case>.<field>`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -51,7 +50,7 @@ class Callback(Configurable):
 
 
 class GarbageCollection(Callback):
-    """Collects garbage only every `training.gc_freq` steps, so that ranks pause together."""
+    """Collect garbage only every `training.gc_freq` steps, so that ranks pause together."""
 
     @contextlib.contextmanager
     def around_run(self) -> Iterator[None]:
@@ -69,7 +68,7 @@ class GarbageCollection(Callback):
 
 
 class RecompileWarning(Callback):
-    """Warns if torch.compile compiles after the first step."""
+    """Warn if torch.compile compiles after the first step."""
 
     def __init__(self, config: Callback.Config, *, trainer: Any):
         super().__init__(config, trainer=trainer)
@@ -80,7 +79,7 @@ class RecompileWarning(Callback):
 
 
 class Profiling(Callback):
-    """Records traces according to `profiling`."""
+    """Record traces according to `profiling`."""
 
     def __init__(self, config: Callback.Config, *, trainer: Any):
         super().__init__(config, trainer=trainer)

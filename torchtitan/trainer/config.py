@@ -183,8 +183,7 @@ class RunConfig(Configurable.Config):
             validation.prepare(tokenizer=tokenizer)
 
     def check_layout(self, world_size: int) -> ParallelDims:
-        """Return the degrees. Raise `UserError` if they do not fit the processes, the model, the batch or each
-        other."""
+        """Return the degrees. Raise `UserError` if they do not fit processes, model, batch or each other."""
         dims = ParallelDims.from_config(self.parallelism, world_size)
         dims.check_fits(self.model_spec.model, self.training.seq_len)
         if dims.pp > 1:

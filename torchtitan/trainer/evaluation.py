@@ -13,7 +13,7 @@ from torchtitan.trainer.outcome import StepOutcome
 
 
 class Evaluation(Callback):
-    """Scores the model on files every `freq` steps and after the last one: multiple choice, and perplexity of a text.
+    """Score the model on files every `freq` steps and after the last one: multiple choice, and perplexity of a text.
 
     The numbers are those of `torchtitan eval`, with `training.seq_len` as the context, computed on every rank, as FSDP
     requires. Raises `UserError` under tensor, context or pipeline parallelism.

@@ -17,7 +17,7 @@ from torchtitan.trainer.outcome import StepOutcome
 
 
 class Ledger(Callback):
-    """Writes a line of `ledger.jsonl` for each step taken: the names of all ranks' documents in their global order.
+    """Write a line of `ledger.jsonl` for each step taken: the names of all ranks' documents in their global order.
 
     Steps skipped as non-finite have no line. Rank 0 writes lines to disk before the checkpoint of their step; resuming
     after step N drops later lines. A fresh run sets an earlier file aside. Without `debug.ledger` nothing happens.

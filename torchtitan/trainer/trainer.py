@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 
 class Trainer(RunBuilder):
-    """Builds every part of a run from its configuration, then trains, in short methods to override
-    (`docs/extending.md`)."""
+    """Build every part of a run from its configuration, then trains, in methods to override (`docs/extending.md`)."""
 
     measures_named: ClassVar[tuple[str, ...]] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
@@ -263,8 +262,7 @@ class Trainer(RunBuilder):
             logger.info("--training.skip_data: the data of steps %d to %d is left out", first, last)
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
-        """Return the divisor of the summed loss, on the device: the global batch's valid tokens; 1 for a custom
-        loss."""
+        """Return the summed loss's divisor, on the device: the global batch's valid tokens; 1 for a custom loss."""
         local = sum(self.count_own_tokens(batch) for batch in micro_batches) if not self.has_own_loss else 0
         # `full` runs on the device; copying a host tensor there would wait for it.
         counted = torch.full((), local, device=self.device, dtype=self.statistics_dtype)
@@ -394,8 +392,7 @@ class Trainer(RunBuilder):
     # --- around a step ----------------------------------------------------------------------------------------------
 
     def complete_step(self, outcome: StepOutcome) -> None:
-        """Count and report the step, pass it to the data loader if taken, then run callbacks, validation and
-        checkpoint."""
+        """Count and report the step, tell the loader if it was taken, then run callbacks, validation and checkpoint."""
         self.step += 1
         self.run_length.count_batch()
         self.n_tokens_seen += self.tokens_per_step

@@ -13,7 +13,7 @@ from torchtitan.trainer import Trainer
 
 
 class MicroBatchClippingTrainer(Trainer):
-    """Clips the gradient of each micro-batch separately; see the package."""
+    """Clip the gradient of each micro-batch separately; see the package."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):

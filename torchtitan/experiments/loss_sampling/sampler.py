@@ -13,7 +13,7 @@ _UNSEEN = -1.0
 
 
 class LossSampler(Sampler):
-    """Draws samples by their recent loss; see the package."""
+    """Draw samples by their recent loss; see the package."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Sampler.Config):

@@ -25,7 +25,7 @@ class ReferenceConfig:
 
 
 class DPOTrainer(Trainer):
-    """Prefers chosen answers to rejected ones; see the package."""
+    """Prefer chosen answers to rejected ones; see the package."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
