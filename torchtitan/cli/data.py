@@ -271,8 +271,7 @@ def _ledger_entry(text: str) -> dict[str, Any] | None:
 
 
 def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
-    """Return the step's samples as the configuration decides them. Raise `UserError` if it does not, or there is no
-    step."""
+    """Return the step's samples as the configuration decides them. Raise `UserError` if it does not decide them."""
     from torchtitan.components.data.packing import NO_DOCUMENT
 
     if not _follows_seed(loader):

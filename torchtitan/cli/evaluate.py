@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(args: Sequence[str]) -> int:
-    """Evaluate on the tasks and return the exit code. Print a table on standard error; print or write the same as
-    JSON."""
+    """Evaluate on the tasks and return the exit code. Print a table on standard error; print or write JSON."""
     parser = argparse.ArgumentParser(
         prog="torchtitan eval",
         description="Measure a model. A task is a file FILE.jsonl with multiple-choice questions (query, choices, "

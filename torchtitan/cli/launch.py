@@ -39,8 +39,7 @@ class Hosts:
 
     @classmethod
     def from_environment(cls) -> "Hosts":
-        """Read `NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`; default: one host. Raise `UserError` for bad
-        values."""
+        """Read `NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`; default: one host. Raise `UserError` if invalid."""
         count = environment_number("NNODES", default=1, minimum=1)
         if count == 1:
             return cls(count=1, rank=0, address="127.0.0.1", port=_free_port())

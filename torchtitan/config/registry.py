@@ -66,8 +66,7 @@ def modules_on_disk() -> dict[str, Path]:
 
 
 def list_module(name: str, folder: Path) -> ModuleListing:
-    """Return configurations (public functions with `_PARAMETERS`) and flavors (keys of `FLAVORS`) from a module's
-    source."""
+    """Return configurations (functions with `_PARAMETERS`) and flavors (keys of `FLAVORS`) from a module's source."""
     registry = ast.parse((folder / REGISTRY_FILE).read_text())
     functions = {node.name: node.args for node in registry.body if isinstance(node, ast.FunctionDef)}
     configs = [name for name, args in functions.items() if _is_config(name, _parameters(args))]

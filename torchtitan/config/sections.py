@@ -224,8 +224,7 @@ class CommConfig:
     """Timeouts of the communication between ranks."""
 
     init_timeout_seconds: int = 1800
-    """Seconds that a collective may wait for the slowest rank in the first step, which includes loading and
-    compiling."""
+    """Seconds that a collective may wait for the slowest rank in the first step, including loading and compiling."""
 
     train_timeout_seconds: int = 900
     """Seconds that a collective may wait for the slowest rank after the first step."""

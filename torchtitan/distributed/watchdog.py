@@ -43,7 +43,7 @@ class _Step:
 
 
 class Watchdog:
-    r"""Watch the steps of a training loop, in one process or in all ranks of the default process group.
+    """Watch the steps of a training loop, in one process or in all ranks of the default process group.
 
         with Watchdog(first_step_seconds=1800, step_seconds=600) as watchdog:
             for number in range(1, steps + 1):

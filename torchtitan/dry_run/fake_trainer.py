@@ -85,7 +85,7 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
 
 
 class FakeTrainer(Trainer):
-    """Build a run with fake tensors. Mixed in before the trainer's own class, for methods that need no values."""
+    """A trainer with fake tensors, mixed in before the original class, for methods that read no values."""
 
     fake_mode: FakeTensorMode
     memory: MemoryTracker

@@ -21,7 +21,7 @@ from torchtitan.tools.torch_private import (
 )
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"]
-"""The first four are labels; `activations` were made before a backward pass and lasted until one."""
+"""The first four are labels; `activations` lasted from outside of a backward pass until one; others are `temporary`."""
 
 _FSDP_COMMUNICATION = ("_allgather_base_", "_reduce_scatter_base_")
 """Each allocates its result on its own stream: a gathered layer, or a layer's sharded gradients."""
@@ -74,7 +74,7 @@ class MemoryTracker(Observer):
         tracker.label("parameters", model.parameters())     # existing tensors to count
         with observing(tracker):
             step()
-        tracker.label("gradients", (p.grad for p in model.parameters()))
+            tracker.label("gradients", (p.grad for p in model.parameters()))
         tracker.peak().total                                # bytes
 
     A label applies to the storage's whole life, including its past.

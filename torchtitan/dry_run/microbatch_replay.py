@@ -30,7 +30,7 @@ class _Sample:
 
 class MicrobatchReplay:
     """Compute the first micro-batch of each stage, which gathers weights and creates gradients, and the second;
-    replays the effects of the second on memory and work for all others.
+    replay the effects of the second on memory and work for all others.
 
     A replayed result is a tensor of the right shape, with memory as long as the schedule holds it. Schedules with
     backward passes that are split, or in another order than the forward passes, compute every micro-batch. `pipeline`

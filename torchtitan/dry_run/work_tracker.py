@@ -64,8 +64,7 @@ class Work:
 
 class WorkTracker(Observer):
     """Count this rank's communication and the operations of matrix products and attention, 2 per multiply-add,
-    including recomputation. Attention ignores the mask; its backward pass counts twice
-    (`BaseModel.flops_per_token`)."""
+    including recomputation. As in `flops_per_token`, attention ignores the mask; its backward pass counts twice."""
 
     def __init__(self) -> None:
         self.work = Work()

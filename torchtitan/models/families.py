@@ -1,4 +1,5 @@
-"""Model families (docs/extending.md), and the search for a checkpoint's among given, built-in and installed ones."""
+"""Model families (docs/extending.md), and the search for a checkpoint's family among given, built-in and installed
+packages: no other package that a checkpoint names is imported."""
 
 import copy
 import os

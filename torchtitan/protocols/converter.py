@@ -24,9 +24,9 @@ _CONVERTED_BY = "converted_by"
 
 
 class ModelConverter(Configurable):
-    """Rewrite modules in place, in the order of `Trainer.Config.model_converters`. Hooks, which by default do nothing
-    except `check_model`: `convert`; at the start of the run, `load_initial_weights`, `post_init_hook`; at every step,
-    `pre_step_hook`, `post_optimizer_hook`."""
+    """Rewrite modules in place, in the order of `Trainer.Config.model_converters`. Hooks, in order: `convert`; at the
+    start of the run, `load_initial_weights` and `post_init_hook`; at every step, `pre_step_hook` and
+    `post_optimizer_hook`. All hooks except `check_model` do nothing unless overridden."""
 
     changes_weights: ClassVar[bool] = False
     """True if tensors differ from the plain model's (`ConvertedModule`): checkpoints then name the converters."""
@@ -51,8 +51,7 @@ class ModelConverter(Configurable):
             """Raise `UserError`, before any process starts, for an option that this converter does not support."""
 
         def check_device(self) -> None:
-            """Raise `UserError`, before any process starts, for an unsuitable device of this machine; not in a dry
-            run."""
+            """Raise `UserError`, before any process starts, if this machine's device is unsuitable; not in dry runs."""
 
     def check_model(self, model: nn.Module) -> None:
         """Convert a temporary model on the meta device, before any process starts, without a log line."""
@@ -64,7 +63,7 @@ class ModelConverter(Configurable):
         `spec`; not called if the run starts from a checkpoint of this converter, with the configuration `given`."""
 
     def convert(self, model: nn.Module) -> None:
-        """Rewrite a model on the meta device, before parallelization. Raise `UserError` for nothing to convert."""
+        """Rewrite a model on the meta device, before parallelization. Raise `UserError` if nothing is to convert."""
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
         """Load additional initial values from files at the start of a run, after the plain model's weights. A resumed
@@ -84,8 +83,8 @@ class ModelConverter(Configurable):
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
         """Write separately useful parts of the conversion into a subfolder of `folder`, the plain model's export, in
-        one process. `model` is on the meta device; `requires_grad` is set if known; `read` returns whole tensors by
-        name."""
+        one process. In `model`, on the meta device, `requires_grad` marks trained parameters, if known; `read` returns
+        whole tensors by name."""
 
 
 class LayerConverter(ModelConverter):

@@ -39,8 +39,7 @@ class BaseModel(nn.Module, Configurable):
             return {}
 
         def pipeline_modules(self) -> list[list[str]]:
-            """Return the model's parts in forward order, grouped between pipeline cuts. Raise `UserError` without
-            cuts."""
+            """Return the model's parts in order, in groups to cut between. Raise `UserError` if it cannot be cut."""
             raise UserError(f"{type(self).__qualname__} does not say where a pipeline can cut it")
 
         def validate(self) -> None:
@@ -55,7 +54,7 @@ class BaseModel(nn.Module, Configurable):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return forward and backward operations per token of `seq_len`, also of a converted or frozen model."""
+        """Return forward and backward operations per token in samples of `seq_len`; see `count_elements`."""
         raise NotImplementedError
 
 
@@ -79,7 +78,8 @@ class ConvertedModule(nn.Module):
 
     @abstractmethod
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the plain module's parameters by name from this module's whole ones, possibly on the meta device."""
+        """Compute the plain module's parameters by name from this module's whole ones, also on the meta device.
+        `plain_types` may be less precise."""
 
     def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
         """Return the default types for writing the plain module's parameters, by name."""

@@ -11,17 +11,13 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 TensorSharding = Literal["vocabulary", "sequence", "heads", "whole sequence", "columns", "rows"]
 """Treatment of a module in tensor parallelism. Between layers, each rank holds its part of the sequence.
 
-- `vocabulary`: an embedding, split by rows (tokens). Takes all tokens, returns its part of the sequence. - `sequence`:
-works on each token separately, with the same weights on every rank, on its part of the sequence. - `heads`: works on
-each head separately, with the same weights on every rank, on its heads of the whole sequence, in
-
+- `vocabulary`: an embedding, split by rows (tokens). Takes all tokens, returns its part of the sequence.
+- `sequence`: works on each token separately, with the same weights on every rank, on its part of the sequence.
+- `heads`: works on each head separately, with the same weights on every rank, on its heads of the whole sequence, in
   dimension 2 of (B, L, heads, head_dim).
-
-- `whole sequence`: has no split weights of its own; its first input is gathered from the ranks' parts. - `columns`: a
-linear layer, split by outputs. Takes the whole sequence, returns its part of the features, or of an
-
+- `whole sequence`: has no split weights of its own; its first input is gathered from the ranks' parts.
+- `columns`: a linear layer, split by outputs. Takes the whole sequence, returns its part of the features, or of an
   output head's vocabulary, from which the loss is computed.
-
 - `rows`: a linear layer, split by inputs. Takes its part of the features, returns its part of the sequence.
 """
 

@@ -75,7 +75,7 @@ class RopePermutation(Transform):
 
 @dataclass(frozen=True)
 class Concatenated(Transform):
-    """Our several tensors, fused into one along `dim` in the other format."""
+    """Several of our tensors, fused into one along `dim` in the other format."""
 
     dim: int
 
@@ -89,7 +89,7 @@ class Concatenated(Transform):
 
 @dataclass(frozen=True)
 class Stacked(Transform):
-    """One tensor of ours, several in the other format, one for each index of `dim`: the experts of a layer."""
+    """One of our tensors, split into one for each index of `dim` in the other format: the experts of a layer."""
 
     dim: int
 
@@ -103,7 +103,7 @@ class Stacked(Transform):
 
 @dataclass(frozen=True)
 class Repeated(Transform):
-    """One tensor of ours, repeated in the other format: tied weights in a format without ties."""
+    """One of our tensors, repeated in the other format: tied weights in a format without ties."""
 
     times: int
 
@@ -117,7 +117,7 @@ class Repeated(Transform):
 
 @dataclass(frozen=True)
 class KeyMapping:
-    """Tensors of ours, their equivalents in the other format, and the transform between them."""
+    """Our tensors, their equivalents in the other format, and the transform between them."""
 
     native: Names
     foreign: Names

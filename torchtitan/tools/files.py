@@ -111,12 +111,10 @@ def no_folder(path: str | Path) -> UserError:
 
 
 def file_to_copy(folder: Path, name: str) -> Path:
-    """Return the file or folder `name` of a model's folder, for copying. Raise `UserError` for a link that leaves the
-    folder.
+    """Return a model folder's file or folder `name`, for copying. Raise `UserError` for a link out of the folder.
 
     An untrusted folder may link to any file of this machine, which an export would then publish. The folder itself may
-    be a link, and the Hugging Face cache links files to its `blobs`. Weights are not copied: their reader follows any
-    links.
+    be a link, and the Hugging Face cache links files to its `blobs`. The reader of weights follows any link.
     """
     home, target = folder.resolve(), (folder / name).resolve()
     cached = (outer.parent for outer in (home, *home.parents) if outer.parent.name == "snapshots")

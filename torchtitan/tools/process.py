@@ -43,8 +43,7 @@ def default_signals() -> Iterator[None]:
 
 class StopSignals:
     """Call `on_first` and `on_second` with the number of a first SIGTERM or SIGINT and of later ones, until `close`.
-    Signals within a second of the first are the same request: `timeout`, for example, signals a process and its
-    group."""
+    Signals within a second of the first are the same request: `timeout`, for example, sends two."""
 
     def __init__(self, on_first: Callable[[int], None], on_second: Callable[[int], None]) -> None:
         self.first: int | None = None

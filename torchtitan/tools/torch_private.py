@@ -40,8 +40,7 @@ _SOURCES = {
     "DecompShardingStrategy": "torch.distributed.tensor._decompositions",
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop",
     "clear_sharding_cache": "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
-    # `torch.distributed` has no public access to the default group's store or to groups by name, and sets timeouts only
-    # at creation.
+    # `torch.distributed` has no public access to the default store or to groups by name, nor later timeouts.
     "default_store": "torch.distributed.distributed_c10d:_get_default_store",
     "group_by_name": "torch.distributed.distributed_c10d:_resolve_process_group",
     "set_group_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",

@@ -79,7 +79,7 @@ class RunBuilder(Configurable):
         debug = self.config.debug
         seed = debug.seed + self.rank
         random.seed(seed)
-        numpy.random.seed(seed % 2**32)  # its maximum
+        numpy.random.seed(seed % 2**32)  # its range
         torch.manual_seed(seed)
         self.was_deterministic = torch.are_deterministic_algorithms_enabled()
         if debug.deterministic:

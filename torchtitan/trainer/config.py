@@ -228,7 +228,7 @@ class RunConfig(Configurable.Config):
 
     def resolve(self, tokenizer: Tokenizer) -> Self:
         """Return a copy with unset values from the tokenizer; added tokens (`n_added`) enlarge the vocabulary. Raise
-        `UserError` if it is too small for the tokenizer's files."""
+        `UserError` if the model's vocabulary is too small for the tokenizer's files."""
         model = self.model_spec.model
         in_files = tokenizer.vocab_size - tokenizer.n_added
         if model.vocab_size is None or in_files <= model.vocab_size < tokenizer.vocab_size:

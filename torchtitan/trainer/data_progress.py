@@ -6,7 +6,7 @@ from torchtitan.config.sections import TrainingConfig, parse_step_ranges
 
 
 class RunLength:
-    """Count a run's data in global batches and in samples, and computes the last step.
+    """Count a run's data in global batches and in samples, and compute the last step.
 
     Batches include skipped ones (`skip_data`), in data order. A resumed run may change the batch size, so that only the
     samples tell how much data is left. `n_samples` is the total of all epochs; if it is None, `steps` applies.

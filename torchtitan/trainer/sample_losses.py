@@ -18,7 +18,7 @@ from torchtitan.tools.errors import UserError
 
 
 class SampleLosses:
-    """Record token losses in the forward passes of a step, if `wanted`, and sums them by sample over all ranks.
+    """Record token losses in the forward passes of a step, if `wanted`, and sum them by sample over all ranks.
 
     This repeats only the last step from a chunk's logits to its losses, and changes no bit of the training loss and its
     gradients. The losses stay on the device until `statistics` reads them. Raises `UserError` for a loss other than

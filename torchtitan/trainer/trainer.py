@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Trainer(RunBuilder):
-    """Build every part of a run from its configuration, then trains, in methods to override (`docs/extending.md`)."""
+    """Build every part of a run from its configuration, then train, in methods to override (`docs/extending.md`)."""
 
     measures_named: ClassVar[tuple[str, ...]] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""

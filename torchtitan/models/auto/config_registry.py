@@ -32,8 +32,8 @@ def sft(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config
 
 
 def lora(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """As `sft`, for low-rank adapters. Only the last checkpoint contains the merged model, with a subfolder `adapter`,
-    which peft opens on top of DIR."""
+    """As `sft`, for low-rank adapters, the only content of all checkpoints but the last: the merged model, with a
+    subfolder `adapter`, which peft opens on top of DIR."""
     return with_adapters(sft(hf_assets_path, family), LoRA.Config())
 
 

@@ -25,12 +25,9 @@ class CausalMask(nn.Module):
     def forward(
         self, positions_BL: Tensor | None, query_tokens_L: Tensor | None = None, key_tokens_K: Tensor | None = None
     ) -> AttentionMask:
-        """Return the mask for samples of L tokens from positions that start at 0 with every document; None: one per
-        sample.
-
-        `query_tokens_L` and `key_tokens_K` are the sample positions of this process's tokens and their keys, if it has
-        a part.
-        """
+        """Return the mask for L tokens per sample. `positions_BL` start at 0 with every document; None: one per sample.
+        If a process has a part of each sample, `query_tokens_L` and `key_tokens_K` are positions of its tokens and
+        their keys."""
         if positions_BL is None:
             assert query_tokens_L is None, "a part of a sample comes with positions"
             return None
@@ -69,7 +66,7 @@ class Attention(nn.Module):
     """Scaled dot-product attention, without weights, as a module for hooks."""
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: AttentionMask) -> Tensor:
-        """Attend with H query heads over K key/value heads: (B, L, heads, head_dim) → (B, L, H, head_dim)."""
+        """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim)."""
         if isinstance(mask, list):
             return _attend_each_document(q_BLHD, k_BLKD, v_BLKD, mask)
         q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))

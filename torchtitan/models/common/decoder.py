@@ -214,8 +214,7 @@ class Decoder(BaseModel):
         return effective_weight(holder)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return forward and backward operations per token, after appendix B of PaLM (arXiv:2204.02311): `6 N + 12 L H
-        Q T`.
+        """Return operations per token, forward and backward, after PaLM (arXiv:2204.02311, B): `6 N + 12 L H Q T`.
 
         N counts the parameters that multiply every token, so not an embedding that is only looked up. Attention (L
         layers, H heads of width Q, T = seq_len) has two products with scores, of 2 H Q T operations each forward and
@@ -246,8 +245,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: Decoder.Config, index: int, design: BlockDesign):
         super().__init__()
-        # The output projections to the residual stream: its variance then grows slowly with depth (after GPT-2's 1 /
-        # sqrt(N)).
+        # Outputs to the residual stream: its variance then grows slowly with depth (after GPT-2's 1 / sqrt(N)).
         std = _INIT_STD / (2 * (index + 1)) ** 0.5
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = GroupedQueryAttention(

@@ -254,7 +254,7 @@ def _rope_of(description: Description, parameters: Description) -> RoPEConfig:
 
 def _original_context(description: Description, parameters: Description) -> int:
     """Return the context before llama3 scaling of RoPE, inside or outside of the scaling's section: transformers 4
-    reads the first, 5 prefers the second, and both default to the whole context."""
+    reads the first; 5 prefers the second, and defaults to the whole context."""
     key = _ORIGINAL_CONTEXT
     found = [where.whole_number(key) for where in (parameters, description) if where.has(key)]
     if len(set(found)) > 1:

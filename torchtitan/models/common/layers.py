@@ -23,8 +23,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class SwiGLU(nn.Module):
-    """`w2(silu(w1 x) * w3 x)` (Shazeer 2020, arXiv:2002.05202). `init_std` is for `w1`, `out_init_std` for `w2` and
-    `w3`."""
+    """`w2(silu(w1 x) * w3 x)` (Shazeer 2020, arXiv:2002.05202). `init_std` is of `w1`, `out_init_std` of `w2`, `w3`."""
 
     def __init__(self, *, dim: int, hidden_dim: int, init_std: float, out_init_std: float):
         super().__init__()
