@@ -67,7 +67,7 @@ class Watchdog:
 
     Args:
         first_step_seconds: limit of the first step, which compiles and connects to the other ranks.
-        step_seconds: limit of each later step; 0: no limit at all.
+        step_seconds: limit of each later step; 0: watch nothing, not even the first step.
     """
 
     def __init__(self, *, first_step_seconds: float, step_seconds: float):
