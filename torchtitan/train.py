@@ -4,7 +4,7 @@
 import os
 import sys
 
-# As in torchtitan/__main__.py: the current folder, which may be a stranger's, hides no library.
+# As in torchtitan/__main__.py: the current folder, possibly untrusted, shadows no library.
 if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] == os.getcwd():
     del sys.path[0]
 
@@ -27,17 +27,15 @@ if TYPE_CHECKING:
     from torchtitan.config.manager import ResolvedConfig
 
 _FIRST_RANK_SECONDS = 5.0
-"""How long the other ranks of a host leave it to the first one to tell a user's mistake; torchrun then ends them."""
+"""Time that other ranks of a host give the first one to report a user's mistake; torchrun then ends them."""
 
 
 def run(resolved: "ResolvedConfig") -> None:
-    """Build the trainer of a configuration that has been checked, train, and leave together with the other ranks.
-
-    Whatever is raised is raised as it is: a process group that lost a rank cannot be left in an orderly way.
-    """
+    """Train with a validated configuration, and leave together with the other ranks, unless an error is raised: a
+    process group that lost a rank cannot be left in an orderly way."""
     trainer = resolved.config.build()
     trainer.load_checkpoint()
-    # Not before: a run that cannot start leaves the file of the one before it as it is.
+    # Not earlier: a run that cannot start keeps the previous run's file.
     if trainer.rank == 0:
         _save_config(dataclasses.replace(resolved, config=trainer.config), fresh=trainer.step == 0)
     trainer.train()
@@ -45,7 +43,7 @@ def run(resolved: "ResolvedConfig") -> None:
 
 
 def _save_config(resolved: "ResolvedConfig", *, fresh: bool) -> None:
-    """Write the resolved configuration to the run's folder; a fresh run keeps that of the run before it."""
+    """Write the resolved configuration to the run's folder; a fresh run keeps the previous run's file."""
     from torchtitan.components.metric_sinks import set_aside
 
     folder = resolved.config.dump_folder
@@ -59,8 +57,7 @@ def _save_config(resolved: "ResolvedConfig", *, fresh: bool) -> None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """2 for a user's mistake, 3 for a run that failed for a stated reason: their message says all. 1 for a crash. 0 for
-    a run that had been completed before."""
+    """Return 2 for a user's mistake, 3 for a failure with a stated reason, 1 for a crash, 0 for a completed run."""
     if isinstance(error, RunComplete):
         return 0
     if isinstance(error, UserError):
@@ -69,12 +66,12 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def log_message(error: Exception) -> None:
-    """Log the message of an error that says all."""
+    """Log the message of an error that needs no traceback."""
     logger.log(logging.INFO if isinstance(error, RunComplete) else logging.ERROR, "%s", error)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Parse, check, build, train, close; the process's exit code."""
+    """Parse, check, build, train and close; return the exit code."""
     init_logger()
     words = list(sys.argv[1:] if args is None else args)
     if is_launched():
@@ -109,14 +106,13 @@ def _parse_and_run(words: list[str]) -> None:
 
 
 def _repeats() -> bool:
-    """Whether torchrun started this process and another one on this host that will find the same user's mistakes."""
+    """Return whether torchrun's first rank on this host will report the same user's mistakes."""
     return not is_launched() and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 @contextlib.contextmanager
 def _printing_once() -> Iterator[None]:
-    """Keep back what the command line's parser prints when it ends the process: the host's first rank prints the same,
-    and torchrun then ends this one."""
+    """Suppress the parser's output if it ends the process: the host's first rank prints the same."""
     kept = io.StringIO()
     try:
         with contextlib.redirect_stderr(kept):
@@ -128,7 +124,7 @@ def _printing_once() -> Iterator[None]:
 
 
 def _tell(error: Exception, code: int) -> None:
-    """Tell our launcher, which tells it for the rank that failed first, or whoever reads what the ranks print."""
+    """Report an error to our launcher, which prints the first failure, or print it."""
     if is_launched():
         text = "".join(traceback.format_exception(error)).rstrip() if code == 1 else str(error)
         report_failure(code, text, passing=code == 1)

@@ -1,1 +1,1 @@
-"""The command `torchtitan`: one module per sub-command."""
+"""The `torchtitan` command: one module per subcommand."""

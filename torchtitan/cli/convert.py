@@ -1,4 +1,4 @@
-"""`torchtitan convert`: a checkpoint in another format, tensor by tensor in one process."""
+"""`torchtitan convert`: write a checkpoint in another format, tensor by tensor in one process."""
 
 import argparse
 import dataclasses
@@ -36,8 +36,7 @@ Memory: about the largest tensor."""
 
 
 def convert(args: Sequence[str]) -> int:
-    """Convert what the command line says; 0 when OUTPUT is complete, 2 for a user's mistake, 3 where it cannot be
-    written. OUTPUT exists only when it is complete."""
+    """Convert as the command line says. Return 0, 2 for a user's mistake, or 3 if writing the complete OUTPUT fails."""
     parser = argparse.ArgumentParser(prog="torchtitan convert", description=_DESCRIPTION)
     parser.add_argument("input", metavar="INPUT", type=Path, help="folder of the checkpoint to read")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="folder to write; must not exist, or be empty")
@@ -97,7 +96,7 @@ def _write(options: argparse.Namespace) -> None:
     durable.make_folder(options.output.parent)
     with workplace(options.output) as folder:
         partial = folder / "checkpoint.partial"
-        partial.mkdir()  # its permissions are the usual ones, and those of the other are not
+        partial.mkdir()  # with the usual permissions, unlike the other folder
         write(partial)
         _put_in_place(partial, options)
     sizes = [file.stat().st_size for file in options.output.rglob("*") if file.is_file()]
@@ -139,7 +138,7 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[M
 def _adapter(
     options: argparse.Namespace, family: "ModuleType | None"
 ) -> "tuple[ModelSpec, int, Callable[[Path], None]]":
-    """As `_model`, of a model's adapter alone; `UserError` where there is none, or more has been trained."""
+    """Like `_model`, for the adapter alone. Raise `UserError` if there is none, or if more was trained."""
     from torchtitan.components.checkpoint.dcp import optimized_names
     from torchtitan.components.optimizer import trained_names
     from torchtitan.components.peft import LoRA
@@ -177,7 +176,7 @@ def _adapter(
 
 
 def _quantization(options: argparse.Namespace) -> "QAT.Config":
-    """Which layers are quantized, and how finely: as given or, where not, as the run that saved INPUT simulated it."""
+    """Return the given quantization options; the run that saved INPUT supplies the ones that are missing."""
     from torchtitan.components.quantization.qat import QAT
     from torchtitan.components.weights.assets import read_converters
     from torchtitan.protocols.conversion import described_converters
@@ -197,7 +196,6 @@ def _quantization(options: argparse.Namespace) -> "QAT.Config":
 
 
 def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
-    """Find mistakes before anything is read or written."""
     from torchtitan.components.weights.pretrained import check_digests
     from torchtitan.models.pretrained import checkpoint_format
 

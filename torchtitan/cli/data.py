@@ -1,4 +1,4 @@
-"""`torchtitan data`: what a run is trained on, looked at before the run, or step by step behind it."""
+"""`torchtitan data`: inspect a run's data before training, or step by step afterwards."""
 
 import argparse
 import dataclasses
@@ -40,7 +40,7 @@ _DESCRIPTIONS = {
 
 
 def data(args: Sequence[str]) -> int:
-    """Run the sub-command that the command line names; the exit code, 2 for a user's mistake."""
+    """Run the named subcommand and return the exit code, 2 for a user's mistake."""
     command, *words = args or ["--help"]
     if command in ("-h", "--help"):
         print(_USAGE)
@@ -52,7 +52,6 @@ def data(args: Sequence[str]) -> int:
 
 
 def _parse_and_run(command: str, args: Sequence[str]) -> None:
-    """Take the command's own options, and the configuration from the others."""
     from torchtitan.config.manager import ConfigManager
 
     parser = argparse.ArgumentParser(
@@ -75,7 +74,7 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
 
 
 class _Run(NamedTuple):
-    """What decides a run's data."""
+    """The configuration of a run's data."""
 
     config: Any  # a Trainer.Config
     tokenizer: "Tokenizer"
@@ -83,7 +82,7 @@ class _Run(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "_Run":
-        """Check what the data depends on, and tokenize it where that is still to do."""
+        """Check the configuration that the data depends on, and tokenize the data if needed."""
         for component in (config.tokenizer, config.dataloader, config.training, config.debug):
             component.validate()
         samples_per_step = config.training.resolve_global_batch_size(_data_parallel_degree(config.parallelism))
@@ -93,15 +92,14 @@ class _Run(NamedTuple):
 
     @contextmanager
     def loader(self, n_samples: int, *, place: int = 0) -> "Iterator[BaseDataLoader]":
-        """A loader whose first batch is the `place`-th part, from 0, of the run's order in parts of `n_samples`: what
-        rank number `place` reads first, since the order does not depend on how many ranks there are."""
+        """Yield a loader of parts of `n_samples` in the run's order, from part `place` on, as for rank `place`."""
         from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 
         config, level = self.config, logger.level
         dataloader = config.dataloader
         if isinstance(dataloader, PlannedDataLoader.Config):
-            dataloader = dataclasses.replace(dataloader, num_workers=0)  # no other order; nothing is wanted ahead
-        logger.setLevel(logging.WARNING)  # the report it would log is shown as tables
+            dataloader = dataclasses.replace(dataloader, num_workers=0)  # same order, no prefetching
+        logger.setLevel(logging.WARNING)  # its report is shown as tables
         try:
             loader = dataloader.build(
                 tokenizer=self.tokenizer,
@@ -119,14 +117,13 @@ class _Run(NamedTuple):
             yield loader
 
     def length(self, n_samples: int | None) -> "RunLength":
-        """The trainer's count of steps over `n_samples`."""
         from torchtitan.trainer.data_progress import RunLength
 
         return RunLength(self.config.training, n_samples=n_samples, global_batch_size=self.samples_per_step)
 
 
 def _data_parallel_degree(parallelism: Any) -> int:
-    """Ranks that read different samples: of `NGPU` x `NNODES` processes, or as many as the degrees need."""
+    """Return the number of ranks that read different samples, of `NGPU` x `NNODES` processes or as many as needed."""
     import torch
 
     from torchtitan.cli.launch import environment_number
@@ -167,7 +164,7 @@ def _inspect(options: argparse.Namespace, job: "ResolvedConfig") -> None:
             loader.check_repetitions(n_samples)
         except UserError as error:  # the trainer would not begin
             refusal = str(error)
-        # Behind the end of small data, it begins again.
+        # Small data starts over after its end.
         n_shown = min(options.samples, summary.windows_per_epoch) if summary else options.samples
         samples: list[Sample] = []
         with suppress(UserError) if refusal else nullcontext():
@@ -240,7 +237,7 @@ def _show(options: argparse.Namespace, job: "ResolvedConfig") -> None:
 
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:
-    """The entry of a step in the ledger; `UserError` where there is none, also because the step was not taken."""
+    """Return a step's ledger entry. Raise `UserError` if there is none, for example because the step was not taken."""
     steps, damaged = [], []
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -262,7 +259,7 @@ def _ledger_line(path: Path, step: int) -> dict[str, Any]:
 
 
 def _ledger_entry(text: str) -> dict[str, Any] | None:
-    """A line of the ledger; None if it is damaged, as the last one of a run that was killed may be."""
+    """Parse a line of the ledger; None if it is damaged, for example the last line of a killed run."""
     try:
         match json.loads(text):
             case {"step": int(), "data_step": int(data_step), "documents": [*names]} as line if data_step >= 1:
@@ -290,8 +287,7 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
 
 
 def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) -> "Batch | None":
-    """The samples that the configuration decides, if their names are these, which stand for more than one sample each;
-    None: there is no more to say than the names."""
+    """Return the samples that the configuration decides if they have these names; a name may mean several samples."""
     from torchtitan.trainer.ledger import names_of
 
     if not _follows_seed(loader):

@@ -1,4 +1,4 @@
-"""A data inspection on the terminal, and as one HTML page that needs nothing else, no scripts either."""
+"""A data inspection on the terminal, and as a self-contained HTML page without scripts."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,34 +21,28 @@ from torchtitan.tools.logging import visible
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """All that is shown."""
-
     title: str
     facts: list[tuple[str, str]]
-    """Facts about the run, by name."""
     summary: DataSummary | None
-    """None: the loader tells none."""
+    """None if the loader reports no summary."""
     samples: list[Sample]
     refusal: str = ""
-    """Why a training run would be refused; empty: it would not."""
+    """Reason that training would be refused; empty if it would not."""
 
 
 _Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
-"""A title, the names of the columns, and the rows."""
 
 
 class Bin(NamedTuple):
-    """Samples of `low` to `high` tokens, both included."""
+    """Samples of `low` to `high` tokens, both inclusive."""
 
     low: int
     high: int
     n_samples: int
     beyond: bool
-    """True if they are longer than a sample may be."""
 
     @property
     def label(self) -> str:
-        """The range in words."""
         return f"{self.low:,}" if self.low == self.high else f"{self.low:,}-{self.high:,}"
 
 
@@ -56,7 +50,6 @@ class Bin(NamedTuple):
 
 
 def _tables(summary: DataSummary) -> Iterator[_Table]:
-    """The data sets, and what happened to some of their rows."""
     counts = ("rows", "kept", "cut", "dropped", "tokens", "trained")
     columns = ("data set", "format", *counts, "share", "times read", "at most")
     yield "Data sets", columns, [_set_cells(of_set) for of_set in summary.sets]
@@ -84,11 +77,11 @@ def _event_rows(of_set: SetSummary) -> Iterator[list[str]]:
 
 
 def histogram(lengths: Array, max_length: int) -> list[Bin]:
-    """Return how many samples have how many tokens: bins begin at powers of two, and one above `max_length`.
+    """Return the number of samples per length. Bins begin at powers of two, and one begins above `max_length`.
 
     Args:
-        lengths: tokens of each sample (n,), n > 0.
-        max_length: most tokens that a sample may have.
+        lengths: tokens of each sample, shape (n,), n > 0.
+        max_length: maximum tokens in a sample.
     """
     longest = int(lengths.max())
     edges = sorted({0, *(1 << exponent for exponent in range(longest.bit_length() + 1)), max_length + 1})
@@ -106,7 +99,6 @@ def _share_beyond(of_set: SetSummary, max_length: int) -> float:
 
 
 def _counts_of(samples: Sequence[Sample], *, in_windows: bool = True) -> list[tuple[str, str]]:
-    """Counts over the shown samples, by name."""
     rows = [row for sample in samples for row in sample.rows]
     documents = [document for row in rows for document in row.documents]
     n_tokens = sum(len(document.tokens) for document in documents)
@@ -125,17 +117,17 @@ _WIDTH_OF_A_FILE = 140
 _WIDTH_OF_BARS = 40
 _TRAINED, _SPECIAL, _QUIET = "bold green", "reverse", "dim"
 _MARKS = ("⟦", "⟧")
-"""Around trained text if there are no colors."""
+"""Mark trained text if there are no colors."""
 
 
 def open_console() -> Console:
-    """Return standard output. Text from the data is neither markup nor emoji there."""
+    """Return a console on standard output that treats text from the data neither as markup nor as emoji."""
     width = None if sys.stdout.isatty() else _WIDTH_OF_A_FILE
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
 def print_inspection(console: Console, inspection: Inspection) -> None:
-    """Print the tables first, then the samples."""
+    """Print the tables, then the samples."""
     console.print(Text(visible(inspection.title), style="bold"))
     _print_facts(console, inspection.facts)
     if summary := inspection.summary:
@@ -156,13 +148,10 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
 
 
 def print_samples(console: Console, samples: Sequence[Sample], *, in_windows: bool = True) -> None:
-    """Print the samples' documents, with trained tokens colored, or else marked.
+    """Print the samples' documents, with trained tokens colored or marked.
 
     Args:
-        console: see `open_console`.
-        samples: what to print.
-        in_windows: whether they are windows that are trained on; otherwise each is a document by itself, and padding
-            means nothing.
+        in_windows: whether samples are training windows; otherwise each is a single document, and padding is ignored.
     """
     if not in_windows:
         samples = [replace(sample, rows=[row._replace(n_padding=0) for row in sample.rows]) for sample in samples]

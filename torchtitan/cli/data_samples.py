@@ -1,4 +1,4 @@
-"""Batches as people read them: rows taken apart into documents, and these into tokens with their text."""
+"""Readable batches: rows split into documents, and documents into tokens with their text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,40 +16,36 @@ from torchtitan.tools.logging import visible
 
 _UNDECODED = "\ufffd"
 _MOST_SHARED = 16
-"""Tokens that are looked at for the rest of a character. One has four at most, and the last may begin another."""
+"""Maximum tokens examined for the rest of a character. A character has at most four, and the last may begin another."""
 
 
 class Token(NamedTuple):
-    """A token of a document."""
-
     id: int
     text: str
-    """What it adds to the text; empty where its character stands at a token before it."""
+    """Text that the token adds; empty if an earlier token holds its character."""
     trained: bool
-    """Whether it is predicted in training."""
+    """True if the token is predicted in training."""
     special: bool
     position: int
-    """Place in its document, from 0."""
 
 
 class Document(NamedTuple):
-    """Tokens that see each other."""
+    """Tokens that attend to each other."""
 
     name: str
-    """Where it comes from; empty: that is not known of this one alone."""
+    """Empty if it is unknown for this document alone."""
     tokens: list[Token]
 
 
 class Row(NamedTuple):
-    """One of a sample's inputs (T,)."""
+    """One of a sample's inputs, shape (T,)."""
 
     title: str
-    """Which input it is, where a sample has several; else empty."""
+    """Name of the input if a sample has several, else empty."""
     documents: list[Document]
     n_positions: int
-    """T, padding included."""
+    """T, including padding."""
     n_padding: int
-    """Positions at its end that hold nothing."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +53,12 @@ class Sample:
     """A row of a batch."""
 
     name: str
-    """Where its documents come from."""
     rows: list[Row]
     answer: str | None = None
-    """The reference answer of a prompt."""
 
 
 def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> list[Sample]:
-    """Return the rows of a batch, without those that only fill it up; `UserError` if it holds nothing known here."""
+    """Return the rows of a batch except padding rows. Raise `UserError` if the batch has no known fields."""
     samples = []
     for index in range(len(next(iter(batch.values())))):
         row = {name: value[index] for name, value in batch.items()}
@@ -86,7 +80,6 @@ def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> li
 
 
 def _rows(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> list[Row]:
-    """All of a sample's inputs that have labels."""
     prefixes = [name.removesuffix("input") for name in row if name.endswith("input")]
     return [_row(prefix, row, names, tokenizer) for prefix in prefixes if f"{prefix}labels" in row]
 
@@ -113,11 +106,8 @@ def _row(prefix: str, row: Batch, names: Sequence[str], tokenizer: Tokenizer) ->
 
 
 def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | None) -> int:
-    """Positions at the end of a row that hold nothing: one token over and over, never predicting.
-
-    The last document is either padding or not. If it is unknown where documents begin (`last_start` is None), padding
-    is at least two positions.
-    """
+    """Count the padding positions at the end of a row: one token repeated, never predicting. The last document is
+    either padding or not; if documents are unknown (`last_start` is None), padding is at least two positions."""
     differs = ((inputs != inputs[-1]) | (labels != IGNORE_INDEX)).nonzero().flatten()
     begin = int(differs[-1]) + 1 if len(differs) else 0
     if last_start is not None:
@@ -126,8 +116,7 @@ def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | Non
 
 
 def _tokens(ids: list[int], labels: list[int], tokenizer: Tokenizer) -> list[Token]:
-    """The tokens of a document, from the inputs and the label of each: the next input. A label that is not, as behind
-    the last input, is put where it would stand."""
+    """Return a document's tokens. Labels that differ from the next input are inserted where they belong."""
     shown: list[tuple[int, bool, int]] = []
     for position, token in enumerate(ids):
         is_label = position > 0 and labels[position - 1] == token
@@ -145,9 +134,9 @@ def _tokens(ids: list[int], labels: list[int], tokenizer: Tokenizer) -> list[Tok
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """Return what each token adds to the text of all: a character split over tokens is in the first one's."""
+    """Return the text that each token adds; a character split over tokens belongs to the first of them."""
     texts: list[str] = []
-    before: list[int] = []  # decides, for one, whether the blank at the beginning of a text is dropped
+    before: list[int] = []  # decides, for example, whether the leading space of a text is dropped
     while (start := len(texts)) < len(ids):
         decoded = partial(_decode_behind, tokenizer, before)
         n_tokens = _n_sharing(ids[start : start + _MOST_SHARED], decoded)
@@ -161,7 +150,7 @@ def _decode_behind(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[in
 
 
 def _n_sharing(ids: Sequence[int], decoded: Callable[[Sequence[int]], str]) -> int:
-    """How many of the tokens, from the first one on, make up the same characters."""
+    """Return the number of leading tokens that make up the same characters."""
     first = decoded(ids[:1])
     if not first.endswith(_UNDECODED):
         return 1
@@ -169,5 +158,5 @@ def _n_sharing(ids: Sequence[int], decoded: Callable[[Sequence[int]], str]) -> i
     whole = next((n for n, text in enumerate(texts) if not text.endswith(_UNDECODED)), None)
     if whole is not None and texts[whole].count(_UNDECODED) < first.count(_UNDECODED):
         return whole + 1
-    # U+FFFD is what the text says, perhaps byte by byte, or the bytes are no text.
+    # Either the text contains U+FFFD, perhaps byte by byte, or the bytes are not text.
     return next((n for n, text in enumerate(texts) if text != first), len(texts))

@@ -1,4 +1,4 @@
-"""`torchtitan download`: a model's files from the Hugging Face hub."""
+"""`torchtitan download`: fetch a model's files from the Hugging Face hub."""
 
 import argparse
 import contextlib
@@ -31,19 +31,18 @@ _TOKENIZER = (
 )
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
-"""What is fetched of a repository without any of `_WEIGHTS`."""
+"""Files fetched if a repository has none of `_WEIGHTS`."""
 _ORIGINAL = "original/*"
 
 _ARRIVING = ".download"
-"""Name of the folder in it for files that have not been compared yet."""
+"""Subfolder for files that have not been verified yet."""
 
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]|/(/|$)|^(/|[A-Za-z]:|$)|(^|/)\.{1,2}(/|$)")
-"""In names that would lead out of the folder, on this or another system, or that a terminal would obey."""
+"""Matches names that would lead out of the folder on any operating system, or control a terminal."""
 
 
 def download(args: Sequence[str]) -> int:
-    """Download what the command line names; 0 when all of it is there, 2 where the hub does not give it, 3 where it
-    cannot be written."""
+    """Download the named model. Return 0, 2 if the hub does not provide all files, or 3 if they cannot be written."""
     parser = argparse.ArgumentParser(prog="torchtitan download", description=_DESCRIPTION)
     parser.add_argument("repo_id", metavar="REPO_ID", help="name of the repository: OWNER/NAME")
     parser.add_argument("--revision", help="branch, tag or commit (default: the newest of the main branch)")
@@ -59,7 +58,7 @@ def download(args: Sequence[str]) -> int:
 
 
 def _download(options: argparse.Namespace, folder: Path) -> None:
-    """Fetch the files; every failure of the hub or the network is a `UserError` of one line."""
+    """Fetch the files. Every failure of the hub or the network raises a one-line `UserError`."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -73,7 +72,7 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
 
     repo_id, api = options.repo_id, HfApi()
     page = f"{api.endpoint}/{repo_id}"
-    refusals: dict[type[Exception], str] = {  # the first that fits: a gated repository counts as not found too
+    refusals: dict[type[Exception], str] = {  # the first match counts: a gated repository is also "not found"
         GatedRepoError: f"{repo_id} is gated: accept its license on {page}, and set HF_TOKEN to a token of that "
         "account",
         RevisionNotFoundError: f"{repo_id} has no revision '{options.revision}'; see {page}",
@@ -83,7 +82,7 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
     }
     try:
         validate_repo_id(repo_id)
-        # Asked first: without an answer, the library takes a folder that has any file in it for the repository's.
+        # First: without an answer, the library takes any non-empty folder for the repository's.
         with _answer_of(api):
             info = api.model_info(repo_id, revision=options.revision, files_metadata=True)
             files = {file.rfilename: file for file in info.siblings or []}
@@ -105,15 +104,12 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
     except OSError as error:
         if error.errno is not None:
             raise RunFailure(f"{folder} cannot be written: {error.strerror or error}") from error
-        cause = str(error).split("\n")[0]  # of the library's own: a file has not the size that was announced
+        cause = str(error).split("\n")[0]  # the library's own: a file's size differs from the announced size
         raise UserError(f"{repo_id} did not arrive whole ({cause}); run this again") from error
 
 
 def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[RepoSibling]", folder: Path) -> None:
-    """Put files of a repository into `folder`, all of them once all are what the hub says, and none before that.
-
-    If this is interrupted, the files that have arrived stay in `_ARRIVING` for the next call.
-    """
+    """Put files into `folder` after all match the hub's digests; `_ARRIVING` keeps them after an interruption."""
     from filelock import FileLock, Timeout
 
     def is_there(file: "RepoSibling") -> bool:
@@ -127,7 +123,7 @@ def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[Re
     durable.make_folder(arriving)
     try:
         with FileLock(arriving / "lock", timeout=0):
-            for torn in arriving.rglob("*.incomplete"):  # the library never continues one
+            for torn in arriving.rglob("*.incomplete"):  # the library never resumes one
                 torn.unlink()
             patterns = [glob.escape(name) for name in missing]
             with _answer_of(api):
@@ -144,8 +140,7 @@ def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[Re
 
 @contextlib.contextmanager
 def _answer_of(api: "HfApi") -> Iterator[None]:
-    """Around calls that read what the hub answers. The library does not check its form: Python's own errors at another
-    form become a `UserError`."""
+    """Turn Python's errors at malformed answers of the hub, which the library does not validate, into `UserError`."""
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
@@ -158,11 +153,8 @@ def _answer_of(api: "HfApi") -> Iterator[None]:
 
 
 def _check(path: Path, file: "RepoSibling", name: str) -> None:
-    """Compare a file that has arrived with what the hub says of it; raise `UserError` and remove it where they differ.
-
-    The library has compared no more than sizes, of what the server that sends the file says itself.
-    """
-    if not path.is_file():  # the library only warns where the hub stops to answer
+    """Compare a file with the hub's digest, not only its size; remove it and raise `UserError` if they differ."""
+    if not path.is_file():  # the library only warns if the hub stops answering
         raise UserError(f"{name} did not arrive; check the network, then run this again")
     if is_lfs_pointer(path):
         fault = "arrived as a Git LFS pointer, a few lines in place of the file itself"
@@ -177,12 +169,11 @@ def _check(path: Path, file: "RepoSibling", name: str) -> None:
 
 
 def _expected(file: "RepoSibling") -> str | None:
-    """The digest that the hub has of a file: SHA-256 where it is in LFS, else git's."""
+    """Return the hub's digest of a file: SHA-256 for LFS files, else git's SHA-1."""
     return file.lfs.sha256 if file.lfs else file.blob_id
 
 
 def _digest(path: Path, file: "RepoSibling") -> str:
-    """The digest of a file here, of the kind that `_expected` gives."""
     with path.open("rb") as opened:
         if file.lfs:
             return hashlib.file_digest(opened, "sha256").hexdigest()
@@ -191,7 +182,6 @@ def _digest(path: Path, file: "RepoSibling") -> str:
 
 
 def _wanted(names: Sequence[str], options: argparse.Namespace) -> list[str]:
-    """Those of the repository's files that are fetched."""
     wanted = _matching(names, _TOKENIZER)
     if options.original:
         return wanted + [name for name in names if fnmatch.fnmatch(name, _ORIGINAL)]
@@ -201,5 +191,4 @@ def _wanted(names: Sequence[str], options: argparse.Namespace) -> list[str]:
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Those at the top of the repository that a pattern fits."""
     return [name for name in names if "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]

@@ -1,4 +1,4 @@
-"""`torchtitan eval`: measures a checkpoint's model."""
+"""`torchtitan eval`: measure a checkpoint's model."""
 
 import argparse
 import importlib.util
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(args: Sequence[str]) -> int:
-    """Evaluate on the tasks that the command line names; the exit code.
-
-    A table goes to standard error, the same numbers as JSON to standard output or to a file.
-    """
+    """Evaluate on the tasks and return the exit code. Print a table on standard error; print or write JSON."""
     parser = argparse.ArgumentParser(
         prog="torchtitan eval",
         description="Measure a model. A task is a file FILE.jsonl with multiple-choice questions (query, choices, "
@@ -69,7 +66,6 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> None:
-    """Find mistakes before the model is loaded."""
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit is {options.limit}, and must be at least 1")
     if missing := [file for file in files if not Path(file).is_file()]:
@@ -87,7 +83,6 @@ def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> N
 
 @contextmanager
 def _progress_bar(name: str) -> "Iterator[Progress]":
-    """A bar on standard error, and what moves it."""
     import rich.progress
     from rich.console import Console
     from rich.markup import escape
@@ -102,7 +97,7 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    # What took long to compute is safe before anything else can fail.
+    # Save the results, which took long to compute, before anything else can fail.
     text = json.dumps(_finite(document), indent=2, default=str, allow_nan=False)
     try:
         if output is not None:
@@ -113,7 +108,7 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
         raise UserError(f"--output {output} cannot be written ({reason}): its content is printed instead") from error
     if output is None:
         print(text, flush=True)
-    # Long names continue in the next line: none is cut, however narrow the terminal is.
+    # Fold long names, so that a narrow terminal cuts none.
     columns = [Column(name, overflow="fold") for name in ("task", "metric")]
     table = Table(*columns, Column("value", overflow="fold", justify="right"))
     for task, metrics in document["results"].items():
@@ -121,12 +116,12 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
         for index, (name, value) in enumerate(metrics.items()):
             shown = f"{value:.4f}" if isinstance(value, float) else str(value)
             table.add_row("" if index else task, name, shown)
-    # Names of files are not markup.
+    # File names are not markup.
     Console(stderr=True, markup=False, emoji=False).print(table)
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for numbers that JSON has no form for, such as the perplexity of a hopeless model."""
+    """Replace numbers that JSON cannot represent, such as the perplexity of a hopeless model, with null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`torchtitan generate` and `torchtitan chat`: text from a checkpoint's model."""
+"""`torchtitan generate` and `torchtitan chat`: generate text with a checkpoint's model."""
 
 import argparse
 import json
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 def generate(args: Sequence[str]) -> int:
-    """Continue the prompts that the command line gives; the exit code.
-
-    Standard output gets each prompt with its continuation and a newline, or a JSON object per prompt, and nothing else.
-    """
+    """Continue the prompts, print only them and their continuations (or JSON), and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="torchtitan generate",
         description="Continue text with a model. Each prompt is printed with its continuation, a single one as it "
@@ -57,7 +54,7 @@ def _generate(options: argparse.Namespace) -> None:
 
     sampling, texts = sampling_of(options), _prompts(options)
     opened = open_model(options)
-    # BOS comes first as the model's own configuration says, and stands for an empty text.
+    # The model's own configuration decides about BOS, which also replaces an empty text.
     prompts = [
         opened.tokenizer.encode(text, add_eos=False) if text else [generation.start_id(opened.tokenizer)]
         for text in texts
@@ -89,8 +86,6 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 
 class _Printer:
-    """Decodes all rows, and prints a single one as it comes."""
-
     def __init__(
         self, opened: OpenedModel, texts: list[str], prompts: list[list[int]], stop: list[str], *, as_json: bool
     ):
@@ -100,7 +95,7 @@ class _Printer:
         self.streams = [TextStream(opened.tokenizer, prompt, stop) for prompt in prompts]
         self.live = len(texts) == 1 and not as_json
         self.first_token_time: float | None = None
-        # With the first token: before it, the request may turn out to be a mistake, which has no answer.
+        # Printed with the first token: before it, the request may turn out to be a mistake.
         self.unprinted = texts[0]
 
     def on_token(self, row: int, token: int) -> bool:
@@ -129,7 +124,7 @@ class _Printer:
 def _report_speed(
     prompts: list[list[int]], generations: "list[Generation]", first_seconds: float, seconds: float
 ) -> None:
-    """The first token of each prompt comes with the prompt's own pass; the later ones each with another."""
+    """Report speeds. A prompt's own pass yields its first token; each later token takes another pass."""
     read, new = sum(map(len, prompts)), sum(len(generation.ids) for generation in generations)
     later = new - sum(1 for generation in generations if generation.ids)
     words = [f"prompt: {read} tokens, {read / first_seconds:,.0f} tokens/s"]
@@ -139,7 +134,7 @@ def _report_speed(
 
 
 def chat(args: Sequence[str]) -> int:
-    """Answer the lines of standard input, one after the other; the exit code."""
+    """Answer each line of standard input and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="torchtitan chat",
         description="Talk with a model, in the format of its own chat template. Each line of standard input is a "
@@ -174,8 +169,6 @@ def _chat(options: argparse.Namespace) -> None:
 
 
 class _Conversation:
-    """The turns so far; each answer is printed as it comes."""
-
     def __init__(self, options: argparse.Namespace):
         from torchtitan.components.chat_template import resolve_chat_template
         from torchtitan.components.generation import stop_ids
@@ -185,22 +178,17 @@ class _Conversation:
         self._template = resolve_chat_template(options.template, opened.folders, opened.tokenizer, option="--template")
         end, end_id = self._template.end_of_turn(), self._template.end_of_turn_id(opened.tokenizer)
         self._stop_ids = stop_ids(opened.tokenizer, *opened.folders) | ({end_id} if end_id is not None else set())
-        # Where the vocabulary lacks it, the model has to spell it.
+        # If the vocabulary lacks the token, the model spells it.
         self._stop = [*options.stop, *([end] if end and end_id is None else [])]
         self._max_new_tokens: int = options.max_new_tokens
         self._system = [{"role": "system", "content": options.system}] if options.system else []
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns."""
         self._messages = list(self._system)
 
     def answer(self, text: str) -> None:
-        """Print what the model says to `text`, and a newline; both turns are remembered.
-
-        Raises:
-            UserError: if the template or the model's context does not take another turn; nothing changes then.
-        """
+        """Print the answer to `text`, and remember both turns. Raise `UserError` if another turn does not fit."""
         from torchtitan.components.generation import TextStream, generate
 
         messages = [*self._messages, {"role": "user", "content": text}]
@@ -230,7 +218,6 @@ class _Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """The lines of standard input, with a prompt on standard error where it is a terminal."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin)
         return

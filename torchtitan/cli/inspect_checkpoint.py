@@ -1,4 +1,4 @@
-"""`torchtitan inspect`: what a checkpoint holds, and whether it is whole."""
+"""`torchtitan inspect`: show the contents of a checkpoint, and whether it is intact."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 States = Mapping[str, Mapping[str, "TensorForm"]]
 
 _PICKLE = ".metadata"
-"""The file that is not opened where it is known to be damaged."""
+"""File that is not opened if it is known to be damaged."""
 
 _DESCRIPTION = """Say what the checkpoint in the folder CHECKPOINT holds: format, step, tensors, types, sizes, whether
 it is complete, and whether its digests are right. Of a folder that holds step-N folders (or a run's folder), list
@@ -32,8 +32,7 @@ _EPILOG = "exit code: 0 all is well, 3 something is damaged or incomplete, 2 the
 
 
 def inspect_checkpoint(args: Sequence[str]) -> int:
-    """Print what the command line asks for; 0 when all is well, 3 for a checkpoint that is damaged or incomplete, 2
-    where there is none."""
+    """Inspect the named checkpoint. Return 0 if it is intact, 3 if it is damaged or incomplete, 2 if there is none."""
     parser = argparse.ArgumentParser(prog="torchtitan inspect", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a checkpoint, or of several")
     parser.add_argument("--tensors", action="store_true", help="list every tensor: name, shape, type, bytes")
@@ -75,14 +74,13 @@ def _format_in(path: Path) -> "Format | None":
 
 
 def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> tuple[dict[str, str], States, list[str]]:
-    """A checkpoint's facts by name, its states, and its faults; `UserError` if there is none."""
     from torchtitan.components.checkpoint import catalog
     from torchtitan.components.checkpoint.dcp import state_forms
     from torchtitan.components.weights import open_source
     from torchtitan.components.weights.sources import FORMAT_NAMES
     from torchtitan.models.pretrained import checkpoint_format
 
-    # A checkpoint with a marker may have lost the files that its format is known by.
+    # A checkpoint with a marker may have lost the files that identify its format.
     found = _format_in(path) if catalog.has_marker(path) else checkpoint_format(path, family)
     faults: list[str] = []
     states: States = {}
@@ -102,12 +100,12 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> tuple[
 
 
 def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
-    """Why the model of a checkpoint in which no fault was found cannot be used, as `generate` and `convert` say it."""
+    """Say why `generate` and `convert` would refuse an undamaged checkpoint."""
     from torchtitan.components.weights.assets import DESCRIPTION, read_converters
     from torchtitan.models.pretrained import spec_of
     from torchtitan.protocols.conversion import described_converters
 
-    if _format_in(path) == "dcp" and not (path / DESCRIPTION).is_file():  # of another program: it has no more to say
+    if _format_in(path) == "dcp" and not (path / DESCRIPTION).is_file():  # another program's: nothing more to check
         return []
     try:
         spec_of(path, family)
@@ -118,7 +116,7 @@ def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
 
 
 def _faulty_descriptions(path: Path, found: str) -> list[str]:
-    """What is wrong with the files that describe model and tokenizer, as far as it shows without using them."""
+    """Find faults in the files that describe the model and the tokenizer, as far as they show without using them."""
     from torchtitan.components.weights.assets import FILES
     from torchtitan.models.pretrained import DESCRIPTIONS
 
@@ -133,7 +131,7 @@ def _faulty_descriptions(path: Path, found: str) -> list[str]:
 
 
 def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, verify: bool) -> dict[str, str]:
-    """What marker and manifest say; what is wrong with them is added to `faults`."""
+    """Return facts from the marker and the manifest; add their faults to `faults`."""
     from torchtitan.components.checkpoint import catalog
     from torchtitan.components.weights.assets import read_converters
 
@@ -186,7 +184,6 @@ def _print_findings(path: Path, facts: Mapping[str, str], states: States, *, ten
 
 
 def _summary(forms: "Mapping[str, TensorForm]") -> str:
-    """One line for a state: how many tensors, values and bytes, and of which types."""
     if not forms:
         return "no tensors"
     types = Counter(map(_dtype_name, forms.values()))
@@ -228,5 +225,5 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table.columns[-1].justify = "right"
     for row in rows:
         table.add_row(*map(visible, row))
-    # Where nobody looks, no line is broken.
+    # Do not wrap lines unless a terminal shows them.
     Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False).print(table)

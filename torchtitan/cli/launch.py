@@ -1,10 +1,9 @@
-"""Starts the processes of a run on this host, and turns their fate into one exit code and at most one message.
+"""Start the processes of a run on this host; reduce their results to one exit code and at most one message.
 
-PyTorch's elastic agent (2.13), on which torchrun is built, could take its place but for four things, none of which is
-an option of its: its rendezvous opens the store on all network interfaces, and whoever reaches it can write to it; it
-starts the workers again after every failure, a user's mistake included; it ends the ranks that are left after a failure
-by SIGTERM, our request to save and to stop; and it gives workers that are to stop a fixed time, where ours have as long
-as their last save takes, or until a second signal. Several hosts that are to restart use torchrun (docs/multinode.md).
+PyTorch's elastic agent (2.13), the base of torchrun, is no replacement, since it has no options for four behaviors: its
+store is open to writers on all network interfaces; it restarts workers after every failure, even a user's mistake;
+after a failure it ends other ranks by SIGTERM, our request to save and stop; and stopping workers have a fixed time,
+instead of the time of their last save. For restarts on several hosts, use torchrun (docs/multinode.md).
 """
 
 import dataclasses
@@ -26,12 +25,12 @@ from torchtitan.tools.process import LAUNCHER_VARIABLE, StopSignals, announce_st
 _POLL_SECONDS = 0.1
 _MAX_REPORT_BYTES = 2**17
 _GRACE_SECONDS = 5.0
-"""How long the other ranks may still take, to close their files, once one has failed."""
+"""Time that the other ranks have to close their files after one has failed."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a run: how many, which of them this is, and where they meet."""
+    """The hosts of a run: their number, this host's rank, and their rendezvous address."""
 
     count: int
     rank: int
@@ -40,8 +39,7 @@ class Hosts:
 
     @classmethod
     def from_environment(cls) -> "Hosts":
-        """Return what `NNODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` say, by default one host. Raises
-        `UserError` for a value that cannot be used, or one that several hosts need and that is not set."""
+        """Read `NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`; default: one host. Raise `UserError` if invalid."""
         count = environment_number("NNODES", default=1, minimum=1)
         if count == 1:
             return cls(count=1, rank=0, address="127.0.0.1", port=_free_port())
@@ -56,7 +54,7 @@ class Hosts:
 
 
 def environment_number(name: str, *, default: int, minimum: int) -> int:
-    """Return an environment variable as a number; raises `UserError` if it is none, or below `minimum`."""
+    """Return an environment variable as a number. Raise `UserError` if it is not a number, or is below `minimum`."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or int(text) < minimum:
         raise UserError(f"the environment variable {name} is '{text}', and must be a number of at least {minimum}")
@@ -64,13 +62,11 @@ def environment_number(name: str, *, default: int, minimum: int) -> int:
 
 
 def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: int = 0) -> int:
-    """Run `torchtitan.train` with these arguments in `processes` processes on this host; the exit code.
+    """Run `torchtitan.train` with these arguments in `processes` processes on this host, and return the exit code.
 
-    SIGTERM and Ctrl-C are passed on to the workers, and are waited for as long as their last save takes; a second one
-    ends them at once. They do not outlive this process, however it ends.
-
-    After a failure that may pass (a crash, a killed process, a hang) all workers are ended and started again, up to
-    `max_restarts` times, and go on from the newest checkpoint. A request to stop is never answered so.
+    Workers receive SIGTERM and Ctrl-C, and may finish their last save; a second signal ends them at once. They never
+    outlive this process. After a crash, a killed process or a hang, all workers restart from the newest checkpoint, up
+    to `max_restarts` times, unless the run was asked to stop.
     """
     workers: list[_Worker] = []
     signals = StopSignals(
@@ -84,7 +80,7 @@ def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: i
                 break
             logger.error("%s", min(failures).text)
             logger.warning("restart %d of %d: all processes start again", restart, max_restarts)
-            # At another port: what a killed worker had started may still hold this one.
+            # A killed worker's child processes may still hold the old port.
             hosts = dataclasses.replace(hosts, port=_free_port())
             failures = _run_once(workers, signals, args, hosts, processes)
     finally:
@@ -94,26 +90,19 @@ def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: i
 
 
 class _Failure(NamedTuple):
-    """A worker that ended, and not well."""
-
     time: float
     """Seconds since the epoch."""
     code: int
-    """The exit code to give."""
     text: str
     passing: bool
-    """Whether the run may well succeed when it is started again."""
     returncode: int
-    """How the process itself ended."""
 
 
 class _Worker:
-    """A training process, and a connection over which it says what made it fail."""
-
     def __init__(self, args: Sequence[str], hosts: Hosts, processes: int, local_rank: int) -> None:
         self.rank = hosts.rank * processes + local_rank
         environment = {
-            # Each process would otherwise start a thread per core of the host.
+            # By default, each process would start a thread per core of the host.
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
             **os.environ,
             "RANK": str(self.rank),
@@ -124,24 +113,23 @@ class _Worker:
             "MASTER_PORT": str(hosts.port),
             LAUNCHER_VARIABLE: "1",
         }
-        # -P: the current folder stays off the import path, as in this process.
+        # -P keeps the current folder off the import path, as in this process.
         command = [sys.executable, "-P", "-m", "torchtitan.train", *args]
-        # That it is closed also tells the worker that this process has ended.
+        # Closing it also tells the worker that this process has ended.
         self._connection, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(command, env=environment, stdin=theirs.fileno())
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended, and not well."""
         return self.process.returncode not in (None, 0)
 
     def failure(self) -> _Failure:
-        """What to say of it, now that it has failed.
+        """Describe the failure of this worker.
 
-        One that failed without a report, as by a signal, counts as the first: nothing that befalls another rank makes
-        it end like that. But for two that count as the last: an abort, which losing the connection to another rank can
-        bring about, and the signal by which the watchdog of another rank ends one that does not answer.
+        Without a report, as after a signal, it counts as the first: another rank's failure does not end a rank this
+        way. Two signals count as the last: an abort, which a lost connection can cause, and the signal of another
+        rank's watchdog.
         """
         code = self.process.returncode
         if content := self._receive():
@@ -156,7 +144,7 @@ class _Worker:
     def _receive(self) -> bytes:
         try:
             return self._connection.recv(_MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
-        except BlockingIOError:  # nothing, and a process that the worker started still holds the other end
+        except BlockingIOError:  # no report, and a child of the worker still holds the other end
             return b""
 
 
@@ -176,16 +164,15 @@ def _kill(workers: Sequence[_Worker]) -> None:
 def _run_once(
     workers: list[_Worker], signals: StopSignals, args: Sequence[str], hosts: Hosts, processes: int
 ) -> list[_Failure]:
-    """Fill `workers` with new ones, and wait for their end: the failures."""
     workers.clear()
-    # The workers inherit that they ignore Ctrl-C, which reaches the whole process group: they hear of it from here.
+    # The workers inherit this, so that Ctrl-C, which reaches the whole process group, comes to them from here.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for local_rank in range(processes):
-        if signals.first:  # many workers take long to start, and are not wanted any more
+        if signals.first:  # starting many workers takes long
             break
         workers.append(_Worker(args, hosts, processes, local_rank))
     signal.signal(signal.SIGINT, handler)
-    for worker in workers if signals.first else []:  # it arrived when they were not all there
+    for worker in workers if signals.first else []:  # it arrived before all had started
         worker.process.terminate()
     _wait(workers)
     failed = [worker for worker in workers if worker.failed]
@@ -194,7 +181,7 @@ def _run_once(
 
 
 def _wait(workers: Sequence[_Worker]) -> None:
-    """Wait until all have ended or, once one has failed, for a while longer: without it the others may wait forever."""
+    """Wait until all workers have ended, or briefly after one has failed: the others may wait for it forever."""
     deadline = float("inf")
     while any([worker.process.poll() is None for worker in workers]) and time.monotonic() < deadline:
         if any(worker.failed for worker in workers):
@@ -203,12 +190,12 @@ def _wait(workers: Sequence[_Worker]) -> None:
 
 
 def _outcome(failures: Sequence[_Failure], stop_signal: int | None) -> int:
-    """The exit code, after the failure that came first is told: the others follow from it."""
+    """Log the first failure, which caused the others, and return the exit code."""
     if not failures:
         return 0
     if stop_signal and any(failure.returncode in (-signal.SIGTERM, -signal.SIGKILL) for failure in failures):
         logger.warning("ended before the run could stop in an orderly way")
-        return 128 + stop_signal  # what a shell reports for a command that a signal ended
+        return 128 + stop_signal  # as a shell reports a command ended by a signal
     first = min(failures)
     logger.error("%s", first.text)
     return first.code

@@ -1,4 +1,4 @@
-"""`torchtitan ls`: what can be trained, built in or installed, read from the sources without importing them."""
+"""`torchtitan ls`: list built-in and installed modules from their sources, without importing them."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from torchtitan.config.registry import list_module, modules_on_disk
 
 
 def ls(args: Sequence[str]) -> int:
-    """Print modules with their configurations and flavors; the exit code."""
+    """Print modules with their configurations and flavors, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="torchtitan ls", description="List modules, their configurations (--config) and their model flavors."
     )

@@ -1,4 +1,4 @@
-"""Entry point of the command `torchtitan`."""
+"""Entry point of the `torchtitan` command."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ import torchtitan
 from torchtitan.tools.logging import visible
 from torchtitan.tools.process import default_signals
 
-# A function by its module is imported on demand: `ls`, for one, needs no torch and answers at once.
+# Imported on demand: `ls`, for example, needs no torch and answers at once.
 _COMMANDS = {
     "train": (
         "train:train",
@@ -35,7 +35,7 @@ _USAGE = "\n".join(
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the sub-command that the command line names; its exit code."""
+    """Run the named subcommand and return its exit code."""
     words = list(sys.argv[1:] if args is None else args)
     name = words[0] if words else "--help"
     if "--list" in words and name in ("--list", "train"):

@@ -1,4 +1,4 @@
-"""Options and exit codes that sub-commands share, and the checkpoint's model that some of them open."""
+"""Options and exit codes shared by subcommands, and the model of a checkpoint that some of them load."""
 
 import argparse
 from collections.abc import Callable
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class OpenedModel(NamedTuple):
-    """A model to use, and what came with it."""
+    """A loaded model, its tokenizer and folders."""
 
     model: "nn.Module"
     tokenizer: "Tokenizer"
     folders: tuple[Path, ...]
-    """Where a chat template and generation_config.json are looked up: beside the model, then beside the tokenizer."""
+    """Searched in order for a chat template and generation_config.json: the model's folder, then the tokenizer's."""
     context: int
-    """Tokens that the model attends over."""
+    """Maximum tokens in the attention context."""
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `open_model` reads."""
+    """Add the options that `open_model` reads."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--checkpoint",
@@ -56,7 +56,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_base_option(group: "argparse._ActionsContainer", checkpoint: str) -> None:
-    """`--base`, for what the argument `checkpoint` names."""
+    """Add `--base`, for the checkpoint that the argument `checkpoint` names."""
     group.add_argument(
         "--base",
         type=Path,
@@ -67,7 +67,7 @@ def add_base_option(group: "argparse._ActionsContainer", checkpoint: str) -> Non
 
 
 def add_module_option(group: "argparse._ActionsContainer") -> None:
-    """`--module`, which `given_package` reads."""
+    """Add `--module`, which `given_package` reads."""
     group.add_argument(
         "--module",
         metavar="MODULE",
@@ -77,14 +77,14 @@ def add_module_option(group: "argparse._ActionsContainer") -> None:
 
 
 def given_package(options: argparse.Namespace) -> "ModuleType | None":
-    """The package that `--module` names, if any; `UserError` if there is none, or importing it fails."""
+    """Return the package that `--module` names, if any. Raise `UserError` if it cannot be imported."""
     from torchtitan.config.registry import import_package
 
     return import_package(options.module) if options.module else None
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `sampling_of` reads, `--max_new_tokens` and `--stop`."""
+    """Add `--max_new_tokens`, `--stop`, and the options that `sampling_of` reads."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--max_new_tokens", type=int, default=200, metavar="N", help="tokens at most (default: 200)")
     group.add_argument(
@@ -105,7 +105,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_of(options: argparse.Namespace) -> "Sampling":
-    """The way to draw tokens; `UserError` for a value that cannot be used."""
+    """Return the sampling options. Raise `UserError` for an unusable value."""
     from torchtitan.components.generation import Sampling
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
@@ -114,7 +114,7 @@ def sampling_of(options: argparse.Namespace) -> "Sampling":
 
 
 def open_model(options: argparse.Namespace) -> OpenedModel:
-    """Load what the options name; `UserError` if it is not there, or not a model."""
+    """Load the model that the options name. Raise `UserError` if it is missing or not a model."""
     import torch
 
     from torchtitan.components.tokenizer import PretrainedTokenizer
@@ -141,8 +141,7 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
 
 
 def run_command(command: str, run: Callable[[], int | None]) -> int:
-    """Call `run`, which may give an exit code; 2 for a user's mistake and 3 for a failure, with its message on standard
-    error."""
+    """Call `run` and return its exit code. Print the message of a user's mistake (2) or a failure (3)."""
     init_logger()
     try:
         return run() or 0

@@ -1,4 +1,4 @@
-"""`torchtitan new`: copies an experiment, or a plain training loop, out of the library to be edited."""
+"""`torchtitan new`: copy an experiment or a plain training loop out of the library for editing."""
 
 import argparse
 import importlib.util
@@ -15,7 +15,7 @@ _PLAIN_LOOP = Path(__file__).resolve().parent / "templates" / "plain_loop.py"
 
 
 def new(args: Sequence[str]) -> int:
-    """Copy what the command line asks for; the exit code."""
+    """Copy the requested template and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="torchtitan new",
         description="Start an experiment of your own: a folder with the training step written out, ready to run.",

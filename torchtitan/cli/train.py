@@ -1,4 +1,4 @@
-"""`torchtitan train`: checks the configuration once, then trains in this process or starts one per device."""
+"""`torchtitan train`: check the configuration once, then train in this process or start one process per device."""
 
 import gc
 import os
@@ -13,28 +13,27 @@ from torchtitan.tools.process import COMMAND_VARIABLE
 from torchtitan.train import exit_code_of, log_message, run
 
 PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"
-"""Holds what the user called, where that is a script around `torchtitan train`."""
+"""Holds the user's command if it is a script around `torchtitan train`."""
 
 _PROCESSES_PER_CORE = 4
-"""Tiny models on a CPU wait for each other much of the time, so a few processes share a core well."""
+"""Tiny models on a CPU often wait for each other, so that a few processes share a core well."""
 
 _FEW_PROCESSES = 8
-"""This number of processes starts on any host."""
+"""Number of processes that any host may start."""
 
 
 def train(args: Sequence[str]) -> int:
-    """Train what the command line says; 0 when the run finished or was stopped, 2 for a user's mistake,
-    3 for a run that failed for a stated reason, 1 for a crash.
+    """Train as the command line says. Return 0 if the run finished or was stopped, 2 for a user's mistake, 3 for a
+    failure with a stated reason, 1 for a crash.
 
-    The environment says on how many processes: `NGPU` on this host (default: one per GPU, or 1; on CPUs, more than four
-    per core only with `OVERSUBSCRIBE=1`), `NNODES` hosts, each with its `NODE_RANK`, that meet at `MASTER_ADDR` and
-    `MASTER_PORT`. `LOG_RANK` says which ranks print. `MAX_RESTARTS` says how often a run that crashed, or hung, is
-    started again. With `COMM_MODE=fake_backend` nothing is trained: a dry run says what the processes would need,
-    however many they are (`torchtitan.dry_run`).
+    Environment variables: `NGPU` processes on this host (default: one per GPU, or 1; on CPUs, more than four per core
+    only with `OVERSUBSCRIBE=1`); `NNODES` hosts, each with its `NODE_RANK`, that meet at `MASTER_ADDR` and
+    `MASTER_PORT`; `LOG_RANK`, the ranks that print; `MAX_RESTARTS` after a crash or a hang. `COMM_MODE=fake_backend`
+    makes a dry run, which reports what any number of processes would need (`torchtitan.dry_run`).
     """
     init_logger()
     os.environ[COMMAND_VARIABLE] = _command(args)
-    # Collecting while torch is imported only scans its objects again and again.
+    # Collecting while torch is imported only scans its objects repeatedly.
     gc.disable()
     try:
         return _train(list(args))
@@ -57,7 +56,7 @@ def _train(args: list[str]) -> int:
 
         dry_run(resolved.config, environment_number("NNODES", default=1, minimum=1) * _named_processes(default=1))
         return 0
-    # No longer a filter that ends when nobody reads it: a connection that the other side closes is an error to handle.
+    # Unlike a filter, this must not end at a closed pipe: a connection closed by its peer is an error to handle.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     hosts, processes = Hosts.from_environment(), _processes()
     resolved.config.check(hosts.count * processes)
@@ -114,7 +113,6 @@ def _max_restarts(hosts: Hosts) -> int:
 
 
 def _command(args: Sequence[str]) -> str:
-    """What to type to run this again."""
     names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU", "OVERSUBSCRIBE", "MAX_RESTARTS")
     variables = [f"{name}={shlex.quote(os.environ[name])}" for name in names if name in os.environ]
     script = os.environ.get(PROGRAM_VARIABLE)

@@ -1,4 +1,4 @@
-"""Configuration: `Configurable`, the sections that every run has, and `ConfigManager`, which reads the command line."""
+"""Configuration: `Configurable`, the sections that every run has, and the command-line reader `ConfigManager`."""
 
 from torchtitan.config.configurable import Configurable
 from torchtitan.config.manager import ConfigManager

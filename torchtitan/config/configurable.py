@@ -1,4 +1,4 @@
-"""`Configurable`: a class and, beside it, the dataclass that configures and builds it."""
+"""`Configurable`: a class paired with the dataclass that configures and builds it."""
 
 import copy
 import dataclasses
@@ -14,15 +14,11 @@ _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 class Configurable:
-    """A component that is built from a nested `Config` dataclass.
+    """A component built from a nested `Config` dataclass, with a string literal under each field as its `--help` text.
 
-    A subclass defines `class Config(Parent.Config)` as a `@dataclass(kw_only=True, slots=True)`; a subclass that
-    needs no field of its own leaves it out and gets a fresh one derived from its parent's, so that
-    `Child.Config().build()` always makes a `Child`. A string literal under each field documents it and becomes
-    its help text on the command line.
-
-    Raises:
-        TypeError: when a class is defined whose `Config` is not such a dataclass.
+    A subclass may define `class Config(Parent.Config)` as a `@dataclass(kw_only=True, slots=True)`, or else gets one
+    derived from its parent's; `Child.Config().build()` always makes a `Child`. Raises `TypeError` for any other
+    `Config`.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -32,32 +28,21 @@ class Configurable:
         _owner: ClassVar[type["Configurable"]]
 
         def build(self, **runtime: Any) -> Any:
-            """Construct the component this configuration belongs to, as `Owner(copy, **runtime)`.
-
-            It gets a copy of the configuration, so that what changes in one of the two does not change the other.
-            Raises as `validate`, which it calls.
-            """
+            """Construct the component as `Owner(copy of this configuration, **runtime)`, after calling `validate`."""
             self.validate()
             return self._owner(copy.deepcopy(self), **runtime)
 
         def validate(self) -> None:
-            """Find mistakes in the values, before anything is built; `build` calls it. Raises `UserError` for a value
-            that cannot be used."""
+            """Check the values before anything is built. Raise `UserError` for an unusable value."""
 
         def to_dict(self) -> dict[str, Any]:
-            """The configuration as JSON-ready values: nested dictionaries, lists, strings, numbers, booleans, None."""
+            """Return JSON-ready values: nested dictionaries, lists, strings, numbers, booleans, None."""
             return _fields_as_plain(self)
 
         @classmethod
         def from_dict(cls, document: Mapping[str, Any]) -> Self:
-            """The configuration that `to_dict` gave as `document`; nested dictionaries become nested dataclasses.
-
-            A field that is not there has its default: it is younger than the document.
-
-            Raises:
-                torchtitan.tools.errors.UserError: for a key that is no field, a value that cannot be used, and a field
-                    without default that is not there.
-            """
+            """Return the configuration from `to_dict`'s result, with defaults for missing fields. Raise `UserError` for
+            an unknown key, an unusable value, or a missing field without a default."""
             config: Self = from_plain(cls, document)
             config.validate()
             return config
@@ -77,12 +62,12 @@ Configurable.Config._owner = Configurable
 
 
 def config_key(config: Configurable.Config) -> str:
-    """The name under which one of a list of configurations appears on the command line."""
+    """Return the command-line name of a configuration in a list of configurations."""
     return config._owner.__name__.lower()
 
 
 def to_plain(value: Any) -> Any:
-    """Return `value` as JSON-ready values; raises `TypeError` for what has no such form."""
+    """Return `value` as JSON-ready values. Raise `TypeError` if it has no such form."""
     if callable(to_dict := getattr(value, "to_dict", None)):
         return to_dict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -103,7 +88,7 @@ def _fields_as_plain(value: Any) -> dict[str, Any]:
 
 
 def from_plain(cls: type, document: Mapping[str, Any], prefix: str = "") -> Any:
-    """The dataclass `cls` with the values that `to_plain` gave; see `Configurable.Config.from_dict`."""
+    """Return the dataclass `cls` with values from `to_plain`; see `Configurable.Config.from_dict`."""
     if not isinstance(document, Mapping):
         raise UserError(f"configuration: '{prefix.removesuffix('.')}' is {document!r}, and must hold keys")
     fields, types = dataclasses.fields(cls), get_type_hints(cls)
@@ -157,11 +142,8 @@ def _check_config(cls: type[Configurable]) -> None:
 
 
 def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
-    """Return whether a value of a YAML or JSON file fits the declared type; one that files have no form for takes all.
-
-    With `quoted`, as on the command line, a number may be quoted, a string without quotes, `None` a string, and a list
-    of one its single item.
-    """
+    """Return whether a value of a YAML or JSON file fits the declared type; a type that files cannot express fits all.
+    With `quoted`, as on the command line, numbers may be quoted, strings not, and one item may stand for a list."""
     arguments = get_args(declared)
     origin = get_origin(declared)
     if origin is Annotated:

@@ -1,4 +1,4 @@
-"""`ConfigManager`: from the command line to one resolved configuration."""
+"""`ConfigManager`: resolve the command line to one configuration."""
 
 import argparse
 import dataclasses
@@ -26,40 +26,39 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import regular_file
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
-"""What is trained when nothing is named."""
+"""Trained by default."""
 
 _MOST_BYTES, _MOST_NODES, _LONGEST_NUMBER = 2**20, 100_000, 100
-"""Of a configuration file; a resolved configuration has a hundredth of it."""
+"""Limits of a configuration file, about 100 times the needs of a resolved configuration."""
 
 _BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A configuration and the names it was found under."""
+    """A configuration and the names that selected it."""
 
     module: str
     config_name: str
-    config: Any  # a Trainer.Config; this layer does not know the Trainer
+    config: Any  # a Trainer.Config, unknown to this layer
 
     def save(self, path: Path) -> None:
-        """Write the resolved configuration as YAML that `--config_file` takes back. Raises `OSError` if it cannot be
-        written."""
+        """Write the configuration as YAML for `--config_file`. Raise `OSError` if it cannot be written."""
         document = {"module": self.module, "config": self.config_name, **self.config.to_dict()}
         durable.write(path, yaml.safe_dump(document, sort_keys=False))
 
 
 class ConfigManager:
-    """Resolves a configuration: the configuration function, then `--config_file`, then the command line."""
+    """Resolve a configuration: the configuration function, then `--config_file`, then the command line."""
 
     def __init__(self, prog: str = "torchtitan train"):
         self.prog = prog
 
     def parse_args(self, args: Sequence[str]) -> ResolvedConfig:
-        """Resolve `args`, the words of the command line after the command's own name.
+        """Resolve `args`, the words after the command's name.
 
         Raises:
-            UserError: for an unknown module or configuration, or a configuration file that cannot be used.
+            UserError: for an unknown module or configuration, or an unusable configuration file.
             SystemExit: code 2 for an unknown option or a value of the wrong type (printed by tyro), 0 after `--help`.
         """
         selectors = argparse.ArgumentParser(prog=self.prog, add_help=False, allow_abbrev=False)
@@ -96,7 +95,6 @@ class ConfigManager:
         return ResolvedConfig(module, config_name, self._parse(default, [*_to_flags(document), *words]))
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
-        """What the command line, or else the file, gives a configuration that is computed from a folder."""
         option = argparse.ArgumentParser(prog=self.prog, add_help=False, allow_abbrev=False)
         option.add_argument(f"--{ASSETS_PARAMETER}", f"--{ASSETS_PARAMETER.replace('_', '-')}", dest="path")
         path = option.parse_known_args(overrides)[0].path
@@ -129,7 +127,7 @@ configurations; the values shown are those of the selected one."""
 
 
 def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Lets a list of component configurations be set by the components' names: `--model_converters.lora.rank 16`."""
+    """Let components' names set a list of their configurations: `--model_converters.lora.rank 16`."""
     arguments = get_args(info.type)
     is_config_list = get_origin(info.type) is list and arguments and isinstance(arguments[0], type)
     if not (is_config_list and issubclass(arguments[0], Configurable.Config)):
@@ -149,14 +147,13 @@ def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 
 def _registered_name(function: Callable[..., object]) -> str:
-    """Return the name that a configuration is registered under, package.function. Of the package's import path it has
-    the last part only, since several paths may lead to the package."""
+    """Return the registered name, package.function, with only the last part of the import path: it may vary."""
     package = function.__module__.removesuffix(".config_registry").rpartition(".")[2]
     return f"{package}.{function.__name__}"
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Refuses keys that are no words and a key that is given twice, of which YAML would keep the last one silently."""
+    """Refuse keys that are not words, and duplicate keys, for which YAML would silently keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         for key, _ in node.value:
@@ -183,7 +180,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         raise UserError(f"--config_file {path} is not a text file in UTF-8") from error
     except RecursionError as error:
         raise UserError(f"--config_file {path} is nested too deeply") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # also a date or a number that Python does not take
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # also a date or a number that Python refuses
         raise UserError(f"--config_file {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if n_bytes > _MOST_BYTES:
         raise UserError(f"--config_file {path} has {n_bytes:,} bytes, and may have {_MOST_BYTES:,} at most")
@@ -207,8 +204,7 @@ def _load_yaml(text: str) -> Any:
 
 
 def _check_expanded(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return how many nodes a node has with its aliases (`*name`) written out; `known` holds the sizes by identity.
-    Raises `YAMLError` for a node that is inside of itself, or far too large."""
+    """Return the number of nodes after expanding aliases (`*name`). Raise `YAMLError` for a recursive or huge node."""
     if known.setdefault(id(node), 0):
         return known[id(node)]
     children = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -240,16 +236,15 @@ def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str)
     for key, value in leaves(document).items():
         if not fits(value, types[key]):
             raise UserError(f"'{key}' in {path} is {value!r}, and must be {describe(types[key])}")
-        # An item of a list becomes a word of its own on the command line, and would be taken for an option there.
+        # On the command line, this item of a list would be taken for an option.
         for item in value if isinstance(value, list) else []:
             if isinstance(item, str) and item.startswith("-") and not fits(item, float):
                 raise UserError(f"'{key}' in {path} has the item {item!r}, and an item cannot begin with '-'")
 
 
 def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
-    """Return the types of all values in a configuration by their keys on the command line: a field with
-    `tyro.conf.arg(name="")` adds nothing to them, and the items of a list of configurations are named by their classes.
-    """
+    """Return the types of all values by their command-line keys, including class names for items of a list of
+    configurations, but not fields with `tyro.conf.arg(name="")`."""
     children: Iterable[tuple[str, Any, Any]]
     if dataclasses.is_dataclass(value):
         hints = get_type_hints(type(value), include_extras=True)
@@ -273,7 +268,7 @@ def _is_unnamed(declared: Any) -> bool:
 
 
 def _check_code(document: dict[str, Any], overrides: Sequence[str], path: str) -> None:
-    """Make sure that functions which rows are read with (`file.py:function`) are given on the command line too."""
+    """Require that row formats defined by code (`file.py:function`) are also given on the command line."""
     given = {word.partition("=")[0].replace("-", "_").lstrip("_") for word in overrides}
     for key, value in leaves(document).items():
         if key.endswith(".format") and ":" in str(value) and key not in given:
@@ -281,7 +276,7 @@ def _check_code(document: dict[str, Any], overrides: Sequence[str], path: str) -
 
 
 def _code_in_file(key: str, named: str, path: str) -> UserError:
-    """Return the error of a file, which may come from anywhere, that names code which would then run."""
+    """Return the error for a file from an untrusted source that names code to run."""
     return UserError(
         f"'{key}' in {path} is '{named}', code that is neither built in nor installed; if you trust it, name it on the "
         f"command line too: --{key} {named}"
@@ -289,7 +284,7 @@ def _code_in_file(key: str, named: str, path: str) -> UserError:
 
 
 def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:
-    """The command line that says what the file says, so that both are typed and checked by the same code."""
+    """Return the equivalent command line, so that files and options are parsed and checked by the same code."""
     flags: list[str] = []
     for name, value in document.items():
         key = f"{prefix}{name}"
@@ -305,9 +300,8 @@ def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
-    """The same command line with the one form of a boolean that tyro knows: `--checkpoint.enable true` and
-    `--checkpoint.enable=true` become `--checkpoint.enable`, and with `false`, `--checkpoint.no_enable`. Raises
-    `UserError` for another value after `=`."""
+    """Rewrite booleans in tyro's form: `--checkpoint.enable=true` (or ` true`) becomes `--checkpoint.enable`, and
+    `false` `--checkpoint.no_enable`. Raise `UserError` for another value after `=`."""
     words: list[str] = []
     rest = list(args)
     while rest:

@@ -1,7 +1,4 @@
-"""Finds modules (packages with a `config_registry.py`) and the configurations and flavours in them.
-
-Discovery reads the file system; listing reads the source, so that it needs no import and no torch.
-"""
+"""Find modules (packages with a `config_registry.py`), configurations and flavors in the sources, without imports."""
 
 import ast
 import difflib
@@ -22,58 +19,54 @@ from torchtitan.tools.errors import UserError
 _REGISTRY = "config_registry"
 REGISTRY_FILE = f"{_REGISTRY}.py"
 ASSETS_PARAMETER = "hf_assets_path"
-"""The parameter that a configuration function may have: it then computes the configuration from that folder."""
+"""Parameter of a configuration function that computes the configuration from that folder."""
 
 _PARAMETERS: tuple[list[str], ...] = ([], [ASSETS_PARAMETER], [ASSETS_PARAMETER, "family"])
-"""All that a configuration function may have: `family` is the package of the family that the folder's model is of."""
+"""Permitted parameters of configuration functions; `family` is the package of the model's family."""
 
 ENTRY_POINTS = "torchtitan.models"
-"""The group of entry points by which an installed package adds modules: name = import path of the package."""
+"""Group of entry points through which installed packages add modules: name = import path of the package."""
 
 _AUTO = "torchtitan.models.auto.config_registry"
-"""Its configurations, for any family's models, are found in every family that has none of that name."""
+"""Its configurations, for models of any family, are available in every family without one of the same name."""
 
 _BUILT_IN_FOLDERS = ("models", "experiments")
 _OWN_CODE = tuple(f"torchtitan.{folder}" for folder in ("components", *_BUILT_IN_FOLDERS))
-"""The packages of this one that a checkpoint may name a part of."""
+"""Packages of this library from which a checkpoint may name parts."""
 
 
 class ModuleListing(NamedTuple):
-    """What `torchtitan ls` shows of one module."""
-
     name: str
     configs: list[str]
     flavors: list[str]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the known name nearest to `name`, or nothing."""
+    """Return `; did you mean 'x'?` for the known name closest to `name`, or ""."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean '{nearest[0]}'?" if nearest else ""
 
 
 def built_in_modules() -> dict[str, Path]:
-    """Short name → folder of every package under `torchtitan.models` and `torchtitan.experiments` with a registry."""
+    """Return short name → folder of each package with a registry in `models` and `experiments`."""
     package = Path(__file__).resolve().parent.parent
     found = [path.parent for kind in _BUILT_IN_FOLDERS for path in sorted((package / kind).glob(f"*/{REGISTRY_FILE}"))]
     return {folder.name: folder for folder in found}
 
 
 def installed_modules() -> dict[str, str]:
-    """Short name → import path of every module that an installed package adds by an entry point of `ENTRY_POINTS`."""
+    """Return short name → import path of each module that an installed package adds through `ENTRY_POINTS`."""
     return {point.name: point.module for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
 def modules_on_disk() -> dict[str, Path]:
-    """Short name → folder of the built-in modules and, as far as they are folders, of the installed ones."""
+    """Return short name → folder of the built-in modules and of the installed ones that are folders."""
     installed = {name: _folder_of(path) for name, path in installed_modules().items()}
     return {**{name: folder for name, folder in installed.items() if folder}, **built_in_modules()}
 
 
 def list_module(name: str, folder: Path) -> ModuleListing:
-    """Return what is in the module in `folder`, read from its source without importing it: configurations are public
-    functions of `config_registry.py` with `_PARAMETERS`, flavors the keys of the dictionary `FLAVORS` in `__init__.py`.
-    """
+    """Return configurations (functions with `_PARAMETERS`) and flavors (keys of `FLAVORS`) from a module's source."""
     registry = ast.parse((folder / REGISTRY_FILE).read_text())
     functions = {node.name: node.args for node in registry.body if isinstance(node, ast.FunctionDef)}
     configs = [name for name, args in functions.items() if _is_config(name, _parameters(args))]
@@ -88,11 +81,10 @@ def list_module(name: str, folder: Path) -> ModuleListing:
 
 
 def load_config_function(module: str, config: str) -> Callable[..., object]:
-    """Return the function that `--module module --config config` names; `needs_assets` says what it is called with.
+    """Return the function that `--module module --config config` names; `needs_assets` tells its parameters.
 
-    The module is a short name, a dotted import path, or a folder that holds a `config_registry.py`; the configuration
-    a function there, with or without the module's name in front (`debugmodel`, `llama3_debugmodel`). Raises `UserError`
-    if there is no such module or configuration, or importing it fails.
+    The module is a short name, an import path, or a folder with a `config_registry.py`; the configuration's name may
+    begin with the module's (`llama3_debugmodel`). Raise `UserError` if either does not exist, or importing fails.
     """
     registry = _import_registry(module)
     functions = _configurations(registry)
@@ -122,19 +114,15 @@ def _configurations(registry: ModuleType) -> dict[str, Callable[..., object]]:
 
 
 def import_package(module: str) -> ModuleType:
-    """The package that `--module module` names, imported together with its `config_registry.py`. Raises `UserError` as
-    `load_config_function`."""
+    """Return the package that `--module module` names, imported with its registry; raise as `load_config_function`."""
     return _package_of(_import_registry(module))
 
 
 def trusted_module(name: str) -> ModuleType | None:
-    """Return the module with an import path found in a checkpoint, if its code may be run; otherwise None.
+    """Return the module for an import path found in a checkpoint, or None if its code must not run.
 
-    A file may name any code, so only parts of this package and of packages installed with an entry point
-    (`ENTRY_POINTS`) are imported. Any other module must have been imported before, as the one given with `--module` is.
-
-    Raises:
-        UserError: if the module may be imported and importing it fails.
+    Only parts of this package and of packages with an entry point (`ENTRY_POINTS`) are imported, raising `UserError` if
+    that fails; any other module must be imported already, as the `--module` package is.
     """
     trusted = (*_OWN_CODE, *installed_modules().values())
     if _is_of(name, trusted):
@@ -148,19 +136,18 @@ def _is_of(name: str, packages: Iterable[str]) -> bool:
 
 
 def is_trusted(module: str) -> bool:
-    """Return whether a file may select the module that `--module module` would: a built-in one, one of an installed
-    package, or one that this process has imported before."""
+    """Return whether a file may select `--module module`: a built-in, installed or already imported module."""
     if module in (*built_in_modules(), *installed_modules()):
         return True
     folder = Path(module).resolve()
-    if folder.is_dir():  # `_import_registry` prefers it to an import path
+    if folder.is_dir():  # preferred to an import path, as in `_import_registry`
         loaded = sys.modules.get(f"{folder.name}.{_REGISTRY}")
         return loaded is not None and Path(inspect.getfile(loaded)).resolve().parent == folder
     return _is_of(module, _OWN_CODE) or f"{module}.{_REGISTRY}" in sys.modules
 
 
 def needs_assets(function: Callable[..., object]) -> bool:
-    """Whether a configuration function computes its configuration from the folder `hf_assets_path`."""
+    """Return whether a configuration function takes the folder `hf_assets_path`."""
     return ASSETS_PARAMETER in inspect.signature(function).parameters
 
 
@@ -201,7 +188,7 @@ def _import_registry(module: str) -> ModuleType:
 
 
 def _folder_of(path: str) -> Path | None:
-    """Where the package with that import path lies, found without importing it; None: it is not there, or no folder."""
+    """Find the folder of a package without importing it; None if there is none."""
     top, *inner = path.split(".")
     spec = importlib.util.find_spec(top)
     places = spec.submodule_search_locations if spec else None
@@ -226,7 +213,7 @@ def _is_importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:
-        # A missing parent means that nothing has this name; a module that a parent itself lacks is the user's to see.
+        # A missing parent means that the name does not exist; an import missing inside a parent is the user's error.
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             return False
         raise import_failure(name, error) from error
@@ -242,7 +229,7 @@ def _import(name: str, module: str) -> ModuleType:
 
 
 def import_failure(module: str, error: ImportError | SyntaxError) -> UserError:
-    """The user's own error, with the place in the module where it arose."""
+    """Return the user's own import error, with its place in the module."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
     return UserError(f"importing module '{module}' failed: {type(error).__name__}: {error}{place}")

@@ -1,4 +1,4 @@
-"""Meshes, process groups, parallelisation and layout-independent initial weights."""
+"""Meshes, process groups, parallelization and layout-independent initial weights."""
 
 from torchtitan.distributed.initialize import initialize_weights
 from torchtitan.distributed.parallel_dims import ParallelDims

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the backward pass computes again what the forward pass did not keep."""
+"""Activation checkpointing: recompute forward results in the backward pass instead of keeping them."""
 
 import functools
 from contextlib import AbstractContextManager
@@ -18,17 +18,17 @@ from torchtitan.tools.torch_private import (
 )
 
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}
-"""What a linear layer is computed by: without bias, with it, and on MPS."""
+"""Operations of a linear layer: without bias, with bias, and on MPS."""
 
 
 def check_activation_checkpoint(
     config: ActivationCheckpointConfig, compile: CompileConfig, parallelism: ParallelismConfig
 ) -> None:
-    """Raise `UserError` for a memory budget that no compiler would keep to, and for what a pipeline cannot do."""
+    """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline does not support."""
     if compile.enable and "model" in compile.components:
         return
     if config.mode == "selective" and config.selective_option == "op" and parallelism.splits_backward:
-        # What was kept is let go of after the first part of the backward pass, and the second asks for it again.
+        # The first part of the backward pass frees the kept results, and the second asks for them again.
         raise UserError(
             "--activation_checkpoint.mode selective, of single results (`op`), does not go with "
             f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}, whose backward passes "
@@ -42,20 +42,16 @@ def check_activation_checkpoint(
 
 
 def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpointConfig) -> None:
-    """Make the blocks in `model.layers`, a `ModuleDict` by layer number, forget what `config` does not say to keep.
-
-    In place, before compilation and data parallelism. Wrapped blocks keep their attributes, and their parameters' names
-    in `state_dict`; `canonical_name` gives them for those in `named_parameters`.
-    """
-    # Torch has this setting for the whole process alone; 1 is its own value, which an earlier model may have changed.
+    """Apply checkpointing to the blocks in `model.layers`, a `ModuleDict` by layer number, in place, before compilation
+    and data parallelism. Attributes and names in `state_dict` stay; `canonical_name` restores others."""
+    # A setting of the whole process, which an earlier model may have changed; 1 is torch's default.
     functorch_config.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
     if config.mode == "full":
         _wrap_blocks(model)
     elif config.mode == "selective" and config.selective_option == "op":
         from torchtitan.tools.torch_private import inductor_config
 
-        # FlexAttention is a compiled function also in a block that is not, and would be computed again: by default
-        # torch runs compiled code unseen by a policy.
+        # By default torch hides compiled code, such as FlexAttention, from the policy, and would recompute it.
         inductor_config.wrap_inductor_compiled_regions = True
         _wrap_blocks(model, context_fn=_keep_costly_results)
     elif config.mode == "selective":
@@ -65,27 +61,26 @@ def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpoin
 def _wrap_blocks(model: nn.Module, *, every: int = 1, **checkpoint_options: Any) -> None:
     layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
     for name, block in layers.items():
-        # By the number in the whole model, so that pipeline stages choose the same layers.
+        # Numbered over the whole model, so that pipeline stages choose the same layers.
         if int(name) % every == 0:
             layers[name] = checkpoint_wrapper(block, **checkpoint_options)
 
 
 @functools.cache
 def _always_kept() -> frozenset[Any]:
-    """Attention, and communication that leaves each rank a part only: what is gathered is large."""
+    """Return attention and collectives that leave each rank only a part: gathered results are large."""
     compiled: Any = torch.ops.higher_order.inductor_compiled_code
     return frozenset({*attention_operations(), *communication_operations(), compiled})
 
 
 def _keep_costly_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of one forward pass and of its recomputation, which keep attention, communication, and every second
-    matrix product of a block, counted from its first."""
+    """Return contexts of a forward pass and its recomputation: keep `_always_kept` and every second matrix product."""
     products = 0
 
     def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         nonlocal products
         kept = op in _always_kept()
-        # Torch asks in the forward pass alone, and repeats its decisions in the recomputation.
+        # Torch asks only in the forward pass, and repeats its decisions in the recomputation.
         if op in _MATRIX_PRODUCTS:
             products += 1
             kept = products % 2 == 0

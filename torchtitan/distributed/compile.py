@@ -1,4 +1,4 @@
-"""torch.compile: what is compiled, with which settings, and whether it stays compiled."""
+"""torch.compile: compilation of layers and loss, and a monitor of recompilation."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,8 +15,7 @@ from torchtitan.tools.torch_private import AsyncCollectiveTensor, compiler_stati
 
 
 def check_compile(config: CompileConfig) -> None:
-    """Raise `UserError` where there is nothing to compile, and for a backend that torch does not know, or that cannot
-    compile on this machine."""
+    """Raise `UserError` if there is nothing to compile, or the backend is unknown or cannot compile on this machine."""
     if not config.enable:
         return
     if not config.components:
@@ -38,14 +37,11 @@ def check_compile(config: CompileConfig) -> None:
 
 
 def apply_compile(model: nn.Module, config: CompileConfig, parallelism: ParallelismConfig) -> None:
-    """Compile the blocks in `model.layers`, each by itself and in place; blocks that are alike share the result.
-
-    After activation checkpointing, and before data parallelism, which communicates around a block. The model has in
-    `mask` what makes its attention masks.
-    """
-    # Memory of saved tensors is given to the first half of a backward pass, and the second would read what it left.
+    """Compile each block in `model.layers` in place; similar blocks share the code. Call this after activation
+    checkpointing and before data parallelism, which communicates around a block."""
+    # The first half of a backward pass would reuse the memory of saved tensors that the second half reads.
     functorch_config.donated_buffer = not parallelism.splits_backward
-    # A list of documents' lengths would be part of the compiled code, which the next batch could not use.
+    # Compiled code would specialize on a list of documents' lengths, which differs in the next batch.
     model.mask.dense = True  # type: ignore[union-attr]
     if model.tok_embeddings is not None:
         model.tok_embeddings.register_forward_hook(_wait_for_communication)  # type: ignore[union-attr]
@@ -54,14 +50,12 @@ def apply_compile(model: nn.Module, config: CompileConfig, parallelism: Parallel
 
 
 def _wait_for_communication(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Under tensor parallelism the embeddings are still on their way; torch 2.13 loses the type of such a tensor's
-    gradient in compiled code."""
+    """Wait for the embeddings: torch 2.13 loses the type of an asynchronous tensor's gradient in compiled code."""
     return wait_tensor(output) if isinstance(output, AsyncCollectiveTensor) else output
 
 
 def compile_loss(loss: Any, config: CompileConfig) -> None:
-    """Compile the loss of a chunk of logits, in place: `loss.from_logits` as the class of `loss` defines it, be it
-    `CrossEntropyLoss` or one that overrides it. A loss of another kind, without that method, stays as it is."""
+    """Compile `loss.from_logits`, the loss of a chunk of logits, in place. Other losses stay uncompiled."""
     if not hasattr(loss, "from_logits"):
         logger.warning("%s is not compiled: it has no method from_logits", type(loss).__qualname__)
         return
@@ -69,11 +63,7 @@ def compile_loss(loss: Any, config: CompileConfig) -> None:
 
 
 class RecompileMonitor:
-    """Reports what torch compiles while training: in the first step it has to, and later it is lost time.
-
-    Attributes:
-        recompiles: graphs compiled in all steps but the first.
-    """
+    """Report compilation in training: expected in the first step, lost time later (counted in `recompiles`)."""
 
     def __init__(self) -> None:
         self.recompiles = 0
@@ -81,8 +71,7 @@ class RecompileMonitor:
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
-        """Report on what is compiled within, which is all of a training step: once for the first that is watched, and
-        as a warning with the reason that torch gives for a later one."""
+        """Report compilation within a training step: once for the first, and as a warning with torch's reason later."""
         before, last_record = _graphs_compiled(), (_records() or [None])[-1]
         yield
         compiled = _graphs_compiled() - before
@@ -106,7 +95,7 @@ def _records() -> list[Any]:
 
 
 def _reasons_since(last_record: Any) -> list[str]:
-    """Why functions were compiled again since `last_record`, the latest first; torch keeps 64 records."""
+    """Return why functions were recompiled since `last_record`, latest first; torch keeps 64 records."""
     reasons = []
     for record in reversed(_records()):
         if record is last_record:

@@ -1,8 +1,7 @@
-"""Context parallelism: the tokens of each sample are shared out over ranks.
+"""Context parallelism: split the tokens of each sample over ranks.
 
-All but attention works on each token by itself. For attention, each rank keeps its own queries and gathers the keys and
-values of the others (as in section 3.3.2 of "The Llama 3 Herd of Models", arXiv:2407.21783): they are few, since
-several query heads share them, and any mask can be applied to them.
+For attention, each rank keeps its own queries and gathers all keys and values (section 3.3.2 of "The Llama 3 Herd of
+Models", arXiv:2407.21783): they are few, since query heads share them, and any mask applies to them.
 """
 
 from collections.abc import Mapping
@@ -22,32 +21,27 @@ LoadBalancer = Literal["headtail", "none"]
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """Which tokens of a sample each of `degree` ranks has.
-
-    Causal attention costs a token as much as there are tokens before it. So with `headtail`, a sequence is cut into
-    2 * degree pieces, and rank r has the r-th from the front and the r-th from the back.
-    """
+    """Assignment of a sample's tokens to `degree` ranks. To balance causal attention, in which later tokens cost more,
+    `headtail` cuts a sequence into 2 * degree pieces; rank r has the r-th from each end."""
 
     degree: int
     load_balancer: LoadBalancer
 
     def tokens_of_rank(self, rank: int, length: int) -> Tensor:
-        """Places in a sample of `length` tokens, those of this rank in its order."""
+        """Return the positions of this rank's tokens in a sample of `length` tokens, in the rank's order."""
         pieces = torch.arange(length).chunk(2 * self.degree if self.load_balancer == "headtail" else self.degree)
         if self.load_balancer == "none":
             return pieces[rank]
         return torch.cat((pieces[rank], pieces[2 * self.degree - 1 - rank]))
 
     def tokens_of_all(self, length: int) -> Tensor:
-        """Those of every rank, one rank behind the other: the order of what is gathered."""
+        """Return the positions of all ranks' tokens, rank by rank: the order after a gather."""
         return torch.cat([self.tokens_of_rank(rank, length) for rank in range(self.degree)])
 
 
 def shard_sequences(batch: Mapping[str, Tensor], shards: SequenceShards, rank: int) -> dict[str, Tensor]:
-    """This rank's part of a batch: of all that is said of each token, shape (B, T, …), its tokens; all else as it is.
-
-    `positions` are made where the batch has none: by themselves, the tokens of a part would be taken for neighbours.
-    """
+    """Return this rank's part of all values per token, shape (B, T, …), and all other values whole. Missing `positions`
+    are added: otherwise the tokens of a part would be taken for neighbors."""
     length = batch["input"].shape[1]
     tokens = shards.tokens_of_rank(rank, length).to(batch["input"].device)
     whole = {"positions": torch.arange(length, device=tokens.device).expand_as(batch["input"]), **batch}
@@ -56,10 +50,11 @@ def shard_sequences(batch: Mapping[str, Tensor], shards: SequenceShards, rank: i
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, shards: SequenceShards) -> None:
-    """Make a model's attention reach over the tokens of all ranks, in place; nothing changes in its weights.
+    """Make a model's attention cover the tokens of all ranks, in place, without changing weights.
 
-    Its batches are shared out by `shard_sequences` over `mesh`, which has the one dimension of context parallelism;
-    `plan` names the attention and mask modules.
+    Args:
+        mesh: the dimension of context parallelism, over which `shard_sequences` splits batches.
+        plan: names the attention and mask modules.
     """
     rank = mesh.get_local_rank()
 
@@ -84,8 +79,8 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPla
 
 
 def _gather_sequence(x_BLHD: Tensor, mesh: DeviceMesh) -> Tensor:
-    """(B, L, H, D) of each rank → (B, degree x L, H, D); backward, the sum over ranks of each rank's part."""
+    """Gather (B, L, H, D) of each rank → (B, degree x L, H, D). The backward pass sums each rank's part over ranks."""
     gathered = all_gather_single_autograd(x_BLHD.contiguous(), gather_dim=1, group=mesh)
-    # At once, and not where it is first used: with torch 2.13 and gloo, results that were still to be waited for
-    # corrupted the heap of pipeline ranks, in every second run.
+    # At once: with torch 2.13 and gloo, waiting until first use corrupted the heap of pipeline ranks in half of the
+    # runs.
     return wait_tensor(gathered)

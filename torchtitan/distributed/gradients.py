@@ -1,4 +1,4 @@
-"""The total norm of gradients, and clipping by it, whatever they are sharded over."""
+"""Total norm of gradients, and clipping by it, for any sharding."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,15 +14,10 @@ from torch.distributed.tensor import DTensor
 def clip_grad_norm(
     parameters: Iterable[nn.Parameter], max_norm: float, pipeline: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Scale gradients down, in place, to a total Euclidean norm of `max_norm` where they exceed it.
+    """Scale gradients down, in place, to a total Euclidean norm of at most `max_norm` (`inf`: only measure it).
 
-    Like `torch.nn.utils.clip_grad_norm_`, but for the norm's precision, see `_norm`, and for parameters that are
-    sharded over different meshes, or not at all.
-
-    Args:
-        parameters: of the model, or of the parts of it that this rank holds.
-        max_norm: `inf` to measure only.
-        pipeline: the ranks that hold the other parts.
+    Unlike `torch.nn.utils.clip_grad_norm_`, this supports parameters on different meshes or none, and more precise
+    norms (`_norm`). `pipeline` contains the ranks that hold the other parts of the model.
 
     Returns:
         The norm before clipping over all ranks, a plain scalar tensor on the gradients' device.
@@ -46,7 +41,7 @@ def divide_gradients(parameters: Iterable[nn.Parameter], divisor: Tensor) -> Non
 
 
 def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None = None) -> Tensor:
-    """Euclidean norm of all gradients together over all ranks, a plain scalar tensor of at least float32."""
+    """Return the Euclidean norm of all gradients over all ranks, a plain scalar tensor of at least float32."""
     device = gradients[0].device if gradients else torch.device("cpu")
     norms = [_norm(group) for group in _by_mesh(gradients).values()]
     plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
@@ -59,19 +54,19 @@ def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None =
 
 
 def laid_out_like(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
-    """Under tensor parallelism a gradient can come as parts that are still to be summed, or whole for a shard."""
+    """Return `gradient` in the parameter's layout: tensor parallelism may leave it partial, or whole for a shard."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return gradient.redistribute(placements=parameter.placements)
     return gradient
 
 
 def row_norms(gradient: Tensor) -> Tensor:
-    """Euclidean norm of each row, at least in float32: all that `total_norm` needs of a gradient."""
+    """Return the Euclidean norm of each row in at least float32, which suffices for `total_norm`."""
     return torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
-    """Torch computes with tensors of one mesh at a time."""
+    """Group tensors by mesh: torch computes with one mesh at a time."""
     groups: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.device_mesh if isinstance(tensor, DTensor) else None].append(tensor)
@@ -79,12 +74,10 @@ def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of gradients on one mesh, at least in float32; a DTensor where they are.
-
-    A CPU adds up a large tensor's squares in one float32 sum, whose rounding error reaches 1e-4, and another one in
-    every layout; so there each row is summed for itself. Other devices add up in trees, and torch's norm in one kernel
-    over all tensors is as exact and faster, but it would round each norm to the gradients' own precision.
-    """
+    """Return the Euclidean norm of gradients on one mesh, in at least float32. A CPU sums a large tensor's squares in
+    one float32 accumulator, with a rounding error up to 1e-4 that depends on the layout, unless rows are summed first.
+    Other devices sum in trees; torch's fused norm is as exact and faster, but it rounds each norm to the gradients'
+    precision."""
     if all(gradient.device.type != "cpu" and gradient.dtype == torch.float32 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     of_rows = [row_norms(gradient) for gradient in gradients]

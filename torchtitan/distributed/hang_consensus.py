@@ -1,4 +1,4 @@
-"""How ranks find out together which of them hangs, through the store of the default process group."""
+"""Agreement of the ranks on which of them hangs, through the store of the default process group."""
 
 import contextlib
 import dataclasses
@@ -15,12 +15,12 @@ from torchtitan.tools.torch_private import default_store
 TICK_SECONDS = 0.5
 
 _ANSWER_TICKS = 8
-"""After how many ticks a rank that has not answered does not answer."""
+"""Ticks after which a rank without an answer counts as silent."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """The process of a rank; `begun`, in seconds since the epoch, tells one watchdog in it from a later one."""
+    """A rank's process; `begun`, in seconds since the epoch, distinguishes successive watchdogs in it."""
 
     host: str
     pid: int
@@ -32,15 +32,14 @@ class Process:
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """How far a rank has come; a smaller one is further behind."""
+    """Progress of a rank; a smaller one is further behind."""
 
     step: int
     n_phases: int
-    """Phases begun in the step."""
     phase: str | None = dataclasses.field(compare=False)
-    """The last one's name; None after the step."""
+    """None after the step."""
     line: str = dataclasses.field(compare=False)
-    """What the main thread executes."""
+    """Line that the main thread executes."""
 
     def __str__(self) -> str:
         place = f"after step {self.step}" if self.phase is None else f'in step {self.step}, phase "{self.phase}"'
@@ -49,7 +48,7 @@ class Position:
 
 @dataclass(frozen=True)
 class HangReport:
-    """That the run hangs: what to say, the rank that says it, and the ranks that do not answer."""
+    """A hang: the report, the rank that prints it, and the ranks that do not answer."""
 
     text: str
     reporter_rank: int
@@ -57,50 +56,43 @@ class HangReport:
 
 
 class HangConsensus:
-    """Answers, on a thread of its own, when a rank suspects that the run hangs; asks the others when this one does.
+    """Agree with the other ranks on a hang, on a thread of its own.
 
-    A rank that suspects a hang calls by setting a key, which all look at twice a second. Each then writes where it
-    stands, and waits for the outcome; the rank that called decides it once it has all answers, or has waited for them
-    long enough. If a rank answers that it is between two steps, nothing hangs: the others have reason to wait for it.
-
-    Where the process that holds the store has stopped, requests never return: this thread, which has a connection of
-    its own, then stands still, and whoever reads `report` must not wait for it.
-
-    Args:
-        rank: this process's.
-        processes: of all ranks.
-        position: tells where this rank stands.
+    A rank that suspects a hang sets a key, which all ranks poll twice a second. Each then writes its `position` and
+    waits for the outcome. The calling rank decides once it has all answers, or has waited long enough. If any rank is
+    between two steps, nothing hangs: the others wait for it. If the process that holds the store has stopped, requests
+    never return and this thread, which has its own connection, stalls: readers of `report` must not wait for it.
     """
 
     def __init__(self, rank: int, processes: list[Process], position: Callable[[], Position]):
         self.suspected_seconds: float | None = None
-        """Set while this rank suspects that the run hangs: how long its step may take."""
+        """Set while this rank suspects a hang: the limit of its step."""
         self.report: HangReport | None = None
-        """Set when the ranks have agreed that the run hangs."""
+        """Set when the ranks agree on a hang."""
         self._rank = rank
         self._processes = processes
         self._position = position
         self._cleared = threading.Event()
         self._closed = threading.Event()
-        # A store may outlive the processes (torchrun's does): the keys are those of this very group of processes.
+        # A store may outlive the processes (torchrun's does): the keys belong to this group of processes.
         prefix = f"hang consensus of {processes[0]}, {processes[0].begun}"
         self._store = dist.PrefixStore(prefix, default_store().clone())
         self.thread = threading.Thread(target=self._take_part, name="hang consensus", daemon=True)
         self.thread.start()
 
     def hear_cleared(self) -> bool:
-        """Return, once, that this rank's suspicion turned out to be none; after that it may suspect again."""
+        """Return, once, that this rank's suspicion was unfounded; afterwards it may suspect again."""
         cleared = self._cleared.is_set()
         self._cleared.clear()
         return cleared
 
     def close(self) -> None:
-        """Let the others know that this rank has finished, and wait for the store, if it still answers."""
+        """Announce that this rank has finished, and wait for the store if it still answers."""
         self._closed.set()
         self.thread.join(timeout=5)
 
     def report_without_store(self, seconds: float) -> HangReport:
-        """Return what this rank can say by itself when the store does not answer: its process has stopped."""
+        """Return this rank's own report if the store does not answer because its process has stopped."""
         from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         holder = "torchrun's first agent" if from_agent else f"rank 0 ({self._processes[0]})"
         finding = f"{holder} does not answer, and holds the store that the ranks talk through"
@@ -109,7 +101,7 @@ class HangConsensus:
 
     def _take_part(self) -> None:
         number = 0
-        with contextlib.suppress(dist.DistError):  # the store has gone, and with it the run
+        with contextlib.suppress(dist.DistError):  # the store is gone, and the run with it
             while self.report is None and not self._closed.wait(TICK_SECONDS):
                 called = self.suspected_seconds is not None and self._set_once(f"{number}/call", str(self._rank))
                 if called or self._store.check([f"{number}/call"]):
@@ -118,14 +110,13 @@ class HangConsensus:
             self._store.set(f"finished/{self._rank}", "")
 
     def _set_once(self, key: str, value: str) -> bool:
-        """Set a key; False if another rank has been first."""
         return self._store.compare_set(key, "", value).decode() == value
 
     def _answer(self, number: int, called: bool) -> None:
-        """Answer call `number`, and wait for what comes of it; decide that, where this rank `called`."""
+        """Answer call `number` and wait for the outcome; decide it if this rank `called`."""
         self._store.set(f"{number}/{self._rank}", json.dumps(dataclasses.asdict(self._position())))
         outcome, n_ticks = f"{number}/outcome", 0
-        # Other ranks decide only where the one that called is stuck itself.
+        # Other ranks decide only if the calling rank is stuck itself.
         last_tick = _ANSWER_TICKS if called else 2 * _ANSWER_TICKS
         while not self._store.check([outcome]):
             complete = called and self._store.check([f"{number}/{rank}" for rank in range(len(self._processes))])
@@ -144,7 +135,7 @@ class HangConsensus:
                 pass
 
     def _judge(self, number: int) -> HangReport | None:
-        """That the run hangs; None where the step has ended after all, or ranks wait for one that is between steps."""
+        """Return the report of a hang; None if the step has ended, or ranks wait for one that is between steps."""
         seconds = self.suspected_seconds
         if seconds is None:
             return None
@@ -160,10 +151,8 @@ class HangConsensus:
 
 
 def describe(answers: Mapping[int, Position], silent: Mapping[int, Process], seconds: float) -> str:
-    """Say which ranks hold up the others, then where each stands, those furthest behind first.
-
-    Ranks that do not answer hold up the others; where there are none, the ranks that are behind all others do.
-    """
+    """Describe the ranks that hold up the others, then each rank's position, furthest behind first. Silent ranks hold
+    up the others; if all answer, the ranks furthest behind do."""
     first = min(answers.values())
     behind = [rank for rank, position in answers.items() if position == first]
     if silent:
@@ -182,7 +171,6 @@ def describe(answers: Mapping[int, Position], silent: Mapping[int, Process], sec
 
 
 def headline(seconds: float) -> str:
-    """Return how a report begins."""
     return f"the run hangs, a step has not ended after {seconds:g} seconds"
 
 

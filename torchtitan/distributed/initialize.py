@@ -1,8 +1,7 @@
-"""Initial weights that depend on the seed and the parameter's name alone, whatever the layout.
+"""Initial weights that depend only on the seed and the parameter's name, not on the layout.
 
-Torch's own random operations on a sharded tensor give other values on other layouts. Here every parameter is drawn in
-chunks of whole rows, each from a generator seeded by (seed, name, chunk); a rank draws the chunks that its shard
-touches and keeps its part. No communication, and no more memory than one chunk.
+Every parameter is drawn in chunks of whole rows, each from a generator seeded by (seed, name, chunk). A rank draws the
+chunks that its shard touches, without communication and with the memory of one chunk.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's or module's name without what compilation and activation checkpointing put into it."""
+    """Remove the names that compilation and activation checkpointing insert into a parameter's or module's name."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -28,12 +27,8 @@ def canonical_name(name: str) -> str:
 
 @torch.no_grad()
 def initialize_weights(model: nn.Module, seed: int) -> None:
-    """Fill all parameters and buffers of `model`, materialized and sharded or not, with the initial values that its
-    modules' initializers (`torchtitan.protocols.initializer`) give for a seed.
-
-    Raises:
-        LookupError: if a module has a parameter or a buffer without an initializer: its memory would stay as it was.
-    """
+    """Fill all parameters and buffers of `model`, possibly sharded, from its modules' initializers. Raise `LookupError`
+    if a parameter or buffer has none."""
     for module_name, module in model.named_modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             initializer = initializer_of(module, name)
@@ -66,5 +61,5 @@ def _fill(parameter: Tensor, initializer: Initializer, key: str) -> None:
 
 
 def _stable_seed(key: str) -> int:
-    """Python's own `hash` of a string differs from process to process."""
+    """Return a seed for a string; Python's `hash` of it differs between processes."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,4 +1,4 @@
-"""The loss under tensor parallelism: each rank computes the logits of its part of the vocabulary, and keeps them."""
+"""The loss under tensor parallelism: each rank computes and keeps the logits of its part of the vocabulary."""
 
 import textwrap
 import traceback
@@ -22,18 +22,17 @@ LogitsLoss = Callable[[Tensor, Tensor], Tensor]
 def share_vocabulary(
     hidden_BLD: Tensor, weight_VD: DTensor, from_logits: LogitsLoss
 ) -> tuple[Tensor, Tensor, LogitsLoss]:
-    """Take a linear layer and a loss on its outputs apart, so that they can be computed rank by rank.
+    """Split a linear layer and a loss on its outputs so that each rank computes its part.
 
     Args:
-        hidden_BLD: a DTensor on the mesh of `weight_VD`, sharded in any way.
-        weight_VD: rows sharded over a mesh of one dimension, evenly or not.
-        from_logits: (logits (N, V), labels (N,)) → the summed loss. Torch's cross entropy communicates only sums and
-            maxima over the ranks; other operations on the DTensor may gather it.
+        hidden_BLD: a DTensor on the mesh of `weight_VD`, with any sharding.
+        weight_VD: rows sharded over a mesh of one dimension, possibly unevenly.
+        from_logits: the loss. Torch's cross entropy communicates only sums and maxima; other operations may gather.
 
     Returns:
         Plain tensors: all hidden states, this rank's rows (V_local, D) of the weights, and the loss as a function of
-        this rank's logits (N, V_local). Its value is the same on all ranks, its gradients are each rank's own part.
-        It raises `UserError` for an operation that DTensor cannot do.
+        its logits (N, V_local), with the same value on all ranks and each rank's own part of the gradients. The loss
+        raises `UserError` for an operation that DTensor does not support.
     """
     mesh, vocabulary = weight_VD.device_mesh, weight_VD.shape[0]
     assert isinstance(hidden_BLD, DTensor) and weight_VD.placements == (Shard(0),)
@@ -65,14 +64,14 @@ def share_vocabulary(
 
 
 def _is_of_communication(error: Exception) -> bool:
-    """Whether it was raised where ranks communicate: another one has failed, and this one's operations are right."""
+    """Return whether communication failed, which is another rank's error."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     callers = [file for file in files if not file.endswith("torch/_ops.py")]
     return callers[-1].endswith(("_functional_collectives.py", "distributed_c10d.py"))
 
 
 def _try_on_whole_logits(from_logits: LogitsLoss, local_logits: Tensor, labels: Tensor, vocabulary: int) -> None:
-    """Raise what the loss raises on plain tensors too, of a few tokens: a mistake in it that no option mends."""
+    """Raise the loss's errors on plain tensors of a few tokens too: a mistake that no option fixes."""
     few = labels[:_TRIED_TOKENS]
     with torch.enable_grad():
         logits = local_logits.new_zeros(len(few), vocabulary, requires_grad=True)
@@ -83,8 +82,7 @@ def _try_on_whole_logits(from_logits: LogitsLoss, local_logits: Tensor, labels: 
 
 
 class _LossWithGradient(torch.autograd.Function):
-    """A summed loss whose gradient is computed at once: torch's `loss_parallel` must be on in its backward pass, and
-    the caller's comes at a time of its own."""
+    """A summed loss with an immediate gradient: torch's `loss_parallel` must be on in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, loss_of: LogitsLoss) -> Tensor:
@@ -103,7 +101,7 @@ class _LossWithGradient(torch.autograd.Function):
 
 
 def gather_for_head(head: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`head(hidden, weight, …)` for DTensors: computed on whole plain tensors, by every rank alike."""
+    """Make `head(hidden, weight, …)` take DTensors: every rank computes it on whole plain tensors."""
 
     def on_whole_tensors(hidden_BLD: Tensor, weight_VD: Tensor, **inputs: object) -> Tensor:
         whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in (hidden_BLD, weight_VD)]

@@ -1,4 +1,4 @@
-"""`ParallelDims`: the degrees of parallelism of a run, checked, and the device mesh made of them."""
+"""`ParallelDims`: the validated degrees of parallelism of a run, and its device mesh."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,11 +16,8 @@ from torchtitan.tools.torch_private import flatten_mesh, split_mesh
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many ranks each kind of parallelism spans; together they span all ranks.
-
-    Build it with `from_config`, which checks the degrees. Ranks are numbered with tensor parallelism innermost, whose
-    ranks communicate most, then context, data (sharded, replicated) and pipeline parallelism.
-    """
+    """Degrees of parallelism, whose product is the number of ranks. Build it with `from_config`, which checks them.
+    Tensor parallelism, which communicates most, is innermost, then context, data (sharded, replicated) and pipeline."""
 
     world_size: int
     dp_replicate: int = 1
@@ -35,7 +32,7 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, config: ParallelismConfig, world_size: int) -> "ParallelDims":
-        """Resolve `-1` and check that the degrees multiply to `world_size`. Raises `UserError` if they do not."""
+        """Resolve `-1`. Raise `UserError` if the degrees do not multiply to `world_size`."""
         config.validate()
         shard = config.data_parallel_shard_degree
         others = {
@@ -63,8 +60,7 @@ class ParallelDims:
         )
 
     def check_fits(self, model: BaseModel.Config, seq_len: int) -> None:
-        """Check that the model and the sequence can be shared out. Raises `UserError` for the first size that cannot,
-        by name."""
+        """Raise `UserError` for the first size of the model or the sequence that cannot be split, by name."""
         for name, size in model.tensor_parallel_sizes.items():
             if size % self.tp:
                 raise UserError(f"--parallelism.tensor_parallel_degree {self.tp} does not divide --model.{name} {size}")
@@ -79,12 +75,12 @@ class ParallelDims:
             raise UserError(f"{named}{doubled} does not divide --training.seq_len {seq_len}")
 
     def __str__(self) -> str:
-        """The degrees above 1, outermost first: `pp 2 x tp 2`; `one process` where there are none."""
+        """Return the degrees above 1, outermost first: `pp 2 x tp 2`; `one process` if there are none."""
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one process"
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Mesh dimension → ranks in it, outermost first."""
+        """Mesh dimension → its number of ranks, outermost first."""
         return {
             "pp": self.pp,
             "dp_replicate": self.dp_replicate,
@@ -94,12 +90,12 @@ class ParallelDims:
         }
 
     def coordinate(self, dimension: str) -> int:
-        """This rank's place in a dimension of the mesh."""
+        """Return this rank's position in a dimension of the mesh."""
         rank = dist.get_rank() if self.world_size > 1 else 0
         return self.coordinates(rank)[dimension]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of a rank in each dimension of the mesh."""
+        """Return a rank's position in each dimension of the mesh."""
         places = {}
         for name, size in reversed(self.sizes.items()):
             rank, places[name] = divmod(rank, size)
@@ -107,55 +103,52 @@ class ParallelDims:
 
     @property
     def dp_degree(self) -> int:
-        """Groups of ranks that see different samples."""
+        """Groups of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the samples this rank sees, from 0 to `dp_degree` - 1."""
+        """Index of this rank's share of the samples, from 0 to `dp_degree` - 1."""
         return self.coordinate("dp_replicate") * self.dp_shard + self.coordinate("dp_shard")
 
     @property
     def gradient_degree(self) -> int:
-        """Ranks that gradients are averaged over: those that have the same weights and see different tokens."""
+        """Number of ranks with the same weights and different tokens, over which gradients are averaged."""
         return self.dp_degree * self.cp
 
     @property
     def is_batch_leader(self) -> bool:
-        """Whether this rank stands for all that see the same samples: what each sample has is counted there, once."""
+        """True on one of the ranks with the same samples, which counts for all of them."""
         return all(self.coordinate(name) == 0 for name in ("pp", "cp", "tp"))
 
     @property
     def is_tensor_leader(self) -> bool:
-        """Whether this rank stands for those of its tensor-parallel group, which all compute the same loss."""
+        """True on one rank of a tensor-parallel group, whose ranks all compute the same loss."""
         return self.coordinate("tp") == 0
 
     @property
     def sequence_shards(self) -> SequenceShards:
-        """How context parallelism shares out the tokens of a sample."""
+        """Assignment of a sample's tokens to context-parallel ranks."""
         return SequenceShards(self.cp, self.cp_load_balancer)
 
     def build_mesh(self, device_type: str) -> DeviceMesh | None:
-        """The mesh ("pp", "dp_replicate", "fsdp", "tp") of all ranks; None in one process.
-
-        Dimensions of size 1 are there too, so that code need not ask. "fsdp" is what weights are sharded over:
-        context-parallel ranks have the same weights and other tokens, as data-parallel ones have.
-        """
+        """Return the mesh ("pp", "dp_replicate", "fsdp", "tp") with dimensions of size 1; None in one process. Weights
+        are sharded over "fsdp", including context-parallel ranks, which have the same weights and other tokens."""
         if self.world_size == 1:
             return None
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.dp_shard * self.cp, "tp": self.tp}
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         if sizes["fsdp"] > 1 and sizes["tp"] > 1:
-            flatten_mesh(mesh["fsdp", "tp"])  # for DTensor to sum over both at once
+            flatten_mesh(mesh["fsdp", "tp"])  # lets DTensor sum over both at once
         return mesh
 
     def context_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The one dimension of context parallelism, inside that of "fsdp"."""
+        """Return the dimension of context parallelism inside "fsdp"."""
         return split_mesh(mesh["fsdp"], (self.dp_shard, self.cp), ("dp_shard", "cp"))["cp"]
 
 
 def _product(degrees: Mapping[str, int]) -> str:
-    """Options of degrees and, where several are above 1, what they come to."""
+    """Name the degrees as options, with their product if several are above 1."""
     named = {name: degree for name, degree in degrees.items() if degree > 1} or degrees
     factors = " x ".join(f"--parallelism.{name} {degree}" for name, degree in named.items())
     return f"{factors} = {prod(named.values())}" if len(named) > 1 else factors

@@ -1,4 +1,4 @@
-"""Applies the parallelisms of a run to a model, once for all families."""
+"""Apply the parallelisms of a run to a model of any family."""
 
 import warnings
 
@@ -31,21 +31,16 @@ def parallelize_decoder(
     activation_checkpoint: ActivationCheckpointConfig | None = None,
     compile: CompileConfig | None = None,
 ) -> nn.Module:
-    """Apply all that a run asks for to a decoder on the meta device, in place: tensor and context parallelism,
-    activation checkpointing, compilation, and FSDP, HSDP or DDP around it.
+    """Apply a run's parallelisms to a decoder on the meta device, in place: tensor and context parallelism, activation
+    checkpointing, compilation, then FSDP, HSDP or DDP.
 
     Args:
         model: has its blocks in `layers`, its embedding in `tok_embeddings` and, unless tied, its head in `output`; a
             pipeline stage lacks some of them.
-        parallel_dims: the degrees.
-        mesh: what `parallel_dims.build_mesh` made; None in a single process.
+        mesh: from `parallel_dims.build_mesh`; None in a single process.
         sharding: the family's plan for tensor and context parallelism.
-        training: says in which types to compute and to reduce, and whether weights stay in CPU memory.
-        parallelism: says when gathered weights are freed, and how the loss is computed.
-        activation_checkpoint: what is kept for the backward pass.
-        compile: what is compiled.
 
-    What is not given has its default values.
+    Omitted configurations have their default values.
     """
     parallelism = parallelism or ParallelismConfig()
     activation_checkpoint = activation_checkpoint or ActivationCheckpointConfig()
@@ -70,10 +65,8 @@ def _apply_data_parallel(
     training: TrainingConfig,
     parallelism: ParallelismConfig,
 ) -> None:
-    """FSDP over all ranks with the same weights and other tokens, in one dimension or, with replicas, in two; DDP.
-
-    Where there is only one such rank, FSDP is still what computes in lower precision than that of the master weights.
-    """
+    """Apply FSDP over all ranks with the same weights and other tokens, HSDP with replicas, or DDP. On a single rank,
+    FSDP still computes in lower precision than the master weights."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
@@ -89,7 +82,7 @@ def _apply_data_parallel(
 
 
 def free_gathered_weights(model: nn.Module) -> None:
-    """Free what a forward pass gathered and no backward pass will use: of units that keep it until then."""
+    """Free gathered weights that a forward pass kept for a backward pass that will not come."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -103,16 +96,13 @@ def _reshard(parallelism: ParallelismConfig) -> str:
 def _offload_policy(training: TrainingConfig, mesh: DeviceMesh) -> OffloadPolicy:
     if not training.enable_cpu_offload:
         return OffloadPolicy()
-    # Pinned memory is what a GPU copies from fastest; without a GPU there is none.
+    # A GPU copies fastest from pinned memory; without a GPU there is none.
     return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """What communicates together, in the order of the forward pass; the model itself takes the rest.
-
-    A tied embedding is used at both ends of the model, so it stays with the model itself, as do the final norm and the
-    head: they are used last, and a loss may read the head's weights outside of its forward.
-    """
+    """Return the units of communication in forward order. The model itself takes the rest: a tied embedding, used at
+    both ends, and the final norm and the head, whose weights a loss may read outside of its forward."""
     config = model.config
     separate = model.tok_embeddings is not None and not config.tie_embeddings  # type: ignore[union-attr]
     embedding = [model.tok_embeddings] if separate else []
@@ -122,10 +112,9 @@ def _units(model: nn.Module) -> list[nn.Module]:
 def _apply_fsdp(
     model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard: str, offload: OffloadPolicy
 ) -> None:
-    """FSDP2, or HSDP on a two-dimensional mesh."""
     units = _units(model)
     for unit in units:
-        # The backward pass begins with the last layer: freeing its weights only to gather them again is lost time.
+        # The backward pass begins with the last layer: do not free its weights only to gather them again.
         frees = reshard == "always" or (reshard == "default" and unit is not units[-1])
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=frees, offload_policy=offload)
     frees = reshard == "always"
@@ -133,6 +122,6 @@ def _apply_fsdp(
 
 
 def _apply_ddp(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
-    """DDP on FSDP2's machinery: whole weights everywhere, gradients reduced per unit while the next is computed."""
+    """Apply DDP through FSDP2: whole weights everywhere, gradients reduced per unit while the next is computed."""
     for unit in [*_units(model), model]:
         replicate(unit, mesh=mesh, mp_policy=precision)

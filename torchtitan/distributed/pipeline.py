@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model is cut into stages, which a schedule of `torch.distributed.pipelining` runs."""
+"""Pipeline parallelism: split a model into stages, which a schedule of `torch.distributed.pipelining` runs."""
 
 import contextlib
 import copy
@@ -27,23 +27,21 @@ from torchtitan.protocols import BaseModel
 from torchtitan.tools.errors import UserError
 
 _V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
-"""Rank r of P holds stages r and 2P - 1 - r; all other schedules with several stages hold r, r + P, r + 2P, …"""
+"""Rank r of P holds stages r and 2P - 1 - r; in other schedules with several stages, r, r + P, r + 2P, …"""
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Which modules make up each stage, which rank holds it, and how many micro-batches pass through."""
+    """The modules and the rank of each stage, and the number of micro-batches."""
 
     schedule: str
     degree: int
     stages: tuple[tuple[str, ...], ...]
-    """Names of the modules of each stage."""
     n_microbatches: int
 
     @classmethod
     def from_config(cls, config: ParallelismConfig, model: BaseModel.Config, local_batch_size: int) -> "PipelinePlan":
-        """Share the modules of a model out to stages. Raises `UserError` where the model, the schedule, the stages and
-        the batch do not fit together."""
+        """Divide a model into stages. Raise `UserError` if model, schedule, stages and batch do not fit together."""
         groups = model.pipeline_modules()
         named = config.module_fqns_per_model_part is not None
         stages = _stages_by_name(config, groups) if named else _stages_by_weight(config, groups)
@@ -59,12 +57,12 @@ class PipelinePlan:
         return plan
 
     def __str__(self) -> str:
-        """One line: the schedule, the micro-batches, and where the stages begin and end."""
+        """Return one line: the schedule, the micro-batches, and the first and last module of each stage."""
         stages = " | ".join(names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names in self.stages)
         return f"pipeline: {self.schedule}, {self.n_microbatches} micro-batches; {stages}"
 
     def stages_of_rank(self, rank: int) -> list[int]:
-        """Numbers of the stages that a pipeline rank holds."""
+        """Return the numbers of a pipeline rank's stages."""
         if self.schedule in _V_SCHEDULES:
             return [rank, 2 * self.degree - 1 - rank]
         return list(range(rank, len(self.stages), self.degree))
@@ -94,12 +92,11 @@ class PipelinePlan:
 
 
 def _is_single(schedule: str) -> bool:
-    """Whether each rank has one stage in this schedule."""
     return issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
 
 
 def _stages_by_name(config: ParallelismConfig, groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """The stages that the user lists, checked to be all modules in their order."""
+    """Return the stages that the user lists. Raise `UserError` unless they are all modules in order."""
     option, parts = "--parallelism.module_fqns_per_model_part", config.module_fqns_per_model_part or []
     if config.pipeline_parallel_layers_per_stage is not None:
         raise UserError(
@@ -121,12 +118,12 @@ def _stages_by_name(config: ParallelismConfig, groups: Sequence[Sequence[str]]) 
 
 
 def _stages_by_weight(config: ParallelismConfig, groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Stages of about the same weight: a layer weighs 1, the first and last modules what the configuration says."""
+    """Return stages of similar weight: a layer weighs 1; the configuration sets the weights of the ends."""
     first = config.pipeline_parallel_first_stage_less_layers
     last = config.pipeline_parallel_last_stage_less_layers
     layers = len(groups) - 2
     n_stages = _count_stages(config, first + layers + last)
-    # Each stage's number of layers, as even as can be once the first and the last one are relieved.
+    # Layers of each stage, as even as possible after relieving the first and the last stage.
     share, rest = divmod(first + layers + last, n_stages)
     capacity = [share + (stage < rest) for stage in range(n_stages)]
     capacity[0] -= first
@@ -155,10 +152,8 @@ def _count_stages(config: ParallelismConfig, weight: int) -> int:
 
 
 def take_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """A copy of a model on the meta device with these of its parts alone; the modules keep their names.
-
-    Layers in a `ModuleDict` are left out of it, other modules with parameters become None.
-    """
+    """Copy the named parts of a model on the meta device. Other layers in a `ModuleDict` are dropped; other modules
+    with parameters become None."""
     stage = copy.deepcopy(model)
     for name, child in list(stage.named_children()):
         if isinstance(child, nn.ModuleDict):
@@ -174,12 +169,10 @@ class Pipeline:
     """The stages of this rank, run together with those of the other ranks in the order of a schedule.
 
     Args:
-        plan: the stages and the schedule.
-        parts: this rank's stages, parallelised and materialised, in the order of `plan.stages_of_rank`.
-        mesh: of the one dimension of pipeline parallelism.
-        device: of this rank.
-        hidden: the hidden states of a micro-batch as this rank's stages exchange them, on the meta device.
-        head: what the last stage computes: the summed loss, from hidden states, output weights and `labels_BL`.
+        parts: this rank's stages, parallelized and materialized, in the order of `plan.stages_of_rank`.
+        mesh: the dimension of pipeline parallelism.
+        hidden: hidden states of a micro-batch as exchanged by this rank's stages, on the meta device.
+        head: the last stage's summed loss, from hidden states, output weights and `labels_BL`.
     """
 
     def __init__(
@@ -204,22 +197,19 @@ class Pipeline:
             stages[0] if _is_single(plan.schedule) else stages,
             n_microbatches=plan.n_microbatches,
             loss_fn=lambda summed_loss, labels: self._scaled(summed_loss),
-            # The loss is a sum over tokens: the trainer divides by their number, and nothing is left to average.
+            # The loss is a sum over tokens, which the trainer divides by their number: nothing is left to average.
             scale_grads=False,
         )
 
     def forward_backward(self, batch: dict[str, Tensor], scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add the gradients of a batch's loss: the sum over micro-batches of `scaled(summed loss)`, which is linear.
-
-        Returns:
-            That loss on the rank with the last stage, 0 on the others.
-        """
+        """Add the gradients of a batch, the sum over micro-batches of `scaled(summed loss)`; `scaled` is linear. Return
+        that loss on the rank with the last stage, 0 on the others."""
         self._scaled = scaled
         return self._run(self.schedule.step, batch)
 
     @torch.no_grad()
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        """The summed loss of a batch on the rank with the last stage, 0 on the others."""
+        """Return the summed loss of a batch on the rank with the last stage, 0 on the others."""
         self._scaled = _unscaled
         with _forward_only(self.schedule):
             return self._run(self.schedule.eval, batch)
@@ -241,7 +231,7 @@ class Pipeline:
                 labels_BL=labels,
             )
         except RuntimeError as error:
-            # Torch wraps what a stage raises in the shapes of its inputs.
+            # Torch wraps a stage's error in the shapes of its inputs.
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
             raise
@@ -254,8 +244,7 @@ def _unscaled(loss: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _forward_only(schedule: Any) -> Iterator[None]:
-    """Within, a schedule of several stages per rank leaves out its backward actions, some of which torch would attempt
-    in an evaluation too, and fail."""
+    """Remove backward actions, some of which torch would attempt in evaluation and fail, from a schedule."""
     if isinstance(schedule, PipelineScheduleSingle):
         yield
         return
@@ -278,7 +267,7 @@ def _forward_only(schedule: Any) -> Iterator[None]:
 def _make_stage(
     part: nn.Module, index: int, n_stages: int, mesh: DeviceMesh, device: torch.device, hidden: Tensor
 ) -> PipelineStage:
-    """What a stage takes and gives is said here; otherwise torch would run the model once more to find out."""
+    """Build a stage with declared shapes; otherwise torch would run the model once more to infer them."""
     samples, length = hidden.shape[:2]
     tokens = torch.empty(samples, length, dtype=torch.int64, device="meta")
     loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)

@@ -19,35 +19,32 @@ from torchtitan.tools.torch_private import process_groups, set_group_timeout
 
 _POLL_SECONDS = 0.05
 
-_made_here = False  # whether this module made the process group, and so is to destroy it
+_made_here = False  # if true, this module destroys the process group
 
 
 def world_size() -> int:
-    """Return the number of processes: of the process group, or as the launcher said; 1 without a launcher."""
+    """Return the number of processes in the group, else the launcher's; 1 without a launcher."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
-    """Join the other processes, if there are any, and return this process's device.
-
-    A process group that exists already, made by a notebook or by a script, is used as it is.
-    """
+    """Join the other processes, if any, and return this process's device; use any existing process group."""
     global _made_here
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if world_size() > 1 and not dist.is_initialized():
-        # gloo beside nccl: object broadcasts and asynchronous checkpoints communicate from the host.
+        # gloo in addition to nccl: object broadcasts and asynchronous checkpoints communicate from the host.
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        # With the device, NCCL connects here, where a failure belongs, and need not guess the device of a barrier.
+        # With a device, NCCL connects here, so that failures appear here and barriers know their device.
         device_id = device if device_type == "cuda" else None
         timeout = timedelta(seconds=comm.init_timeout_seconds)
         rank, size = int(os.environ["RANK"]), world_size()
         on_loopback = _is_loopback(os.environ.get("MASTER_ADDR", ""))
         if on_loopback or os.environ.get("LOCAL_WORLD_SIZE") == str(size):
             _keep_gloo_on_loopback()
-        store = None  # of PyTorch's own making
+        store = None  # made by PyTorch
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = attempt_store(rank, size, timeout)
         elif on_loopback:
@@ -58,8 +55,7 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
 
 
 def _is_loopback(address: str) -> bool:
-    """Return whether an address shows by itself that all ranks are on this host. A host's own name does not: it may
-    resolve to a loopback address on that host, and to another one elsewhere."""
+    """Return whether an address shows by itself that all ranks are on this host; the host's own name does not."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -67,22 +63,21 @@ def _is_loopback(address: str) -> bool:
 
 
 def _keep_gloo_on_loopback() -> None:
-    """Let gloo listen on the loopback interface, not on the one of the host's name, unless the user has named one."""
+    """Let gloo listen on the loopback interface, not on the interface of the host's name, unless the user chose one."""
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _loopback_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
-    """The store at a loopback address. Rank 0 gives it a socket that is bound to this address: PyTorch (2.13) would
-    listen on all interfaces, and whoever reaches the store can write to it."""
+    """Return a store on a loopback address: PyTorch's own (2.13) lets anyone on any interface write to it."""
     address, text = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
     place = f"MASTER_ADDR:MASTER_PORT is '{address}:{text}'"
     if not text.isdecimal() or not 0 < int(text) < 2**16:
         raise UserError(f"{place}, and must end with a port, the same for all ranks: a number below 65536")
     port = int(text)
     with _listener(address, port, place) if rank == 0 else contextlib.nullcontext() as listener:
-        # Multi-tenant as PyTorch's own, whose server lives as long as a store in this process uses it.
+        # Multi-tenant like PyTorch's own, whose server lives as long as a store in this process uses it.
         return dist.TCPStore(
             address, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
         )
@@ -90,7 +85,7 @@ def _loopback_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
 
 @contextlib.contextmanager
 def _listener(address: str, port: int, place: str) -> Iterator[int]:
-    """Yield the descriptor of a listening socket, which the block hands on; close it if the block fails before that."""
+    """Yield the descriptor of a listening socket, which the block takes over; close it if the block fails earlier."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         descriptor = socket.create_server((address, port), family=family).detach()
@@ -110,23 +105,18 @@ def _listener(address: str, port: int, place: str) -> Iterator[int]:
 
 
 def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return the store of torchrun's agent, with a prefix that the processes of this attempt alone have.
+    """Return the store of torchrun's agent with a prefix unique to the processes of this attempt.
 
-    The agent keeps one store over all restarts, and PyTorch (2.13) writes the same keys to it each time: a rank that is
-    faster than another would find the address of that one's dead predecessor, fail to connect, and use up a restart.
-    Nor does the agents' count of restarts tell attempts apart, since those of several hosts may count differently.
-
-    So each process says hello with a number of its own. Rank 0 replies with its number, which is the prefix, and a
-    process believes a reply only if it repeats that process's number: a dead rank 0 cannot have known it.
-
-    Raises:
-        TimeoutError: if the others do not come.
+    The agent keeps one store over all restarts, and PyTorch (2.13) reuses its keys: a fast rank would find a dead
+    predecessor's address, fail to connect, and waste a restart. Restart counts may differ between hosts, so each
+    process sends its own number; rank 0 replies with its number, the prefix, and repeats the sender's number, unknown
+    to a dead rank 0. Raise `TimeoutError` if the other processes do not come.
     """
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     greetings, own = dist.PrefixStore("torchtitan", store), uuid.uuid4().hex
     attempts = _welcome(greetings, own, world_size) if rank == 0 else _greet(greetings, own, rank)
     deadline = time.monotonic() + timeout.total_seconds()
-    with contextlib.suppress(dist.DistStoreError):  # a key that was waited for did not come
+    with contextlib.suppress(dist.DistStoreError):  # a key did not arrive in time
         for prefix in attempts:
             if prefix is not None:
                 return dist.PrefixStore(prefix, store)
@@ -137,8 +127,7 @@ def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _welcome(store: dist.Store, own: str, world_size: int) -> Iterator[str | None]:
-    """Reply to all others, and yield the prefix once each has confirmed it; None before: a new process may take the
-    place of a dead one meanwhile."""
+    """Reply to all others; yield the prefix once all have confirmed it, None before: a dead process may be replaced."""
     keys = {rank: f"hello/{rank}" for rank in range(1, world_size)}
     replied: dict[int, str] = {}
     while True:
@@ -153,7 +142,7 @@ def _welcome(store: dist.Store, own: str, world_size: int) -> Iterator[str | Non
 
 
 def _greet(store: dist.Store, own: str, rank: int) -> Iterator[str | None]:
-    """Yield rank 0's number, once it has replied to this very process; None before."""
+    """Yield rank 0's number once it has replied to this process, None before."""
     store.set(f"hello/{rank}", own)
     while True:
         prefix, number = store.get(f"reply/{rank}").decode().split()
@@ -164,23 +153,18 @@ def _greet(store: dist.Store, own: str, rank: int) -> Iterator[str | None]:
 
 
 def set_timeouts(seconds: float) -> None:
-    """Let the collectives that training makes, in the default group and in those of device meshes, wait so long for the
-    slowest rank; nothing to do in a single process.
-
-    A group that was made for a purpose of its own keeps its timeout: in the checkpointer's, ranks may wait for one that
-    writes a whole model.
-    """
+    """Set the timeout of training's collectives, in the default group and the meshes' groups. Other groups keep theirs:
+    in the checkpointer's, ranks may wait for a rank that writes a whole model."""
     if not dist.is_initialized():
         return
     for group in process_groups():
-        # PyTorch names them so, also those that it makes later, when a mesh is flattened.
+        # PyTorch's names for groups of meshes, including meshes that are flattened later.
         if group is dist.group.WORLD or group.group_desc.startswith("mesh_"):
             set_group_timeout(timedelta(seconds=seconds), group)
 
 
 def destroy_process_group() -> None:
-    """Leave the group that `init_process_group` made, all together: a rank that tears down early can abort another that
-    is still in a collective."""
+    """Leave our process group together: an early teardown can abort a rank that is still in a collective."""
     global _made_here
     if _made_here:
         dist.barrier()
@@ -189,19 +173,19 @@ def destroy_process_group() -> None:
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """`values` summed element by element over all processes, in place; nothing to do in a single one."""
+    """Sum `values` element by element over all processes, in place."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
 
 
 def on_all_ranks(condition: bool) -> bool:
-    """Whether `condition` holds in every process."""
+    """Return whether `condition` holds in every process."""
     return all(gather_objects(condition))
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """`value` of every process, in the order of their ranks."""
+    """Return every process's `value`, by rank."""
     if not dist.is_initialized():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()

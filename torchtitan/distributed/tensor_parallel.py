@@ -1,4 +1,4 @@
-"""Tensor, sequence and loss parallelism, as a family's `ShardingPlan` says."""
+"""Tensor, sequence and loss parallelism, according to a family's `ShardingPlan`."""
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -15,26 +15,26 @@ from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding
 from torchtitan.tools.errors import UserError
 
 _SHARED_FEATURES: Mapping[TensorSharding, Features] = {"columns": "out", "rows": "in"}
-"""Of a linear layer, by how tensor parallelism treats it."""
+"""Split dimension of a linear layer."""
 
 _LAYER_KINDS: Mapping[TensorSharding, type[nn.Module]] = {
     "vocabulary": nn.Embedding,
     **dict.fromkeys(_SHARED_FEATURES, nn.Linear),
 }
-"""The class of a module, by how tensor parallelism treats it; others may be any module."""
+"""Required class of a module; the other shardings accept any module."""
 
 
 class _Interface(NamedTuple):
-    """How a module's first input and its output lie on the ranks; in hidden states, the sequence is dimension 1."""
+    """Placements of a module's first input and output; in hidden states, the sequence is dimension 1."""
 
     given: Placement
-    """The input as it comes."""
+    """Placement of the incoming input."""
     wanted: Placement
-    """The input that the module computes with."""
+    """Placement that the module computes with."""
     returned: Placement | None = None
-    """The output; None: as the module makes it."""
+    """Placement of the output; None: unchanged."""
     returns_local: bool = True
-    """Whether the output is each rank's part, rather than a DTensor."""
+    """True if the output is the rank's local part rather than a DTensor."""
 
 
 _INTERFACES: Mapping[TensorSharding, _Interface] = {
@@ -48,10 +48,8 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
 
 
 def share_parameters(module: nn.Module, mesh: DeviceMesh, features: Features | None) -> None:
-    """Share out the dimension of each of `module`'s own parameters that runs over `features`; the others are whole.
-
-    The weights must be the same on all ranks, or on the meta device.
-    """
+    """Shard each of `module`'s own parameters along its dimension over `features`, or replicate it. The weights must be
+    the same on all ranks, or on the meta device."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         dimensions = features_of(module)[name] if features else ()
         placement = Shard(dimensions.index(features)) if features in dimensions else Replicate()
@@ -60,8 +58,8 @@ def share_parameters(module: nn.Module, mesh: DeviceMesh, features: Features | N
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) -> None:
-    """Do with one module what the plan says, in place. Torch's own `ParallelStyle`s know a weight and a bias only,
-    where a converted layer has other parameters, and train a norm's weight that is frozen."""
+    """Apply the plan to one module, in place. Torch's `ParallelStyle`s support only a weight and a bias, unlike
+    converted layers, and unfreeze a norm's weight."""
     given, wanted, returned, returns_local = _INTERFACES[sharding]
     features: Features | None = "in" if sharding == "vocabulary" else _SHARED_FEATURES.get(sharding)
 
@@ -83,9 +81,8 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
 
 
 def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
-    """Find entries of the plan that do not fit the model, which is converted and still whole, and linear layers that
-    cannot be split over `degree` ranks: inputs that a parameter holds in pieces, and parts that a layer cannot compute
-    with (`with_part_multiple`). Raises `UserError` for the first such entry, or the first such layer, by name."""
+    """Raise `UserError` for the first entry of the plan that does not fit a converted, unsharded model, or a layer that
+    cannot be split over `degree` ranks: its inputs are stored in pieces, or parts violate `with_part_multiple`."""
     for pattern, sharding in plan.tensor.items():
         parts = list(_parts(model, pattern))
         _check_entry(f"the sharding plan's entry '{pattern}': '{sharding}'", sharding, parts)
@@ -106,8 +103,7 @@ def _check_entry(entry: str, sharding: TensorSharding, parts: list[tuple[str, nn
 
 
 def _parts(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module | None]]:
-    """Yield the modules inside `module` that `pattern` names, each with its name; None for a module that is left out:
-    an attribute that is None, or the layers of a pipeline stage that has none."""
+    """Yield name and module for each match of `pattern`, None for an absent module or a stage without layers."""
     head, _, rest = pattern.partition(".")
     found = [(name, child) for name, child in module.named_children() if fnmatchcase(name, head)]
     if not found and (head == "*" or getattr(module, head, module) is None):
@@ -129,7 +125,7 @@ def _check_parts_of(name: str, layer: nn.Module, features: Features, degree: int
         size, multiple = parameter.shape[dimensions.index(features)], part_multiple_of(layer)
         if multiple > 1 and size % (degree * multiple):
             raise UserError(f"{option} shares out the {size} {ends}, in multiples of {multiple} only; {advice}")
-        if features == "in" and size % degree:  # outputs may be shared out unevenly
+        if features == "in" and size % degree:  # outputs may be split unevenly
             pieces = "one piece" if size == 1 else f"{size} pieces"
             raise UserError(f"{option} shares out the {ends}, which lie in {pieces} in its {own_name}; {advice}")
 
@@ -137,11 +133,10 @@ def _check_parts_of(name: str, layer: nn.Module, features: Features, degree: int
 def apply_tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, *, disable_loss_parallel: bool
 ) -> None:
-    """Shard the modules that `plan` names over `mesh`, in place. Those that a pipeline stage lacks are skipped.
+    """Shard the modules that `plan` names over `mesh`, in place, except those that a pipeline stage lacks.
 
-    The model is on the meta device, or has the same weights on every rank; with `disable_loss_parallel` its head gets
-    whole hidden states and output weights. Raises `UserError` as `check_parts`, and if a parameter belongs to no module
-    in `plan`, by name.
+    The model is on the meta device, or has the same weights on every rank. With `disable_loss_parallel`, its head gets
+    whole tensors. Raise `UserError` like `check_parts`, or naming a parameter whose module is not in `plan`.
     """
     check_parts(model, plan, mesh.size())
     for pattern, sharding in plan.tensor.items():

@@ -1,4 +1,4 @@
-"""`Watchdog`: ends a run in which a step does not end, after saying where every rank stands and which one hangs."""
+"""`Watchdog`: end a run whose step hangs, after reporting every rank's position and the rank that hangs."""
 
 import contextlib
 import faulthandler
@@ -20,30 +20,30 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.process import is_launched, leave, report_failure
 
 HANG_EXIT_CODE = 3
-"""That of a run that failed for a stated reason."""
+"""As for any run that failed for a stated reason."""
 
 _CONSENSUS_SECONDS = 10.0
-"""How long the ranks may take to agree; after that, the store they agree through has stopped."""
+"""Time for the ranks to agree; after that, the store that they use has stopped."""
 
 _PRINTING_SECONDS = 2.0
-"""How long a rank waits for the others to learn of the report, and to print where they stand, before it ends."""
+"""Time for the others to read the report and to print their positions, before this rank ends."""
 
 _LAST_SECONDS = 10.0
-"""After which a rank that has the report ends, even if it could not print it."""
+"""Time after which a rank with the report ends, even if it could not print the report."""
 
-_STDERR = 2  # the file itself: the stream in front of it may be locked by a thread that hangs
+_STDERR = 2  # the file itself: a hanging thread may hold the lock of its stream
 
 
 @dataclass(eq=False)
 class _Step:
     number: int
-    seconds: float  # that it may take
+    seconds: float  # time limit
     phase: str = "start of the step"
     n_phases: int = 0
 
 
 class Watchdog:
-    """Watches the steps of a training loop, in one process or in all ranks of the default process group.
+    """Watch the steps of a training loop, in one process or in all ranks of the default process group.
 
         with Watchdog(first_step_seconds=1800, step_seconds=600) as watchdog:
             for number in range(1, steps + 1):
@@ -52,29 +52,29 @@ class Watchdog:
                     ...
                     watchdog.phase("forward and backward")
                     ...
-                save()  # between steps nothing is watched: the timeouts of collectives hold there
+                save()  # not watched between steps: the timeouts of collectives apply
 
-    When a step takes longer than it may, every rank prints its step, its phase and the stacks of its threads to
-    standard error, and one says at the end which ranks hold up the others, and which do not answer. The process ends
-    with exit code 3, whatever its threads do. A rank that does not answer (it is stopped, or never lets go of Python's
-    lock) is made to print its stacks, and ended, by another one on its host (Linux).
+    When a step exceeds its limit, every rank prints its step, its phase and the stacks of its threads to standard
+    error; one rank then prints which ranks hold up the others or do not answer. The process ends with exit code 3,
+    whatever its threads do. A rank that does not answer (stopped, or holding Python's lock) is made to print its stacks
+    and ended by another rank on its host (Linux).
 
-    A step is not ended while a rank is between two steps: the others then wait for it with good reason. Time in
-    which the process itself was stopped, or the host asleep, does not count.
+    No step is ended while a rank is between two steps, because the others rightly wait for it. Time in which the
+    process was stopped, or the host asleep, does not count.
 
-    Every rank enters and leaves the watchdog with the others. While it is entered, SIGQUIT (Ctrl-\\) prints the stacks
-    before it ends the process.
+    All ranks enter and leave the watchdog together. Within it, SIGQUIT (Ctrl-\\) prints the stacks before it ends the
+    process.
 
     Args:
-        first_step_seconds: that the first step may take; it compiles, and connects to the other ranks.
-        step_seconds: that each later one may take; 0: nothing is watched.
+        first_step_seconds: limit of the first step, which compiles and connects to the other ranks.
+        step_seconds: limit of each later step; 0: watch nothing, not even the first step.
     """
 
     def __init__(self, *, first_step_seconds: float, step_seconds: float):
         self._step_seconds = step_seconds
         self._next_step_seconds = first_step_seconds
-        self._step: _Step | None = None  # the one in progress
-        self._last_step = 0  # the last one that has ended
+        self._step: _Step | None = None  # in progress
+        self._last_step = 0  # the last finished one
         self._rank = 0
         self._processes: list[Process] = []
         self._consensus: HangConsensus | None = None
@@ -90,7 +90,7 @@ class Watchdog:
         self._rank = self._processes.index(own)
         if len(self._processes) > 1:
             self._consensus = HangConsensus(self._rank, self._processes, self._position)
-        # A shell starts what runs in its background with this signal ignored, and then it would end no process.
+        # Shells start background processes with this signal ignored; then it would not end the process.
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         faulthandler.register(signal.SIGQUIT, file=_STDERR, chain=True)
         self._closed.clear()
@@ -111,7 +111,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around the step of this number: it is watched."""
+        """Watch a step."""
         self._step = _Step(number, self._next_step_seconds)
         try:
             yield
@@ -120,13 +120,12 @@ class Watchdog:
             self._next_step_seconds = self._step_seconds
 
     def phase(self, name: str) -> None:
-        """Say what the step does from now on; outside of a step, nothing happens."""
+        """Name the current phase of the step; ignored outside of a step."""
         if self._step:
             self._step.phase = name
             self._step.n_phases += 1
 
     def _position(self) -> Position:
-        """Where this rank stands; called by other threads."""
         step, line = self._step, "its end"
         if frame := sys._current_frames().get(self._main_thread.ident or 0):
             code = frame.f_code
@@ -136,8 +135,7 @@ class Watchdog:
         return Position(step=step.number, n_phases=step.n_phases, phase=step.phase, line=line)
 
     def _watch(self) -> None:
-        """The watchdog's thread. It counts its own wake-ups, and does not look at a clock: a process that was stopped,
-        or a host that was asleep, has not been hanging."""
+        """Count wake-ups of this thread rather than clock time: a stopped process or a sleeping host does not hang."""
         watched, n_ticks = None, 0
         while not self._closed.wait(TICK_SECONDS):
             cleared = self._consensus is not None and self._consensus.hear_cleared()
@@ -148,7 +146,6 @@ class Watchdog:
                 self._end(report)
 
     def _hang(self, step: _Step | None, seconds: float) -> HangReport | None:
-        """That the run hangs, as the ranks have found together, or as this one finds by itself."""
         limit = step.seconds if step and seconds > step.seconds else None
         if self._consensus is None:
             return HangReport(f"{headline(limit)}: the process is {self._position()}", 0, []) if limit else None
@@ -158,7 +155,7 @@ class Watchdog:
         return self._consensus.report
 
     def _end(self, report: HangReport) -> None:
-        """Print this rank's stacks and, once, the report, then end; a rank that does not answer is ended too."""
+        """Print this rank's stacks and, once, the report; end the ranks that do not answer, then this one."""
         stacks = self._stacks()
         timer = threading.Timer(_LAST_SECONDS, os._exit, [HANG_EXIT_CODE])
         timer.daemon = True
@@ -174,7 +171,7 @@ class Watchdog:
         leave(HANG_EXIT_CODE)
 
     def _stacks(self) -> str:
-        """Where this rank stands, with the stacks of its threads: the main one first, and the watchdog's left out."""
+        """Return this rank's position and the stacks of its threads: the main thread first, the watchdog's left out."""
         frames = sys._current_frames()
         threads = [self._main_thread, *(one for one in threading.enumerate() if one is not self._main_thread)]
         own = (self._thread, self._consensus.thread if self._consensus else None)
@@ -186,10 +183,7 @@ class Watchdog:
         return "".join(lines)
 
     def _end_silent_ranks(self, silent: list[int]) -> None:
-        """End those on this host that do not answer, by a signal that makes them print their stacks first.
-
-        Of the ranks on a host that answer, the first one does it.
-        """
+        """End the silent ranks on this host by a signal that prints their stacks; its first answering rank does so."""
         host = self._processes[self._rank].host
         here = {rank for rank, process in enumerate(self._processes) if process.host == host}
         if self._rank != min(here - set(silent)):
@@ -199,12 +193,11 @@ class Watchdog:
             if _is_sibling(process.pid):
                 os.write(_STDERR, f"rank {rank} ({process}) does not answer\n".encode())
                 os.kill(process.pid, signal.SIGQUIT)
-                os.kill(process.pid, signal.SIGCONT)  # one that was stopped learns of it now
+                os.kill(process.pid, signal.SIGCONT)  # a stopped process now receives the signal
 
 
 def _is_sibling(pid: int) -> bool:
-    """Whether a process has the same parent as this one: then it is the rank that had this number on a host of this
-    name, and no other process. Where there is no /proc, none is known to be."""
+    """Return whether a process has the same parent, which proves that it is a rank of this run; False without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""A run of any size, tried without a cluster: what each rank would hold, communicate and compute in one step."""
+"""Dry run of a job of any size on one machine: memory, communication and computation of each rank in a step."""
 
 from torchtitan.dry_run.report import dry_run
 

@@ -1,4 +1,4 @@
-"""How much memory PyTorch's CUDA allocator would reserve for a sequence of allocations."""
+"""Memory that PyTorch's CUDA allocator would reserve for a sequence of allocations."""
 
 import bisect
 from collections import defaultdict
@@ -7,33 +7,31 @@ from collections.abc import Hashable
 _MIB = 2**20
 _ROUNDING = 512
 _SMALL = _MIB
-"""Allocations up to this size share segments of `_SMALL_SEGMENT`, apart from the large ones."""
+"""Allocations up to this size share segments of `_SMALL_SEGMENT`, separate from large allocations."""
 _SMALL_SEGMENT = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
 _OWN_SEGMENT = 10 * _MIB
-"""From this size on, an allocation for which there is no room gets a segment of its own size, in whole `_SEGMENT_UNIT`;
-below it, one of `_LARGE_SEGMENT`, of which others may have the rest."""
+"""From this size, allocations without a free block get their own segment, in multiples of `_SEGMENT_UNIT`."""
 _SEGMENT_UNIT = 2 * _MIB
 
 
 class CachingAllocator:
-    """The rules of PyTorch's CUDA allocator with its default settings, for a device that is not full.
+    """PyTorch's CUDA allocator with default settings, for a device with free memory.
 
-    Freed memory stays reserved, for its stream alone. An allocation takes the smallest free block that is large enough,
-    of which the rest becomes a block of its own where that is at least 512 bytes (small allocations) or more than 1 MiB
-    (large ones); neighbors that are free become one. Where no block is large enough, another segment is reserved. See
-    "Memory management" in https://docs.pytorch.org/docs/stable/notes/cuda.html and c10/cuda/CUDACachingAllocator.cpp.
+    Freed memory stays reserved for its stream. An allocation takes the smallest sufficient free block; the rest becomes
+    a block of its own if it is at least 512 bytes (small allocations) or more than 1 MiB (large ones). Free neighbors
+    merge. Without a sufficient block, another segment is reserved. See "Memory management" in
+    https://docs.pytorch.org/docs/stable/notes/cuda.html and c10/cuda/CUDACachingAllocator.cpp.
     """
 
     def __init__(self) -> None:
         self.reserved = 0
-        """Bytes; they never become fewer."""
+        """Bytes, never decreasing."""
         self._pools: dict[Hashable, _FreeBlocks] = defaultdict(_FreeBlocks)
-        self._used: dict[Hashable, tuple[_FreeBlocks, int, int]] = {}  # where it goes, address, size
+        self._used: dict[Hashable, tuple[_FreeBlocks, int, int]] = {}  # pool, address, size
         self._end = 0
 
     def allocate(self, key: Hashable, n_bytes: int, stream: Hashable = None) -> None:
-        """Make an allocation on a stream, to be freed by its `key`."""
         size = -(-max(n_bytes, 1) // _ROUNDING) * _ROUNDING
         is_small = size <= _SMALL
         pool = self._pools[stream, is_small]
@@ -45,34 +43,29 @@ class CachingAllocator:
         self._used[key] = (pool, address, block)
 
     def free(self, key: Hashable) -> None:
-        """End an allocation."""
         pool, address, size = self._used.pop(key)
         pool.add(address, size)
 
     def _reserve(self, size: int) -> tuple[int, int]:
-        """Address and size of a new segment."""
         if size <= _SMALL:
             segment = _SMALL_SEGMENT
         elif size < _OWN_SEGMENT:
             segment = _LARGE_SEGMENT
         else:
             segment = -(-size // _SEGMENT_UNIT) * _SEGMENT_UNIT
-        # With a gap, so that segments are no neighbors.
+        # A gap keeps segments from being neighbors.
         address, self._end = self._end, self._end + segment + 1
         self.reserved += segment
         return address, segment
 
 
 class _FreeBlocks:
-    """Free blocks of memory, by size and by place."""
-
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int]] = []  # (size, address), sorted
         self._size_at: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """Take out the smallest block of at least `size`; its address and size."""
         index = bisect.bisect_left(self._by_size, (size, 0))
         if index == len(self._by_size):
             return None
@@ -81,7 +74,6 @@ class _FreeBlocks:
         return address, block
 
     def add(self, address: int, size: int) -> None:
-        """Add a block, and merge it with its neighbors."""
         before = self._start_of_end.get(address)
         if before is not None:
             self._remove(before, address - before)

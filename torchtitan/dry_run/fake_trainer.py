@@ -1,4 +1,4 @@
-"""A trainer whose tensors have shapes and no memory, in a run of which it is the only process."""
+"""A trainer with fake tensors, which have shapes but no memory, as the only process of its run."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from torchtitan.trainer import StepOutcome, Trainer
 
 
 class VocabularySize(Tokenizer):
-    """A tokenizer of which nothing is known but the size of its vocabulary; there is no text in a dry run."""
+    """A tokenizer with only a vocabulary size: a dry run has no text."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Tokenizer.Config):
@@ -46,7 +46,7 @@ class VocabularySize(Tokenizer):
 
 
 class ZeroBatches(BaseDataLoader):
-    """Batches of the configured shape, all zeros; each sample is one document."""
+    """Batches of zeros in the configured shape; each sample is one document."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -70,7 +70,6 @@ class ZeroBatches(BaseDataLoader):
         return {name: torch.zeros(self.shape, dtype=torch.int64) for name in self.config.names}
 
     def state_dict(self) -> dict[str, Any]:
-        """There is no position."""
         return {}
 
     def close(self) -> None:
@@ -78,10 +77,7 @@ class ZeroBatches(BaseDataLoader):
 
 
 def without_data(config: Trainer.Config) -> Trainer.Config:
-    """A copy of a configuration that needs neither data nor checkpoints, and compiles nothing.
-
-    The tokenizer is read only where the model leaves the size of the vocabulary to it.
-    """
+    """Copy a configuration without data, checkpoints and compilation; read the tokenizer for its size, if needed."""
     vocab_size = config.model_spec.model.vocab_size
     if vocab_size is None:
         vocab_size = config.tokenizer.build(path=config.hf_assets_path).vocab_size
@@ -100,21 +96,16 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
 
 
 class FakeTrainer(Trainer):
-    """Builds all that a trainer builds, with fake tensors; `measure_step` makes one step and measures it.
-
-    Mixed in before the trainer's own class, whose methods it uses wherever they do not look at values.
-    """
+    """A trainer with fake tensors, mixed in before the original class, for methods that read no values."""
 
     fake_mode: FakeTensorMode
     memory: MemoryTracker
     work: WorkTracker
     n_computed: int
-    """Micro-batches of the step that have been computed."""
     work_of_second: Work
-    """What computing the last of them took."""
 
     def init_distributed(self) -> torch.device:
-        """The process group is there already; whatever this machine has, tensors pretend to be on its CPU."""
+        """Use the existing process group; tensors pretend to be on this machine's CPU."""
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.memory, self.work = MemoryTracker(), WorkTracker()
         return torch.device("cpu")
@@ -123,7 +114,7 @@ class FakeTrainer(Trainer):
         """Nothing is written that another run could lose."""
 
     def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
-        """As ever, but that masks are not made, for they would be made of values; without one, attention is causal."""
+        """Shard without attention masks, whose values a fake tensor lacks; attention is causal instead."""
         part = super().shard(part, spec, offloaded=offloaded)
         for module in [module for name, module in part.named_modules() if fnmatchcase(name, spec.sharding.mask)]:
             module.forward = _no_mask
@@ -138,14 +129,13 @@ class FakeTrainer(Trainer):
                     part.train(model.num_trained > 0)
 
     def build_checkpointer(self) -> Any:
-        """None: there is nothing to save."""
+        """Nothing is saved."""
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
-        """Any number will do."""
         return torch.ones((), device=self.device, dtype=self.statistics_dtype)
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
-        """Computes the first two; what comes later works like the second, and needs no more memory."""
+        """Compute the first two micro-batches; later ones repeat the second and need no more memory."""
         if self.n_computed == 2:
             self.work.work += self.work_of_second
             return torch.zeros((), device=self.device)
@@ -157,10 +147,9 @@ class FakeTrainer(Trainer):
         return loss
 
     def check_gradients(self) -> None:
-        """Ranks that do not exist cannot be asked."""
+        """The other ranks do not exist."""
 
     def read_outcome(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepOutcome:
-        """There is nothing to read."""
         return StepOutcome(loss=0.0, grad_norm=0.0, stop_requested=False, data_exhausted=False)
 
     @property
@@ -169,7 +158,6 @@ class FakeTrainer(Trainer):
         return [part for model in self.models.values() for part in model.parts]
 
     def measure_step(self) -> None:
-        """One optimizer step, of which `memory` and `work` learn."""
         self.n_computed = 0
         parameters = [p for part in self.all_parts for p in (*part.parameters(), *part.buffers())]
         states = [state for optimizer in self.optimizer.optimizers for state in optimizer.state.values()]
@@ -195,10 +183,8 @@ class FakeTrainer(Trainer):
 
 
 def fake_trainer(config: Trainer.Config) -> FakeTrainer:
-    """The configuration's own kind of trainer, made a `FakeTrainer`, of a configuration that `without_data` made.
-
-    A process group of backend `fake` must exist; it says which rank this is.
-    """
+    """Build a `FakeTrainer` of the configuration's trainer class, from a result of `without_data`, for the rank in an
+    existing process group of backend `fake`."""
     owner = config._owner
     trainer: FakeTrainer = type(f"Fake{owner.__name__}", (FakeTrainer, owner), {})(config)
     return trainer
@@ -213,12 +199,12 @@ def _records(parts: list[nn.Module]) -> list[Any]:
 
 
 def _gathered_parameters(parts: list[nn.Module]) -> list[Tensor]:
-    """Whole weights, which have memory while they are used."""
+    """Return whole weights, which have memory only while they are used."""
     return [tensor for record in _records(parts) for tensor in (*record.all_gather_outputs, *gathered_weights(record))]
 
 
 def _gradients(parts: list[nn.Module]) -> list[Tensor | None]:
-    """Gradients of the parameters, and those that are yet to be reduced over the ranks."""
+    """Return the gradients of the parameters, including those not yet reduced over the ranks."""
     records = _records(parts)
     return [
         *(parameter.grad for part in parts for parameter in part.parameters()),

@@ -1,9 +1,5 @@
-"""Follows the memory of tensors, byte by byte, and says what its peak consists of.
-
-Works on real tensors and on fake ones (`torch._subclasses.FakeTensorMode`) alike: what is followed are storages, from
-the operation that makes one to its end, each counted once however many views of it there are. What an operation
-allocates and frees within itself is not seen.
-"""
+"""Track the memory of tensors, real or fake, byte by byte, and attribute its peak. The unit is a storage, counted once
+for all its views. Temporary memory within an operation is not seen."""
 
 import weakref
 from collections import Counter
@@ -25,30 +21,27 @@ from torchtitan.tools.torch_private import (
 )
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"]
-"""What memory is for. The first four are what `MemoryTracker.label` said; `activations` is what was made outside of a
-backward pass and lasted until one; `temporary` is the rest."""
+"""The first four are labels; `activations` lasted from outside of a backward pass until one; others are `temporary`."""
 
 _FSDP_COMMUNICATION = ("_allgather_base_", "_reduce_scatter_base_")
-"""Each has a stream on which its result is allocated: a gathered layer, or a layer's sharded gradients."""
+"""Each allocates its result on its own stream: a gathered layer, or a layer's sharded gradients."""
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 
 @dataclass(eq=False)
 class Allocation:
-    """A storage's memory, from when it was allocated to when it was freed."""
+    """A storage's memory between allocation and release."""
 
     n_bytes: int
     owner: "Owner"
     stream: str | None = None
-    """Where it would be made on a GPU: None, or for what FSDP's communication makes, the name of the operation."""
+    """Stream on a GPU: the operation's name for results of FSDP's communication, else None."""
     outlived_backward: bool = False
-    """Whether a backward pass began while it lasted."""
     twin_of: "Allocation | None" = None
 
     @property
     def kind(self) -> MemoryKind:
-        """What it is for, by what is known of it so far."""
         if self.twin_of is not None:
             return self.twin_of.kind
         return self.owner.label or ("activations" if self.outlived_backward else "temporary")
@@ -56,7 +49,7 @@ class Allocation:
 
 @dataclass(eq=False)
 class Owner:
-    """A storage that is followed; several allocations where it is freed and allocated again."""
+    """A tracked storage, with a new allocation each time it is freed and allocated again."""
 
     reference: "weakref.ref[torch.UntypedStorage] | None" = None
     label: MemoryKind | None = None
@@ -71,36 +64,35 @@ class MemoryUse:
 
     @property
     def total(self) -> int:
-        """All kinds together."""
         return sum(self.by_kind.values())
 
 
 class MemoryTracker(Observer):
-    """Follows the memory of tensors.
+    """Track the memory of tensors.
 
         tracker = MemoryTracker()
-        tracker.label("parameters", model.parameters())     # what exists already and is to be counted
+        tracker.label("parameters", model.parameters())     # existing tensors to count
         with observing(tracker):
             step()
             tracker.label("gradients", (p.grad for p in model.parameters()))
         tracker.peak().total                                # bytes
 
-    A label counts for the storage's whole life, what lies behind included.
+    A label applies to the storage's whole life, including its past.
     """
 
     def __init__(self) -> None:
         self._owners: dict[int, Owner] = {}  # by the storage's address
-        self._events: list[tuple[Allocation, int]] = []  # and 1 or -1: allocated or freed
+        self._events: list[tuple[Allocation, int]] = []  # 1: allocated, -1: freed
         self._live: dict[Allocation, None] = {}
         self._latest_backward = -1  # torch numbers them
 
     @property
     def now(self) -> int:
-        """This moment, for `use` and `replay`: the number of allocations and releases so far."""
+        """Number of allocations and releases so far, a moment for `use` and `replay`."""
         return len(self._events)
 
     def label(self, kind: MemoryKind, tensors: Iterable[Tensor | None]) -> None:
-        """Say what the memory of `tensors` is for; what is not followed yet, is from now on."""
+        """Label the memory of `tensors`, and track it from now on if it is not yet tracked."""
         for tensor in tensors:
             for part in _plain_parts(tensor):
                 storage = part.untyped_storage()
@@ -110,14 +102,14 @@ class MemoryTracker(Observer):
                     self._allocate(owner, storage.nbytes())
 
     def use(self, moment: int | None = None, without: Collection[MemoryKind] = ()) -> MemoryUse:
-        """What is in use now, or was at an earlier moment; kinds in `without` do not count."""
+        """Return the memory in use at a moment (default: now), except for kinds in `without`."""
         by_kind: Counter[MemoryKind] = Counter()
         for allocation, sign in self._events if moment is None else self._events[:moment]:
             by_kind[allocation.kind] += sign * allocation.n_bytes
         return MemoryUse({kind: 0 if kind in without else by_kind[kind] for kind in MEMORY_KINDS})
 
     def peak(self, without: Collection[MemoryKind] = ()) -> MemoryUse:
-        """The most that was in use at any time, and what it consisted of; kinds in `without` do not count."""
+        """Return the memory in use at its peak, except for kinds in `without`."""
         live = most = moment = 0
         for index, (allocation, sign) in enumerate(self._events):
             live += sign * allocation.n_bytes * (allocation.kind not in without)
@@ -126,7 +118,7 @@ class MemoryTracker(Observer):
         return self.use(moment, without)
 
     def reserved(self, without: Collection[MemoryKind] = ()) -> int:
-        """Bytes that PyTorch's CUDA allocator would have reserved by now, see `CachingAllocator`."""
+        """Return the bytes that PyTorch's CUDA allocator would have reserved by now; see `CachingAllocator`."""
         allocator = CachingAllocator()
         for allocation, sign in self._events:
             if allocation.kind in without:
@@ -138,20 +130,20 @@ class MemoryTracker(Observer):
         return allocator.reserved
 
     def allocation_of(self, tensor: Tensor) -> Allocation | None:
-        """The memory of a plain tensor; None where it is not followed."""
+        """Return the memory of a plain tensor; None if it is not tracked."""
         owner = self._owners.get(storage_key(tensor.untyped_storage()))
         return owner.current if owner else None
 
     def label_like(self, allocation: Allocation | None, tensor: Tensor) -> None:
-        """Say that the memory of a plain tensor is for what that allocation is for."""
+        """Give the memory of a plain tensor the kind of another allocation."""
         if (own := self.allocation_of(tensor)) is not None:
             own.twin_of = allocation
 
     def replay(
         self, start: int, end: int, twins: dict[Allocation, Allocation], omit: Sequence[Allocation | None]
     ) -> None:
-        """Pretend that what happened from moment `start` to `end` (see `now`) happens again, to memory of its own, but
-        for the allocations in `omit`. `twins` holds what earlier replays allocated and did not free."""
+        """Repeat the events from moment `start` to `end`, except allocations in `omit`, with new memory; `twins` holds
+        what earlier replays did not free."""
         for allocation, sign in self._events[start:end]:
             if sign < 0 and allocation in twins:
                 self._free(twins.pop(allocation).owner)
@@ -160,7 +152,6 @@ class MemoryTracker(Observer):
                 twin.twin_of, twin.stream = allocation, allocation.stream
 
     def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Follow the storages that the operation made."""
         self._note_backward_pass()
         if func.overloadpacket.__name__ in _FSDP_COMMUNICATION and (buffer := self.allocation_of(args[0])) is not None:
             buffer.stream = func.overloadpacket.__name__
@@ -172,12 +163,11 @@ class MemoryTracker(Observer):
         }
         for tensor in made:
             storage = tensor.untyped_storage()
-            # The storage of an argument that is not followed existed before.
+            # The storage of an untracked argument existed before.
             if storage_key(storage) not in self._owners and storage_key(storage) not in given:
                 self._allocate(self._owner_of(storage), storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
-        """Count what is freed and what is allocated anew."""
         self._note_backward_pass()
         owner = self._owner_of(storage)
         if n_bytes != (owner.current.n_bytes if owner.current else 0):
@@ -186,7 +176,6 @@ class MemoryTracker(Observer):
                 self._allocate(owner, n_bytes)
 
     def _owner_of(self, storage: torch.UntypedStorage) -> Owner:
-        """What is known of a storage; begins to follow it."""
         address = storage_key(storage)
         if address not in self._owners:
             self._owners[address] = Owner(weakref.ref(storage, lambda _: self._free(self._owners.pop(address))))
@@ -213,7 +202,7 @@ class MemoryTracker(Observer):
 
 
 def _plain_parts(tensor: Any) -> Iterator[Tensor]:
-    """The tensors that a wrapper (a DTensor, a quantised tensor) holds; a plain tensor itself."""
+    """Yield the tensors inside a wrapper (a DTensor, a quantized tensor), or a plain tensor itself."""
     if not isinstance(tensor, Tensor):
         return
     if not is_traceable_wrapper_subclass(tensor):

@@ -1,4 +1,4 @@
-"""Runs a pipeline schedule in full, computing only a few of its micro-batches."""
+"""Run a complete pipeline schedule, computing only a few of its micro-batches."""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
@@ -17,30 +17,24 @@ from torchtitan.tools.torch_private import pipeline_stages, skip_shape_vote, tre
 
 @dataclass
 class _Sample:
-    """What a computation for one micro-batch did to the memory, from one moment to another; its work and its result."""
+    """Effect of a micro-batch's computation on memory between two moments, its work and its result."""
 
     start: int
     end: int
     work: Work
     result: Any
-    """For each tensor of the result a function that makes one like it."""
+    """For each tensor of the result, a function that makes a similar one."""
     allocations: list[Allocation | None]
-    """Of the result's tensors."""
+    """Allocations of the result's tensors."""
 
 
 class MicrobatchReplay:
-    """Computes the first micro-batch of each stage, in which weights are gathered and gradients begin to exist, and the
-    second. All others do to memory and work exactly what that one did.
+    """Compute the first micro-batch of each stage, which gathers weights and creates gradients, and the second;
+    replay the effects of the second on memory and work for all others.
 
-    What a replayed one hands to another stage, or to the loss, is a tensor of the right shape, and its memory lasts as
-    long as the schedule holds on to it. Schedules whose backward passes are split in two, or do not come in the order
-    of the forward passes, have every micro-batch computed: there, no single one stands for all.
-
-    Args:
-        pipeline: of this rank; its schedule must not have run.
-        memory: follows the memory of the run.
-        work: counts the work of the run.
-        after_backward: called after each backward pass that is computed.
+    A replayed result is a tensor of the right shape, with memory as long as the schedule holds it. Schedules with
+    backward passes that are split, or in another order than the forward passes, compute every micro-batch. `pipeline`
+    must not have run; `after_backward` is called after each computed backward pass.
     """
 
     def __init__(
@@ -54,10 +48,7 @@ class MicrobatchReplay:
         self.twins: dict[Hashable, dict[Allocation, Allocation]] = {}
 
     def install(self) -> None:
-        """Put this between the schedule and its stages.
-
-        Their vote on shapes is skipped: `Pipeline` says what each stage takes and gives.
-        """
+        """Insert this between the schedule and its stages, and skip their vote on shapes, which `Pipeline` declares."""
         skip_shape_vote(self.schedule)
         for stage in pipeline_stages(self.schedule):
             replays = _can_replay(self.schedule, stage.stage_index)
@@ -67,7 +58,7 @@ class MicrobatchReplay:
     def forward(
         self, stage: Any, compute: Callable[..., Any], replays: bool, microbatch: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """`stage.forward_one_chunk`."""
+        """Replace `stage.forward_one_chunk`."""
         key = (stage.stage_index, "forward")
         if microbatch < 2 or not replays:
             return self._sample(key, lambda: compute(microbatch, *args, **kwargs))
@@ -76,7 +67,7 @@ class MicrobatchReplay:
         return output
 
     def backward(self, stage: Any, compute: Callable[..., Any], replays: bool, microbatch: int, **kwargs: Any) -> None:
-        """`stage.backward_one_chunk`."""
+        """Replace `stage.backward_one_chunk`."""
         key = (stage.stage_index, "backward")
 
         def gradients_of_inputs() -> Any:
@@ -111,7 +102,7 @@ class MicrobatchReplay:
 
 
 def _can_replay(schedule: Any, stage: int) -> bool:
-    """Whether the second micro-batch of a stage stands for all later ones."""
+    """Return whether the second micro-batch of a stage represents all later ones."""
     backward = [
         action
         for action in _actions(schedule)
@@ -123,7 +114,7 @@ def _can_replay(schedule: Any, stage: int) -> bool:
 
 
 def _actions(schedule: Any) -> Iterator[Any]:
-    """What this rank does, one after the other; nothing for GPipe and 1F1B, whose code says it instead of a list."""
+    """Yield this rank's actions in order; none for GPipe and 1F1B, which have no list of them."""
     if isinstance(schedule, PipelineScheduleMulti):
         for action in schedule.pipeline_order[schedule.rank]:
             if action is not None:

@@ -1,4 +1,4 @@
-"""Watching every tensor operation that a program executes on this process's own tensors."""
+"""Observation of every tensor operation on this process's own tensors."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,36 +16,32 @@ from torchtitan.tools.torch_private import (
 
 
 class Observer:
-    """Is told of each operation; see `observing`."""
+    """Receive every operation within `observing`."""
 
     def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Called after each operation with its arguments and its result; its tensors are plain or fake ones."""
+        """Receive an operation, its arguments and its result after the call; its tensors are plain or fake."""
 
     def resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
-        """Called before the memory of `storage` grows or shrinks to `n_bytes`."""
+        """Receive a resize before the memory of `storage` changes to `n_bytes`."""
 
 
 @contextlib.contextmanager
 def observing(*observers: Observer) -> Iterator[None]:
-    """Within, tell `observers` of every operation.
-
-    What a DTensor or another wrapper does is seen as the operations on what it wraps: a rank's own part, its
-    communication. The operations by which a DTensor finds the shape of a result, on tensors without memory and of
-    *global* shape, are not seen.
-    """
+    """Report every operation within the block to `observers`, for a DTensor or another wrapper as operations on its
+    local tensors, including communication, but not those that infer a result's *global* shape."""
     mode = _Observation(observers)
     with contextlib.ExitStack() as stack:
         wrap = _wrapping(stack)
         wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", mode.unobserved)
         wrap(DecompShardingStrategy, "propagate_strategy", mode.unobserved)
-        # FSDP frees and allocates gathered weights so, past the dispatcher.
+        # FSDP resizes gathered weights this way, bypassing the dispatcher.
         wrap(torch.UntypedStorage, "resize_", mode.observing_resize)
         stack.enter_context(mode)
         yield
 
 
 def _wrapping(stack: contextlib.ExitStack) -> Callable[[type, str, Callable[..., Any]], None]:
-    """A function that replaces a method by `wrapper(method)` until `stack` is left."""
+    """Return a function that replaces a method by `wrapper(method)` until `stack` exits."""
 
     def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
         method = getattr(owner, name)
@@ -65,18 +61,16 @@ class _Observation(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # it takes itself apart first, and this mode sees the parts
+            return NotImplemented  # the wrapper unwraps itself first, and this mode sees the parts
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        # `prim` operations only ask for a tensor's properties.
+        # `prim` operations only query a tensor's properties.
         if not self.looking_away and func.namespace != "prim":
             for observer in self.observers:
                 observer.observe(func, args, kwargs, result)
         return result
 
     def unobserved(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """`method`, none of whose operations are seen."""
-
         def call(*args: Any, **kwargs: Any) -> Any:
             before, self.looking_away = self.looking_away, True
             try:
@@ -87,8 +81,6 @@ class _Observation(TorchDispatchMode):
         return call
 
     def observing_resize(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """`UntypedStorage.resize_`, of whose calls the observers are told."""
-
         def resize(storage: torch.UntypedStorage, n_bytes: int) -> Any:
             for observer in self.observers:
                 observer.resized(storage, n_bytes)

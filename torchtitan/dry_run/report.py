@@ -1,4 +1,4 @@
-"""The dry run itself, what it finds out about each rank, and how that is shown."""
+"""The dry run, its findings for each rank, and their display."""
 
 import dataclasses
 import json
@@ -41,16 +41,14 @@ _COLUMN_OF_KIND: dict[MemoryKind, str] = {
 
 
 ON_HOST: tuple[MemoryKind, ...] = ("parameters", "gradients", "optimizer")
-"""What `training.enable_cpu_offload` keeps in CPU memory."""
+"""Kinds that `training.enable_cpu_offload` keeps in CPU memory."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank communicates in one step; see `Volume`."""
-
     kind: CommunicationKind
     axis: str
-    """Mesh dimensions that the communicating ranks differ in, joined by `+`."""
+    """Mesh dimensions in which the communicating ranks differ, joined by `+`."""
     calls: int
     n_bytes: int
     n_bytes_sent: int
@@ -58,31 +56,26 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank, which stands for all with the same pipeline stages. Memory in bytes, work of one optimizer step."""
+    """A rank, representing all with the same pipeline stages: memory in bytes, work of one optimizer step."""
 
     rank: int
     stages: list[int]
-    """Numbers of its pipeline stages."""
     parameters: int
-    """Elements of its part of the weights."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     peak: dict[MemoryKind, int]
-    """What is in device memory at the moment when that is most."""
     peak_bytes: int
-    """Their sum."""
     peak_reserved_bytes: int
-    """What PyTorch's CUDA allocator would have reserved by the end of the step, see `CachingAllocator`."""
+    """Memory reserved by PyTorch's CUDA allocator at the end of the step; see `CachingAllocator`."""
     communication: list[Traffic]
     model_flops: float
-    """By the usual formula, evenly over all ranks: what model FLOP/s utilization counts."""
+    """Usual formula, divided evenly among all ranks, as in model FLOP/s utilization."""
     executed_flops: int
-    """Matrix products and attention that this rank computes, recomputed ones included."""
+    """Matrix products and attention on this rank, including recomputation."""
 
 
 def report_of(trainer: FakeTrainer) -> RankReport:
-    """The report of a trainer that has measured a step."""
     memory, dims = trainer.memory, trainer.parallel_dims
     not_on_device = ON_HOST if trainer.config.training.enable_cpu_offload else ()
     held = memory.use().by_kind
@@ -116,15 +109,14 @@ def _by_axis(trainer: FakeTrainer, dims: ParallelDims) -> list[Traffic]:
 
 
 def axis_of(ranks: tuple[int, ...], dims: ParallelDims) -> str:
-    """Return the mesh dimensions in which these ranks have different places: `dp_shard+cp`."""
+    """Return the mesh dimensions in which these ranks differ: `dp_shard+cp`."""
     places = [dims.coordinates(rank) for rank in ranks]
     return "+".join(name for name in dims.sizes if len({place[name] for place in places}) > 1)
 
 
 def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
-    """Try one step of a run of `world_size` ranks in this process, without their memory: one report per rank with other
-    pipeline stages. They are printed, and written to `{dump_folder}/dry_run.json`. Raises `UserError` where the run
-    itself would refuse its configuration, and for what cannot be tried without it."""
+    """Try one step of a run of `world_size` ranks in this process, without their memory. Print a report per rank with
+    different stages, and write all to `{dump_folder}/dry_run.json`. Raise `UserError` for an invalid configuration."""
     _check(config)
     tried = without_data(config)
     tried.check(world_size, dry_run=True)
@@ -166,7 +158,7 @@ def _check(config: Trainer.Config) -> None:
 
 
 def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
-    exception_hook = sys.excepthook  # a process group puts its rank in front of a traceback, each one anew
+    exception_hook = sys.excepthook  # each process group prefixes a traceback with its rank
     if world_size > 1:
         dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
@@ -177,7 +169,7 @@ def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.excepthook = exception_hook
-        # Torch remembers the process groups of one rank's mesh, and takes the next rank's for the same.
+        # Torch remembers one rank's process groups, and would reuse them for the next rank's mesh.
         clear_sharding_cache()
 
 
@@ -214,7 +206,6 @@ def _print(reports: Sequence[RankReport]) -> None:
 
 
 def _table(title: str, columns: str, rows: Sequence[_Row], units: Units = _BYTES) -> "Table":
-    """A table of words and, after them, numbers in one unit."""
     from rich.table import Table
 
     largest = max((number for _, numbers in rows for number in numbers), default=0)
@@ -229,7 +220,6 @@ def _table(title: str, columns: str, rows: Sequence[_Row], units: Units = _BYTES
 
 
 def _unit(number: float, units: Units) -> tuple[str, float]:
-    """The largest unit that the number has one of."""
     return next((unit for unit in units if number >= unit[1]), units[-1])
 
 

@@ -1,4 +1,4 @@
-"""Counts what a program communicates and computes, from the operations that it executes."""
+"""Count communication and computation from the operations that a program executes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,26 +22,19 @@ _KIND_OF_WORD: dict[str, CommunicationKind] = {
     "send": "send",
     "recv": "receive",
 }
-"""By what stands in the name of an operation, without its underscores. Other operations of the namespaces below
-transport no data of a model."""
+"""By a part of the operation's name without underscores. Other operations of the namespaces below transport no data."""
 _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
 class Channel(NamedTuple):
-    """A kind of communication among a group of ranks."""
-
     kind: CommunicationKind
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Volume:
-    """What went through a channel, seen from this rank.
-
-    `n_bytes` are those of whole messages: what a rank has in the end of an all-gather, what it gives to a
-    reduce-scatter. `n_bytes_sent` are those that it sends in a ring of n ranks: (n - 1) / n of the message to gather or
-    to scatter it, twice that to all-reduce it.
-    """
+    """Traffic through a channel, from this rank's view: `n_bytes` of whole messages, and `n_bytes_sent` in a ring of n
+    ranks, (n - 1) / n of a message to gather or scatter it, twice as much to all-reduce it."""
 
     calls: int = 0
     n_bytes: int = 0
@@ -56,8 +49,6 @@ class Volume:
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations, and communication by channel."""
-
     flops: int = 0
     volumes: dict[Channel, Volume] = field(default_factory=dict)
 
@@ -72,18 +63,13 @@ class Work:
 
 
 class WorkTracker(Observer):
-    """Counts this rank's communication and its floating-point operations.
-
-    Operations are those of matrix products and attention, 2 for each multiplication and addition, recomputed ones
-    included. Attention is counted like in `BaseModel.flops_per_token`: without regard to the mask, its backward pass
-    twice the forward pass.
-    """
+    """Count this rank's communication and the operations of matrix products and attention, 2 per multiply-add,
+    including recomputation. As in `flops_per_token`, attention ignores the mask; its backward pass counts twice."""
 
     def __init__(self) -> None:
         self.work = Work()
 
     def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Count the operation, if it computes products or communicates."""
         if func.namespace in _COMMUNICATION_NAMESPACES:
             self._count_message(func, [*args, *kwargs.values(), result])
         elif func.namespace == "aten" and (formula := _formula_of(func)):
@@ -107,7 +93,7 @@ def _count_bytes(value: Any) -> int:
 
 
 def _group_in(values: list[Any]) -> dist.ProcessGroup:
-    """The process group among an operation's arguments, itself or by its name, which comes last of the strings."""
+    """Find the process group among an operation's arguments: the object itself, or its name, the last string."""
     for value in values:
         if is_process_group(value):
             return dist.ProcessGroup.unbox(value)
@@ -116,7 +102,7 @@ def _group_in(values: list[Any]) -> dist.ProcessGroup:
 
 
 def _formula_of(func: OpOverload) -> Callable[..., int] | None:
-    """What counts the operations of `func` from its arguments' shapes; None where it computes no products."""
+    """Return the function that counts the operations of `func` from its arguments, None if it has no products."""
     from torch.utils.flop_counter import flop_registry
 
     if func.overloadpacket.__name__.startswith("_scaled_dot_product"):

@@ -1,5 +1,5 @@
-"""Model families: what the package of one has (docs/extending.md), and which one a checkpoint belongs to: the given
-one, a built-in one, or one of an installed package. No other package that a checkpoint names is imported."""
+"""Model families (docs/extending.md), and the search for a checkpoint's family among given, built-in and installed
+packages: no other package that a checkpoint names is imported."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -21,20 +21,17 @@ class Family:
     """A family of decoders, in its package: `model_spec, model_registry = FAMILY.spec, FAMILY.registry`."""
 
     module: str
-    """Import path of the package: `__name__`."""
 
     flavors: Mapping[str, Decoder.Config]
-    """Name of a size → the model."""
 
     formats: Mapping[str, ForeignFormat]
-    """The weights in other formats: `hf` (Hugging Face), `meta`."""
+    """Weights in other formats: `hf` (Hugging Face), `meta`."""
 
     sharding: ShardingPlan = DENSE_SHARDING
-    """Which modules tensor and context parallelism split, and how."""
+    """Modules that tensor and context parallelism split."""
 
     @property
     def name(self) -> str:
-        """The last part of the import path."""
         return self.module.rpartition(".")[2]
 
     def spec(self, model: Decoder.Config, flavor: str) -> ModelSpec:
@@ -51,15 +48,15 @@ class Family:
         )
 
     def registry(self, flavor: str) -> ModelSpec:
-        """Return the specification of a flavor, a new one per call; raise `UserError` if there is no such flavor."""
+        """Return a new specification of a flavor. Raise `UserError` if there is no such flavor."""
         if flavor not in self.flavors:
             raise UserError(f"{self.name} has no flavor '{flavor}' (there are: {', '.join(self.flavors)})")
         return self.spec(copy.deepcopy(self.flavors[flavor]), flavor)
 
 
 def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -> ModuleType:
-    """Return the family that a DCP checkpoint names by its import path; raise `UserError` if the name is not a
-    family's, or the family is neither built in, installed nor imported."""
+    """Return the family that a DCP checkpoint names by import path. Raise `UserError` if that is no family, or it is
+    neither built in, installed nor imported."""
     said = f"{checkpoint} holds a model of the package '{name}'"
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{said}, which is no name of a package")

@@ -1,4 +1,4 @@
-"""Opens a checkpoint in any format, and finds the family of models that it is of."""
+"""Open a checkpoint in any format, and find its model family."""
 
 import os
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
 """Format → name of the file next to the weights that describes the model."""
 
 _FOREIGN_FLAVOR = "pretrained"
-"""The flavor of a model whose sizes are those of a checkpoint in another format."""
+"""Flavor of a model with the sizes of a checkpoint in another format."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,14 @@ class LoadedModel:
     """In evaluation mode."""
 
     spec: ModelSpec
-    """What it was built from."""
 
     tokenizer_path: Path
     """Folder with its tokenizer's files."""
 
 
 def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> Format:
-    """Return the format of the checkpoint in the folder `path`; raise `UserError` if there is none.
-
-    If there are no weights, an error about the model that a config.json describes comes first: nobody need fetch the
-    weights of one that is not supported. `family` is as of `spec_of`.
-    """
+    """Return the format of the checkpoint in the folder `path`. Raise `UserError` if there is none, or first for the
+    config.json of an unsupported model, before anyone downloads its weights. `family` is as in `spec_of`."""
     try:
         return format_of(path)
     except UserError:
@@ -55,16 +51,8 @@ def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> For
 
 
 def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
-    """Return the specification of the model whose checkpoint, in any format, lies in the folder `path`.
-
-    Args:
-        path: the checkpoint's folder.
-        family: a package that goes before the families that are built in or installed; see
-            `torchtitan.models.families`.
-
-    Raises:
-        UserError: if there is no checkpoint, or no family of models computes what it describes.
-    """
+    """Return the specification of the model in a checkpoint of any format, preferring `family`, a package, to built-in
+    and installed families. Raise `UserError` if there is no checkpoint, or no family supports its model."""
     folder = Path(path)
     found = checkpoint_format(folder, family)
     if found == "hf":
@@ -90,10 +78,12 @@ def native_source(
 ) -> tuple[ModelSpec, TensorSource]:
     """Return the model of a checkpoint in any format, and its weights under our names and in our layout.
 
-    For a checkpoint of trained weights only, `base` is the folder of the others, if they have moved.
+    Args:
+        base: folder of the remaining weights if the checkpoint has only trained ones; by default, where they were.
+        family: as in `spec_of`.
 
     Raises:
-        UserError: as `spec_of`; and if the tensors are not those of the model, or are not all to be had.
+        UserError: as `spec_of`; if the tensors do not fit the model, or are incomplete.
     """
     spec = spec_of(path, family)
     return spec, pretrained.native_source(path, spec, base=base)
@@ -110,11 +100,9 @@ def load_model(
     """Return the model of a checkpoint in any format, with its weights, read one tensor at a time.
 
     Args:
-        path: the checkpoint's folder.
-        device: where the model is.
-        dtype: of its weights. None: the type in which the checkpoint has most of them.
-        base: as of `native_source`.
-        family: as of `spec_of`.
+        dtype: type of the weights. None: the most frequent type in the checkpoint.
+        base: as in `native_source`.
+        family: as in `spec_of`.
 
     Raises:
         UserError: as `native_source`; if a checkpoint of ours is damaged, or its weights are quantized.

@@ -1,4 +1,4 @@
-"""What a plug-in provides: a model, its specification and sharding plan, its other formats, a converter."""
+"""Interfaces of plug-ins: a model, its specification and sharding plan, its other formats, a converter."""
 
 from torchtitan.protocols.converter import LayerConverter, ModelConverter
 from torchtitan.protocols.model import BaseModel, ConvertedModule

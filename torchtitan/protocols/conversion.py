@@ -1,4 +1,4 @@
-"""Applies the converters of a run to its model; describes them for a checkpoint, and has them back from that."""
+"""Apply a run's converters to its model, describe them for a checkpoint, and restore them from it."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,13 +23,11 @@ def convert_model(
     """Apply `converters` in order to a model on the meta device, in place.
 
     Args:
-        model: the plain model.
-        converters: what `Trainer.Config.model_converters` built.
-        frozen_dtype: type of the frozen weights of linear layers if a converter `freezes`. Other modules keep theirs:
-            an embedding's, for one, is also the hidden states'. None: all do.
+        frozen_dtype: type of the frozen weights of linear layers if a converter `freezes`; None: unchanged. Other
+            modules keep their types: an embedding's, for example, is also the hidden states'.
 
     Raises:
-        UserError: if a converter does not find what it is to convert, or nothing is left to train.
+        UserError: if a converter finds nothing to convert, or nothing is left to train.
     """
     for converter in converters:
         converter.convert(model)
@@ -43,17 +41,13 @@ def convert_model(
 
 def _cast_frozen(layer: nn.Linear, dtype: torch.dtype) -> None:
     for name, parameter in layer.named_parameters(recurse=False):
-        if name in ("weight", "bias") and not parameter.requires_grad:  # not what a converted layer has beside them
-            # Anew: a tensor that wraps another one, as of weights gathered in float8, keeps its type in `.data`.
+        if name in ("weight", "bias") and not parameter.requires_grad:  # not a converted layer's own additions
+            # Replaced: through `.data`, a wrapper tensor, such as weights gathered in float8, would keep its type.
             layer.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
 
 
 def converted_model(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> BaseModel:
-    """Return a model on the meta device with those of `converters` applied that change weights, without a log line.
-
-    Raises:
-        UserError: as `convert_model`.
-    """
+    """Return a model on the meta device, silently converted by all `converters` that change weights."""
     return _converted(config, [converter for converter in converters if converter.changes_weights])
 
 
@@ -66,8 +60,7 @@ def _converted(config: BaseModel.Config, converters: Sequence[ModelConverter]) -
 
 
 def check_plain_form(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> None:
-    """Raise `UserError`, naming the tensors, if one of `converters` changes the model's without saying so: the plain
-    model could not be made of them."""
+    """Raise `UserError`, naming the tensors, if a converter changes the model's tensors without declaring it."""
     models = (_converted(config, converters), converted_model(config, converters))
     ours, known = (tensor_shapes(model).items() for model in models)
     if unknown := sorted({name for name, _ in ours ^ known}):
@@ -78,17 +71,17 @@ def check_plain_form(config: BaseModel.Config, converters: Sequence[ModelConvert
 
 
 def tensor_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Name → shape of what checkpoints hold of a model."""
+    """Return name → shape of a model's tensors in checkpoints."""
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def describe_converters(configs: Iterable[Configurable.Config]) -> list[Description]:
-    """Describe those of a run's converters that one has to know to make a plain model of its weights, in order."""
+    """Describe, in order, the converters needed to make a plain model of a run's weights."""
     return [_describe(config) for config in configs if _class_of(config).changes_weights]
 
 
 def describe_simulation(configs: Iterable[Configurable.Config]) -> list[Description]:
-    """Describe those of a run's converters that one has to know to compute as the run does, in order."""
+    """Describe, in order, the converters needed to compute as the run does."""
     return [_describe(config) for config in configs if _class_of(config).simulates]
 
 
@@ -103,15 +96,14 @@ def _describe(config: Configurable.Config) -> Description:
 
 
 def saved_config(saved: Iterable[Description], converter: ModelConverter) -> Configurable.Config | None:
-    """Return the configuration that `saved` has of a converter of this one's class, or None; raise `UserError` if it
-    has a field that is not there any more."""
+    """Return the configuration in `saved` for this converter's class, or None. Raise `UserError` for unknown fields."""
     configs = [said.get("config", {}) for said in saved if said.get("class") == import_path(type(converter))]
     return type(converter).Config.from_dict(configs[0]) if configs else None
 
 
 def differences(saved: Sequence[Description], converters: Iterable[ModelConverter]) -> list[str]:
-    """Say why weights do not mean the same with the run's `converters` as with the `saved` ones, as far as options say
-    it; names and shapes of the tensors say the rest. Raises `UserError` as `saved_config`."""
+    """Explain differences in meaning between `saved` weights and the run's `converters`, by options alone. Raise
+    `UserError` like `saved_config`."""
     ours = {import_path(type(converter)): converter for converter in converters if converter.changes_weights}
     theirs = {str(said.get("class")) for said in saved}
     found = [f"the run lacks {path}" for path in sorted(theirs - ours.keys())]
@@ -129,18 +121,14 @@ def differences(saved: Sequence[Description], converters: Iterable[ModelConverte
 
 
 def meaning_of(config: Configurable.Config) -> dict[str, Any]:
-    """Return the options of a converter that decide what its weights mean: all but its `run_options`."""
+    """Return the options of a converter that decide what its weights mean: all except its `run_options`."""
     run_options = _class_of(config).run_options
     return {name: value for name, value in config.to_dict().items() if name not in run_options}
 
 
 def described_converters(descriptions: Iterable[Description], said_by: str) -> list[ModelConverter]:
-    """Return the converters that `describe_converters` was given, from what it returned; `said_by` holds that.
-
-    Raises:
-        UserError: naming one that must not be imported (`torchtitan.config.registry.trusted_module`), cannot be, or is
-            no converter any more.
-    """
+    """Restore converters from the result of `describe_converters`, held by `said_by`. Raise `UserError`, naming a class
+    that must not be imported (`config.registry.trusted_module`), cannot be, or is no longer a converter."""
     return [_described(description, said_by) for description in descriptions]
 
 

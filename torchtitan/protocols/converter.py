@@ -18,33 +18,28 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_choice, choose, without_numbers
 
 _HEAD = "output"
-"""The layer whose weights a model hands to its loss, which is why it is never called (`Decoder.output_weight`)."""
+"""The loss reads this layer's weights, so that the layer is never called (`Decoder.output_weight`)."""
 
 _CONVERTED_BY = "converted_by"
-"""Attribute of a layer that a converter has made: the converter's name."""
 
 
 class ModelConverter(Configurable):
-    """Rewrites modules in place. Listed in `Trainer.Config.model_converters`, applied in that order.
-
-    Every hook but `check_model` does nothing unless overridden. They are called in this order: `convert`; when the run
-    begins, `load_initial_weights`; `post_init_hook`; for every step, `pre_step_hook` and `post_optimizer_hook`.
-    """
+    """Rewrite modules in place, in the order of `Trainer.Config.model_converters`. Hooks, in order: `convert`; at the
+    start of the run, `load_initial_weights` and `post_init_hook`; at every step, `pre_step_hook` and
+    `post_optimizer_hook`. All hooks except `check_model` do nothing unless overridden."""
 
     changes_weights: ClassVar[bool] = False
-    """Whether the converted model's tensors differ from the plain model's (`ConvertedModule`): checkpoints then name
-    the converters, so that the plain model can be made of them."""
+    """True if tensors differ from the plain model's (`ConvertedModule`): checkpoints then name the converters."""
 
     simulates: ClassVar[bool] = False
-    """Whether the run computes as its model will once `torchtitan convert` has quantized it: checkpoints say how."""
+    """True if the run computes as its model after quantization by `torchtitan convert`: checkpoints describe how."""
 
     run_options: ClassVar[frozenset[str]] = frozenset()
-    """Fields of its Config that a run may change and go on with the same weights: how these are trained, what they
-    begin as, or what their names and shapes show. All others say what the weights mean."""
+    """Config fields that may change when a run resumes: training, initial values, and facts visible in names and
+    shapes. All others determine the meaning of the weights."""
 
     freezes: ClassVar[bool] = False
-    """Whether weights that it leaves untrained never change: linear layers keep them in the type that they are computed
-    in."""
+    """True if untrained weights never change: linear layers keep them in the type of the computation."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -53,82 +48,73 @@ class ModelConverter(Configurable):
         def check_run(
             self, *, training: TrainingConfig, parallelism: ParallelismConfig, compile: CompileConfig
         ) -> None:
-            """Raise `UserError`, before any process starts, for an option that this converter does not go with."""
+            """Raise `UserError`, before any process starts, for an option that this converter does not support."""
 
         def check_device(self) -> None:
-            """Raise `UserError`, before any process starts, if this machine's device cannot compute the result; not
-            called in a dry run, which computes nothing."""
+            """Raise `UserError`, before any process starts, if this machine's device is unsuitable; not in dry runs."""
 
     def check_model(self, model: nn.Module) -> None:
-        """Convert a model on the meta device that is thrown away, before any process starts, without a log line."""
+        """Convert a temporary model on the meta device, before any process starts, without a log line."""
         with only_warnings():
             self.convert(model)
 
     def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
-        """Raise `UserError`, before any process starts, for what `load_initial_weights` could not load for the plain
-        model `spec`. If the run begins with a checkpoint of a model that this converter has changed, `given` is its
-        configuration there, and `load_initial_weights` is not called."""
+        """Raise `UserError`, before any process starts, if `load_initial_weights` would fail for the plain model
+        `spec`; not called if the run starts from a checkpoint of this converter, with the configuration `given`."""
 
     def convert(self, model: nn.Module) -> None:
-        """Rewrite a model on the meta device, once, before any parallelization; raise `UserError` if it has nothing
-        that could be converted as the configuration says."""
+        """Rewrite a model on the meta device, before parallelization. Raise `UserError` if nothing is to convert."""
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
-        """Load what else begins with values from a file, when the run begins and the plain model has its weights. A
-        resumed run calls it only if the checkpoint lacks frozen weights (`checkpoint.trained_only`)."""
+        """Load additional initial values from files at the start of a run, after the plain model's weights. A resumed
+        run calls this only if the checkpoint lacks frozen weights (`checkpoint.trained_only`)."""
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
-        """Called once before training, when weights have been initialized or loaded."""
+        """Act once before training, after weights are initialized or loaded."""
 
     def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
-        """Called before each training step with its number, from 1; a resumed run goes on counting. After a step that
-        finds no data it is called with the last one's number (or 0), so that a last validation computes as that
-        step."""
+        """Act before each step, numbered from 1 over all resumptions. After a step without data, the last number (or 0)
+        comes again, so that a final validation computes like that step."""
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
-        """Called after each optimizer step."""
+        """Act after each optimizer step."""
 
     def write_beside_export(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
-        """Write what of the conversion is of use by itself into a folder inside `folder`, the plain model's exported
-        one; called in one process. `model` is the converted one, on the meta device, `requires_grad` saying which
-        parameters were trained, if known; `read` gives a tensor of it by name, whole."""
+        """Write separately useful parts of the conversion into a subfolder of `folder`, the plain model's export, in
+        one process. In `model`, on the meta device, `requires_grad` marks trained parameters, if known; `read` returns
+        whole tensors by name."""
 
 
 class LayerConverter(ModelConverter):
-    """Replaces layers, chosen by patterns in their names; a subclass says in `convert_layer` by what.
-
-    A layer is converted once: of two converters that choose the same one, the second is refused by name.
-    """
+    """Replace layers chosen by name patterns, in `convert_layer`; a second converter for the same layer is refused."""
 
     layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
-    """The layers that can be converted, of exactly these classes."""
+    """Layers that can be converted, of exactly these classes."""
 
     converts_head: ClassVar[bool] = False
-    """Whether the output head can be converted too, although it is never called."""
+    """True if the output head can be converted, although it is never called."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConverter.Config):
-        """Which layers are converted."""
+        """Selection of layers to convert."""
 
         include: list[str] = field(default_factory=lambda: [r"."])
-        """Regular expressions, each searched in the layers' names (layers.0.attention.wq): what they find is
-        converted."""
+        """Regular expressions searched in the layers' names (layers.0.attention.wq); matching layers are converted."""
 
         exclude: list[str] = field(default_factory=list)
-        """Regular expressions: layers whose names they find are not converted."""
+        """Regular expressions; layers with matching names are not converted."""
 
         def validate(self) -> None:
-            """Raise `UserError` for what is no regular expression, and if nothing is included."""
             option = f"--model_converters.{config_key(self)}"
             check_choice(option, self.include, self.exclude, "nothing would be converted")
 
     config: Config
 
     def convert(self, model: nn.Module) -> None:
-        """Replace the chosen layers of a model on the meta device, in place, and log which they are; raise `UserError`
-        if a pattern finds no layer, nothing is left to convert, or another converter has been here."""
+        """Replace the chosen layers of a model on the meta device, in place, and log them. Raise `UserError` if a
+        pattern matches no layer, nothing is left to convert, or a layer is converted already."""
         key, chosen = config_key(self.config), self.select(model)
         for name, layer in chosen.items():
             converted = self.convert_layer(name, layer)
@@ -139,7 +125,7 @@ class LayerConverter(ModelConverter):
         logger.info("%s: %d layers converted: %s; as they were: %s", key, len(chosen), _in_words(chosen), remaining)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the layers that the patterns choose, by name; raise `UserError` as `convert`."""
+        """Return the layers that the patterns choose, by name. Raise `UserError` like `convert`."""
         config, key = self.config, config_key(self.config)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, self.layer_types)}
         if not self.converts_head:
@@ -160,24 +146,22 @@ class LayerConverter(ModelConverter):
         return chosen
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
-        """Whether a layer that the patterns choose is converted. An override raises `UserError` for one that cannot be
-        converted and should not be passed over in silence."""
+        """Return whether to convert a chosen layer. Overrides raise `UserError` if skipping it silently is wrong."""
         return True
 
     @abstractmethod
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
-        """Return what takes the place of `layer`: on the meta device, and with the initial distributions of its
-        parameters (`torchtitan.protocols.initializer`)."""
+        """Return the replacement of `layer` on the meta device, with its initializers (`protocols.initializer`)."""
 
 
 def converter_of(layer: nn.Module) -> str | None:
-    """The name of the converter that has made `layer`, as in its options; None: none has."""
+    """Return the option name of the converter that made `layer`, or None."""
     return getattr(layer, _CONVERTED_BY, None)
 
 
 @contextlib.contextmanager
 def only_warnings() -> Iterator[None]:
-    """Log nothing below a warning within."""
+    """Suppress log messages below warnings."""
     level = logger.level
     logger.setLevel(max(level, logging.WARNING))
     try:

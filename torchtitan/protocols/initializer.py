@@ -1,7 +1,7 @@
-"""The initial distributions of parameters, as data that travels with the module that owns them.
+"""Initial distributions of parameters, as data that travels with the module that owns them.
 
-A module may be built on the meta device, sharded and wrapped before its weights exist. So it says *how* its parameters
-start, and `torchtitan.distributed.initialize` fills them in, with the same values whatever the layout.
+Modules may be built on the meta device and sharded before their weights exist; `torchtitan.distributed.initialize` then
+fills them in, with the same values for any layout.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class Initializer(Protocol):
-    """Fills a tensor in place with values drawn from `generator`."""
+    """Fill a tensor in place with values drawn from `generator`."""
 
     def __call__(self, tensor: Tensor, generator: torch.Generator) -> None: ...
 
 
 @dataclass(frozen=True)
 class TruncatedNormal:
-    """Normal with mean 0 and standard deviation `std`, cut off at `bound` standard deviations."""
+    """Normal with mean 0 and standard deviation `std`, truncated at `bound` standard deviations."""
 
     std: float
     bound: float = 3.0
@@ -45,20 +45,17 @@ class Constant:
 
 @dataclass(frozen=True)
 class DerivedRows:
-    """The initial values of a parameter whose rows follow from the same rows of another, which need not exist itself:
-    the row norms of a matrix, its rows in 4 bits. Draws the other one's rows and computes from them."""
+    """Initial values derived from the same rows of another, possibly virtual parameter: row norms, 4-bit rows."""
 
     plain: str
     """Name of the other parameter in the plain module (`torchtitan.protocols.model.ConvertedModule`)."""
 
     shape: torch.Size
-    """Shape of the other parameter."""
 
     initializer: Initializer
-    """Initial distribution of the other parameter."""
 
     from_rows: Callable[[Tensor], Tensor]
-    """Rows of the other one, (n, …) in float32 → the same rows of this one."""
+    """Rows of the other parameter, (n, …) in float32 → the same rows of this one."""
 
     def __call__(self, tensor: Tensor, generator: torch.Generator) -> None:
         rows = torch.empty(tensor.shape[0], *self.shape[1:])
@@ -67,18 +64,18 @@ class DerivedRows:
 
 
 def with_initializers(module: ModuleT, **initializers: Initializer) -> ModuleT:
-    """Return `module`, made to carry the initial distribution of each of its own parameters by name (`weight=…`)."""
+    """Attach the initial distribution of each of `module`'s own parameters (`weight=…`), and return `module`."""
     setattr(module, _ATTRIBUTE, initializers)
     return module
 
 
 def initializers_of(module: nn.Module) -> dict[str, Initializer]:
-    """The initial distributions that `module` carries, by name: for another module that takes its place."""
+    """Return the initial distributions attached to `module`, by name."""
     return dict(getattr(module, _ATTRIBUTE, {}))
 
 
 def initializer_of(module: nn.Module, parameter: str) -> Initializer:
-    """The initial distribution of `module`'s own parameter of that name; `LookupError` if the module carries none."""
+    """Return the initial distribution of `module`'s own parameter. Raise `LookupError` if there is none."""
     initializers = initializers_of(module)
     if parameter not in initializers:
         raise LookupError(

@@ -17,35 +17,31 @@ ParallelizeFunction = Callable[..., nn.Module]
 
 @dataclass(kw_only=True, slots=True)
 class ModelSpec:
-    """What `model_registry(flavor)` returns, a fresh one per call. `model` and `loss` can be set on the command line;
-    the rest is the family's (`Suppress`ed there)."""
+    """Result of `model_registry(flavor)`, new for each call. Only `model` and `loss` are command-line options."""
 
     name: Suppress[str]
-    """The family: `llama3`."""
+    """Family: `llama3`."""
 
     flavor: Suppress[str]
-    """The size within the family: `8B`."""
+    """Size within the family: `8B`."""
 
     module: Suppress[str]
-    """Import path of the family's package, `torchtitan.models.llama3`, by which a checkpoint names it."""
+    """Import path of the family's package, which names the family in checkpoints: `torchtitan.models.llama3`."""
 
     model: BaseModel.Config
-    """The model; `model.build()` constructs it. Its fields are `--model.<field>` on the command line."""
+    """Model; `model.build()` constructs it. Its options are `--model.<field>`."""
 
     loss: Configurable.Config
-    """The training loss, unless a run chooses another (`Trainer.Config.loss`); see `torchtitan.components.loss`. Its
-    fields are `--loss.<field>`."""
+    """Default training loss, with the options `--loss.<field>`; see `torchtitan.components.loss`."""
 
     sharding: Suppress[ShardingPlan]
-    """Which modules tensor and context parallelism split, and how."""
+    """Modules that tensor and context parallelism split."""
 
     parallelize: Suppress[ParallelizeFunction]
-    """Applies the parallelisms to a meta-device model or pipeline stage, in place, as
-    `torchtitan.distributed.parallelize.parallelize_decoder`."""
+    """Applies the parallelisms to a meta-device model or pipeline stage, in place; see `distributed.parallelize`."""
 
     formats: Suppress[Mapping[str, ForeignFormat]] = field(default_factory=dict)
-    """What the weights are in other formats, by format: `hf` (Hugging Face), `meta`. Empty: only our own."""
+    """Other formats of the weights: `hf` (Hugging Face), `meta`. Empty: only our own."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The parts that can be set, as JSON-ready values."""
         return {"model": self.model.to_dict(), "loss": self.loss.to_dict()}

@@ -1,4 +1,4 @@
-"""`ShardingPlan`: which modules of a family are split over ranks, and how; `torchtitan.distributed` applies it."""
+"""`ShardingPlan`: the modules of a family that are split over ranks; `torchtitan.distributed` applies it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,21 +9,20 @@ from torch import nn
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 TensorSharding = Literal["vocabulary", "sequence", "heads", "whole sequence", "columns", "rows"]
-"""How tensor parallelism treats a module. Between layers each rank holds its part of the sequence.
+"""Treatment of a module in tensor parallelism. Between layers, each rank holds its part of the sequence.
 
-- `vocabulary`: an embedding, its rows (tokens) split. Takes all tokens, gives its part of the sequence.
-- `sequence`: works on each token by itself, with the same weights on every rank; on its part of the sequence.
-- `heads`: works on each head by itself, with the same weights on every rank; on its heads, dimension 2 of (B, L, heads,
-  head_dim), of the whole sequence.
-- `whole sequence`: none of its own weights are split; its first input is gathered from the ranks' parts.
-- `columns`: a linear layer, its outputs split. Takes the whole sequence, gives its part of the features; of an output
-  head, these are parts of the vocabulary, and the loss is computed on them.
-- `rows`: a linear layer, its inputs split. Takes its part of the features, gives its part of the sequence.
+- `vocabulary`: an embedding, split by rows (tokens). Takes all tokens, returns its part of the sequence.
+- `sequence`: works on each token separately, with the same weights on every rank, on its part of the sequence.
+- `heads`: works on each head separately, with the same weights on every rank, on its heads of the whole sequence, in
+  dimension 2 of (B, L, heads, head_dim).
+- `whole sequence`: has no split weights of its own; its first input is gathered from the ranks' parts.
+- `columns`: a linear layer, split by outputs. Takes the whole sequence, returns its part of the features, or of an
+  output head's vocabulary, from which the loss is computed.
+- `rows`: a linear layer, split by inputs. Takes its part of the features, returns its part of the sequence.
 """
 
 Features = Literal["in", "out"] | None
-"""What a dimension of a parameter runs over: features (or tokens) that go into the layer or come out of it, or
-neither."""
+"""Meaning of a parameter's dimension: input features (or tokens), output features, or neither."""
 
 _ATTRIBUTE = "parameter_features"
 _PART_MULTIPLE = "part_multiple"
@@ -32,38 +31,35 @@ _EMBEDDING: Mapping[str, tuple[Features, ...]] = {"weight": ("in", "out")}
 
 
 def with_features(module: ModuleT, **features: tuple[Features, ...]) -> ModuleT:
-    """Return `module`, a linear layer or an embedding, made to carry what the dimensions of further parameters run
-    over: `lora_A=(None, "in")`. `columns` splits the dimension "out", `rows` and `vocabulary` split "in"; a parameter
-    without that dimension is the same on every rank."""
+    """Declare the meaning of `module`'s further parameter dimensions, as in `lora_A=(None, "in")`, and return `module`.
+    `columns` splits "out", `rows` and `vocabulary` split "in"; other parameters are replicated."""
     setattr(module, _ATTRIBUTE, {**features_of(module), **features})
     return module
 
 
 def features_of(module: nn.Module) -> Mapping[str, tuple[Features, ...]]:
-    """Name of a parameter of a linear layer or an embedding → what its dimensions run over."""
+    """Return parameter name → meaning of its dimensions, for a linear layer or an embedding."""
     own: Mapping[str, tuple[Features, ...]] | None = getattr(module, _ATTRIBUTE, None)
     return own if own is not None else _EMBEDDING if isinstance(module, nn.Embedding) else _LINEAR
 
 
 def with_part_multiple(module: ModuleT, multiple: int) -> ModuleT:
-    """Return `module`, a linear layer, made to say that it computes only with multiples of this many inputs and
-    outputs, on each rank."""
+    """Declare that `module`, a linear layer, needs multiples of this many inputs and outputs per rank; return it."""
     setattr(module, _PART_MULTIPLE, multiple)
     return module
 
 
 def part_multiple_of(module: nn.Module) -> int:
-    """What `with_part_multiple` was given, or 1."""
+    """Return the value set by `with_part_multiple`, or 1."""
     return getattr(module, _PART_MULTIPLE, 1)
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What of a model is split over ranks. Names are those of modules; `*` stands for every layer's number."""
+    """Parts of a model that are split over ranks. Keys are module names; `*` matches every layer's number."""
 
     tensor: Mapping[str, TensorSharding]
-    """Tensor parallelism: module → how it is treated. Every module with parameters of its own is named; so may one be
-    that a model leaves out, whose attribute is None."""
+    """Tensor parallelism: module → treatment, for every module with its own parameters, even if a model lacks it."""
 
     attention: str
     """Context parallelism: the modules `attend(queries, keys, values, mask)`, whose keys and values are gathered."""

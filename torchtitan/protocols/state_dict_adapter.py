@@ -1,6 +1,6 @@
-"""How a family's weights are called and laid out in other formats: a table, used in both directions.
+"""Names and layouts of a family's weights in other formats: one table for both directions.
 
-A row says which tensors of ours ("native") are which of another format's ("foreign"), and what lies between them.
+A row maps our tensors ("native") to another format's ("foreign") with a transform, independent of files.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from torchtitan.protocols.tensor_source import TensorForm, some
 from torchtitan.tools.errors import UserError
 
 Names = str | tuple[str, ...]
-"""One tensor's name or several; `*` stands for every layer's number."""
+"""One tensor's name or several; `*` matches every layer's number."""
 
 
 def model_forms(config: BaseModel.Config) -> dict[str, TensorForm]:
@@ -27,24 +27,23 @@ def model_forms(config: BaseModel.Config) -> dict[str, TensorForm]:
 
 
 class Transform(ABC):
-    """What lies between the tensors of a row: a rearrangement, exact to the bit, of meta tensors too."""
+    """Bit-exact rearrangement of a row's tensors, without its own memory; meta tensors give the other side's shapes."""
 
     rows_only: ClassVar[bool] = False
-    """Whether it makes one tensor of one by moving rows, so that it fits whatever else has one entry per row: an
-    adapter of the weight, the norms of its rows."""
+    """True if this only moves rows between two tensors, and so also applies to a weight's adapter or row norms."""
 
     @abstractmethod
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """Our tensors, of `shapes`, from the other format's."""
+        """Return our tensors, of `shapes`, from the other format's."""
 
     @abstractmethod
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The other format's tensors from ours."""
+        """Return the other format's tensors from ours."""
 
 
 @dataclass(frozen=True)
 class Identity(Transform):
-    """One tensor, the same in both."""
+    """One tensor, identical in both formats."""
 
     rows_only = True
 
@@ -57,22 +56,17 @@ class Identity(Transform):
 
 @dataclass(frozen=True)
 class RopePermutation(Transform):
-    """Rows of a query or key projection, if the other format rotates neighboring pairs of a head's elements.
-
-    Our pair is elements i and i + head_dim / 2, as in Hugging Face's format; in Meta's, as in the RoPE paper
-    (arXiv:2104.09864, section 3.2), it is elements 2i and 2i + 1.
-    """
+    """Rows of a query or key projection, if the other format rotates neighboring pairs of a head's elements. Ours and
+    Hugging Face's rotate element i with i + head_dim / 2; Meta's pairs are 2i and 2i + 1 (arXiv:2104.09864, 3.2)."""
 
     rows_only = True
 
     head_dim: int
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """Rows of each head: all first elements of the pairs, then all second ones."""
         return [self._permute(tensor, (self.head_dim // 2, 2)) for tensor in tensors]
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Rows of each head: the two elements of a pair beside each other."""
         return [self._permute(tensor, (2, self.head_dim // 2)) for tensor in tensors]
 
     def _permute(self, tensor: Tensor, order: tuple[int, int]) -> Tensor:
@@ -81,7 +75,7 @@ class RopePermutation(Transform):
 
 @dataclass(frozen=True)
 class Concatenated(Transform):
-    """Several tensors of ours that the other format has fused into one, one after the other along `dim`."""
+    """Several of our tensors, fused into one along `dim` in the other format."""
 
     dim: int
 
@@ -95,7 +89,7 @@ class Concatenated(Transform):
 
 @dataclass(frozen=True)
 class Stacked(Transform):
-    """One tensor of ours that the other format has as several, one for each index of `dim`: the experts of a layer."""
+    """One of our tensors, split into one for each index of `dim` in the other format: the experts of a layer."""
 
     dim: int
 
@@ -109,12 +103,12 @@ class Stacked(Transform):
 
 @dataclass(frozen=True)
 class Repeated(Transform):
-    """One tensor of ours that the other format writes several times: tied weights in a format that cannot tie them."""
+    """One of our tensors, repeated in the other format: tied weights in a format without ties."""
 
     times: int
 
     def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """The first; that the others equal it is for the adapter's `tied` to say."""
+        """Return the first tensor; the adapter's `tied` requires the others to equal it."""
         return tensors[:1]
 
     def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -123,7 +117,7 @@ class Repeated(Transform):
 
 @dataclass(frozen=True)
 class KeyMapping:
-    """Tensors of ours, those of the other format that hold the same, and what lies between them."""
+    """Our tensors, their equivalents in the other format, and the transform between them."""
 
     native: Names
     foreign: Names
@@ -132,7 +126,7 @@ class KeyMapping:
 
 @dataclass(frozen=True)
 class TensorConversion:
-    """One row for one layer: reading the tensors of one side is enough to make those of the other."""
+    """One row for one layer: the tensors of either side determine the other side's."""
 
     native: tuple[str, ...]
     foreign: tuple[str, ...]
@@ -140,16 +134,12 @@ class TensorConversion:
 
 
 class StateDictAdapter:
-    """The table of one model configuration.
+    """The table of one model configuration, with `*` in the `rows` replaced by each layer's number (`steps`).
 
     Args:
-        rows: every tensor of the model, once; a row with `*` in its names is one of each layer.
-        n_layers: how many layers there are.
-        ignored: foreign tensors that may be there and carry nothing, such as RoPE frequencies; `*` as in rows.
-        tied: foreign tensor → the one it must equal. May be there; whoever reads compares the two (`check_tied`).
-
-    Attributes:
-        steps: the rows with `*` replaced by each layer's number.
+        rows: cover every tensor of the model once.
+        ignored: optional foreign tensors without information, such as RoPE frequencies; `*` as in rows.
+        tied: optional foreign tensor → the tensor that it must equal; the reader compares them (`check_tied`).
     """
 
     def __init__(
@@ -172,15 +162,12 @@ class StateDictAdapter:
 
     @property
     def foreign_names(self) -> list[str]:
-        """The other format's tensors, without those that only may be there."""
+        """The other format's tensors, without optional ones."""
         return [name for step in self.steps for name in step.foreign]
 
     def foreign_forms(self, native: Mapping[str, TensorForm]) -> dict[str, TensorForm]:
-        """Return name → form of the other format's tensors, for a model whose tensors have the forms `native`.
-
-        Raises:
-            UserError: if `native` lacks tensors of the table or has others.
-        """
+        """Return name → form of the other format's tensors for a model with the forms `native`. Raise `UserError` if
+        those are not exactly the table's tensors."""
         _check_names("the weights", native, self.native_names, allowed=())
         forms: dict[str, TensorForm] = {}
         for step in self.steps:
@@ -190,11 +177,8 @@ class StateDictAdapter:
         return forms
 
     def plan(self, foreign: Mapping[str, TensorForm], native: Mapping[str, TensorForm]) -> list[TensorConversion]:
-        """Return the steps that make a model with the forms `native` from a checkpoint with the forms `foreign`.
-
-        Raises:
-            UserError: naming the tensors that are missing, that the model has no place for, or of another shape.
-        """
+        """Return the steps that convert a checkpoint with the forms `foreign` to a model with the forms `native`. Raise
+        `UserError`, naming missing, unknown or misshapen tensors."""
         expected = self.foreign_forms(native)
         _check_names("the checkpoint", foreign, list(expected), allowed={*self._ignored, *self.tied})
         misshapen = [
@@ -208,7 +192,7 @@ class StateDictAdapter:
 
 
 def check_tied(name: str, tensor: Tensor, tied_to: str, original: Tensor) -> None:
-    """Raise `UserError` unless a tensor of a checkpoint equals the one that the model uses in its place."""
+    """Raise `UserError` unless a checkpoint's tensor equals the tensor that the model uses in its place."""
     if tensor.shape != original.shape or not torch.equal(tensor, original):
         raise UserError(
             f"the checkpoint's {name} differs from {tied_to}, and the model has the same weights for both; "
@@ -218,20 +202,19 @@ def check_tied(name: str, tensor: Tensor, tied_to: str, original: Tensor) -> Non
 
 @dataclass(frozen=True)
 class ForeignFormat:
-    """What a family says of another format: its tensors, and the file that describes the model."""
+    """A family's tensors in another format, and the file that describes the model."""
 
     adapter: Callable[[Any], StateDictAdapter]
     """Model configuration → the table of its tensors."""
 
     to_foreign: Callable[[Any], dict[str, Any]]
-    """Model configuration → content of config.json (hf) or params.json (meta), as far as it follows from it. Raises
-    `UserError` for what the format cannot express."""
+    """Model configuration → its keys in config.json (hf) or params.json (meta). Raises `UserError` if impossible."""
 
     from_foreign: Callable[[Mapping[str, Any]], BaseModel.Config]
-    """That content → model configuration. Raises `UserError` naming what it asks for and the family does not have."""
+    """Content of that file → model configuration. Raises `UserError`, naming unsupported requirements."""
 
     model_types: tuple[str, ...] = ()
-    """Those `model_type` of a config.json that are this family."""
+    """Values of `model_type` in config.json that belong to this family."""
 
 
 def _expand(name: str, n_layers: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""`TensorSource`: named tensors that are read one at a time, or a part of one, from wherever they lie."""
+"""`TensorSource`: named tensors that are read one at a time, or in part, from any storage."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ Slices = tuple[slice, ...]
 """Part of a tensor: start and stop for each dimension, without steps."""
 
 MakeTensor = Callable[[str], Tensor]
-"""Name → tensor, made on demand: a writer that takes one never holds two tensors."""
+"""Name → tensor, made on demand, so that a writer never holds two tensors."""
 
 _CHUNK_BYTES = 64 * 2**20
 _NAMED_IN_ERRORS = 5
@@ -23,35 +23,32 @@ _NAMED_IN_ERRORS = 5
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What is known of a tensor without reading it."""
+    """Properties of a tensor, known without reading it."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorForm":
-        """The form of that tensor; of a DTensor, that of the whole."""
+        """Return the form of a tensor; for a DTensor, the whole tensor's."""
         return cls(tensor.shape, tensor.dtype)
 
     @property
     def n_bytes(self) -> int:
-        """Size of the tensor's values."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 class TensorSource(ABC):
-    """Tensors by name. Opening one reads names, shapes and dtypes; no file stays open, and nothing is kept."""
+    """Tensors by name. Opening reads only names, shapes and dtypes; no file stays open, and nothing is cached."""
 
     forms: Mapping[str, TensorForm]
-    """Name → shape and dtype of every tensor."""
 
     @abstractmethod
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """Return the tensor, or the part in `slices`, in CPU memory; raise `UserError` if its file cannot be read."""
+        """Return the tensor, or the part in `slices`, in CPU memory. Raise `UserError` if its file cannot be read."""
 
 
 def slice_shape(slices: Slices) -> tuple[int, ...]:
-    """Return the shape of the part in `slices`."""
     return tuple(part.stop - part.start for part in slices)
 
 
@@ -68,11 +65,8 @@ def value_chunks(name: str, tensor: Tensor, dtype: torch.dtype) -> Iterator[memo
 
 
 def as_type(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor`, called `name`, in CPU memory and as `dtype`.
-
-    Raises:
-        UserError: if a finite value is not finite in `dtype`, such as 65,520 in float16.
-    """
+    """Return `tensor`, called `name`, in CPU memory as `dtype`. Raise `UserError` if a finite value becomes infinite in
+    `dtype`, such as 65,520 in float16."""
     converted = tensor.to("cpu", dtype)
     floats = dtype.is_floating_point and tensor.dtype.is_floating_point
     if floats and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
@@ -87,13 +81,13 @@ def as_type(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first few names, and how many there are, for a message."""
+    """Return the first few names and the total number for a message."""
     more = f", … ({len(names)} in all)" if len(names) > _NAMED_IN_ERRORS else ""
     return ", ".join(names[:_NAMED_IN_ERRORS]) + more
 
 
 def damaged(file: str | Path, error: object) -> UserError:
-    """Return what to raise for a file of weights that cannot be read."""
+    """Return the error for an unreadable file of weights."""
     return unreadable(
         file, f"{file} cannot be read, it is damaged or was cut short: {error}; copy or download it again"
     )

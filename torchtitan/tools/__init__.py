@@ -1,1 +1,1 @@
-"""What every layer may use: logging, error types, facts about the device, requests to stop."""
+"""Utilities for every layer: logging, error types, device facts, requests to stop."""

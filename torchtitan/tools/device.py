@@ -1,4 +1,4 @@
-"""Facts about the device that a run computes on: its type, its name, its peak speed, the memory it has used."""
+"""Facts about the device of a run: its type, name, peak speed and memory use."""
 
 import re
 import sys
@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-# Dense (not "with sparsity") bf16/fp16 matrix-product peaks in FLOP/s, from the vendors' data sheets. An entry
-# holds when the device's name contains all of its words; the first such entry counts.
+# Dense (not "with sparsity") bf16/fp16 matrix-product peaks in FLOP/s, from the vendors' data sheets. The first entry
+# whose words all occur in the device's name applies.
 _PUBLISHED_PEAKS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -27,30 +27,30 @@ _PUBLISHED_PEAKS: tuple[tuple[str, float], ...] = (
     ("L4", 121e12),
     ("MI325X", 1307e12),
     ("MI300X", 1307e12),
-    ("MI250X", 191.5e12),  # one of its two dies, which is what PyTorch sees as a device
+    ("MI250X", 191.5e12),  # one of its two dies, which PyTorch sees as a device
 )
 
 _MEASURING_SECONDS = 0.35
-_CPU_SIZES, _GPU_SIZES = (512, 1024, 2048), (2048, 4096)  # rows of the matrices whose products are timed
+_CPU_SIZES, _GPU_SIZES = (512, 1024, 2048), (2048, 4096)  # rows of the square matrices that are timed
 _GIB = 2**30
 
 
 class PeakFlops(NamedTuple):
-    """The most floating-point operations per second a device can do, and where the number comes from."""
+    """Peak floating-point operations per second of a device, and the source of the number."""
 
     value: float
     source: str
 
 
 def device_type() -> Literal["cuda", "mps", "cpu"]:
-    """The type of device to train on, by what is present."""
+    """Return the type of device to train on: the best available."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def device_description(device: torch.device) -> str:
-    """One line that names the device, for a log."""
+    """Return one line that names the device."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB"
@@ -60,11 +60,8 @@ def device_description(device: torch.device) -> str:
 
 
 def memory_gib(device: torch.device) -> float:
-    """GiB of memory used, the yardstick of "does it fit".
-
-    CUDA: the peak that PyTorch's allocator has reserved. MPS: what the driver has allocated now (it keeps no peak).
-    CPU: the peak resident set of this process.
-    """
+    """Return the GiB of memory used: on CUDA, the peak that PyTorch's allocator has reserved; on MPS, the driver's
+    current allocation (it keeps no peak); on CPU, the peak resident set of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / _GIB
     if device.type == "mps":
@@ -73,7 +70,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the work that was queued on the device's current stream, so that a clock read next is right."""
+    """Wait for the work queued on the device's current stream, for timing."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     elif device.type == "mps":
@@ -83,8 +80,8 @@ def synchronize(device: torch.device) -> None:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
     """Return the peak dense matrix-product FLOP/s of one device in `dtype`, the type that training computes in.
 
-    Published for the well-known GPUs in bf16 and fp16. Measured otherwise (CPU, another GPU or a slice of one, fp32),
-    with the threads of this process, in about half a second, which gives less than a data sheet would say.
+    Published for well-known GPUs in bf16 and fp16; otherwise (CPU, another GPU or a slice of one, fp32) measured in
+    about half a second with this process's threads, which gives less than a data sheet.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if dtype in (torch.bfloat16, torch.float16) and (published := published_peak(name)) is not None:
@@ -93,7 +90,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
 
 
 def published_peak(device_name: str) -> float | None:
-    """Published dense bf16/fp16 FLOP/s of the GPU that calls itself `device_name`; None if it is not in the table."""
+    """Return the published dense bf16/fp16 FLOP/s of the GPU named `device_name`; None if it is not in the table."""
     words = _words(device_name)
     if "MIG" in words:  # a slice of a GPU carries the whole one's name
         return None
@@ -105,13 +102,10 @@ def _words(name: str) -> set[str]:
 
 
 def _measured_peak(device: torch.device, dtype: torch.dtype) -> PeakFlops:
-    """The best of the square matrix products that fit into the time for measuring.
-
-    The size doubles while the next product fits, then begins anew, so that a moment in which other processes hold the
-    cores spoils no size for good.
-    """
+    """Return the best rate of square matrix products within the measuring time. Sizes double while they fit, then start
+    over, so that brief interference spoils no size."""
     sizes = _CPU_SIZES if device.type == "cpu" else _GPU_SIZES
-    # A generator of its own: the global one belongs to training, whose numbers must not depend on a measurement.
+    # A separate generator: training's numbers must not depend on a measurement.
     generator = torch.Generator(device).manual_seed(0)
     factors = {size: torch.rand(2, size, size, device=device, generator=generator).to(dtype) for size in sizes}
     size = sizes[0]
@@ -129,7 +123,7 @@ def _measured_peak(device: torch.device, dtype: torch.dtype) -> PeakFlops:
 
 
 def _product_seconds(factors: torch.Tensor) -> float:
-    """Seconds that the product of `factors`, two square matrices (2, n, n), takes."""
+    """Return the seconds that the product of two square matrices takes, `factors` (2, n, n)."""
     a, b = factors
     repeats = 1 if factors.device.type == "cpu" else 10  # enough to hide the launch of a kernel and the wait for it
     synchronize(factors.device)
@@ -141,11 +135,7 @@ def _product_seconds(factors: torch.Tensor) -> float:
 
 
 def _peak_resident_bytes() -> int:
-    """Peak resident set of this process.
-
-    Linux lets `ru_maxrss` of a started program begin at the peak of the program that started it, so a launcher
-    that prepared data would show in every worker; `VmHWM` is the process's own.
-    """
+    """Return the peak resident set of this process; on Linux, `ru_maxrss` would start at the parent process's peak."""
     if sys.platform == "linux":
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

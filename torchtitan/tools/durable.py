@@ -1,8 +1,5 @@
-"""Files and folders that survive a power failure as soon as they have their final names.
-
-A file system writes content to the disk when it likes: after a power failure, a file may have its name and be empty. A
-file or folder that claims to be complete is therefore synced before it gets its name, and its parent folder after that.
-"""
+"""Files and folders that survive a power failure as soon as they have their final names: since file systems may delay
+content, they are synced before they get their names, and their parent folder afterwards."""
 
 import contextlib
 import errno
@@ -12,15 +9,14 @@ from pathlib import Path
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Write or replace a file, as a whole or not at all."""
+    """Write or replace a file atomically."""
     with in_place_of(path) as unfinished:
         unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def in_place_of(path: Path) -> Iterator[Path]:
-    """Yield a path next to `path` for the block to write to; the file replaces `path` when the block ends. If the block
-    raises, the file is removed and `path` stays as it was."""
+    """Yield a path next to `path` for the block to write; it then replaces `path`, or is removed after an error."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         yield unfinished
@@ -31,14 +27,14 @@ def in_place_of(path: Path) -> Iterator[Path]:
 
 
 def replace(file: Path, target: Path) -> None:
-    """Give a fully written file its final name, in place of the file that has it."""
+    """Give a fully written file its final name, replacing any existing file."""
     sync(file)
     file.replace(target)
     sync_folder(target.parent)
 
 
 def rename(folder: Path, target: Path) -> None:
-    """Give a fully written folder its final name; raises `OSError` if `target` is not empty."""
+    """Give a fully written folder its final name. Raise `OSError` if `target` is not empty."""
     sync_tree(folder)
     folder.rename(target)
     sync_folder(target.parent)
@@ -53,7 +49,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync all files and folders in `folder`, and the folder itself."""
+    """Sync a folder and everything in it."""
     for place, _, names in os.walk(folder):
         for name in names:
             sync(Path(place, name))

@@ -1,4 +1,4 @@
-"""Reads files that anyone may have written: what may be opened, JSON, and the folders of models."""
+"""Read untrusted files safely: regular files, JSON, and the folders of models."""
 
 import json
 import re
@@ -9,33 +9,25 @@ from typing import Any
 from torchtitan.tools.errors import UserError
 
 DOWNLOADS = Path("assets/hf")
-"""Where `torchtitan download` puts models, each into a folder of its name."""
+"""Folder of `torchtitan download`, with a subfolder per model."""
 
 _MOST_JSON_BYTES = 2**28
-"""The vocabulary of the largest tokenizers takes a tenth of it."""
+"""Ten times the vocabulary of the largest tokenizers."""
 
 _MOST_JSON_LEVELS = 100
-"""Python gives up at about a thousand; whoever walks through the content has room left below this."""
+"""Python's limit is about a thousand; recursive code needs some room."""
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _META = re.compile(r"(Meta-)?Llama-\d")
-"""Start of the names of the models that Meta has published on the hub."""
+"""Prefix of the names of Meta's models on the hub."""
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
-"""Start of the text that Git leaves in place of a large file that Git LFS has not fetched."""
+"""Start of Git's placeholder for a file that Git LFS has not fetched."""
 
 
 def regular_file(path: Path, name: str | None = None) -> Path:
-    """Return `path`, which may be opened: a regular file, a link to one, or nothing at all.
-
-    Args:
-        path: what is about to be read or replaced.
-        name: what the message calls it, by default the path.
-
-    Raises:
-        UserError: for a link to nothing, for a folder, a pipe, a socket or a device, of which reading may wait forever,
-            and if the file system does not say what it is.
-    """
+    """Return `path`, called `name` in messages, if it is a regular file, a link to one, or absent. Raise `UserError`
+    for a dangling link, an unknown type, or a folder, pipe, socket or device, from which reading may block forever."""
     name = name or str(path)
     try:
         mode = path.stat().st_mode
@@ -52,8 +44,7 @@ def regular_file(path: Path, name: str | None = None) -> Path:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one when nothing has this name. Raises `UserError` naming the file,
-    if it does not hold a JSON object."""
+    """Return the JSON object in a file, or an empty one if the file is absent. Raise `UserError` for other content."""
     name = f"'{path}'"
     if not regular_file(path, name).exists():
         return {}
@@ -73,15 +64,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, name: str) -> Any:
-    """Return the value of a JSON text, whoever wrote it.
-
-    Args:
-        text: bytes are UTF-8.
-        name: what the message calls it.
-
-    Raises:
-        UserError: if it is not JSON, or is JSON nested so deeply that it cannot be worked with.
-    """
+    """Return the value of an untrusted JSON text (bytes are UTF-8), called `name` in messages. Raise `UserError` if it
+    is not JSON, or is nested too deeply to process."""
     try:
         content = json.loads(text)
     except RecursionError:
@@ -104,11 +88,8 @@ def _levels(content: Any) -> int:
 
 
 def no_folder(path: str | Path) -> UserError:
-    """Return the error for a `path` that is not the folder of a model's files that it should be.
-
-    It names the command that fetches the model if `path` can be the id of one on the Hugging Face hub, or a place for
-    one.
-    """
+    """Return the error for a `path` that should be a folder of model files. It names the download command if `path` can
+    be an id on the Hugging Face hub, or its folder."""
     place = Path(path)
     missing = f"{place} is not a folder"
     if place.exists():
@@ -130,14 +111,10 @@ def no_folder(path: str | Path) -> UserError:
 
 
 def file_to_copy(folder: Path, name: str) -> Path:
-    """Return the file or folder `name` of a model's folder, which is about to be copied.
+    """Return a model folder's file or folder `name`, for copying. Raise `UserError` for a link out of the folder.
 
-    A stranger's folder may hold a link to any file of this machine, which an export would then publish. The folder
-    itself may be a link, and in the cache of the Hugging Face hub a model's files are links to its `blobs`. Weights are
-    not copied byte by byte: their reader follows links, to another disk for example.
-
-    Raises:
-        UserError: if it is a link that leaves the folder.
+    An untrusted folder may link to any file of this machine, which an export would then publish. The folder itself may
+    be a link, and the Hugging Face cache links files to its `blobs`. The reader of weights follows any link.
     """
     home, target = folder.resolve(), (folder / name).resolve()
     cached = (outer.parent for outer in (home, *home.parents) if outer.parent.name == "snapshots")
@@ -148,8 +125,7 @@ def file_to_copy(folder: Path, name: str) -> Path:
 
 
 def unreadable(file: str | Path, message: str) -> UserError:
-    """Return the error for a model's file, on a disk or behind a URL, whose fault `message` says; if the file is a Git
-    LFS pointer, that is the message."""
+    """Return the error for a model's file, local or behind a URL: `message`, or a hint for a Git LFS pointer."""
     path = Path(file)
     if path.is_file() and is_lfs_pointer(path):
         return UserError(
@@ -160,6 +136,6 @@ def unreadable(file: str | Path, message: str) -> UserError:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return whether a file holds the few lines that Git leaves in place of a large one."""
+    """Return whether a file is Git's placeholder for a large file."""
     with open(path, "rb") as opened:
         return opened.read(len(_LFS_POINTER)) == _LFS_POINTER

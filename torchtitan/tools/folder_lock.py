@@ -1,4 +1,4 @@
-"""A lock on a run's folder that a process holds until it releases it or ends, however it ends."""
+"""A lock on a run's folder, held until its process releases it or ends in any way."""
 
 import errno
 import fcntl
@@ -13,10 +13,10 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 FILE = "run.lock"
-"""The file in the folder. It stays when the lock is gone, so its presence means nothing."""
+"""Lock file. It remains after release, so its presence means nothing."""
 
 _WAIT_SECONDS = 5.0
-"""Seconds to wait for the holder: a process that was just killed may take a moment to end."""
+"""Time to wait for the holder: a killed process may take a moment to end."""
 
 _POLL_SECONDS = 0.1
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
@@ -24,11 +24,8 @@ WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class FolderLock:
-    """The operating system's lock on `run.lock` in a folder; `lock_folder` takes it.
-
-    It ends with the process, also by SIGKILL, so that none is ever left behind. Started programs do not inherit the
-    open file, and forked ones close it at once: none of them keeps the lock when this process has ended.
-    """
+    """The operating system's lock on `run.lock` in a folder, taken by `lock_folder`. It ends with the process, even
+    after SIGKILL: started programs do not inherit the open file, and forked processes close it at once."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -36,12 +33,8 @@ class FolderLock:
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def take(self) -> None:
-        """Take the lock, and write the holder's process and host into the file.
-
-        Raises:
-            UserError: if another process keeps it.
-            OSError: if the file cannot be locked or written.
-        """
+        """Take the lock, and write this process and host into the file. Raise `UserError` if another process holds the
+        lock, `OSError` if the file cannot be locked or written."""
         deadline = time.monotonic() + _WAIT_SECONDS
         waiting = False
         while not self._try():
@@ -58,7 +51,6 @@ class FolderLock:
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let go."""
         self._close()
 
     def _try(self) -> bool:
@@ -78,7 +70,7 @@ class FolderLock:
 
 
 def _open(path: Path) -> int:
-    """Open the file, but not through a link, which could lead to any file of the user."""
+    """Open the file, refusing a link, which could lead to any file of the user."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -91,9 +83,8 @@ _held: "weakref.WeakValueDictionary[Path, FolderLock]" = weakref.WeakValueDictio
 
 
 def lock_folder(folder: Path) -> FolderLock:
-    """Lock `folder`, which is created if necessary, against runs of other processes, as long as the returned object
-    exists. A process that already holds the lock gets the same object again. Raises `UserError` if a run of another
-    process holds the lock, or the folder cannot be written."""
+    """Lock `folder`, created if necessary, against other processes for the life of the returned object, which is the
+    same for all calls. Raise `UserError` if another process holds the lock, or `folder` is not writable."""
     place = folder.resolve()
     if (lock := _held.get(place)) is not None:
         return lock
@@ -113,5 +104,5 @@ def _release_all() -> None:
     _held.clear()
 
 
-# A forked process has the same open file, which would keep the lock when the one that took it has ended.
+# A forked process shares the open file, which would keep the lock after its owner has ended.
 os.register_at_fork(after_in_child=_release_all)

@@ -1,4 +1,4 @@
-"""The package's logger, and text from files and models for a terminal, which shows it and never obeys it."""
+"""The package's logger, and safe display of text from files and models on a terminal."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ _BIDIRECTIONAL = "\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u
 
 
 class _Formatter(logging.Formatter):
-    """Time, level, rank where it is not 0, and message; colored by level when the stream is a terminal."""
+    """Time, level, rank unless 0, and message; colored by level on a terminal."""
 
     def __init__(self, *, colored: bool, rank: str):
         whose = "" if rank == "0" else f"rank {rank}: "
@@ -22,18 +22,15 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
-        if not getattr(record, "is_colored", False):  # by us: any other color would come from a stranger's text
+        if not getattr(record, "is_colored", False):  # by us: any other color would come from untrusted text
             line = visible(line)
         color = _COLORS.get(record.levelno, "")
         return f"{color}{line}{_RESET}" if self.colored and color else line
 
 
 def init_logger() -> None:
-    """Let the package's messages appear on standard error.
-
-    Of several ranks only those named in the environment variable `LOG_RANK` (comma-separated, default `0`) print
-    information; errors are printed by every rank, since one that fails alone would otherwise be silent.
-    """
+    """Print the package's messages on standard error: errors on every rank, others only on ranks in the environment
+    variable `LOG_RANK` (comma-separated, default `0`)."""
     rank = os.environ.get("RANK", "0")
     speaks = "RANK" not in os.environ or rank in os.environ.get("LOG_RANK", "0").split(",")
     handler = logging.StreamHandler(sys.stderr)
@@ -44,17 +41,17 @@ def init_logger() -> None:
 
 
 def visible(text: str) -> str:
-    """`text` with what would control a terminal, or the direction of the text, spelled out; lines and tabs stay."""
+    """Escape characters in `text` that control a terminal or the text direction, except newlines and tabs."""
     return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
 
 
 def for_output(text: str) -> str:
-    """`text` as it goes to standard output: `visible` on a terminal, and as it is in a file or a pipe."""
+    """Return `text` for standard output: `visible` on a terminal, unchanged in a file or a pipe."""
     return visible(text) if sys.stdout.isatty() else text
 
 
 def print_error(command: str, message: object) -> None:
-    """Print the message of a command's failure to standard error."""
+    """Print a command's error message to standard error."""
     sys.stdout.flush()
     print(visible(f"torchtitan {command}: {message}"), file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""Regular expressions that users give to choose things by name."""
+"""User-supplied regular expressions that select names."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ def check_pattern(option: str, pattern: str) -> None:
 
 
 def check_choice(option: str, include: Sequence[str], exclude: Sequence[str], consequence: str) -> None:
-    """Raise `UserError` unless `{option}.include` and `{option}.exclude` are regular expressions, and something is
-    included: otherwise, in the words of the message, `consequence` ("nothing would be converted")."""
+    """Raise `UserError` unless `{option}.include` and `.exclude` are regular expressions, and something is included;
+    otherwise `consequence` ("nothing would be converted")."""
     for name, patterns in (("include", include), ("exclude", exclude)):
         for pattern in patterns:
             check_pattern(f"{option}.{name}", pattern)
@@ -25,11 +25,8 @@ def check_choice(option: str, include: Sequence[str], exclude: Sequence[str], co
 
 
 def choose(option: str, include: Sequence[str], exclude: Sequence[str], names: Sequence[str], kind: str) -> list[str]:
-    """Return those of `names` that one of `{option}.include` is found in, and none of `{option}.exclude`.
-
-    Raises:
-        UserError: for the first pattern that is found in no name; `kind` is what these are of, "layers".
-    """
+    """Return the `names` that match some `{option}.include` and no `{option}.exclude`. Raise `UserError` for the first
+    pattern without a match; `kind` is, for example, "layers"."""
     for option_name, patterns in ((f"{option}.include", include), (f"{option}.exclude", exclude)):
         for pattern in patterns:
             if not any(re.search(pattern, name) for name in names):
@@ -39,7 +36,7 @@ def choose(option: str, include: Sequence[str], exclude: Sequence[str], names: S
 
 
 def without_numbers(names: Iterable[str]) -> list[str]:
-    """The names with `*` for each number between dots, each once: `layers.*.attention.wq`."""
+    """Return the distinct names with `*` for each number between dots: `layers.*.attention.wq`."""
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
 
 

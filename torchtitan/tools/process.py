@@ -1,4 +1,4 @@
-"""The process of a run: requests to stop it, and the launcher that started it."""
+"""The process of a run: requests to stop it, and its launcher."""
 
 import contextlib
 import json
@@ -14,14 +14,14 @@ from typing import NoReturn
 from torchtitan.tools.logging import logger
 
 LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHED"
-"""Set for the processes that our launcher starts: it passes requests to stop on, and ends them if need be."""
+"""Set in processes started by our launcher, which forwards requests to stop and ends the processes if necessary."""
 
 COMMAND_VARIABLE = "TORCHTITAN_COMMAND"
-"""Holds the command that started the run, to be shown when it stops."""
+"""Holds the command that started the run, shown when it stops."""
 
 _SAME_REQUEST_SECONDS = 1.0
 _LAUNCHER = 0  # standard input: a socket whose other end is our launcher's
-_MAX_REPORT_LENGTH = 20_000  # characters; the connection's buffer holds them all, so that sending never waits
+_MAX_REPORT_LENGTH = 20_000  # characters, fewer than the connection's buffer, so that sending never blocks
 
 _reporting = threading.Lock()
 _reported = False
@@ -29,10 +29,8 @@ _reported = False
 
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
-    """Within, Ctrl-C and a closed pipe end the process at once and silently, as they do any other command.
-
-    Python's own handlers would print a traceback, or have their exception swallowed by a library being imported.
-    """
+    """Let Ctrl-C and a closed pipe end the process at once and silently within the block. Python's own handlers would
+    print a traceback, or raise inside an import that swallows the exception."""
     numbers = (signal.SIGINT, signal.SIGPIPE)
     previous = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
@@ -44,15 +42,8 @@ def default_signals() -> Iterator[None]:
 
 
 class StopSignals:
-    """From construction to `close`, tells a first SIGTERM or SIGINT from a second one.
-
-    What arrives within a second of the first is the same request: `timeout`, for one, sends its signal to a process
-    and to the process's group.
-
-    Args:
-        on_first: called with the first signal's number.
-        on_second: called with each later one's.
-    """
+    """Call `on_first` and `on_second` with the number of a first SIGTERM or SIGINT and of later ones, until `close`.
+    Signals within a second of the first are the same request: `timeout`, for example, sends two."""
 
     def __init__(self, on_first: Callable[[int], None], on_second: Callable[[int], None]) -> None:
         self.first: int | None = None
@@ -62,7 +53,7 @@ class StopSignals:
         self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def close(self) -> None:
-        """Give the signals back to whoever handled them before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -81,10 +72,8 @@ def announce_stop(number: int, when: str = "after this step") -> None:
 
 
 class StopRequest(StopSignals):
-    """From construction to `close`, a SIGTERM or SIGINT sets `received`; a second one ends the process at once.
-
-    In a process that our launcher started, counting signals and ending processes are the launcher's.
-    """
+    """Set `received` on SIGTERM or SIGINT until `close`; a second signal ends the process at once. In a process
+    started by our launcher, the launcher counts signals and ends processes."""
 
     def __init__(self) -> None:
         if is_launched():
@@ -94,7 +83,7 @@ class StopRequest(StopSignals):
 
     @property
     def received(self) -> bool:
-        """Whether the run is to stop."""
+        """True if the run is to stop."""
         return self.first is not None
 
 
@@ -104,18 +93,17 @@ def _end_by(number: int) -> None:
 
 
 def is_launched() -> bool:
-    """Whether our launcher started this process."""
+    """Return whether our launcher started this process."""
     return LAUNCHER_VARIABLE in os.environ
 
 
 def end_with_launcher() -> None:
-    """From now on, end this process when the launcher, at the other end of standard input, has gone."""
+    """From now on, end this process when the launcher, at the other end of standard input, is gone."""
     threading.Thread(target=_wait_for_its_end, name="launcher", daemon=True).start()
 
 
 def report_failure(code: int, text: str, *, passing: bool) -> None:
-    """Tell the launcher the exit code to end with, what to say, and whether the same run may well succeed when it is
-    started again; it follows the rank that failed first. Later calls change nothing."""
+    """Report exit code, message and whether a restart may succeed to the launcher; only the first call counts."""
     global _reported
     report = {"time": time.time(), "code": code, "text": text[-_MAX_REPORT_LENGTH:], "passing": passing}
     with _reporting:
@@ -125,10 +113,7 @@ def report_failure(code: int, text: str, *, passing: bool) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, whatever its threads do.
-
-    Not through the interpreter's own end: what is left of a process group that lost a rank may abort there.
-    """
+    """End this process at once, without the interpreter's shutdown, which may abort after a lost rank."""
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(code)

@@ -1,8 +1,5 @@
-"""The private names of PyTorch (2.13) that this project uses, each with the reason: no other module has any.
-
-They are imported when they are first asked for, since some take a second. What is overridden or read on an object has a
-function here; only a method that a subclass must override by its private name stays in the subclass.
-"""
+"""All private names of PyTorch (2.13) that this project uses, each with the reason, imported on first use. Only a
+method that a subclass must override by its private name stays in the subclass."""
 
 import importlib
 import sys
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _SOURCES = {
-    # PyTorch documents these under their private modules, and has them nowhere else.
+    # PyTorch documents these only under their private modules.
     "FakeTensorMode": "torch._subclasses.fake_tensor",
     "OpOverload": "torch._ops",
     "TorchDispatchMode": "torch.utils._python_dispatch",
@@ -25,49 +22,48 @@ _SOURCES = {
     "is_traceable_wrapper_subclass_type": "torch.utils._python_dispatch",
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
     "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
-    # Trees of tensors as PyTorch's operations take them; `optree` is another dependency, and knows fewer types.
+    # Trees of tensors as PyTorch's operations take them; `optree` is another dependency, and supports fewer types.
     "tree_iter": "torch.utils._pytree",
     "tree_map_only": "torch.utils._pytree",
-    # Collectives that are differentiable; those of `torch.distributed` are not.
+    # Differentiable collectives; `torch.distributed` has none.
     "all_gather_single_autograd": "torch.distributed._functional_collectives",
     "wait_tensor": "torch.distributed._functional_collectives",
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
     # `torch.utils.checkpoint.checkpoint` wraps a call; this wraps a module, and keeps its names in a state dict.
     "checkpoint_wrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-    # DDP by FSDP2's machinery; `DistributedDataParallel` knows neither DTensor parameters nor mixed precision.
+    # DDP by FSDP2's machinery; `DistributedDataParallel` supports neither DTensor parameters nor mixed precision.
     "replicate": "torch.distributed._composable.replicate_with_fsdp",
-    # A DTensor says what its shard is, and not where that lies in the whole.
+    # A DTensor has its shard, but not the shard's offset in the whole.
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils",
-    # Where DTensor finds a result's shape by operations of that shape, which a dry run must not count; and its memory
-    # of them, which no public name empties.
+    # DTensor infers a result's shape by operations of that shape, which a dry run must not count, and caches them
+    # without a public way to clear the cache.
     "DecompShardingStrategy": "torch.distributed.tensor._decompositions",
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop",
     "clear_sharding_cache": "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
-    # `torch.distributed` gives out neither the store of the default group nor a group by its name, and sets timeouts
-    # when a group is made only.
+    # `torch.distributed` has no public access to the default store or to groups by name, nor later timeouts.
     "default_store": "torch.distributed.distributed_c10d:_get_default_store",
     "group_by_name": "torch.distributed.distributed_c10d:_resolve_process_group",
     "set_group_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
-    # DCP's public readers and writers know local folders only.
+    # DCP's public readers and writers support only local folders.
     "FsspecReader": "torch.distributed.checkpoint._fsspec_filesystem",
     "FsspecWriter": "torch.distributed.checkpoint._fsspec_filesystem",
-    # What DCP's files consist of, which its public planners return as opaque objects.
+    # Contents of DCP's files, which its public planners return as opaque objects.
     "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "set_element": "torch.distributed.checkpoint._nested_dict",
     "PyTorchFileReader": "torch._C",
-    # The compiler's settings for the whole process; `torch.compile(options=…)` takes inductor's, and not these.
+    # The compiler's settings for the whole process; `torch.compile(options=…)` takes only inductor's.
     "functorch_config": "torch._functorch.config:",
     "inductor_config": "torch._inductor.config:",
-    # Whether inductor could compile here; `torch.compile` tells when it fails.
+    # Whether inductor can compile here; `torch.compile` only fails.
     "get_cpp_compiler": "torch._inductor.cpp_builder",
     "InvalidCxxCompiler": "torch._inductor.exc",
-    # Memory that is there already; `Tensor.pin_memory` copies into memory of its own.
+    # Pins existing memory; `Tensor.pin_memory` copies.
     "pin_memory": "torch.cuda._pin_memory_utils",
     "unpin_memory": "torch.cuda._pin_memory_utils",
-    # The number of the backward pass in progress, -1 outside of one; hooks need a tensor that takes part in it.
+    # The number of the backward pass in progress, or -1; hooks need a tensor that takes part in it.
     "current_backward_pass": "torch._C:_current_graph_task_id",
 }
-"""Our name → the module in which it is, and its name there if that is another (`module:` is the module itself)."""
+"""Our name → its module, and its name there if different (`module:` is the module itself)."""
 
 
 def __getattr__(name: str) -> Any:
@@ -79,14 +75,12 @@ def __getattr__(name: str) -> Any:
 
 
 def compiler_statistics() -> Any:
-    """Return the module in which torch.compile counts and records what it compiles, or None before it has compiled:
-    importing it takes a second. `torch.compiler` has no public counters."""
+    """Return torch.compile's counters and records, or None before compilation: the import takes a second."""
     return sys.modules.get("torch._dynamo.utils")
 
 
 def attention_operations() -> list[Any]:
-    """Return `scaled_dot_product_attention` in all of torch's implementations, and FlexAttention: the operations that a
-    checkpointing policy sees in place of the public functions."""
+    """Return the attention operations as a checkpointing policy sees them, including FlexAttention."""
     import torch
 
     aten: Any = torch.ops.aten
@@ -110,37 +104,36 @@ def communication_operations() -> list[Any]:
 
 
 def process_groups() -> list["dist.ProcessGroup"]:
-    """Return all process groups that this process is in; torch lists them nowhere else."""
+    """Return all process groups of this process."""
     from torch.distributed import distributed_c10d
 
     return list(distributed_c10d._world.pg_map)
 
 
 def flatten_mesh(mesh: "DeviceMesh") -> None:
-    """Make the dimensions of a mesh known as one too; `DeviceMesh` has no public way."""
+    """Register the flattened dimensions of a mesh as one."""
     mesh._flatten()
 
 
 def split_mesh(mesh: "DeviceMesh", sizes: tuple[int, ...], names: tuple[str, ...]) -> "DeviceMesh":
-    """Split a mesh of one dimension into several; `DeviceMesh` has no public way."""
+    """Split a mesh of one dimension into several."""
     return mesh._unflatten(0, sizes, names)
 
 
 def dtensor_like(local: "Tensor", like: "DTensor") -> "DTensor":
-    """Return a DTensor laid out like another, whose local part stays where it is: `DTensor.from_local` would move it to
-    the device of the mesh."""
+    """Return a DTensor with another's layout and a local part that stays on its device, unlike `DTensor.from_local`."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, like._spec, requires_grad=False)
 
 
 def storage_key(storage: "torch.UntypedStorage") -> int:
-    """Return what tells a storage from all others that live; a fake one has no `data_ptr`."""
+    """Return the identity of a live storage; a fake one has no `data_ptr`."""
     return storage._cdata
 
 
 def offset_in_file(storage: "torch.UntypedStorage") -> int | None:
-    """Return where a fake storage that `torch.load` made lies in its file: PyTorch documents this, and that alone."""
+    """Return the offset of a fake storage from `torch.load` in its file, in an attribute that PyTorch documents."""
     return getattr(storage, "_checkpoint_offset", None)
 
 
@@ -152,8 +145,7 @@ def is_process_group(value: Any) -> bool:
 
 
 def fsdp_parameters(modules: Iterable["nn.Module"]) -> Iterator[Any]:
-    """Yield FSDP's own record of each parameter that it shards or replicates. Public are the sharded ones only, and a
-    dry run asks for what is gathered too."""
+    """Yield FSDP's record of each parameter that it shards or replicates, which also shows gathered weights."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in modules:
@@ -162,17 +154,17 @@ def fsdp_parameters(modules: Iterable["nn.Module"]) -> Iterator[Any]:
 
 
 def gathered_weights(record: Any) -> list["Tensor"]:
-    """Return the whole weight of a record of `fsdp_parameters`, once it has been gathered for the first time."""
+    """Return the whole weight of an `fsdp_parameters` record, after it was first gathered."""
     return [record._unsharded_param] if hasattr(record, "_unsharded_param") else []
 
 
 def pipeline_stages(schedule: Any) -> list[Any]:
-    """Return this rank's stages of a pipeline schedule, which shows its orders and not its stages."""
+    """Return this rank's stages of a pipeline schedule."""
     return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 def skip_shape_vote(schedule: Any) -> None:
-    """Let the stages of a schedule take their shapes as given, without the vote of all ranks on whether they do."""
+    """Make the stages of a schedule take their shapes as given, without a vote of all ranks."""
     from torch.distributed.pipelining.stage import InferenceMode
 
     def skip(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
@@ -183,7 +175,7 @@ def skip_shape_vote(schedule: Any) -> None:
 
 
 def forward_pre_hooks(module: "nn.Module") -> Iterable[Any]:
-    """Return the functions that are called before a module's `forward`, which can be registered and not listed."""
+    """Return the functions called before a module's `forward`."""
     return module._forward_pre_hooks.values()
 
 
@@ -191,4 +183,4 @@ def end_loader_workers(iterator: Any) -> None:
     """End the worker processes of a `DataLoader`'s iterator, which has no `close`."""
     iterator._shutdown_workers()
     for process in iterator._workers:
-        process.kill()  # one that is stuck, in a download, say; the others have ended
+        process.kill()  # one may be stuck, for example in a download; the others have ended

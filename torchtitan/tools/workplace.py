@@ -1,4 +1,4 @@
-"""A folder in which something is written before it gets its final name, of which nothing stays behind."""
+"""A temporary folder for output that has no final name yet, and that never stays behind."""
 
 import contextlib
 import fcntl
@@ -17,23 +17,19 @@ from torchtitan.tools.logging import logger
 
 _LOCK = "workplace.lock"
 _NEW_LOCK = "new.lock"
-"""Name of the lock's file until the process has locked it."""
+"""Name of the lock file until it is locked."""
 
 _NAME_BYTES = 8
 _STARTING_SECONDS = 60.0
-"""A folder without `_LOCK` is left alone for so long: its process may be about to lock it."""
+"""Age below which a folder without `_LOCK` is left alone: its process may be about to lock it."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
 def workplace(target: Path) -> Iterator[Path]:
-    """Yield a new folder next to `target`, named `{target}.….partial`; remove it when the block ends, or when Ctrl-C,
-    SIGTERM or SIGHUP ends the process.
-
-    SIGKILL leaves the folder: the next call for the same target removes it. A process holds a lock on its folder as
-    long as it lives, so that no folder in use is ever removed. Only the main thread can call this.
-    """
+    """Yield a new folder `{target}.….partial`; remove it when the block ends, or Ctrl-C, SIGTERM or SIGHUP ends the
+    process; after SIGKILL, the next call does. A lock protects folders in use. Call this only from the main thread."""
     for left in target.parent.glob(f"{glob.escape(target.name)}.{'[0-9a-f]' * 2 * _NAME_BYTES}.partial"):
         with contextlib.suppress(OSError):
             _remove_if_abandoned(left)
@@ -53,7 +49,7 @@ def workplace(target: Path) -> Iterator[Path]:
         with open(folder / _NEW_LOCK, "wb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # on a file system without locks, nothing that holds something is ever removed
+            except OSError as error:  # on a file system without locks, no folder with content is ever removed
                 if error.errno not in WITHOUT_LOCKS:
                     raise
             Path(lock.name).rename(folder / _LOCK)  # after it is locked: under this name, others try to lock it
@@ -65,7 +61,7 @@ def workplace(target: Path) -> Iterator[Path]:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """Remove a folder that a killed process has left; raises `OSError` if it is in use, or has gone."""
+    """Remove a folder left by a killed process. Raise `OSError` if it is in use, or gone."""
     names = os.listdir(folder)
     if _LOCK not in names and time.time() - folder.stat().st_mtime < _STARTING_SECONDS:
         return

@@ -1,4 +1,4 @@
-"""How the parts of a run are built from its configuration: the methods that `Trainer.__init__` calls."""
+"""`RunBuilder`: build the parts of a run from its configuration, for `Trainer.__init__`."""
 
 import dataclasses
 import os
@@ -35,8 +35,7 @@ from torchtitan.trainer.models import RunModel, facts_of
 
 
 class RunBuilder(Configurable):
-    """Builds the parts of a run, each by a short method, in the order in which `Trainer.__init__` calls them. A
-    subclass of `Trainer` overrides the ones it changes."""
+    """Build each part of a run in a short method, called by `Trainer.__init__` in order and open to override."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RunConfig):
@@ -54,24 +53,21 @@ class RunBuilder(Configurable):
     loss: Any
     pipeline_plan: PipelinePlan | None
     has_own_loss: bool
-    """Whether a subclass computes the loss, whose weight is then known only after the forward passes."""
+    """True if a subclass computes the loss, whose weight is then known only after the forward passes."""
     has_own_forward: bool
-    """Whether a subclass has a forward pass of its own, for its own loss or not."""
+    """True if a subclass has its own forward pass, with or without its own loss."""
     models: dict[str, RunModel]
-    """Sharded, and from `init_weights` on with memory; "model" is the one that the configuration describes."""
+    """Sharded, with memory from `init_weights` on; the configuration describes "model"."""
     model_parts: list[nn.Module]
-    """Of "model"; several only under pipeline parallelism."""
+    """Parts of "model"; several only under pipeline parallelism."""
 
     def init_distributed(self) -> torch.device:
-        """Join the process group; the device of this rank."""
+        """Join the process group, and return this rank's device."""
         return init_process_group(device_type(), self.config.comm)
 
     def lock_folder(self) -> None:
-        """Keep other runs out of the dump folder until `close`; rank 0 holds the lock for all.
-
-        Raises:
-            UserError: on every rank, where another run is in the folder.
-        """
+        """Keep other runs out of the dump folder until `close`; rank 0 holds the lock for all. Raise `UserError`, on
+        every rank, if another run is in the folder."""
 
         def take() -> None:
             self.folder_lock = lock_folder(Path(self.config.dump_folder))
@@ -79,11 +75,11 @@ class RunBuilder(Configurable):
         Ranks(dist.group.WORLD if dist.is_initialized() else None).broadcast_from_rank0(take)
 
     def init_random_state(self) -> None:
-        """Seed every generator, each rank its own; make algorithms deterministic if asked to."""
+        """Seed every generator, differently on each rank; make algorithms deterministic if requested."""
         debug = self.config.debug
         seed = debug.seed + self.rank
         random.seed(seed)
-        numpy.random.seed(seed % 2**32)  # all that it takes
+        numpy.random.seed(seed % 2**32)  # its range
         torch.manual_seed(seed)
         self.was_deterministic = torch.are_deterministic_algorithms_enabled()
         if debug.deterministic:
@@ -91,13 +87,12 @@ class RunBuilder(Configurable):
             torch.use_deterministic_algorithms(True)
 
     def build_tokenizer(self) -> Tokenizer:
-        """The tokenizer in `hf_assets_path`."""
         tokenizer: Tokenizer = self.config.tokenizer.build(path=self.config.hf_assets_path)
         warn_of_other_ids(tokenizer)
         return tokenizer
 
     def build_dataloader(self, config: BaseDataLoader.Config, *, epochs: int | None) -> BaseDataLoader:
-        """A loader of this rank's share of the data."""
+        """Build a loader of this rank's share of the data."""
         return config.build(
             tokenizer=self.tokenizer,
             seq_len=self.config.training.seq_len,
@@ -110,7 +105,7 @@ class RunBuilder(Configurable):
         )
 
     def build_run_length(self) -> RunLength:
-        """What tells the last step: `training.steps`, or where `training.epochs` end if the data's size is known."""
+        """Build the counter that determines the last step, from `training.steps` or `training.epochs`."""
         training, samples = self.config.training, self.dataloader.n_samples
         if training.epochs is not None and samples is None and self.config.optimizer.early_step_in_backward:
             # The end of a stream is found only after a backward pass.
@@ -122,7 +117,7 @@ class RunBuilder(Configurable):
 
     def build_models(self) -> dict[str, RunModel]:
         """Build the run's models by name, sharded and without memory: here "model", which the configuration describes.
-        A subclass adds others, each made by `build_other_model`."""
+        A subclass adds others with `build_other_model`."""
         model, spec = self.build_model(), self.config.model_spec
         num_parameters = model.num_parameters()
         dtype = getattr(torch, self.config.training.mixed_precision_param)
@@ -139,16 +134,14 @@ class RunBuilder(Configurable):
         saved: bool = False,
         offloaded: bool = False,
     ) -> RunModel:
-        """Build a model beside the main one, sharded like it.
-
-        A trained one is updated by the same optimizer and schedule; a frozen one has the type that products are
-        computed in.
+        """Build an additional model, sharded like the main one. A trained model shares the optimizer and the schedule;
+        a frozen one has the type of the computation.
 
         Args:
-            spec: what to build; a vocabulary size of None is the main model's.
-            weights: checkpoint folder, in any format, to load from; empty: drawn with `debug.seed`.
-            trained: whether the optimizer changes it; it must then be saved.
-            saved: whether checkpoints hold it.
+            spec: its specification; a vocabulary size of None is replaced by the main model's.
+            weights: checkpoint folder, in any format; empty: drawn with `debug.seed`.
+            trained: whether the optimizer updates it; then it must be saved.
+            saved: whether checkpoints contain it.
             offloaded: whether FSDP keeps its weights in CPU memory.
 
         Raises:
@@ -170,7 +163,7 @@ class RunBuilder(Configurable):
         return RunModel(spec=spec, parts=parts, weights=weights, saved=saved, offloaded=offloaded, **facts)
 
     def build_model(self) -> BaseModel:
-        """The model on the meta device: no memory yet, in the type of the master weights."""
+        """Build the model on the meta device, in the type of the master weights."""
         config, training = self.config.model_spec.model, self.config.training
         if training.seq_len > config.max_seq_len:
             logger.warning(
@@ -182,11 +175,8 @@ class RunBuilder(Configurable):
             return config.build().to(getattr(torch, training.dtype))
 
     def build_loss(self) -> Any:
-        """The training loss: a function of hidden states, output weights and `labels_BL`.
-
-        Raises:
-            UserError: if a loss whose weight is not known beforehand is to divide gradients that are used up.
-        """
+        """Build the training loss, a function of hidden states, output weights and `labels_BL`. Raise `UserError` for a
+        loss with a weight known only later, combined with early optimizer steps."""
         if self.has_own_loss and self.config.optimizer.early_step_in_backward:
             raise UserError(
                 "--optimizer.early_step_in_backward uses each gradient before it can be divided by the weight of the "
@@ -198,11 +188,8 @@ class RunBuilder(Configurable):
         return loss
 
     def plan_pipeline(self) -> PipelinePlan | None:
-        """Which modules make up each pipeline stage; None without pipeline parallelism.
-
-        Raises:
-            UserError: for a trainer with a forward pass of its own, which a pipeline would not call.
-        """
+        """Divide the model into pipeline stages; None without pipeline parallelism. Raise `UserError` for a trainer
+        with its own forward pass, which a pipeline would not call."""
         config = self.config
         if self.parallel_dims.pp == 1:
             return None
@@ -214,7 +201,7 @@ class RunBuilder(Configurable):
         return PipelinePlan.from_config(config.parallelism, config.model_spec.model, config.training.local_batch_size)
 
     def parallelize(self, model: BaseModel) -> list[nn.Module]:
-        """The model, shared out over the ranks; a list, since a pipeline rank may hold several stages of it."""
+        """Return the model's parts on this rank, sharded; a pipeline rank may hold several stages."""
         parts: list[nn.Module] = [model]
         if self.pipeline_plan:
             stages = self.pipeline_plan.stages_of_rank(self.parallel_dims.coordinate("pp"))
@@ -222,7 +209,7 @@ class RunBuilder(Configurable):
         return [self.shard(part, self.config.model_spec) for part in parts]
 
     def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
-        """A model of `spec`, or a stage of it, with all parallelisms applied but that of pipelines."""
+        """Apply all parallelisms except pipelines to a model of `spec`, or a stage of it."""
         training = self.config.training
         return spec.parallelize(
             part,
@@ -245,7 +232,7 @@ class RunBuilder(Configurable):
                 part.train(model.num_trained > 0)
 
     def build_optimizer(self) -> Optimizer:
-        """The optimizer of all trained models; the parameters of others than the main one have its name in front."""
+        """Build the optimizer of all trained models; an additional model's name prefixes its parameters."""
         others = {name: model.parts for name, model in self.models.items() if name != "model" and model.num_trained}
         named = [nn.ModuleDict({name: part}) for name, parts in others.items() for part in parts]
         all_names = self.models["model"].trained_names if self.pipeline_plan else None
@@ -253,7 +240,6 @@ class RunBuilder(Configurable):
         return optimizer
 
     def build_pipeline(self) -> Pipeline | None:
-        """What runs this rank's pipeline stages together with those of the other ranks."""
         if self.pipeline_plan is None:
             return None
         assert self.mesh is not None
@@ -277,5 +263,4 @@ class RunBuilder(Configurable):
 
     @property
     def rank(self) -> int:
-        """This process's number."""
         return dist.get_rank() if dist.is_initialized() else 0

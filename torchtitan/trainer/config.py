@@ -1,4 +1,4 @@
-"""`RunConfig`: all that configures a run, and the checks that come before it."""
+"""`RunConfig`: the complete configuration of a run, and its validation."""
 
 import dataclasses
 import functools
@@ -52,21 +52,19 @@ class RunConfig(Configurable.Config):
     """A whole run. Each field is a section of the command line and of `--config_file`."""
 
     registered_as: Annotated[str, tyro.conf.Fixed] = ""
-    """Package and function that it was registered as, a part of the run's identity. The command line fills it in: only
-    `ConfigManager` knows it, and what builds a run has the configuration alone."""
+    """Package and function that registered this configuration, part of the run's identity; the command line sets it."""
 
     model_spec: Annotated[ModelSpec, tyro.conf.arg(name="")]
-    """The model and its loss."""
+    """Model and its loss."""
 
     loss: Annotated[Configurable.Config | None, tyro.conf.Suppress] = None
-    """The training loss. None: the model's (`ModelSpec.loss`). Its fields are `--loss.<field>` either way."""
+    """Training loss. None: the model's (`ModelSpec.loss`). Its options are `--loss.<field>` in both cases."""
 
     hf_assets_path: str = ""
-    """Folder with the tokenizer files of a model (tokenizer.json or tokenizer.model). Empty: the small tokenizer
-    that ships with torchtitan."""
+    """Folder with tokenizer files (tokenizer.json or tokenizer.model). Empty: torchtitan's own small tokenizer."""
 
     dump_folder: str = "./outputs"
-    """Folder that the run writes to: metrics.jsonl, config.yaml, checkpoints, traces."""
+    """Output folder: metrics.jsonl, config.yaml, checkpoints, traces."""
 
     tokenizer: Tokenizer.Config = field(default_factory=PretrainedTokenizer.Config)
     """Tokenizer."""
@@ -84,13 +82,13 @@ class RunConfig(Configurable.Config):
     """Learning-rate schedule."""
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    """How much to train, and in which precision."""
+    """Length, batch sizes and precision of training."""
 
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-    """How the ranks share the work."""
+    """Degrees of parallelism."""
 
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
-    """What is kept of the forward pass for the backward pass."""
+    """Recomputation of forward results in the backward pass."""
 
     compile: CompileConfig = field(default_factory=CompileConfig)
     """Compilation."""
@@ -111,37 +109,35 @@ class RunConfig(Configurable.Config):
     """Communication."""
 
     callbacks: list[Callback.Config] = field(default_factory=lambda: [Evaluation.Config()])
-    """What else happens around the steps, in this order."""
+    """Further actions around the steps, in order."""
 
     debug: DebugConfig = field(default_factory=DebugConfig)
     """Reproducibility."""
 
     @property
     def chosen_loss(self) -> Configurable.Config:
-        """The training loss: the run's own, else the model's."""
         return self.loss or self.model_spec.loss
 
     def registered(self, name: str) -> Self:
-        """Return a copy as the command line starts from it: under its registered name, with its loss as the model's,
-        whose fields are options."""
+        """Return a copy under its registered name, with its loss as the model's, as the command line needs it."""
         spec = dataclasses.replace(self.model_spec, loss=self.chosen_loss)
         return dataclasses.replace(self, registered_as=name, model_spec=spec, loss=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration in the shape of the command line: `model` and `loss` are sections of their own."""
+        """Return the configuration in the shape of the command line, with separate sections `model` and `loss`."""
         document = Configurable.Config.to_dict(self)
         document = {**document.pop("model_spec"), **document, "loss": self.chosen_loss.to_dict()}
-        del document["registered_as"]  # `module` and `config` of a configuration file
+        del document["registered_as"]  # `module` and `config` in a configuration file
         for name in ("model_converters", "callbacks"):
             document[name] = {config_key(config): config.to_dict() for config in getattr(self, name)}
         return document
 
     def check(self, world_size: int, *, dry_run: bool = False) -> None:
-        """Find the user's mistakes before any process starts, and tokenise the data where that is still to do.
+        """Find the user's mistakes before any process starts, and tokenize the data if needed.
 
         Args:
             world_size: processes of the run.
-            dry_run: whether the run is only tried, so that its devices need not be here.
+            dry_run: whether the run is only tried, so that its devices may be missing.
 
         Raises:
             UserError: for the first mistake found.
@@ -188,11 +184,7 @@ class RunConfig(Configurable.Config):
             validation.prepare(tokenizer=tokenizer)
 
     def check_layout(self, world_size: int) -> ParallelDims:
-        """The degrees of parallelism, checked to fit the processes, the model, the batch and each other.
-
-        Raises:
-            UserError: for the first thing that does not fit, by name.
-        """
+        """Return the degrees. Raise `UserError` if they do not fit processes, model, batch or each other."""
         dims = ParallelDims.from_config(self.parallelism, world_size)
         dims.check_fits(self.model_spec.model, self.training.seq_len)
         if dims.pp > 1:
@@ -212,12 +204,8 @@ class RunConfig(Configurable.Config):
         return dims
 
     def check_conversion(self, *, n_added_tokens: int = 0) -> None:
-        """Let the converters look at a model without memory; the size of its vocabulary is known. Warns where they
-        leave the rows of added tokens untrained, so that the model will never write these.
-
-        Raises:
-            UserError: for what a converter does not find in the model, or does not go with.
-        """
+        """Try the converters on a model without memory, of known vocabulary size; warn if they leave the rows of added
+        tokens untrained, so that the model never writes them. Raise `UserError` if a converter does not apply."""
         if not self.model_converters:
             return
         keys = [config_key(config) for config in self.model_converters]
@@ -240,13 +228,8 @@ class RunConfig(Configurable.Config):
             )
 
     def resolve(self, tokenizer: Tokenizer) -> Self:
-        """A copy with the values that come from the tokenizer filled in; explicit ones win.
-
-        A vocabulary grows where tokens have been added to the tokenizer (`n_added`).
-
-        Raises:
-            UserError: if the model's vocabulary cannot hold that of the tokenizer's files.
-        """
+        """Return a copy with unset values from the tokenizer; added tokens (`n_added`) enlarge the vocabulary. Raise
+        `UserError` if the model's vocabulary is too small for the tokenizer's files."""
         model = self.model_spec.model
         in_files = tokenizer.vocab_size - tokenizer.n_added
         if model.vocab_size is None or in_files <= model.vocab_size < tokenizer.vocab_size:
@@ -259,11 +242,8 @@ class RunConfig(Configurable.Config):
         return dataclasses.replace(self, model_spec=dataclasses.replace(self.model_spec, model=model))
 
     def identity(self, tokenizer: Tokenizer) -> RunIdentity:
-        """Return what must stay the same when the run resumes. Steps, rates, layout and logging may change.
-
-        Args:
-            tokenizer: the one that this configuration has been resolved with.
-        """
+        """Return the properties that must stay the same when the run resumes, after `resolve(tokenizer)`; steps, rates,
+        layout and logging may change."""
         properties: dict[str, Any] = {"configuration": self.registered_as} if self.registered_as else {}
         properties["trainer"] = import_path(self._owner)
         properties |= leaves({"model": self.model_spec.model.to_dict()})
@@ -279,12 +259,8 @@ class RunConfig(Configurable.Config):
         return RunIdentity(properties | self.dataloader.identity(), length)
 
     def validation_dataloaders(self) -> dict[str, BaseDataLoader.Config]:
-        """Configurations of the loaders of validation data by the names of the sets; empty where validation is off or
-        there is no data.
-
-        Raises:
-            UserError: for a data set that the training data's loader cannot read as validation data.
-        """
+        """Return loader configurations of the validation sets by name, none if validation is off or there is no data.
+        Raise `UserError` for a data set that the training data's loader cannot read."""
         loaders: dict[str, BaseDataLoader.Config] = {}
         if not self.validator.enable:
             return loaders

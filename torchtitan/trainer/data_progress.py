@@ -1,4 +1,4 @@
-"""How much data a run has read, and where it ends."""
+"""`RunLength`: the amount of data that a run has read, and the run's last step."""
 
 from collections.abc import Mapping
 
@@ -6,22 +6,17 @@ from torchtitan.config.sections import TrainingConfig, parse_step_ranges
 
 
 class RunLength:
-    """Counts what a run reads of its data, in global batches and in samples, and tells its last step from that.
+    """Count a run's data in global batches and in samples, and compute the last step.
 
-    Batches are counted in the order of the data, those included that are read for nothing. A resumed run may have
-    larger or smaller ones, so that only the samples tell how much data is left.
-
-    Args:
-        config: says how many `steps` or `epochs` the run has, and which global batches it leaves out (`skip_data`).
-        n_samples: of all epochs; None: not known, and the run has as many steps as the configuration says.
-        global_batch_size: samples of a global batch.
+    Batches include skipped ones (`skip_data`), in data order. A resumed run may change the batch size, so that only the
+    samples tell how much data is left. `n_samples` is the total of all epochs; if it is None, `steps` applies.
     """
 
     def __init__(self, config: TrainingConfig, *, n_samples: int | None, global_batch_size: int):
         self.data_step = 0
-        """Global batches read: those of all steps, and those that were left out."""
+        """Global batches read, including skipped ones."""
         self.n_samples_read = 0
-        """Their samples, all ranks together."""
+        """Samples read by all ranks."""
         self._steps = config.steps
         self._n_samples = None if config.epochs is None else n_samples
         self._global_batch_size = global_batch_size
@@ -29,16 +24,15 @@ class RunLength:
 
     @property
     def next_is_left_out(self) -> bool:
-        """Whether the next global batch is to be read for nothing."""
+        """True if the next global batch is to be skipped."""
         return any(self.data_step + 1 in of for of in self._skipped)
 
     def count_batch(self) -> None:
-        """Count a global batch as read."""
         self.data_step += 1
         self.n_samples_read += self._global_batch_size
 
     def last_step(self, step: int) -> int:
-        """The last step of the run, of which `step` steps have been done."""
+        """Return the last step of the run after `step` steps."""
         if self._n_samples is None:
             return self._steps
         n_batches = -(-max(0, self._n_samples - self.n_samples_read) // self._global_batch_size)
@@ -46,7 +40,7 @@ class RunLength:
         return step + n_batches - sum(max(0, min(of.stop, end) - of.start) for of in self._left_out())
 
     def data_steps(self, n_steps: int) -> int:
-        """`data_step` when `n_steps` more steps, at least 1, have been done."""
+        """Return `data_step` after `n_steps` more steps, at least 1."""
         end = self.data_step + 1 + n_steps
         for left_out in self._left_out():
             if left_out.start < end:
@@ -54,14 +48,14 @@ class RunLength:
         return end - 1
 
     def samples_read_at(self, last_step: int, step: int) -> int:
-        """`n_samples_read` when `last_step` has been done, and `step` is the last that has."""
+        """Return `n_samples_read` after `last_step`; the current step is `step`."""
         if last_step <= step:
             return self.n_samples_read
         n_batches = self.data_steps(last_step - step) - self.data_step
         return self.n_samples_read + n_batches * self._global_batch_size
 
     def _left_out(self) -> list[range]:
-        """The batches ahead that are left out, in ascending ranges of which no two have any in common."""
+        """Return the skipped batches ahead, as ascending and disjoint ranges."""
         first, left_out = self.data_step + 1, []
         for of in self._skipped:
             left_out.append(range(max(of.start, first), max(of.stop, first)))
@@ -69,9 +63,8 @@ class RunLength:
         return left_out
 
     def state_dict(self) -> dict[str, int]:
-        """What has been read."""
         return {"data_step": self.data_step, "n_samples_read": self.n_samples_read}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Count on from a saved state, whatever the batches of the run that saved it."""
+        """Continue from a saved state, with any batch size."""
         self.data_step, self.n_samples_read = state["data_step"], state["n_samples_read"]

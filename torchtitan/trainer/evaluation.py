@@ -13,13 +13,10 @@ from torchtitan.trainer.outcome import StepOutcome
 
 
 class Evaluation(Callback):
-    """Scores the model on files every `freq` steps and after the last one: multiple choice, and perplexity of a text.
+    """Score the model on files every `freq` steps and after the last one: multiple choice, and perplexity of a text.
 
-    The numbers are those of `torchtitan eval`, with `training.seq_len` as the model's context. Every rank scores
-    everything, since FSDP computes a forward pass on all ranks together.
-
-    Raises:
-        UserError: under tensor, context or pipeline parallelism.
+    The numbers are those of `torchtitan eval`, with `training.seq_len` as the context, computed on every rank, as FSDP
+    requires. Raises `UserError` under tensor, context or pipeline parallelism.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -30,16 +27,15 @@ class Evaluation(Callback):
         """Questions (.jsonl with query, choices and gold) and texts (.txt, .md), as for torchtitan eval."""
 
         freq: int = 500
-        """Training steps from one evaluation to the next."""
+        """Training steps between evaluations."""
 
         limit: int | None = None
-        """Questions of a file that are scored. None: all."""
+        """Maximum questions per file. None: all."""
 
         batch_size: int = 8
         """Sequences per forward pass."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a number out of range and for a file that cannot be used."""
             require_at_least(1, callbacks__evaluation__freq=self.freq)
             require_at_least(1, callbacks__evaluation__batch_size=self.batch_size)
             for path in map(Path, self.files):
@@ -61,7 +57,6 @@ class Evaluation(Callback):
             )
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """Evaluate if it is time, outside of the time that counts as training."""
         trainer = self.trainer
         if not self.config.files or (trainer.step % self.config.freq and trainer.should_continue_training()):
             return

@@ -1,4 +1,4 @@
-"""The ledger of a run: which documents each step was trained on, in one order for all ranks."""
+"""The ledger of a run: the documents of each step, in one order for all ranks."""
 
 import contextlib
 import itertools
@@ -17,12 +17,10 @@ from torchtitan.trainer.outcome import StepOutcome
 
 
 class Ledger(Callback):
-    """Writes a line of `ledger.jsonl` for each step that was taken: the names of its documents, of all ranks, in their
-    global order. A step skipped because its loss or gradients were not finite has none.
+    """Write a line of `ledger.jsonl` for each step taken: the names of all ranks' documents in their global order.
 
-    A line is on disk before the checkpoint of its step is begun. A run that resumes after step N drops the lines of
-    later steps, which are done again, so that the file says what the weights have seen. Rank 0 writes. Without
-    `debug.ledger` nothing happens; a file of an earlier run is set aside by a fresh run.
+    Steps skipped as non-finite have no line. Rank 0 writes lines to disk before the checkpoint of their step; resuming
+    after step N drops later lines. A fresh run sets an earlier file aside. Without `debug.ledger` nothing happens.
     """
 
     def __init__(self, config: Callback.Config, *, trainer: Any):
@@ -34,22 +32,16 @@ class Ledger(Callback):
 
     @contextlib.contextmanager
     def around_run(self) -> Iterator[None]:
-        """Continue after the line of the last finished step."""
         if self.enabled and self.trainer.rank == 0:
             self._file = JsonLines(self.path, self.trainer.step)
         yield
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
-        """Remember the documents of the step in progress."""
         own = micro_batches if self.enabled and self.trainer.parallel_dims.is_batch_leader else []
         self._taken = names_of(own, self.trainer.dataloader.document_names)
 
     def on_step(self, outcome: StepOutcome) -> None:
-        """Write the line of a step that was taken.
-
-        Raises:
-            RunFailure: if the file cannot be written: a ledger with a gap would not be one.
-        """
+        """Write the line of a step that was taken. Raise `RunFailure` if that fails: a ledger must have no gap."""
         if not (self.enabled and outcome.is_finite):
             return
         documents = in_global_order(self._taken)
@@ -59,13 +51,12 @@ class Ledger(Callback):
                 self._file.append({"step": step, "data_step": data_step, "documents": documents})
 
     def before_save(self) -> None:
-        """Make the lines outlast a power failure; raises as `on_step` does."""
+        """Sync the lines to disk; raise like `on_step`."""
         if self._file is not None:
             with self._writing():
                 self._file.sync()
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -79,21 +70,21 @@ class Ledger(Callback):
 
 
 def names_of(micro_batches: Sequence[Batch], names: Callable[[Tensor], list[str]]) -> list[list[str]]:
-    """The names of each micro-batch's documents; none where the loader does not say which they are."""
+    """Return the names of each micro-batch's documents, none if the loader does not name them."""
     return [[name for row in batch.get("documents", ()) for name in names(row)] for batch in micro_batches]
 
 
 def in_global_order(local: Sequence[Sequence[str]]) -> list[str]:
-    """What all ranks say of their micro-batches: of the first ones by rank, then of the second ones, and so on.
+    """Return the items of all ranks' micro-batches: the first ones by rank, then the second ones, and so on.
 
     Args:
-        local: of each of this rank's micro-batches.
+        local: items of each of this rank's micro-batches.
     """
     of_ranks = gather_objects(local)
     return [item for of_place in itertools.zip_longest(*of_ranks, fillvalue=()) for own in of_place for item in own]
 
 
 def shortened(documents: Sequence[str], shown: int = 8) -> str:
-    """The first names in words, and how many more there are."""
+    """Return the first names, and the number of the others, in words."""
     more = f" and {len(documents) - shown} more" if len(documents) > shown else ""
     return ("; ".join(documents[:shown]) or "not known") + more

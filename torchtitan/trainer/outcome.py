@@ -12,7 +12,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.process import COMMAND_VARIABLE
 
 Ending = Literal["completed", "data ended", "stopped"]
-"""Why a run's loop ended."""
+"""Reason for the end of a run's loop."""
 
 
 class NonFiniteError(RunFailure):
@@ -21,11 +21,8 @@ class NonFiniteError(RunFailure):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Numbers of a step on the host, from the one read of device values per step.
-
-    `loss` is the mean over the global batch, `grad_norm` the norm before clipping, and `measures` holds the means that
-    `compute_loss` measured beside the loss.
-    """
+    """A step's numbers on the host: the mean `loss` over the global batch, the `grad_norm` before clipping, and further
+    means that `compute_loss` recorded, from the step's only read of device values."""
 
     loss: float
     grad_norm: float
@@ -35,7 +32,7 @@ class StepOutcome:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the step may be taken."""
+        """True if the step may be taken."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def __str__(self) -> str:

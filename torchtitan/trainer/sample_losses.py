@@ -1,4 +1,4 @@
-"""The loss of each sample of a training step, for samplers that ask for it."""
+"""The loss of each sample of a training step, for samplers that need it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,21 +18,11 @@ from torchtitan.tools.errors import UserError
 
 
 class SampleLosses:
-    """Collects the losses of single tokens from the forward passes of a step, and adds them up by sample, over all
-    ranks.
+    """Record token losses in the forward passes of a step, if `wanted`, and sum them by sample over all ranks.
 
-    Where they are not `wanted`, nothing happens. Where they are, nothing is computed twice but the last step from a
-    chunk's logits to its losses; the training loss and its gradients keep their bits. The losses stay on the device
-    until `statistics` asks for them.
-
-    Args:
-        loss: of the forward passes.
-        parallel_dims: how the ranks share the work.
-        wanted: whether a sampler asks for them.
-
-    Raises:
-        UserError: where there are no losses of tokens to collect: for a loss that is no `CrossEntropyLoss`, and under
-            pipeline parallelism, where only the last stage has them.
+    This repeats only the last step from a chunk's logits to its losses, and changes no bit of the training loss and its
+    gradients. The losses stay on the device until `statistics` reads them. Raises `UserError` for a loss other than
+    `CrossEntropyLoss`, and under pipeline parallelism, where only the last stage has token losses.
     """
 
     def __init__(self, loss: Any, parallel_dims: ParallelDims, *, wanted: bool):
@@ -49,11 +39,11 @@ class SampleLosses:
         self._loss = loss
         self._dims = parallel_dims
         self._wanted = wanted
-        self._recorded: list[tuple[Array, Tensor]] = []  # of each micro-batch: numbers and losses of its valid tokens
+        self._recorded: list[tuple[Array, Tensor]] = []  # micro-batches' numbers and losses of valid tokens
 
     @contextlib.contextmanager
     def of(self, batch: Batch) -> Iterator[None]:
-        """Around the forward (and backward) pass of a micro-batch, which is given as it came from the loader."""
+        """Record a micro-batch's forward (and backward) pass; `batch` is as the loader returned it."""
         if not self._wanted:
             yield
             return
@@ -70,12 +60,8 @@ class SampleLosses:
             self._recorded.append((numbers.numpy(), losses))
 
     def statistics(self, step: int, loss: float, grad_norm: float) -> StepStatistics:
-        """Of the step whose micro-batches were recorded, equal on all ranks; a sample that came twice counts as one,
-        and one without a valid token does not count.
-
-        Raises:
-            UserError: where no rank has recorded anything, because the trainer's step does not.
-        """
+        """Return the recorded step's statistics, equal on all ranks. Repeated samples count once, samples without valid
+        tokens do not count. Raise `UserError` if no rank has recorded anything."""
         if not self._wanted:
             return StepStatistics(step, loss, grad_norm, samples=np.zeros(0, np.int64), sample_losses=np.zeros(0))
         recorded, self._recorded = self._recorded, []
@@ -96,10 +82,8 @@ class SampleLosses:
 
 
 def number_tokens(batch: Batch) -> Tensor:
-    """The number of the document that each token of a batch belongs to, (B, T); `NO_DOCUMENT` for padding.
-
-    The k-th document of a row begins at the k-th place where `positions` is 0; its number is the k-th of `documents`.
-    """
+    """Return each token's document number, (B, T), or `NO_DOCUMENT` for padding: the k-th document of a row begins at
+    the k-th place where `positions` is 0, and has the k-th number in `documents`."""
     places = (batch["positions"] == 0).long().cumsum(dim=1) - 1
     documents = batch["documents"]
     padded = torch.cat([documents, torch.full_like(documents[:, :1], NO_DOCUMENT)], dim=1)
@@ -109,6 +93,6 @@ def number_tokens(batch: Batch) -> Tensor:
 def _add_up(
     numbers: Array, sums: np.typing.NDArray[np.float64], counts: np.typing.NDArray[np.float64]
 ) -> tuple[Array, np.typing.NDArray[np.float64], np.typing.NDArray[np.float64]]:
-    """Each number once, in order, with the sums and counts of its entries."""
+    """Return the distinct numbers in order, with the sums and counts of their entries."""
     unique, where = np.unique(numbers, return_inverse=True)
     return unique, *(np.bincount(where, values, len(unique)) for values in (sums, counts))  # type: ignore[return-value]

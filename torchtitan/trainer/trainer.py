@@ -1,4 +1,4 @@
-"""The training loop. Read from top to bottom: the order in which a run is built, then what one step does."""
+"""The training loop. Read from top to bottom: the order in which a run is built, then the actions of one step."""
 
 import contextlib
 import dataclasses
@@ -45,17 +45,13 @@ if TYPE_CHECKING:
 
 
 class Trainer(RunBuilder):
-    """Builds every part of a run from its configuration, then trains.
-
-    Both are made of short methods; a subclass overrides the ones it changes, and nothing else. `docs/extending.md`
-    shows how.
-    """
+    """Build every part of a run from its configuration, then train, in methods to override (`docs/extending.md`)."""
 
     measures_named: ClassVar[tuple[str, ...]] = ()
-    """Names of means that `compute_loss` measures beside the loss by `measure`; metrics and validation report them."""
+    """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
 
     sequences_per_sample: ClassVar[int] = 1
-    """Sequences of `training.seq_len` tokens in a sample of the data, for the count of tokens."""
+    """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
 
     def __init__(self, config: RunBuilder.Config):
         super().__init__(config)
@@ -65,7 +61,7 @@ class Trainer(RunBuilder):
         self.device = self.init_distributed()
         self.folder_lock = None
         self.lock_folder()
-        # Counts and sums that the host reads; float32 cannot count beyond 2**24 tokens, and is all that MPS has.
+        # Type of counts and sums for the host: float32, all that MPS has, cannot count beyond 2**24 tokens.
         self.statistics_dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.parallel_dims = config.check_layout(world_size())
         self.mesh = self.parallel_dims.build_mesh(self.device.type)
@@ -111,7 +107,7 @@ class Trainer(RunBuilder):
         self.callbacks = self.build_callbacks()
 
     def build_validator(self) -> Validator | None:
-        """The validator, where validation is on and there is data for it."""
+        """Build the validator if validation is on and has data."""
         data = self.config.validation_dataloaders()
         if not data:
             if self.config.validator.enable:
@@ -130,7 +126,6 @@ class Trainer(RunBuilder):
         )
 
     def build_metrics(self) -> MetricsProcessor:
-        """What measures and reports the run."""
         return self.config.metrics.build(
             dump_folder=self.config.dump_folder,
             device=self.device,
@@ -143,24 +138,24 @@ class Trainer(RunBuilder):
         )
 
     def build_callbacks(self) -> list[Callback]:
-        """What happens around the steps of every run, then `callbacks` of the configuration."""
+        """Build the callbacks of every run, then the configuration's `callbacks`."""
         own = [Ledger.Config(), RecompileWarning.Config(), Profiling.Config(), GarbageCollection.Config()]
         return [config.build(trainer=self) for config in (*own, *self.config.callbacks)]
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def load_checkpoint(self) -> None:
-        """Go to where the checkpoint that the configuration says leaves off; `train` does it where it is not yet done.
+        """Load the checkpoint that the configuration selects; `train` calls this if necessary.
 
         Raises:
-            UserError: where a named checkpoint cannot be loaded, or one does not fit this run.
+            UserError: if a named checkpoint cannot be loaded, or a checkpoint does not fit this run.
             RunComplete: if this run has ended in a checkpoint that it cannot resume from.
         """
         if self.checkpoint_loaded:
             return
         self.step = self.checkpointer.load()
         self.checkpoint_loaded = True
-        # Batches of another size leave as many samples for another number of steps.
+        # With another batch size, the remaining samples make another number of steps.
         self.total_steps = self.metrics.total_steps = self.run_length.last_step(self.step)
         self.lr_scheduler.set_length(self.total_steps)
         self.dataloader.check_repetitions(self.run_length.samples_read_at(self.total_steps, self.step))
@@ -168,8 +163,7 @@ class Trainer(RunBuilder):
             converter.post_init_hook(self.model_parts)
 
     def train(self) -> None:
-        """Resume if there is something to resume from, then train to the end, or until asked to stop. A run that has
-        nothing left to train says so."""
+        """Resume if possible, then train to the end or until asked to stop. Log if nothing is left to train."""
         with self.giving_signals_back(), contextlib.closing(self.metrics):
             try:
                 self.load_checkpoint()
@@ -187,10 +181,10 @@ class Trainer(RunBuilder):
             self.finish(ending)
 
     def train_until_it_ends(self) -> Ending:
-        """Step after step; why there is no further one."""
+        """Take steps until the run ends, and return the reason."""
         batches = iter(self.dataloader)
         comm, first_step = self.config.comm, self.step + 1
-        # Torch gives a mesh's groups 30 minutes of its own. The watchdog comes first: it can name a rank that hangs.
+        # Torch gives a mesh's groups their own 30 minutes. The watchdog comes first: it can name a hanging rank.
         set_timeouts(comm.init_timeout_seconds + comm.naming_seconds)
         while self.should_continue_training():
             step = self.step + 1
@@ -203,7 +197,7 @@ class Trainer(RunBuilder):
                 set_timeouts(comm.train_timeout_seconds)
                 self.listen_to_signals()
             if outcome.data_exhausted:
-                self.prepare_converters(self.step)  # this step was none: what comes now is done as in the last one
+                self.prepare_converters(self.step)  # no step was taken: validate as in the last one
                 return "data ended"
             self.complete_step(outcome)
             if outcome.stop_requested and self.should_continue_training():
@@ -211,20 +205,20 @@ class Trainer(RunBuilder):
         return "completed"
 
     def should_continue_training(self) -> bool:
-        """Whether another step is to be made."""
+        """Return whether to take another step."""
         return self.step < self.total_steps
 
     def prepare_converters(self, step: int) -> None:
-        """Let the converters make the model what it is in that step."""
+        """Let the converters prepare the model for a step."""
         for converter in self.converters:
             converter.pre_step_hook(self.model_parts, step)
 
     def train_step(self, batches: Iterator[Batch]) -> StepOutcome:
-        """One optimizer step over the next global batch."""
+        """Take one optimizer step over the next global batch."""
         self.optimizer.zero_grad()
         self.watchdog.phase("data")
         micro_batches = self.next_micro_batches(batches)
-        self.watchdog.phase("forward and backward")  # which begins with what all ranks need of each other's batches
+        self.watchdog.phase("forward and backward")  # includes the exchange of token counts between ranks
         n_tokens = self.count_valid_tokens(micro_batches)
         loss = torch.zeros((), device=self.device)
         for batch in micro_batches:
@@ -248,7 +242,7 @@ class Trainer(RunBuilder):
         return outcome
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
-        """This rank's part of the next global batch; shorter where the data ends, and empty behind its end."""
+        """Return this rank's part of the next global batch; shorter at the end of the data, and empty after it."""
         with self.metrics.timing_data():
             self.leave_out_data(batches)
             micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
@@ -258,7 +252,7 @@ class Trainer(RunBuilder):
         return micro_batches
 
     def leave_out_data(self, batches: Iterator[Batch]) -> None:
-        """Read the global batches that `training.skip_data` names, where they are next, for nothing."""
+        """Read and discard the next global batches if `training.skip_data` names them."""
         first = self.run_length.data_step + 1
         while self.run_length.next_is_left_out:
             for _ in itertools.islice(batches, self.gradient_accumulation_steps):
@@ -268,26 +262,25 @@ class Trainer(RunBuilder):
             logger.info("--training.skip_data: the data of steps %d to %d is left out", first, last)
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
-        """Divisor of the summed loss in each backward pass, a scalar on the device: valid tokens of the global batch,
-        or 1 for a loss of one's own."""
+        """Return the summed loss's divisor, on the device: the global batch's valid tokens; 1 for a custom loss."""
         local = sum(self.count_own_tokens(batch) for batch in micro_batches) if not self.has_own_loss else 0
         # `full` runs on the device; copying a host tensor there would wait for it.
         counted = torch.full((), local, device=self.device, dtype=self.statistics_dtype)
         return torch.ones_like(counted) if self.has_own_loss else sum_over_ranks(counted)
 
     def count_own_tokens(self, batch: Batch) -> int:
-        """Valid tokens of a batch as the loader gave it; 0 on all but one of the ranks that have the same samples."""
+        """Count a loader batch's valid tokens on one of the ranks with the same samples; return 0 on the others."""
         return int((batch["labels"] != IGNORE_INDEX).sum()) if self.parallel_dims.is_batch_leader else 0
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
-        """The batch as the model takes it: its tensors on the device; under context parallelism, this rank's tokens."""
+        """Return the batch on the device; under context parallelism, this rank's tokens."""
         on_device = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
         if self.parallel_dims.cp == 1:
             return on_device
         return shard_sequences(on_device, self.parallel_dims.sequence_shards, self.parallel_dims.coordinate("cp"))
 
     def forward(self, batch: Batch) -> Tensor:
-        """The loss of a batch, summed over its valid tokens; tensor-parallel ranks all have the whole of it."""
+        """Return the loss of a batch, summed over its valid tokens, in full on every tensor-parallel rank."""
         if self.pipeline:
             return self.pipeline.forward(batch)
         (model,) = self.model_parts
@@ -295,27 +288,24 @@ class Trainer(RunBuilder):
         return loss
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The summed loss of a batch, and the weight that sums of losses are divided by: here its valid tokens.
+        """Return the summed loss of a batch, and the weight that divides the loss: here its valid tokens.
 
-        Training divides the sum over the global batch by the summed weight, and so does validation. A subclass may
-        compute any loss from any batch; ranks of one tensor-parallel group return the same.
-
-        Args:
-            batch: what `post_dataloading_process` returned.
+        Training and validation divide the sum over the global batch by the summed weight. A subclass may compute any
+        loss from any `post_dataloading_process` result; ranks of one tensor-parallel group return the same.
         """
         return self.forward(batch), (batch["labels"] != IGNORE_INDEX).sum()
 
     def measure(self, name: str, total: Tensor, weight: Tensor) -> None:
-        """Add to a mean of `measures_named`, in `compute_loss`: a batch's sum and weight, two scalars."""
+        """Add a batch's sum and weight, two scalars, to a mean in `measures_named`; call this in `compute_loss`."""
         self.measures.add(name, self.own_part(total), self.own_part(weight))
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
-        """Add a micro-batch's gradients; its part of the global batch's loss, divided by `n_tokens`."""
+        """Add a micro-batch's gradients; return its part of the global batch's loss, divided by `n_tokens`."""
         # Gradients are averaged over the ranks that see different tokens, but the loss is a sum over them.
         degree = self.parallel_dims.gradient_degree
 
         def scaled(summed_loss: Tensor) -> Tensor:
-            # At least 1 token: in a batch without any valid one everything is 0, and stays so.
+            # At least 1 token: without valid tokens, everything is and stays 0.
             return summed_loss / n_tokens.clamp(min=1).float() * degree
 
         if self.pipeline:
@@ -329,50 +319,50 @@ class Trainer(RunBuilder):
         return loss.detach() / degree
 
     def divide_by_weight(self, loss: Tensor) -> Tensor:
-        """Divide gradients and `loss`, in place, by the weight of the global batch, and return that."""
+        """Divide gradients and `loss`, in place, by the weight of the global batch, and return the weight."""
         weight = sum_over_ranks(self.weight)
         self.weight = torch.zeros_like(self.weight)
-        divisor = torch.where(weight == 0, 1, weight)  # without weight everything is 0, and stays so
+        divisor = torch.where(weight == 0, 1, weight)  # without weight, everything is and stays 0
         divide_gradients(self.trained_parameters(), divisor)
         loss /= divisor.to(loss.dtype)
         return weight
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """This rank's parameters of all trained models."""
+        """Return this rank's parameters of all trained models."""
         parts = [part for model in self.models.values() if model.num_trained for part in model.parts]
         return [parameter for part in parts for parameter in part.parameters()]
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """This rank's part of a batch's summed loss and weight; the batch is as the loader gave it."""
+        """Return this rank's part of a batch's summed loss and weight; the batch is as the loader returned it."""
         with self.autocast():
             loss, weight = self.compute_loss(self.post_dataloading_process(batch))
         is_counted = self.parallel_dims.coordinate("pp") == 0  # a pipeline's ranks all have the labels
         return self.own_part(loss), self.own_part(weight) if is_counted else torch.zeros_like(weight)
 
     def own_part(self, loss: Tensor) -> Tensor:
-        """What this rank adds to a sum over all ranks: nothing, where another one has the same loss."""
+        """Return this rank's addend to a sum over all ranks: 0 if another rank has the same loss."""
         return loss if self.parallel_dims.is_tensor_leader else torch.zeros_like(loss)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Mixed precision for a model that no wrapper computes in lower precision."""
+        """Return a mixed-precision context if no wrapper of the model provides lower precision."""
         dtype = getattr(torch, self.config.training.mixed_precision_param)
-        # With more than one process, FSDP or DDP does it.
+        # With several processes, FSDP or DDP does.
         needed = self.mesh is None and dtype != torch.float32
         return torch.autocast(self.device.type, dtype=dtype) if needed else contextlib.nullcontext()
 
     def check_gradients(self) -> None:
-        """After the first backward passes of a run, name the trained parameters that have no gradient."""
+        """Name trained parameters without a gradient after the first backward passes of a run."""
         self.optimizer.warn_of_idle_parameters()
 
     def clip_gradients(self) -> Tensor:
-        """Scale gradients down to `training.max_norm`; their total norm before that, over all ranks."""
+        """Scale gradients down to `training.max_norm`, and return their total norm before that, over all ranks."""
         if self.config.optimizer.early_step_in_backward:
             return self.optimizer.early_grad_norm()
         pipeline = self.mesh.get_group("pp") if self.mesh and self.pipeline else None
         return clip_grad_norm(self.trained_parameters(), self.config.training.max_norm, pipeline)
 
     def read_outcome(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepOutcome:
-        """Sum the loss over ranks, learn whether any of them was asked to stop, and read it all at once."""
+        """Sum the loss and requests to stop over ranks, and read all values at once."""
         stop = self.stop_request is not None and self.stop_request.received
         flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data)]
         local = torch.stack([value.to(self.statistics_dtype) for value in (self.own_part(loss), *flags)])
@@ -389,12 +379,8 @@ class Trainer(RunBuilder):
         )
 
     def handle_nonfinite(self, outcome: StepOutcome, micro_batches: list[Batch]) -> None:
-        """Stop the run, or go on without this step, as `training.on_nonfinite` says; weights are untouched so far
-        (but by an early step in the backward pass).
-
-        Raises:
-            NonFiniteError: with the step and the documents that it was computed from, of all ranks.
-        """
+        """Stop the run or skip this step, with unchanged weights, unless the optimizer steps early in the backward
+        pass. Raise `NonFiniteError` with the step and all ranks' documents in it."""
         own = micro_batches if self.parallel_dims.is_batch_leader else []
         documents = in_global_order(names_of(own, self.dataloader.document_names))
         last = self.run_length.data_step
@@ -408,8 +394,7 @@ class Trainer(RunBuilder):
     # --- around a step ----------------------------------------------------------------------------------------------
 
     def complete_step(self, outcome: StepOutcome) -> None:
-        """Count the step, report it, tell the data loader of it if it was taken, and do what is due after it:
-        callbacks, validation, a checkpoint."""
+        """Count and report the step, tell the loader if it was taken, then run callbacks, validation and checkpoint."""
         self.step += 1
         self.run_length.count_batch()
         self.n_tokens_seen += self.tokens_per_step
@@ -425,20 +410,20 @@ class Trainer(RunBuilder):
         last = not self.should_continue_training()
         validation_loss = self.validate() if self.validator and self.validator.is_due(self.step, last=last) else None
         saving = self.checkpointer.is_due(self.step, last=last, validation_loss=validation_loss)
-        # Leaving a save out of the training time waits for the device, which the other steps need not do.
+        # Excluding a save from the training time waits for the device; other steps need not wait.
         with self.metrics.exclude() if saving else contextlib.nullcontext():
             if saving:
                 self.sync_records()
             self.checkpointer.save(self.step, last=last, validation_loss=validation_loss)
 
     def sync_records(self) -> None:
-        """Make ledger and metrics outlast a power failure: a checkpoint that does counts on them."""
+        """Sync ledger and metrics to disk, since a durable checkpoint relies on them."""
         for callback in self.callbacks:
             callback.before_save()
         self.metrics.sync()
 
     def validate(self) -> float:
-        """Validate and log it, outside of the time that counts as training; the loss."""
+        """Validate outside of the training time, log the result, and return the loss."""
         assert self.validator is not None
         with self.metrics.exclude():
             measured = self.validator.validate()
@@ -446,7 +431,7 @@ class Trainer(RunBuilder):
         return measured["validation_loss"]
 
     def report(self, outcome: StepOutcome) -> None:
-        """Log the numbers of the step when they are due."""
+        """Log the numbers of the step if due."""
         self.metrics.count_tokens(self.tokens_per_step)
         self.metrics.log_step(
             self.step,
@@ -458,7 +443,7 @@ class Trainer(RunBuilder):
         )
 
     def finish(self, ending: Ending) -> None:
-        """Report and save what is not yet, and say how the run ended."""
+        """Report and save outstanding results, and log how the run ended."""
         self.metrics.flush()
         validating = self.validator and ending == "data ended" and not self.validator.is_due(self.step, last=False)
         validation_loss = self.validate() if validating else None
@@ -470,7 +455,7 @@ class Trainer(RunBuilder):
         log_ending(ending, self.step, self.total_steps, self.config.checkpoint)
 
     def describe_run(self) -> None:
-        """Log what is about to be trained, and what lies in the folder that this run will not use."""
+        """Log the model and data of the run, and any checkpoints in its folder that it will not use."""
         if not self.config.checkpoint.enable and list_checkpoints(self.checkpointer.folder):
             logger.warning(
                 "%s holds checkpoints, which a run without --checkpoint.enable leaves alone", self.checkpointer.folder
@@ -514,7 +499,7 @@ class Trainer(RunBuilder):
     # --- state ------------------------------------------------------------------------------------------------------
 
     def build_checkpointer(self) -> CheckpointManager:
-        """The checkpointer over everything that a resumed run needs."""
+        """Build the checkpointer of everything that a resumed run needs."""
         config, spec = self.config, self.config.model_spec
         assets = self.tokenizer.folder
         of_data = {name: text.encode() for name, text in self.dataloader.assets().items()}
@@ -545,7 +530,7 @@ class Trainer(RunBuilder):
         )
 
     def states(self) -> dict[str, "Stateful"]:
-        """What checkpoints hold of the whole run, by name."""
+        """Return the whole run's states for checkpoints, by name."""
         saved = {name: model for name, model in self.models.items() if model.saved}
         return {
             **{name: ModelState(model.parts) for name, model in saved.items()},
@@ -555,8 +540,7 @@ class Trainer(RunBuilder):
         }
 
     def initial_loads(self) -> dict[str, Callable[[], None]]:
-        """Name of a model → what loads the weights that it begins with; one that checkpoints do not hold begins with
-        them in a resumed run too."""
+        """Return model name → function that loads its initial weights, also when resuming if checkpoints lack them."""
         config, spec, added = self.config.checkpoint, self.config.model_spec, self.tokenizer.added
         loads: dict[str, Callable[[], None]] = {
             name: partial(load_initial_weights, model.weights, model.spec, model.parts, [], added=added)
@@ -566,28 +550,27 @@ class Trainer(RunBuilder):
         path = config.initial_load_path
         is_other = path and not is_url(path) and (added or read_converters(path))
         if not (config.initial_load_in_hf or is_other or self.converters or config.trained_only):
-            return loads  # one of our own checkpoints that fits as it is, or none: the checkpointer itself loads it
+            return loads  # the checkpointer itself loads a fitting checkpoint of our own
         main = partial(load_initial_weights, path, spec, self.model_parts, self.converters, added=added)
         return {"model": main, **loads}
 
     def identity(self) -> RunIdentity:
-        """What must stay the same when the run resumes."""
+        """Return the properties that must stay the same when the run resumes."""
         identity = self.config.identity(self.tokenizer)
         others = {f"weights of {name}": model.weights for name, model in self.models.items() if name != "model"}
         properties = {**identity.properties, **{name: base_weights(path) for name, path in others.items()}}
         return dataclasses.replace(identity, properties=properties)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loop's own state; a subclass adds what it needs to resume."""
+        """Return the loop's own state; a subclass adds what it needs to resume."""
         return {"step": self.step, "n_tokens_seen": self.n_tokens_seen, **self.run_length.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
         self.step, self.n_tokens_seen = state_dict["step"], state_dict["n_tokens_seen"]
         self.run_length.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Release what the run holds, after `train` or instead of it."""
+        """Release the run's resources, after `train` or instead of it."""
         with contextlib.ExitStack() as stack:
             # In reverse order, and each even if one before it fails.
             stack.callback(setattr, self, "folder_lock", None)
@@ -601,13 +584,12 @@ class Trainer(RunBuilder):
                 stack.callback(callback.close)
 
     def listen_to_signals(self) -> None:
-        """From now on, let SIGTERM and Ctrl-C end the run after the step in progress. Until the first step is made they
-        end the process at once, whatever it waits for: nothing is lost."""
+        """From now on, let SIGTERM and Ctrl-C end the run after the current step, or at once before the first step."""
         self.stop_request = StopRequest()
 
     @contextlib.contextmanager
     def giving_signals_back(self) -> Iterator[None]:
-        """Handle signals as before, once the body is left."""
+        """Restore the previous signal handlers at the end of the block."""
         try:
             yield
         finally:

@@ -1,8 +1,8 @@
-"""Trains a small Llama 3 on the built-in stories with torchtitan's parts in a loop of your own, without its Trainer.
+"""Train a small Llama 3 on the built-in stories with torchtitan's parts in your own loop, without its Trainer.
 
     python THIS_FILE [--steps 100] [--folder outputs/plain_loop] [--dataset my.txt] [--profile]
 
-Run it again after it was interrupted, and it goes on where it saved last. For one process; edit everything.
+After an interruption, run it again to continue from the last checkpoint. For one process; edit everything.
 """
 
 import argparse
@@ -41,13 +41,13 @@ def main():
     torch.manual_seed(SEED)
     device = torch.device(device_type())
 
-    # Data: batches of token ids, of their labels (the next tokens) and of positions in the packed documents.
+    # Data: batches of token ids, labels (the next tokens) and positions in the packed documents.
     tokenizer = PretrainedTokenizer.Config().build(path="")
     sizes = {"tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": BATCH_SIZE, "seed": SEED}
     data = PretrainDataLoader.Config(dataset=options.dataset)
     loader = data.build(**sizes)
 
-    # What is trained, and how.
+    # Model, loss, optimizer and schedule.
     model_config = model_registry("debugmodel").model
     model_config.vocab_size = tokenizer.vocab_size
     model = model_config.build().to(device)
@@ -58,12 +58,12 @@ def main():
     scheduler = schedule.build(optimizer=optimizer, training_steps=options.steps)
 
     def summed_loss(batch):
-        """Over all tokens; the head of the model is the loss itself, so that no tensor ever holds all logits."""
+        """Sum the loss over all tokens. The model's head is the loss, so that no tensor ever holds all logits."""
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         return model(batch["input"], batch.get("positions"), head=cross_entropy, labels_BL=batch["labels"])
 
     def train_step(batch):
-        """Update the weights; the mean loss per token, and the norm of its gradient before clipping."""
+        """Update the weights; return the mean loss per token and the gradient norm before clipping."""
         optimizer.zero_grad()
         loss = summed_loss(batch) / (batch["labels"] != IGNORE_INDEX).sum()
         loss.backward()
@@ -71,7 +71,7 @@ def main():
         optimizer.step()
         return loss.item(), grad_norm.item()
 
-    # What is written down.
+    # Metrics, validation and checkpoints.
     validator = None
     if validation_data := data.for_validation(""):  # None for a data set without a validation split
         validator = Validator.Config(freq=50, steps=10).build(
@@ -96,7 +96,7 @@ def main():
     profiler = Profiler.Config(enable_profiling=options.profile).build(dump_folder=options.folder, device=device)
 
     with closing(loader), closing(checkpoints), closing(metrics), profiler:
-        last_step = checkpoints.load()  # 0 unless there is something to resume
+        last_step = checkpoints.load()  # 0 if there is nothing to resume
         if last_step >= options.steps:
             logger.info("%s holds all %d steps already; --steps says how far to go", options.folder, last_step)
         metrics.start(last_step)
@@ -109,7 +109,7 @@ def main():
             scheduler.step()
             profiler.step(step)
             last = step == options.steps
-            with metrics.exclude():  # neither belongs to the time of training
+            with metrics.exclude():  # not training time
                 if validator and validator.is_due(step, last=last):
                     metrics.log_validation(step, **validator.validate())
                 checkpoints.save(step, last=last)

@@ -1,13 +1,13 @@
-"""An experiment: the gradient of each micro-batch is clipped before they are averaged.
+"""An experiment: clip the gradient of each micro-batch before averaging.
 
     --module gradient_aggregation --config debugmodel
 
-The library clips the gradient of the whole step, in which a single bad micro-batch can be most of what is left. Here
-each micro-batch, over all data-parallel ranks, has its own gradient, that of its mean loss, scaled down to
-`micro_batch_max_norm` where it is longer; the step takes their average, each weighted by its valid tokens. Where none
-is longer, that is what the library computes. What `training.max_norm` does with the average is unchanged.
+The library clips the gradient of the whole step, of which one bad micro-batch can make up the most. Here the gradient
+of each micro-batch's mean loss, over all data-parallel ranks, is scaled down to at most `micro_batch_max_norm`; the
+step averages them, weighted by valid tokens. Without clipping, the result equals the library's. `training.max_norm`
+applies to the average as usual.
 
-It costs one more copy of the gradients, and one moment per micro-batch at which the host waits for the device. It
-works under every kind of parallelism; micro-batches are those of `training.global_batch_size` (gradient accumulation),
-so that without accumulation there is one per step.
+This costs one more copy of the gradients and one wait for the device per micro-batch. It works under every kind of
+parallelism. Micro-batches come from `training.global_batch_size` (gradient accumulation); without accumulation, there
+is one per step.
 """

@@ -13,17 +13,16 @@ from torchtitan.trainer import Trainer
 
 
 class MicroBatchClippingTrainer(Trainer):
-    """Clips the gradient of each micro-batch by itself; see the package."""
+    """Clip the gradient of each micro-batch separately; see the package."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """A whole run, and how long a micro-batch's gradient may be."""
+        """A whole run, and the norm limit of a micro-batch's gradient."""
 
         micro_batch_max_norm: float = 1.0
-        """The gradient of a micro-batch's mean loss is scaled down to this norm when it exceeds it."""
+        """Maximum norm of the gradient of a micro-batch's mean loss, to which a larger one is scaled down."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a norm that is not positive, and where there are no gradients to clip."""
             if not self.micro_batch_max_norm > 0:
                 raise UserError(f"--micro_batch_max_norm is {self.micro_batch_max_norm}, and must be above 0")
             if self.optimizer.early_step_in_backward:
@@ -34,13 +33,13 @@ class MicroBatchClippingTrainer(Trainer):
     config: Config
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
-        """Add a micro-batch's gradient, clipped; its part of the global batch's mean loss."""
+        """Add a micro-batch's clipped gradient; return its part of the global batch's mean loss."""
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         of_earlier_ones = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         loss = super().forward_backward_step(batch, n_tokens)
-        # The gradient is that of the micro-batch's share in the global mean, and so is the norm it may have.
+        # Gradient and norm limit are those of the micro-batch's share in the global mean.
         share = (self.count_tokens_of_all(batch) / n_tokens.clamp(min=1)).item()
         pipeline = self.mesh.get_group("pp") if self.mesh and self.pipeline else None
         clip_grad_norm(parameters, self.config.micro_batch_max_norm * share, pipeline)
@@ -50,7 +49,7 @@ class MicroBatchClippingTrainer(Trainer):
         return loss
 
     def count_tokens_of_all(self, batch: Batch) -> Tensor:
-        """Valid tokens of a micro-batch over all ranks: those that several ranks have are counted by one."""
+        """Count a micro-batch's valid tokens over all ranks; one rank counts tokens that several ranks have."""
         n_tokens = (batch["labels"] != IGNORE_INDEX).sum().to(self.statistics_dtype)
         has_it_first = self.parallel_dims.is_tensor_leader and self.parallel_dims.coordinate("pp") == 0
         return sum_over_ranks(n_tokens if has_it_first else n_tokens * 0)

@@ -1,21 +1,18 @@
-"""An experiment: samples that the model predicts badly are drawn more often.
+"""An experiment: draw samples that the model predicts badly more often.
 
     --module loss_sampling --config debugmodel
 
-`LossSampler` takes the place of the loader's own sampler (`dataloader.sampler`); the trainer is the library's. After
-each step the trainer tells it the loss of every sample of the step, summed up over all ranks; each rank has a sampler,
-and all of them draw the same.
+`LossSampler` replaces the loader's sampler (`dataloader.sampler`); the trainer is the library's, which passes it the
+loss of every sample after each step, summed over all ranks. Each rank has a sampler, and all draw the same.
 
-**What is drawn.** The chance of a sample is proportional to a power of its recent loss, mixed with an even chance for
-all. One that has not been seen yet counts as the mean of those that have. Within one draw, which is
-`dataloader.pack_chunk` samples or what is left of the epoch, no sample comes twice. An epoch is as many draws as there
-are samples: some come more than once in it, and some not at all.
+**Distribution.** The chance of a sample is proportional to a power of its recent loss, mixed with a uniform chance. An
+unseen sample counts as the mean of the seen ones. One draw, `dataloader.pack_chunk` samples or the rest of the epoch,
+has no duplicates. An epoch has one draw per sample: some samples appear more than once in it, and some not at all.
 
-**The lag.** What a step teaches decides what is drawn after it, and samples are drawn ahead: a whole chunk at a time,
-and as many batches more as `dataloader.num_workers` prepare. Smaller chunks follow the losses more closely, and pack
-less densely.
+**Lag.** Samples are drawn ahead: a whole chunk, and the batches that `dataloader.num_workers` prepare. Smaller chunks
+follow the losses more closely, and pack less densely.
 
-The losses are in the checkpoint, so that a run that resumes draws what it would have drawn.
+Checkpoints contain the losses, so that a resumed run draws the same samples.
 
 After prioritized experience replay (Schaul et al., arXiv:1511.05952), without its correction for the changed
 distribution: the loss in the metrics is higher than the data's. Compare runs by their validation loss.

@@ -10,9 +10,9 @@ from .sampler import LossSampler
 
 
 def loss_sampling_debugmodel() -> Trainer.Config:
-    """The small Llama 3 on the embedded chats, of which those that it answers badly come more often."""
+    """Train the small Llama 3 on the embedded chats, with badly answered ones more often."""
     config = llama3_debugmodel_sft()
     assert isinstance(config.dataloader, SFTDataLoader.Config)
-    # Small chunks, so that what a step has taught is soon used.
+    # Small chunks apply a step's losses sooner.
     config.dataloader = dataclasses.replace(config.dataloader, sampler=LossSampler.Config(), pack_chunk=128)
     return config

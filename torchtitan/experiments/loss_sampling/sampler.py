@@ -13,23 +13,22 @@ _UNSEEN = -1.0
 
 
 class LossSampler(Sampler):
-    """Draws samples by their recent loss; see the package."""
+    """Draw samples by their recent loss; see the package."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Sampler.Config):
         """Samples drawn by their recent loss."""
 
         power: float = 1.0
-        """The chance of a sample is proportional to its loss to this power; 0: all alike."""
+        """The chance of a sample is proportional to its loss to this power; 0: uniform."""
 
         explore: float = 0.1
         """Share of the chance that is the same for all samples, from 0 to 1."""
 
         momentum: float = 0.5
-        """Share of a sample's earlier loss that is kept when it is measured again, from 0 to below 1."""
+        """Weight of a sample's earlier loss when it is measured again, from 0 to below 1."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a number out of range."""
             require_at_least(0, dataloader__sampler__power=self.power)
             if not 0 <= self.explore <= 1:
                 raise UserError(f"--dataloader.sampler.explore is {self.explore}, and must be from 0 to 1")
@@ -49,7 +48,7 @@ class LossSampler(Sampler):
         return self._drawn // self.n_samples
 
     def chances(self) -> np.typing.NDArray[np.float64]:
-        """The chance (n_samples,) of each sample to be drawn first."""
+        """Return the chance of each sample to be drawn first, shape (n_samples,)."""
         seen = self._losses >= 0
         losses = np.where(seen, self._losses, self._losses[seen].mean() if seen.any() else 1.0)
         weights = losses**self.config.power
@@ -58,8 +57,8 @@ class LossSampler(Sampler):
         return (1 - self.config.explore) * by_loss + self.config.explore / self.n_samples
 
     def draw(self, n: int) -> Array:
-        """The next samples, without repetition within one call: the first to arrive, if each waits for an exponentially
-        distributed time at the rate of its chance (Efraimidis and Spirakis, 2006)."""
+        """Draw the next samples, distinct within a call, as the first arrivals of exponential clocks at the rates of
+        their chances (Efraimidis and Spirakis, 2006)."""
         n = min(n, self.n_samples - self._drawn % self.n_samples)
         raw = np.random.PCG64(np.random.SeedSequence((self.seed, self._drawn))).random_raw(self.n_samples)
         uniform = ((raw >> 11) + 0.5) * 2.0**-53
@@ -71,7 +70,7 @@ class LossSampler(Sampler):
     def observe(self, statistics: StepStatistics) -> None:
         samples, losses = statistics.samples, statistics.sample_losses
         before, momentum = self._losses[samples], self.config.momentum
-        self._losses = self._losses.copy()  # states that were taken have the one before
+        self._losses = self._losses.copy()  # saved states keep the old array
         self._losses[samples] = np.where(before < 0, losses, momentum * before + (1 - momentum) * losses)
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,6 +18,6 @@ def dpo(hf_assets_path: str, family: ModuleType | None = None) -> DPOTrainer.Con
 
 
 def with_preferences(config: Trainer.Config) -> DPOTrainer.Config:
-    """Return `config` for preferences, which the user has to name."""
+    """Return `config` for user-supplied preferences."""
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return DPOTrainer.Config(**{**sections, "dataloader": PreferenceDataLoader.Config(dataset=[])})

@@ -15,30 +15,29 @@ from torchtitan.trainer import RunModel, Trainer
 
 @dataclass(kw_only=True, slots=True)
 class ReferenceConfig:
-    """The frozen model that the trained one is compared with."""
+    """Frozen model that the trained one is compared with."""
 
     path: str = ""
-    """Checkpoint of the reference, in any format. Empty: the weights that the run begins from."""
+    """Checkpoint of the reference, in any format. Empty: the initial weights of the run."""
 
     offload: bool = False
     """Keep its weights in CPU memory between uses; needs FSDP."""
 
 
 class DPOTrainer(Trainer):
-    """Prefers chosen answers to rejected ones; see the package."""
+    """Prefer chosen answers to rejected ones; see the package."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         """A whole run of direct preference optimization."""
 
         beta: float = 0.1
-        """Scale of the rewards: the smaller, the farther the model may go from the reference."""
+        """Scale of the rewards; a smaller one lets the model deviate further from the reference."""
 
         reference: ReferenceConfig = field(default_factory=ReferenceConfig)
         """Reference model."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a scale that is not positive, and for samples that several ranks share."""
             if not 0 < self.beta < math.inf:
                 raise UserError(f"--beta is {self.beta}, and must be above 0")
             for name in ("context", "pipeline"):
@@ -50,7 +49,6 @@ class DPOTrainer(Trainer):
     sequences_per_sample = 2
 
     def build_models(self) -> dict[str, RunModel]:
-        """The trained model and the reference."""
         config = self.config
         reference = self.build_other_model(
             config.model_spec,
@@ -60,10 +58,10 @@ class DPOTrainer(Trainer):
         return {**super().build_models(), "reference": reference}
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The summed loss of the pairs of a batch, and their number."""
+        """Return the summed loss of a batch's pairs, and their number."""
         labels_PL = torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
         chosen_B, rejected_B = (self.log_ratios(batch, labels_PL) * self.config.beta).chunk(2)
-        is_pair_B = (batch["chosen_labels"] != IGNORE_INDEX).any(dim=1)  # not what fills up the last batch
+        is_pair_B = (batch["chosen_labels"] != IGNORE_INDEX).any(dim=1)  # excludes padding of the last batch
         margin_B, n_pairs = chosen_B - rejected_B, is_pair_B.sum()
         values = (margin_B, (margin_B > 0).float(), chosen_B, rejected_B)
         for name, values_B in zip(self.measures_named, values, strict=True):
@@ -71,7 +69,7 @@ class DPOTrainer(Trainer):
         return -(F.logsigmoid(margin_B) * is_pair_B).sum(), n_pairs
 
     def log_ratios(self, batch: Batch, labels_PL: Tensor) -> Tensor:
-        """Log-probability of each answer under the model less that under the reference, (2 B,): chosen, rejected."""
+        """Return each answer's log-probability under the model less the reference's, (2 B,): chosen, rejected."""
         tokens_PL, positions_PL = (
             torch.cat([batch[f"{side}_{name}"] for side in ("chosen", "rejected")]) for name in ("input", "positions")
         )
@@ -83,6 +81,6 @@ class DPOTrainer(Trainer):
         return log_ratios
 
     def log_probabilities(self, hidden_PLD: Tensor, weight_VD: Tensor, *, labels_PL: Tensor) -> Tensor:
-        """Log-probability of the labels of each sequence, (P,); the run's loss computes it in chunks of tokens."""
+        """Return the log-probability of each sequence's labels, (P,), by the run's loss in chunks of tokens."""
         rows = [slice(row, row + 1) for row in range(len(labels_PL))]
         return -torch.stack([self.loss(hidden_PLD[row], weight_VD, labels_PL[row]) for row in rows])

@@ -1,1 +1,1 @@
-"""An experiment: Llama 3 with a training step of its own."""
+"""An experiment: Llama 3 with its own training step."""

@@ -7,5 +7,5 @@ from .trainer import TemplateTrainer
 
 
 def template_debugmodel() -> TemplateTrainer.Config:
-    """The small Llama 3 on the built-in stories, trained by this experiment's trainer."""
+    """Train the small Llama 3 on the built-in stories with this experiment's trainer."""
     return small_run(model_registry("debugmodel"), TemplateTrainer.Config)

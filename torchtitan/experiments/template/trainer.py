@@ -11,14 +11,14 @@ from torchtitan.trainer import StepOutcome, Trainer
 
 
 class TemplateTrainer(Trainer):
-    """Does what `Trainer` does. What is not overridden here stays the library's; validation goes through `forward`."""
+    """A `Trainer` with its step written out. Everything else is the library's; validation goes through `forward`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         """Fields added here are options of the command line: `coefficient: float = 0.1` becomes `--coefficient`."""
 
     def train_step(self, batches: Iterator[Batch]) -> StepOutcome:
-        """One optimizer step over the next global batch."""
+        """Take one optimizer step over the next global batch."""
         self.optimizer.zero_grad()
         micro_batches = self.next_micro_batches(batches)
         # Over all micro-batches and ranks: every valid token of the global batch has the same weight.
@@ -32,8 +32,8 @@ class TemplateTrainer(Trainer):
         (model,) = self.model_parts
         for micro_batch in micro_batches:
             batch = self.post_dataloading_process(micro_batch)
-            # The loss takes hidden states and output weights, so that no tensor ever holds all logits. For a loss of
-            # your own on whole logits: `logits = model(batch["input"], batch.get("positions"))`.
+            # The loss takes hidden states and output weights, so that no tensor ever holds all logits. For a custom
+            # loss on whole logits: `logits = model(batch["input"], batch.get("positions"))`.
             with self.autocast(), self.sample_losses.of(micro_batch):
                 summed_loss = model(batch["input"], batch.get("positions"), head=self.loss, labels_BL=batch["labels"])
             mean_loss = summed_loss / n_tokens.clamp(min=1).float()
@@ -43,7 +43,7 @@ class TemplateTrainer(Trainer):
 
         grad_norm = self.clip_gradients()
 
-        # The one moment at which the host waits for the device: is the step sound, is somebody asking to stop?
+        # The only wait for the device: is the step sound, and has anybody asked to stop?
         outcome = self.read_outcome(loss, grad_norm, n_tokens)
         if not outcome.is_finite:
             self.handle_nonfinite(outcome, micro_batches)

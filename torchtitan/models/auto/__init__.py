@@ -1,1 +1,1 @@
-"""Training configurations for the model in a Hugging Face folder, whatever its family."""
+"""Training configurations for the model in a Hugging Face folder, of any family."""

@@ -1,8 +1,7 @@
 """Training configurations for the model in a Hugging Face folder: `--module auto --config sft --hf_assets_path DIR`.
 
-The folder's config.json gives the family, the sizes and the type to compute in. `--module PATH` of a family has these
-configurations too, and that family goes first; in a configuration function it is the argument `family`. Each function
-raises `UserError` if DIR has no config.json, or one of a model that no family computes.
+Its config.json determines family, sizes and type. `--module PATH` of a family offers these configurations too, and
+prefers that family (argument `family`). Each function raises `UserError` for a missing file or an unsupported model.
 """
 
 from pathlib import Path
@@ -16,8 +15,8 @@ from torchtitan.trainer import Trainer
 
 
 def pretrain(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """Continues to train the model on plain text: `--dataloader.dataset my.txt`, C4 if none is named. A low rate with a
-    short warm-up, samples of at most 2048 tokens."""
+    """Continue to train on plain text: `--dataloader.dataset my.txt`, default C4. A low rate with a short warm-up,
+    samples of at most 2048 tokens."""
     spec, document = huggingface_model(Path(hf_assets_path), family)
     seq_len = min(2048, spec.model.max_seq_len)
     config = large_run(spec, hf_assets_path, lr=2e-5, local_batch_size=1, steps=1000, seq_len=seq_len, warmup_steps=50)
@@ -27,14 +26,14 @@ def pretrain(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.C
 
 
 def sft(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """Fine-tunes the model on conversations or instructions: `--dataloader.dataset my.jsonl`, for `--training.steps` or
-    `--training.epochs`. The last checkpoint is a Hugging Face folder again."""
+    """Fine-tune on conversations or instructions, `--dataloader.dataset my.jsonl`, for `--training.steps` or `.epochs`.
+    The last checkpoint is a Hugging Face folder again."""
     return for_conversations(pretrain(hf_assets_path, family))
 
 
 def lora(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """As `sft`, for adapters of low rank: the last checkpoint is a folder with the merged model, and in it the folder
-    `adapter`, which peft opens on top of DIR. The checkpoints before it hold the adapters alone."""
+    """As `sft`, for low-rank adapters, the only content of all checkpoints but the last: the merged model, with a
+    subfolder `adapter`, which peft opens on top of DIR."""
     return with_adapters(sft(hf_assets_path, family), LoRA.Config())
 
 

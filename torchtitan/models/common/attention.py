@@ -12,23 +12,22 @@ from torchtitan.models.common.rope import apply_rope
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 
 AttentionMask: TypeAlias = Any
-"""None (causal over the whole sample), the documents' lengths (a list) or a boolean tensor (B, 1, Q, K) that is True
-where attention is allowed (CPU and MPS), or a FlexAttention `BlockMask` (CUDA)."""
+"""None (causal over the whole sample); on CPU and MPS, the documents' lengths (a list) or a boolean tensor (B, 1, Q,
+K), True if attention is allowed; on CUDA, a FlexAttention `BlockMask`."""
 
 
 class CausalMask(nn.Module):
-    """What each token may attend to: itself and the earlier tokens of its document."""
+    """The mask that limits each token's attention to itself and the earlier tokens of its document."""
 
     dense = False
-    """Give packed documents' masks on CPU and MPS as a boolean tensor. A list of lengths is faster, but compiled code
-    would be compiled anew for every one."""
+    """Return masks on CPU and MPS as tensors. Lists of lengths are faster but cause recompilation."""
 
     def forward(
         self, positions_BL: Tensor | None, query_tokens_L: Tensor | None = None, key_tokens_K: Tensor | None = None
     ) -> AttentionMask:
-        """The mask for samples of L tokens, from positions that start at 0 with every document; None: each sample is
-        one document. Of a process that has a part of the samples, `query_tokens_L` and `key_tokens_K` are the places in
-        the sample of its tokens and of their keys."""
+        """Return the mask for L tokens per sample. `positions_BL` start at 0 with every document; None: one per sample.
+        If a process has a part of each sample, `query_tokens_L` and `key_tokens_K` are positions of its tokens and
+        their keys."""
         if positions_BL is None:
             assert query_tokens_L is None, "a part of a sample comes with positions"
             return None
@@ -36,7 +35,7 @@ class CausalMask(nn.Module):
             if positions_BL.device.type != "cuda" and not self.dense:
                 return _document_lengths(positions_BL)
             query_tokens_L = key_tokens_K = torch.arange(positions_BL.shape[1], device=positions_BL.device)
-        # A document lies in one piece, so what a token sees reaches from the document's start to the token itself.
+        # Documents are contiguous, so that a token attends to the range from the document's start to itself.
         starts_BL = query_tokens_L - positions_BL
         if positions_BL.device.type == "cuda":
             return _block_mask(starts_BL, query_tokens_L, key_tokens_K)
@@ -64,11 +63,10 @@ def _block_mask(starts_BL: Tensor, query_tokens_L: Tensor, key_tokens_K: Tensor)
 
 
 class Attention(nn.Module):
-    """Scaled dot-product attention, without weights. A module of its own so that it can be hooked onto."""
+    """Scaled dot-product attention, without weights, as a module for hooks."""
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: AttentionMask) -> Tensor:
-        """H query heads over K key/value heads (K divides H), shapes (B, L, heads, head_dim) → (B, L, H, head_dim);
-        `mask` is what `CausalMask` gave for these samples."""
+        """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim)."""
         if isinstance(mask, list):
             return _attend_each_document(q_BLHD, k_BLKD, v_BLKD, mask)
         q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
@@ -82,7 +80,7 @@ class Attention(nn.Module):
 
 
 def _attend_each_document(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, lengths: list[int]) -> Tensor:
-    """Attend within each document: faster on a CPU than any mask, as nothing that is masked is computed."""
+    """Attend within each document: faster on a CPU than any mask, because masked scores are not computed."""
 
     def split_documents(x_BLHD: Tensor) -> tuple[Tensor, ...]:
         flat_1HTD = x_BLHD.reshape(1, -1, *x_BLHD.shape[2:]).transpose(1, 2)
@@ -95,7 +93,7 @@ def _attend_each_document(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, length
 
 @functools.cache
 def _compiled(name: str) -> Any:
-    """A function of FlexAttention, compiled: uncompiled it would hold every pair of tokens in memory."""
+    """Compile a function of FlexAttention, which otherwise would hold every pair of tokens in memory."""
     import torch.nn.attention.flex_attention as flex_attention
 
     return torch.compile(getattr(flex_attention, name))
@@ -105,9 +103,8 @@ class GroupedQueryAttention(nn.Module):
     """Causal self-attention with fewer key/value heads than query heads.
 
     Args:
-        qk_norm_eps: added to the mean square when each head of queries and keys is normalized; None: none is.
-        init_std: standard deviation of the initial query, key and value projections.
-        out_init_std: standard deviation of the initial output projection.
+        qk_norm_eps: added to the mean square in the norm of each head's queries and keys; None: no norm.
+        init_std, out_init_std: standard deviations of the initial input projections and output projection.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The decoder-only language model that families specialize, its blocks, and how parallelism splits them."""
+"""The decoder-only language model that families specialize, its blocks, and its sharding plan."""
 
 import math
 from collections.abc import Callable
@@ -21,13 +21,12 @@ _MOST = {
     **dict.fromkeys(("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"), 2**24),
     **{"n_layers": 2_000, "max_seq_len": 2**32},
 }
-"""The largest sizes, far above any model's: a larger one is a mistake, or meant to fill up the memory."""
+"""Maximum sizes, far above any real model's: a larger one is a mistake, or an attack on memory."""
 
 _MOST_PARAMETERS = 2**44
 
 Head = Callable[..., Tensor]
-"""What is computed from the last hidden states (B, L, D), the output weights (V, D) and what the model is given by
-name: logits, or the loss itself."""
+"""Computes logits or the loss from hidden states (B, L, D), output weights (V, D) and named inputs."""
 
 _INIT_STD = 0.02
 
@@ -53,7 +52,7 @@ DENSE_SHARDING = ShardingPlan(
     attention="layers.*.attention.attend",
     mask="mask",
 )
-"""The plan for every `Decoder` of `TransformerBlock`s; the parts that a model leaves out are None in it."""
+"""Plan for every `Decoder` of `TransformerBlock`s; parts that a model leaves out are None in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +60,13 @@ class BlockDesign:
     """Differences of a family's blocks from Llama's; the sizes are in `Decoder.Config`."""
 
     qk_norm: bool = False
-    """Normalize each head of queries and keys by its root mean square before RoPE, with weights that all heads of a
-    layer share."""
+    """RMS-normalize each head of queries and keys before RoPE, with weights shared by a layer's heads."""
 
 
 class Decoder(BaseModel):
-    """Token embedding → blocks → norm → head. A family gives the `design` of its blocks, or its own in `make_block`.
-
-    With tied embeddings `output` is None. A pipeline stage lacks parts of the model: without `tok_embeddings` it takes
-    hidden states instead of tokens, without `norm` and `output` it gives them.
-    """
+    """Token embedding → blocks → norm → head. A family sets `design` or overrides `make_block`. With tied embeddings
+    `output` is None. A pipeline stage lacks parts: without `tok_embeddings` it takes hidden states, without `norm` and
+    `output` it returns them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
@@ -107,12 +103,10 @@ class Decoder(BaseModel):
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
-            """Heads and features, which tensor-parallel ranks share evenly."""
             return {name: getattr(self, name) for name in ("n_heads", "n_kv_heads", "ffn_dim")}
 
         def pipeline_modules(self) -> list[list[str]]:
-            """Embedding, layers, norm and head. Raises `UserError` with tied embeddings, whose weights would be in the
-            first stage and in the last."""
+            """Return embedding, layers, norm and head. Raise `UserError` for tied embeddings, shared by two stages."""
             if self.tie_embeddings:
                 raise UserError(
                     "pipeline parallelism cannot split a model with tied embeddings: its first and its last stage "
@@ -122,7 +116,6 @@ class Decoder(BaseModel):
             return [["tok_embeddings"], *layers, ["norm", "output"]]
 
         def validate(self) -> None:
-            """Raise `UserError` for sizes that do not fit together."""
             for name, most in _MOST.items():
                 size = getattr(self, name)
                 if not (size is None or 1 <= size <= most):
@@ -163,7 +156,7 @@ class Decoder(BaseModel):
         self.tok_embeddings: nn.Embedding | None = init(
             nn.Embedding(config.vocab_size, config.dim), weight=self.embedding_init()
         )
-        # A dictionary, not a list: a pipeline stage drops layers, and those that stay keep their names.
+        # A dictionary: a pipeline stage drops layers, and the remaining layers keep their names.
         self.layers = nn.ModuleDict({str(index): self.make_block(index) for index in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.output: nn.Linear | None = None
@@ -176,12 +169,12 @@ class Decoder(BaseModel):
         return TransformerBlock(self.config, index, self.design)
 
     def output_init(self) -> TruncatedNormal:
-        """Initial distribution of separate output weights: logits of standard deviation 1/4 at any width, for a first
-        loss close to the logarithm of the vocabulary size."""
+        """Return the initial distribution of separate output weights: logits have standard deviation 1/4 at any width,
+        and the first loss is close to the logarithm of the vocabulary size."""
         return TruncatedNormal(self.config.dim**-0.5 / 4)
 
     def embedding_init(self) -> TruncatedNormal:
-        """Initial distribution of the embedding: unit variance, of the logits if it serves as output weights too."""
+        """Return the initial distribution of the embedding: unit variance, of the logits if it is tied."""
         return TruncatedNormal(self.config.dim**-0.5 if self.config.tie_embeddings else 1.0)
 
     def forward(
@@ -193,12 +186,12 @@ class Decoder(BaseModel):
         head: Head = F.linear,
         **head_inputs: Any,
     ) -> Tensor:
-        """Logits (B, L, V), or whatever `head` computes; a loss given as `head` need never hold all logits at once.
+        """Return logits (B, L, V), or the result of `head`; a loss given as `head` need never hold all logits at once.
 
         Args:
-            tokens_BL: token ids; of a pipeline stage other than the first, hidden states (B, L, D).
-            positions_BL: each token's position within its document, from 0; tokens attend to the earlier ones of their
-                document only. None: every sample is one document.
+            tokens_BL: token ids; in a pipeline stage other than the first, hidden states (B, L, D).
+            positions_BL: each token's position within its document, from 0; tokens attend only to earlier tokens of
+                their document. None: every sample is one document.
             packed: whether positions may start again within a sample; if not, attention is simply causal.
             head: called with hidden states, output weights and `head_inputs`.
         """
@@ -215,21 +208,21 @@ class Decoder(BaseModel):
 
     @property
     def output_weight(self) -> Tensor:
-        """The output weights (V, D): the head's own, or the embedding's if they are tied."""
+        """Output weights (V, D): the head's own, or the tied embedding's."""
         holder = self.tok_embeddings if self.output is None else self.output
         assert holder is not None, "the stage with the norm has the output weights too"
         return effective_weight(holder)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward, after appendix B of PaLM (arXiv:2204.02311): `6 N + 12 L H Q T`.
+        """Return operations per token, forward and backward, after PaLM (arXiv:2204.02311, B): `6 N + 12 L H Q T`.
 
-        N counts the parameters that multiply every token: all but an embedding that is only looked up. The attention
-        term (L layers, H heads of width Q, T = seq_len) is the two products with scores, of 2 H Q T operations each
-        forward and twice that backward, by convention not halved for the causal mask nor reduced for packed documents.
+        N counts the parameters that multiply every token, so not an embedding that is only looked up. Attention (L
+        layers, H heads of width Q, T = seq_len) has two products with scores, of 2 H Q T operations each forward and
+        twice as many backward, by convention not reduced for the causal mask or packed documents.
 
-        Of the 6 operations, 2 are the forward pass, 2 the parameter's own gradient, which a frozen one has not, and 2
-        the gradient of what it multiplies. The backward pass ends at the first trained parameter, and attention takes
-        4 H Q T in layers before it. Within a layer, parameters are taken to compute in the order of registration.
+        Of the 6 operations, 2 are the forward pass, 2 the parameter's gradient, absent if it is frozen, and 2 the
+        gradient of its input. The backward pass ends at the first trained parameter, in order of registration within a
+        layer; attention takes 4 H Q T in layers before it.
         """
         assert self.tok_embeddings is not None, "asked of a whole model, not of a pipeline stage"
         config = self.config
@@ -252,7 +245,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: Decoder.Config, index: int, design: BlockDesign):
         super().__init__()
-        # For what writes to the residual stream: its variance then grows slowly with depth (after GPT-2's 1 / sqrt(N)).
+        # Outputs to the residual stream: its variance then grows slowly with depth (after GPT-2's 1 / sqrt(N)).
         std = _INIT_STD / (2 * (index + 1)) ** 0.5
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = GroupedQueryAttention(

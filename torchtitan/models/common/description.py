@@ -1,4 +1,4 @@
-"""The file that describes a model in another format, config.json or params.json, read key by key."""
+"""Checked access to the file that describes a model in another format, config.json or params.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,51 +7,48 @@ from typing import Any
 from torchtitan.tools.errors import UserError
 
 _LARGEST = 2**32
-"""No size of a model is larger, nor any context; `Decoder.Config.validate` bounds each."""
+"""Maximum of any size or context of a model; `Decoder.Config.validate` bounds each one more tightly."""
 
 _FURTHEST = 1e18
-"""As far from 1 as a factor or a base may be."""
+"""Maximum factor or base; its inverse is the minimum."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """The keys of such a file. Each is checked when it is asked for: `UserError`, with the file, the key and its value,
-    for a value of another type, and for an absent key without a default. A null is not an absent key: if it means
-    something, the caller asks with `has` first."""
+    """Keys of a model description. Access raises `UserError`, with file, key and value, for a wrong type or an absent
+    key without a default. A null is not an absent key; use `has` if it means something."""
 
     file: str
-    """What the file is called in messages."""
 
     values: Mapping[str, Any]
-    """Its content."""
 
     def has(self, key: str) -> bool:
-        """Whether the key is there, and not null."""
+        """Return whether the key is present and not null."""
         return self.values.get(key) is not None
 
     def whole_number(self, key: str, default: int | None = None, hint: str = "") -> int:
-        """A whole number from 1 to `_LARGEST`; `hint` ends the error's message."""
+        """Return a whole number from 1 to `_LARGEST`; `hint` ends the error's message."""
         value = self.values.get(key, default)
         if type(value) is not int or not 1 <= value <= _LARGEST:
             raise self.wrong(key, value, f"a whole number from 1 to {_LARGEST}{hint}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number from `1 / _FURTHEST` to `_FURTHEST`."""
+        """Return a number from `1 / _FURTHEST` to `_FURTHEST`."""
         value = self.values.get(key, default)
         if type(value) not in (int, float) or not 1 / _FURTHEST <= value <= _FURTHEST:
             raise self.wrong(key, value, f"a number above 0, from {1 / _FURTHEST:g} to {_FURTHEST:g}")
         return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """True or false, and nothing that only counts as one."""
+        """Return a boolean; truthy values are errors."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "true or false")
         return value
 
     def section(self, key: str) -> "Description":
-        """The keys of an object inside this one; none if it is null or absent."""
+        """Return the keys of an inner object, none if it is null or absent."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(key, value, "an object")
@@ -67,5 +64,4 @@ class Description:
             )
 
     def wrong(self, key: str, value: Any, must_be: str) -> UserError:
-        """What to raise for a value that cannot be used."""
         return UserError(f"{self.file}: {key} is {value!r}, and must be {must_be}")

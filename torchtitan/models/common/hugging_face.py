@@ -1,4 +1,4 @@
-"""Dense decoders in Hugging Face's format: names of weights, and config.json, by a table that each family passes."""
+"""Dense decoders in Hugging Face's format: names of weights, and config.json, by a table from each family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,35 +13,35 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 Precision = Literal["float32", "bfloat16"]
-"""A value of `training.mixed_precision_param`."""
+"""Value of `training.mixed_precision_param`."""
 
 _FILE = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
-    """A `model_type`, as transformers reads and computes it, as far as types differ."""
+    """A `model_type` of transformers, as far as types differ in computation."""
 
     architecture: str
-    """Its class for them: `LlamaForCausalLM`."""
+    """Its class in transformers: `LlamaForCausalLM`."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Key that changes the computation → the only value that the family computes, also meant by an absent key."""
+    """Key that changes the computation → the only value that the family supports, also meant by an absent key."""
 
     fixed_per_layer: Mapping[str, Any] = field(default_factory=dict)
-    """Key of a list → the only value that its items may have."""
+    """Key of a list → the only supported value of its items."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key → the value that an absent key means, if not the same as for Llama."""
+    """Key → meaning of an absent key, if different from Llama's."""
 
     ignored: tuple[str, ...] = ()
-    """Keys without effect on what the family computes."""
+    """Keys without effect on the family's computation."""
 
     has_window: bool = False
-    """True if `sliding_window` says how far every layer attends."""
+    """True if `sliding_window` limits the attention of every layer."""
 
     heads_divide_width: bool = False
-    """True if transformers refuses a `hidden_size` that the heads do not divide."""
+    """True if transformers requires heads that divide `hidden_size`."""
 
 
 DENSE_ROWS = (
@@ -69,13 +69,13 @@ _SIZES = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_seq_len",
 }
-"""Key of config.json, which must be there → field of the configuration."""
+"""Required key of config.json → field of the configuration."""
 
 _FIXED: Mapping[str, Any] = {"is_causal": True, "hidden_act": "silu", "partial_rotary_factor": 1.0}
 """As `ModelType.fixed`, for all types."""
 
 _NULLABLE = {"partial_rotary_factor"}
-"""Keys of which null is the same as the only value."""
+"""Keys for which null means the only supported value."""
 
 _USED = {*_SIZES, *_FIXED, "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"}
 _USED |= {"sliding_window", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
@@ -86,7 +86,7 @@ _WITHOUT_EFFECT = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
 }
-"""Keys that say nothing of what the model computes; `pretraining_tp` changes the order of sums alone."""
+"""Keys without effect on the model's computation; `pretraining_tp` only changes the order of sums."""
 
 _LLAMA3_FACTORS = {
     "factor": "scaling_factor",
@@ -103,13 +103,8 @@ _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAM
 def dense_format(
     build: type[Decoder.Config], model_types: Mapping[str, ModelType], rows: tuple[KeyMapping, ...] = DENSE_ROWS
 ) -> ForeignFormat:
-    """Return the format of a family of dense decoders.
-
-    Args:
-        build: the configuration of the family's model.
-        model_types: the values of `model_type` that are this family, in the order of preference for writing.
-        rows: names of weights, without the output head.
-    """
+    """Return the format of a family of dense decoders, by its values of `model_type` in order of preference for
+    writing, and the names of weights (`rows`) without the output head."""
     return ForeignFormat(
         adapter=partial(_adapter, rows),
         to_foreign=partial(_to_config_json, model_types),
@@ -119,7 +114,6 @@ def dense_format(
 
 
 def _adapter(rows: tuple[KeyMapping, ...], config: Decoder.Config) -> StateDictAdapter:
-    """Return the table of a model's weights. RoPE rotates the same pairs in both."""
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     return StateDictAdapter(
         rows if config.tie_embeddings else (*rows, _HEAD),
@@ -132,12 +126,8 @@ def _adapter(rows: tuple[KeyMapping, ...], config: Decoder.Config) -> StateDictA
 def _from_config_json(
     build: type[Decoder.Config], model_types: Mapping[str, ModelType], document: Mapping[str, Any]
 ) -> Decoder.Config:
-    """Return the model that a config.json describes, in the spelling of transformers 4 or 5; a warning names keys that
-    are neither used nor known to be without effect.
-
-    Raises:
-        UserError: for a model of another type, a missing size, or a value that this model does not compute.
-    """
+    """Return the model that a config.json of transformers 4 or 5 describes; warn of keys with unknown effect. Raise
+    `UserError` for another model type, a missing size, or an unsupported value."""
     name = document.get("model_type")
     if name not in list(model_types):
         raise UserError(f"config.json: model_type is {name!r}, and this family is {' or '.join(model_types)}")
@@ -168,8 +158,7 @@ def _from_config_json(
 
 
 def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config) -> dict[str, Any]:
-    """Return the keys of config.json that follow from the model, RoPE's as in transformers 4, which 5 reads too; the
-    caller adds types of weights and token ids."""
+    """Return the keys of config.json that the model determines, with RoPE as in transformers 4 (which 5 reads too)."""
     fits = [n for n, kind in model_types.items() if not (kind.heads_divide_width and config.dim % config.n_heads)]
     kind = model_types[fits[0]]
     return {
@@ -189,8 +178,8 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
 
 
 def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:
-    """The type that a config.json gives the model, under `dtype` (transformers 5) or `torch_dtype` (4); `default`, with
-    a logged line, if we do not compute in it. Raises `UserError` for a value that is no name."""
+    """Return the `dtype` (transformers 5) or `torch_dtype` (4) of a config.json, or log and return `default` if it is
+    not supported. Raise `UserError` for a value that is not a name."""
     key = "dtype" if document.get("dtype") is not None else "torch_dtype"
     value = document.get(key)
     if value is not None and not isinstance(value, str):
@@ -210,7 +199,7 @@ def _require(key: str, value: Any, only: Any) -> None:
 
 
 def _context(description: Description, kind: ModelType) -> int:
-    """The longest sample: up to a window that is shorter than the context, attending to all is the same."""
+    """Return the longest sample: within a sliding window shorter than the context, full attention is the same."""
     context = description.whole_number("max_position_embeddings")
     if not description.has("sliding_window"):
         return context
@@ -245,7 +234,6 @@ def _rope(description: Description) -> RoPEConfig:
 
 
 def _rope_of(description: Description, parameters: Description) -> RoPEConfig:
-    """What one of the two spellings means; the base may be next to it."""
     kind = parameters.values.get("rope_type", parameters.values.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise UserError(
@@ -265,8 +253,8 @@ def _rope_of(description: Description, parameters: Description) -> RoPEConfig:
 
 
 def _original_context(description: Description, parameters: Description) -> int:
-    """The context before RoPE of type llama3 was scaled, inside or outside of the scaling: transformers 4 reads the
-    first, 5 prefers the second, and takes the whole context if there is neither."""
+    """Return the context before llama3 scaling of RoPE, inside or outside of the scaling's section: transformers 4
+    reads the first; 5 prefers the second, and defaults to the whole context."""
     key = _ORIGINAL_CONTEXT
     found = [where.whole_number(key) for where in (parameters, description) if where.has(key)]
     if len(set(found)) > 1:

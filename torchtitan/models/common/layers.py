@@ -1,4 +1,4 @@
-"""The layers of a block beside attention: root-mean-square normalization and the gated feed-forward network."""
+"""Layers of a block other than attention: root-mean-square normalization and the gated feed-forward network."""
 
 import torch
 import torch.nn.functional as F
@@ -9,10 +9,7 @@ from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_ini
 
 class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension, starting as the identity.
-
-    Under autocast the result comes in the lower precision: all that follows a norm are matrix products, and each of
-    them would otherwise make, and keep for its backward pass, a converted copy of its own.
-    """
+    Its result has autocast's lower precision; otherwise each following product would make and keep its own copy."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__(dim, eps=eps)
@@ -26,12 +23,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class SwiGLU(nn.Module):
-    """`w2(silu(w1 x) * w3 x)` (Shazeer 2020, arXiv:2002.05202).
-
-    Args:
-        init_std: standard deviation of the initial gate `w1`.
-        out_init_std: standard deviation of the initial `w2` and `w3`.
-    """
+    """`w2(silu(w1 x) * w3 x)` (Shazeer 2020, arXiv:2002.05202). `init_std` is of `w1`, `out_init_std` of `w2`, `w3`."""
 
     def __init__(self, *, dim: int, hidden_dim: int, init_std: float, out_init_std: float):
         super().__init__()

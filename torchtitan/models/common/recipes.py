@@ -1,4 +1,4 @@
-"""Training configurations that families share; a family's `config_registry.py` says which models and numbers."""
+"""Training configurations shared by families; a family's `config_registry.py` supplies models and numbers."""
 
 import dataclasses
 from typing import TypeVar
@@ -22,8 +22,7 @@ def small_run(
     spec: ModelSpec,
     trainer: type[ConfigT] = Trainer.Config,  # type: ignore[assignment]
 ) -> ConfigT:
-    """Pre-training of a small model on the built-in stories: about a minute on two CPU cores, no network. `trainer` is
-    the `Config` of the trainer that does it."""
+    """Pre-train a small model on the built-in stories with a `trainer`: a minute on two CPU cores, no network."""
     return trainer(
         model_spec=spec,
         training=TrainingConfig(steps=100, seq_len=256, local_batch_size=8, mixed_precision_param="float32"),
@@ -44,7 +43,7 @@ def large_run(
     seq_len: int = 8192,
     warmup_steps: int = 600,
 ) -> Trainer.Config:
-    """Pre-training on C4 with the tokenizer in the folder `assets`."""
+    """Pre-train on C4 with the tokenizer in the folder `assets`."""
     return Trainer.Config(
         model_spec=spec,
         hf_assets_path=assets,
@@ -59,7 +58,7 @@ def large_run(
 
 
 def for_conversations(config: Trainer.Config) -> Trainer.Config:
-    """Return `config` for conversations that the user has to name, with weights from a Hugging Face folder into one."""
+    """Return `config` for user-supplied conversations, with weights from and to a Hugging Face folder."""
     training = dataclasses.replace(config.training, steps=300, seq_len=min(2048, config.model_spec.model.max_seq_len))
     return dataclasses.replace(
         config,
@@ -80,8 +79,8 @@ def for_conversations(config: Trainer.Config) -> Trainer.Config:
 
 
 def with_adapters(config: Trainer.Config, adapters: LoRA.Config, lr: float = 2e-4) -> Trainer.Config:
-    """Return `config` with only adapters trained, without decay, which would pull the weights that they change back to
-    the original ones. Checkpoints to resume from hold the adapters alone."""
+    """Return `config` for training adapters only, without weight decay, which would pull the adapted weights back to
+    the original ones. Checkpoints for resuming contain only the adapters."""
     return dataclasses.replace(
         config,
         model_converters=[adapters],

@@ -18,22 +18,21 @@ class RoPEConfig:
     """Base of the geometric series of wavelengths."""
 
     scaling: Literal["llama3", "linear"] = "llama3"
-    """What scaling_factor divides: `llama3`, low frequencies; `linear`, all of them (position interpolation)."""
+    """Frequencies divided by scaling_factor: `llama3`, low frequencies; `linear`, all (position interpolation)."""
 
     scaling_factor: float = 1.0
-    """How much longer the context is than the one trained at first: frequencies are divided by it. 1: unscaled."""
+    """Ratio of the context to the original one, by which frequencies are divided. 1: unscaled."""
 
     low_freq_factor: float = 1.0
-    """Wavelengths above original_max_seq_len / this are scaled in full."""
+    """Wavelengths above original_max_seq_len divided by this are scaled in full."""
 
     high_freq_factor: float = 4.0
-    """Wavelengths below original_max_seq_len / this are left alone."""
+    """Wavelengths below original_max_seq_len divided by this are not scaled."""
 
     original_max_seq_len: int = 8192
     """Tokens of context that the model was trained with before scaling."""
 
     def validate(self) -> None:
-        """Raise `UserError` for values that give no frequencies."""
         if not (0 < self.theta < math.inf and 0 < self.scaling_factor < math.inf):
             raise UserError(
                 f"--model.rope: theta {self.theta} and scaling_factor {self.scaling_factor} must be above 0"
@@ -50,16 +49,16 @@ class RoPEConfig:
 
 
 def rope_frequencies(config: RoPEConfig, head_dim: int, device: torch.device) -> Tensor:
-    """Angular frequency of each rotated pair, float32, shape (head_dim / 2,).
+    """Return the angular frequency of each rotated pair, float32, shape (head_dim / 2,).
 
-    Linear scaling is position interpolation (Chen et al. 2023, arXiv:2306.15595). Llama 3's, as released, divides
-    frequencies with long wavelengths, keeps short ones, and interpolates linearly in 1 / wavelength between them.
+    Linear scaling is position interpolation (Chen et al. 2023, arXiv:2306.15595). Llama 3's divides frequencies with
+    long wavelengths, keeps short ones, and interpolates linearly in 1 / wavelength between them.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = config.theta**-exponents
     if config.scaling == "linear" or config.scaling_factor == 1.0:
         return frequencies / config.scaling_factor
-    # Turns that a pair makes within the original context: many for high frequencies, few for low ones.
+    # Turns of a pair within the original context: many for high frequencies, few for low ones.
     turns = config.original_max_seq_len * frequencies / (2 * math.pi)
     kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -67,15 +66,14 @@ def rope_frequencies(config: RoPEConfig, head_dim: int, device: torch.device) ->
 
 
 def rope_cos_sin(config: RoPEConfig, head_dim: int, positions_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, float32, each of shape (B, L, 1, head_dim / 2)."""
+    """Return cosine and sine of every position's angles, float32, each of shape (B, L, 1, head_dim / 2)."""
     frequencies = rope_frequencies(config, head_dim, positions_BL.device)
     angles = positions_BL[:, :, None, None].float() * frequencies
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x_BLHD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate queries or keys, in float32, and return them in their own type; pair i of a head is its elements i and
-    i + D/2, as in Hugging Face checkpoints."""
+    """Rotate queries or keys in float32 and return them in their type. Pairs are i and i + D/2, as in Hugging Face."""
     cos, sin = cos_sin
     first, second = x_BLHD.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -8,7 +8,6 @@ from torchtitan.models.llama3.model import FORMAT, Llama3Model
 
 
 def _published(*, rope_factor: float = 8.0, **sizes: int | bool) -> Llama3Model.Config:
-    """Return a published size: Llama 3's vocabulary, Llama 3.1's context and RoPE scaling."""
     return Llama3Model.Config(
         vocab_size=128_256,
         max_seq_len=131_072,

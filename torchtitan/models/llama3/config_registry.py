@@ -19,10 +19,8 @@ def llama3_debugmodel() -> Trainer.Config:
 
 
 def llama3_debugmodel_sft() -> Trainer.Config:
-    """The small model on the built-in conversations: about two minutes on two CPU cores, no network.
-
-    The tokenizer gets ChatML's tokens. `--checkpoint.initial_load_path` starts from what `debugmodel` has trained.
-    """
+    """Train the small model on the built-in conversations: about two minutes on two CPU cores, no network. The
+    tokenizer gets ChatML's tokens. `--checkpoint.initial_load_path` starts from a checkpoint of `debugmodel`."""
     config = llama3_debugmodel()
     return dataclasses.replace(
         config,
@@ -33,30 +31,27 @@ def llama3_debugmodel_sft() -> Trainer.Config:
 
 
 def llama3_debugmodel_float8() -> Trainer.Config:
-    """The small model with linear layers in float8, emulated, so that it runs anywhere and saves nothing."""
+    """The small model with linear layers in emulated float8, which runs anywhere and saves nothing."""
     config = llama3_debugmodel()
     config.model_converters = [Float8LinearConverter.Config(emulate=True, min_features=16)]
     return config
 
 
 def llama3_debugmodel_qat() -> Trainer.Config:
-    """The small model, which learns in its second half to be quantized: 4-bit weights, 8-bit activations."""
+    """The small model, trained in its second half for quantization: 4-bit weights, 8-bit activations."""
     config = llama3_debugmodel()
     config.model_converters = [QAT.Config(start_step=50)]
     return config
 
 
 def llama3_debugmodel_lora() -> Trainer.Config:
-    """Adapters of low rank on the small model, for the built-in conversations.
-
-    `--checkpoint.initial_load_path` names the checkpoint of `debugmodel` that they are for; without one they learn on
-    top of random weights.
-    """
+    """Train low-rank adapters of the small model on the built-in conversations, over a checkpoint of `debugmodel`
+    (`--checkpoint.initial_load_path`) or else random weights."""
     return _small_adapters(LoRA.Config())
 
 
 def llama3_debugmodel_dora() -> Trainer.Config:
-    """As `llama3_debugmodel_lora`, with magnitudes that are trained apart from directions."""
+    """As `llama3_debugmodel_lora`, with magnitudes trained separately from directions."""
     return _small_adapters(LoRA.Config(dora=True))
 
 
@@ -101,7 +96,7 @@ def llama3_405b() -> Trainer.Config:
 
 
 def llama3_8b_lora() -> Trainer.Config:
-    """Adapters of low rank for Llama 3.1 8B Instruct, on conversations: `--dataloader.dataset my.jsonl`."""
+    """Low-rank adapters of Llama 3.1 8B Instruct, on conversations: `--dataloader.dataset my.jsonl`."""
     return with_adapters(llama3_8b_sft(), LoRA.Config())
 
 
@@ -116,8 +111,7 @@ def llama3_8b_sft() -> Trainer.Config:
 
 
 def _small_adapters(adapters: LoRA.Config) -> Trainer.Config:
-    """The small model with `adapters`, on the built-in conversations as plain text: tokens that a template adds would
-    have frozen rows."""
+    """Use the built-in conversations as plain text: a template's added tokens would have frozen rows."""
     config = with_adapters(llama3_debugmodel_sft(), adapters, lr=5e-3)
     config.tokenizer = PretrainedTokenizer.Config()
     config.dataloader = SFTDataLoader.Config(dataset=["chats"], chat_template="alpaca")
@@ -125,5 +119,5 @@ def _small_adapters(adapters: LoRA.Config) -> Trainer.Config:
 
 
 def _published(flavor: str, assets: str, *, lr: float, local_batch_size: int) -> Trainer.Config:
-    """Pre-training. The learning rates of 8B and above are from the Llama 3 report (arXiv:2407.21783, table 3)."""
+    """Learning rates of 8B and above are from the Llama 3 report (arXiv:2407.21783, table 3)."""
     return large_run(model_registry(flavor), f"./assets/hf/{assets}", lr=lr, local_batch_size=local_batch_size)

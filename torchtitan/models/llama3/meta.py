@@ -30,10 +30,10 @@ _SAME = (
 )
 
 _EXTRA = "torchtitan"
-"""Our own key of params.json, for what Meta's do not say; Meta's reader passes over keys that it does not know."""
+"""Our own key of params.json, for facts that Meta's keys cannot express; Meta's reader ignores unknown keys."""
 
 _SCALING_FACTOR = 8.0
-"""Meta's code has no other, though it published Llama 3.2 (32 in its config.json) in this format too."""
+"""The only factor in Meta's code, although Llama 3.2 (32 in its config.json) is published in this format too."""
 
 _KNOWN = {
     *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps"),
@@ -42,7 +42,7 @@ _KNOWN = {
 
 
 def adapter(config: Llama3Model.Config) -> StateDictAdapter:
-    """The table of a model's weights. Meta rotates neighboring elements, and writes tied weights twice."""
+    """Return the table of a model's weights. Meta rotates neighboring elements, and writes tied weights twice."""
     permutation = RopePermutation(config.resolved_head_dim)
     names = ("tok_embeddings.weight", "output.weight")
     if config.tie_embeddings:
@@ -63,8 +63,8 @@ def adapter(config: Llama3Model.Config) -> StateDictAdapter:
 
 
 def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
-    """The model that a params.json describes; a warning names what neither Meta's keys nor our own say. Raises
-    `UserError` for a missing size, or what this model does not compute."""
+    """Return the model that a params.json describes; warn of facts that neither Meta's keys nor our own give. Raise
+    `UserError` for a missing size or an unsupported value."""
     if unknown := sorted(document.keys() - _KNOWN):
         raise UserError(f"params.json: not supported by this family: {', '.join(unknown)}")
     description = Description("params.json", document)
@@ -108,7 +108,7 @@ def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
 
 
 def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
-    """The params.json of a model; raises `UserError` for one that Meta's code cannot compute."""
+    """Return the params.json of a model. Raise `UserError` if Meta's code cannot compute the model."""
     _check_expressible(config)
     multiple_of, multiplier = _ffn_parameters(config.dim, config.ffn_dim)
     factor = config.rope.scaling_factor
@@ -145,7 +145,7 @@ FORMAT = ForeignFormat(adapter=adapter, to_foreign=to_params_json, from_foreign=
 
 
 def _implied(is_scaled: bool, *, has_theta: bool = True) -> dict[str, Any]:
-    """What Meta's keys alone mean for those under `_EXTRA`: the context is Llama 3.1's, Llama 3's or Llama 2's."""
+    """Return the values under `_EXTRA` that Meta's keys imply: the context of Llama 3.1, 3 or 2."""
     unscaled_context = 8192 if has_theta else 4096
     return {
         "tie_embeddings": False,
@@ -170,7 +170,7 @@ def _check_expressible(config: Llama3Model.Config) -> None:
 
 
 def _ffn_dim(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Width of the feed-forward network as Meta's code computes it."""
+    """Return the width of the feed-forward network as Meta's code computes it."""
     width = int(2 * (4 * dim) / 3)
     if multiplier is not None:
         width = int(multiplier * width)
@@ -178,7 +178,7 @@ def _ffn_dim(dim: int, multiple_of: int, multiplier: float | None) -> int:
 
 
 def _ffn_parameters(dim: int, ffn_dim: int) -> tuple[int, float]:
-    """`multiple_of` and a multiplier with as few digits as possible that give `ffn_dim` exactly."""
+    """Return `multiple_of` and the multiplier with the fewest digits that give `ffn_dim` exactly."""
     multiple_of = math.gcd(ffn_dim, 1024)
     # Widths from ffn_dim - multiple_of + 1 to ffn_dim are rounded up to it; aim for the middle.
     ratio = (ffn_dim + 1 - multiple_of / 2) / int(2 * (4 * dim) / 3)

@@ -1,12 +1,11 @@
-"""Llama 3 ("The Llama 3 Herd of Models", arXiv:2407.21783), and its Hugging Face format. Mistral's is the same
-model."""
+"""Llama 3 ("The Llama 3 Herd of Models", arXiv:2407.21783), and its Hugging Face format; Mistral is the same model."""
 
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.hugging_face import ModelType, dense_format
 
 
 class Llama3Model(Decoder):
-    """Llama 3, 3.1 and 3.2: they differ in sizes, tying and RoPE scaling alone."""
+    """Llama 3, 3.1 and 3.2, which differ only in sizes, tying and RoPE scaling."""
 
 
 _NO_BIASES = {"attention_bias": False, "mlp_bias": False}

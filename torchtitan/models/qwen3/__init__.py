@@ -6,7 +6,6 @@ from torchtitan.models.qwen3.model import FORMAT, Qwen3Model
 
 
 def _published(**sizes: int | bool) -> Qwen3Model.Config:
-    """Return a published size: Qwen3's vocabulary, context, base of RoPE and number of key/value heads."""
     return Qwen3Model.Config(
         vocab_size=151_936,
         max_seq_len=40_960,

@@ -1,4 +1,4 @@
-"""Qwen3, its dense models ("Qwen3 Technical Report", arXiv:2505.09388), and their Hugging Face format."""
+"""Qwen3's dense models ("Qwen3 Technical Report", arXiv:2505.09388), and their Hugging Face format."""
 
 from torchtitan.models.common.decoder import BlockDesign, Decoder
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
@@ -19,7 +19,7 @@ FORMAT = dense_format(
             fixed={"attention_bias": False, "use_sliding_window": False},
             fixed_per_layer={"layer_types": "full_attention"},
             defaults={"num_key_value_heads": 32, "head_dim": 128},
-            ignored=("max_window_layers",),  # has an effect with use_sliding_window only
+            ignored=("max_window_layers",),  # only has an effect with use_sliding_window
         )
     },
     rows=(
