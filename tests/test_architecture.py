@@ -317,8 +317,8 @@ def test_another_distribution_of_our_name_is_not_our_environment(tmp_path: Path,
 
 WALKS = {
     "An option to the line that uses it": 5,
-    "A token in a file to the loss": 12,
-    "A token in a file to the loss, in a conversation": 20,
+    "A token in a file to the loss": 10,
+    "A token in a file to the loss, in a conversation": 18,
     "A save": 8,
     "A new family": 3,
 }

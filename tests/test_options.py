@@ -110,7 +110,7 @@ def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list
             by_place = any((receiver, name) in everywhere for receiver in receivers)
             by_itself = any((f"self of {sub.__qualname__}", name) in reads.get(sub.__module__, ()) for sub in family)
             by_owner = any(("config", name) in reads.get(sub.__module__, ()) for sub in family)
-            if not (by_place or by_itself or (cls.__name__ == "Config" and by_owner)):
+            if not (by_place or by_itself or (issubclass(cls, Configurable.Config) and by_owner)):
                 unread.append(f"{cls.__qualname__}.{name}")
     return unread
 

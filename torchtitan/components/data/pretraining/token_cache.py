@@ -179,7 +179,7 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
 def _encode(
     batch: list[tuple[str, bool, bool]], tokenizer: Tokenizer, prefix: list[int], suffix: list[int]
 ) -> Iterator[Piece]:
-    encoded = tokenizer.encode_batch([text for text, _, _ in batch], add_bos=False, add_eos=False)
+    encoded = tokenizer.tokenize([text for text, _, _ in batch], allow_special=False)
     for (text, begins, ends), ids in zip(batch, encoded, strict=True):
         if begins and ends and (not text or text.isspace()):
             yield Piece([], True)
