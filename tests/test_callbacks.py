@@ -1,5 +1,6 @@
 """Callbacks: what happens around a step, in which order; evaluation tasks during training."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.processes import run_processes
 from tests.training import read_metrics, run, tiny_config
+from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.evaluation import Scorer, multiple_choice, read_questions, text_perplexity
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Callback
@@ -115,3 +117,30 @@ def test_mistakes_are_told(tmp_path, files):
         tiny_config(tmp_path, callbacks__evaluation__files=["/absent.txt"]).check(world_size=1)
     with pytest.raises(UserError, match=r"'/etc/passwd' is not one of \.jsonl"):
         tiny_config(tmp_path, callbacks__evaluation__files=["/etc/passwd"]).check(world_size=1)
+
+
+def test_evaluation_where_the_data_ends(tmp_path, files):
+    """A stream ends before the last step: what was not evaluated in that step is at the end, once."""
+
+    class Short(PretrainDataLoader):
+        taken = 0
+
+        def __next__(self):
+            if self.taken == 3:
+                raise StopIteration
+            self.taken += 1
+            return super().__next__()
+
+    config = tiny_config(tmp_path, callbacks__evaluation__files=[files[0]], callbacks__evaluation__freq=2)
+    fields = {field.name: getattr(config.dataloader, field.name) for field in dataclasses.fields(config.dataloader)}
+    config.dataloader = Short.Config(**fields)
+    trainer = run(config)
+    assert trainer.step == 3
+    assert [line["step"] for line in evaluations(tmp_path)] == [2, 3]
+
+
+def test_two_of_a_name_are_refused(tmp_path):
+    config = tiny_config(tmp_path)
+    config.callbacks = [Evaluation.Config(), Evaluation.Config(freq=3)]
+    with pytest.raises(UserError, match="callbacks: evaluation is listed twice"):
+        config.check(world_size=1)

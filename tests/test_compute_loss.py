@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tests.processes import run_processes
 from tests.training import RaggedDataLoader, read_metrics, read_validation, run, tiny_config, train
 from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.experiments.template.trainer import TemplateTrainer
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -159,3 +160,25 @@ def test_a_second_trained_model_learns_like_the_first_and_resumes(tmp_path):
             _weights(resumed, name).items(), _weights(straight, name).values(), strict=True
         ):
             assert torch.equal(value, expected), f"{name} {key}"
+
+
+class OwnStep(TemplateTrainer):
+    """Has a step of its own, and a loss that the step does not use."""
+
+    def compute_loss(self, batch):
+        loss, weight = super().compute_loss(batch)
+        return 2 * loss, weight
+
+
+def test_a_step_that_does_not_divide_is_told(tmp_path):
+    with pytest.raises(UserError, match=r"OwnStep has a train_step and a compute_loss.*divide_by_weight"):
+        train(tmp_path, OwnStep)
+
+
+def test_names_of_other_states_are_not_for_models(tmp_path):
+    class Misnamed(Trainer):
+        def build_models(self):
+            return {**super().build_models(), "optimizer": self.build_other_model(self.config.model_spec)}
+
+    with pytest.raises(UserError, match=r"a model cannot be called optimizer"):
+        train(tmp_path, Misnamed)

@@ -1,6 +1,7 @@
 """`--module preference --config dpo`: its numbers are TRL's, in every layout, and a resumed run repeats them."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -230,3 +231,26 @@ def test_a_dry_run_counts_both_models(folder, tmp_path):
         torch.distributed.destroy_process_group()
     assert trainer.count_own_parameters() == pytest.approx(trainer.num_parameters, rel=0.01)  # half of each of two
     assert trainer.work.work.flops > 0
+
+
+def test_the_model_begins_as_the_reference(folder, tmp_path):
+    """In bfloat16 too, in one process, where autocast computes, and in two, where FSDP does."""
+    options = {"training__steps": 1, "training__mixed_precision_param": "bfloat16"}
+    dpo(folder, tmp_path / "one", **options)
+    run_processes(_launch, 2, folder, tmp_path / "two", options)
+    for name in ("one", "two"):
+        ((_, loss, margin),) = read_metrics(tmp_path / name, "loss", "margin")
+        assert (loss, margin) == (pytest.approx(math.log(2), rel=1e-6), 0)
+
+
+def test_another_reference_is_another_run(folder, tmp_path):
+    options = {"checkpoint__initial_load_path": "", "checkpoint__initial_load_in_hf": False, "training__steps": 2}
+    options |= {"checkpoint__last_save_in_hf": False, "checkpoint__export_dtype": "None"}
+    dpo(folder, tmp_path, **options)
+    with pytest.raises(UserError, match=r"weights of reference was drawn with --debug\.seed 0 and is .* 9"):
+        dpo(folder, tmp_path, **{**options, "training__steps": 3, "debug__seed": 9})
+
+
+def test_a_reference_that_does_not_fit_is_found_before_the_run(folder, tmp_path):
+    with pytest.raises(UserError, match=r"--reference\.path: /nowhere"):
+        dpo(folder, tmp_path, reference__path="/nowhere")

@@ -123,8 +123,9 @@ class Validator(Configurable):
             if name:
                 measured |= {f"{key}/{name}": value for key, value in self._means(sums).items()}
         seconds = time.perf_counter() - begun
-        tokens_per_second = of_sets[:, 1].sum().item() / seconds
-        return {**measured, "validation_time": seconds, "validation_tokens_per_second": tokens_per_second}
+        if self.tokenizer:
+            measured["validation_tokens_per_second"] = of_sets[:, 1].sum().item() / seconds
+        return {**measured, "validation_time": seconds}
 
     def _sums(self, data: "_Set") -> Tensor:
         """Return this rank's part of a set's summed loss, weight, bytes and further measures, float64 (3 + 2 n,)."""

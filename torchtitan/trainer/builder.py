@@ -123,7 +123,8 @@ class RunBuilder(Configurable):
         dtype = getattr(torch, self.config.training.mixed_precision_param)
         convert_model(model, self.converters, frozen_dtype=dtype)
         facts = facts_of(model, self.config.training.seq_len)
-        return {"model": RunModel(spec=spec, parts=self.parallelize(model), num_parameters=num_parameters, **facts)}
+        parts, offloaded = self.parallelize(model), self.config.training.enable_cpu_offload
+        return {"model": RunModel(spec=spec, parts=parts, num_parameters=num_parameters, offloaded=offloaded, **facts)}
 
     def build_other_model(
         self,
@@ -135,7 +136,7 @@ class RunBuilder(Configurable):
         offloaded: bool = False,
     ) -> RunModel:
         """Build an additional model, sharded like the main one. A trained model shares the optimizer and the schedule;
-        a frozen one has the type of the computation.
+        a frozen one has the type that FSDP computes in.
 
         Args:
             spec: its specification; a vocabulary size of None is replaced by the main model's.
@@ -155,11 +156,13 @@ class RunBuilder(Configurable):
             raise UserError("a model is offloaded by FSDP only: --parallelism.data_parallel_shard_degree above 1")
         vocab_size = spec.model.vocab_size or self.config.model_spec.model.vocab_size
         spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=vocab_size))
-        dtype = training.dtype if trained else training.mixed_precision_param
+        # Without FSDP, autocast leaves norms and the residual stream in the type of the weights.
+        dtype = training.dtype if trained or self.mesh is None else training.mixed_precision_param
         with torch.device("meta"):
             model: BaseModel = spec.model.build().to(getattr(torch, dtype)).requires_grad_(trained)
         facts = {"num_parameters": model.num_parameters(), **facts_of(model, training.seq_len)}
         parts = [self.shard(model, spec, offloaded=offloaded)]
+        offloaded = offloaded or training.enable_cpu_offload
         return RunModel(spec=spec, parts=parts, weights=weights, saved=saved, offloaded=offloaded, **facts)
 
     def build_model(self) -> BaseModel:
@@ -225,9 +228,8 @@ class RunBuilder(Configurable):
     def init_weights(self) -> None:
         """Give the parameters memory and their initial values."""
         for model in self.models.values():
-            offloaded = model.offloaded or self.config.training.enable_cpu_offload
             for part in model.parts:
-                part.to_empty(device="cpu" if offloaded else self.device)
+                part.to_empty(device="cpu" if model.offloaded else self.device)
                 initialize_weights(part, self.config.debug.seed)
                 part.train(model.num_trained > 0)
 

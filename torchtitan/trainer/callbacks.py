@@ -10,23 +10,27 @@ from typing import Any
 from torchtitan.components.data.base import Batch
 from torchtitan.config import Configurable
 from torchtitan.distributed.compile import RecompileMonitor
-from torchtitan.trainer.outcome import StepOutcome
+from torchtitan.trainer.outcome import Ending, StepOutcome
 
 
 class Callback(Configurable):
     """Act around the steps of a run, on every rank, in methods to override. Callbacks run in the order of
-    `Trainer.Config.callbacks`; options are `--callbacks.<class name in lower case>.<field>`."""
+    `Trainer.Config.callbacks`; options are `--callbacks.<class name in lower case>.<field>`. Checkpoints hold no state
+    of theirs: what must survive a resume belongs into `Trainer.states`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """Options of a callback."""
+
+        def check_run(self, run: Any) -> None:
+            """Raise `UserError` if the callback does not go with the rest of a run, a `Trainer.Config`."""
 
     def __init__(self, config: Config, *, trainer: Any):
         super().__init__(config)
         self.trainer = trainer
 
     def around_run(self) -> AbstractContextManager[Any]:
-        """Return a context around all steps, entered after loading a checkpoint."""
+        """Return a context around all steps, entered after loading a checkpoint; it must not suppress errors."""
         return contextlib.nullcontext()
 
     def around_step(self, step: int) -> AbstractContextManager[Any]:
@@ -41,6 +45,9 @@ class Callback(Configurable):
 
     def after_step(self, outcome: StepOutcome) -> None:
         """Act on a finished step after it is reported, before validation and checkpoint."""
+
+    def on_end(self, ending: Ending) -> None:
+        """Act after the last step, before the last validation and checkpoint."""
 
     def before_save(self) -> None:
         """Sync any files that the checkpoint relies on."""

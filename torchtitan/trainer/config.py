@@ -152,6 +152,11 @@ class RunConfig(Configurable.Config):
         for section in (self.training, self.activation_checkpoint, self.comm, self.debug):
             section.validate()
         self.check_layout(world_size)
+        keys = [config_key(config) for config in self.callbacks]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise UserError(f"callbacks: {', '.join(twice)} is listed twice; one of a name can be configured")
+        for callback in self.callbacks:
+            callback.check_run(self)
         _check_writable(Path(self.dump_folder))
         if self.checkpoint.keep_best and not self.validator.enable:
             raise UserError("--checkpoint.keep_best keeps the lowest validation loss, and needs --validator.enable")

@@ -9,14 +9,14 @@ from torchtitan.components.evaluation.tasks import SUFFIXES, evaluate_file, read
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.callbacks import Callback
-from torchtitan.trainer.outcome import StepOutcome
+from torchtitan.trainer.outcome import Ending, StepOutcome
 
 
 class Evaluation(Callback):
     """Score the model on files every `freq` steps and after the last one: multiple choice, and perplexity of a text.
 
     The numbers are those of `torchtitan eval`, with `training.seq_len` as the context, computed on every rank, as FSDP
-    requires. Raises `UserError` under tensor, context or pipeline parallelism.
+    requires.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -45,20 +45,29 @@ class Evaluation(Callback):
                     raise UserError(f"--callbacks.evaluation.files: there is no file '{path}'")
                 _ = read_questions(path, self.limit) if path.suffix == ".jsonl" else read_text(path)
 
+        def check_run(self, run: Any) -> None:
+            parallelism = run.parallelism
+            degrees = (getattr(parallelism, f"{kind}_parallel_degree") for kind in ("tensor", "context", "pipeline"))
+            if self.files and max(degrees) > 1:
+                raise UserError(
+                    "--callbacks.evaluation.files goes with data parallelism only; under tensor, context or pipeline "
+                    "parallelism evaluate the checkpoints: torchtitan eval"
+                )
+
     config: Config
 
-    def __init__(self, config: Config, *, trainer: Any):
-        super().__init__(config, trainer=trainer)
-        dims = trainer.parallel_dims
-        if config.files and max(dims.tp, dims.cp, dims.pp) > 1:
-            raise UserError(
-                "--callbacks.evaluation.files goes with data parallelism only; under tensor, context or pipeline "
-                "parallelism evaluate the checkpoints: torchtitan eval"
-            )
-
     def after_step(self, outcome: StepOutcome) -> None:
+        if self.trainer.step % self.config.freq == 0:
+            self.evaluate()
+
+    def on_end(self, ending: Ending) -> None:
+        if ending != "stopped" and self.trainer.step % self.config.freq:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Score the model on all files, outside of the time that counts as training."""
         trainer = self.trainer
-        if not self.config.files or (trainer.step % self.config.freq and trainer.should_continue_training()):
+        if not self.config.files:
             return
         with trainer.metrics.exclude(), trainer.autocast():
             (model,) = trainer.model_parts

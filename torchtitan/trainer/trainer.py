@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
 from torchtitan.components.checkpoint.filesystem import is_url
-from torchtitan.components.checkpoint.identity import RunIdentity
+from torchtitan.components.checkpoint.identity import RunIdentity, content
 from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX, Measures
 from torchtitan.components.metrics import MetricsProcessor
@@ -31,7 +31,7 @@ from torchtitan.distributed.process_group import (
 )
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols.conversion import describe_converters, describe_simulation
-from torchtitan.tools.errors import RunComplete
+from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopRequest
 from torchtitan.trainer.builder import RunBuilder
@@ -87,6 +87,7 @@ class Trainer(RunBuilder):
         main = self.models["model"]
         self.model_parts = main.parts
         self.num_parameters, self.num_trained = main.num_parameters, main.num_trained
+        self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.init_weights()
         self.pipeline = self.build_pipeline()
@@ -116,7 +117,7 @@ class Trainer(RunBuilder):
                 )
             return None
         return self.config.validator.build(
-            model_parts=self.model_parts,
+            model_parts=[part for model in self.models.values() if model.num_trained for part in model.parts],
             dataloaders={name: self.build_dataloader(config, epochs=1) for name, config in data.items()},
             tokenizer=None if self.has_own_loss else self.tokenizer,
             batches_per_step=self.gradient_accumulation_steps,
@@ -324,6 +325,7 @@ class Trainer(RunBuilder):
         self.weight = torch.zeros_like(self.weight)
         divisor = torch.where(weight == 0, 1, weight)  # without weight, everything is and stays 0
         divide_gradients(self.trained_parameters(), divisor)
+        self.is_divided = True
         loss /= divisor.to(loss.dtype)
         return weight
 
@@ -363,6 +365,12 @@ class Trainer(RunBuilder):
 
     def read_outcome(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepOutcome:
         """Sum the loss and requests to stop over ranks, and read all values at once."""
+        if self.has_own_loss and not self.is_divided:
+            raise UserError(
+                f"{type(self).__name__} has a train_step and a compute_loss of its own: the step has to "
+                "call forward_backward_step and, after the last backward pass, divide_by_weight(loss)"
+            )
+        self.is_divided = False
         stop = self.stop_request is not None and self.stop_request.received
         flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data)]
         local = torch.stack([value.to(self.statistics_dtype) for value in (self.own_part(loss), *flags)])
@@ -445,6 +453,8 @@ class Trainer(RunBuilder):
     def finish(self, ending: Ending) -> None:
         """Report and save outstanding results, and log how the run ended."""
         self.metrics.flush()
+        for callback in self.callbacks:
+            callback.on_end(ending)
         validating = self.validator and ending == "data ended" and not self.validator.is_due(self.step, last=False)
         validation_loss = self.validate() if validating else None
         stopped = ending == "stopped"
@@ -532,6 +542,8 @@ class Trainer(RunBuilder):
     def states(self) -> dict[str, "Stateful"]:
         """Return the whole run's states for checkpoints, by name."""
         saved = {name: model for name, model in self.models.items() if model.saved}
+        if taken := {"optimizer", "lr_scheduler", "trainer", "dataloader", "random"} & self.models.keys():
+            raise UserError(f"a model cannot be called {min(taken)}: checkpoints have another state of that name")
         return {
             **{name: ModelState(model.parts) for name, model in saved.items()},
             "optimizer": self.optimizer,
@@ -557,8 +569,11 @@ class Trainer(RunBuilder):
     def identity(self) -> RunIdentity:
         """Return the properties that must stay the same when the run resumes."""
         identity = self.config.identity(self.tokenizer)
-        others = {f"weights of {name}": model.weights for name, model in self.models.items() if name != "model"}
-        properties = {**identity.properties, **{name: base_weights(path) for name, path in others.items()}}
+        properties = dict(identity.properties)
+        for name, model in self.models.items():
+            if name != "model" and (model.weights or not model.saved):
+                drawn = content(f"drawn with --debug.seed {self.config.debug.seed}", "")
+                properties[f"weights of {name}"] = base_weights(model.weights) if model.weights else drawn
         return dataclasses.replace(identity, properties=properties)
 
     def state_dict(self) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class CheckpointManager(Configurable):
         loaded = self._restore(start) if start and (start.resumes or not is_model_given) else set()
         for name, give_weights in self.initial_loads.items():
             if name not in loaded:
-                if start and start.resumes:
+                if start and start.resumes and name in self.states:
                     logger.info("state %s is not loaded from %s and is initialised", name, start.checkpoint.path)
                 if not lacks_frozen:
                     give_weights()

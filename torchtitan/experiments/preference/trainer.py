@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.components.weights.pretrained import native_source
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import RunModel, Trainer
 
@@ -38,11 +40,23 @@ class DPOTrainer(Trainer):
         """Reference model."""
 
         def validate(self) -> None:
+            if type(self.chosen_loss) is not CrossEntropyLoss.Config:
+                raise UserError("--config dpo computes log-probabilities by the cross entropy, and takes no other loss")
             if not 0 < self.beta < math.inf:
                 raise UserError(f"--beta is {self.beta}, and must be above 0")
             for name in ("context", "pipeline"):
                 if (degree := getattr(self.parallelism, f"{name}_parallel_degree")) > 1:
                     raise UserError(f"--parallelism.{name}_parallel_degree {degree} does not go with --config dpo")
+
+        def check(self, world_size: int, *, dry_run: bool = False) -> None:
+            Trainer.Config.check(self, world_size, dry_run=dry_run)
+            if not self.reference.path:
+                return
+            tokenizer = self.tokenizer.build(path=self.hf_assets_path)
+            try:
+                native_source(self.reference.path, self.resolve(tokenizer).model_spec, added=tokenizer.added)
+            except UserError as error:
+                raise UserError(f"--reference.path: {error}") from error
 
     config: Config
     measures_named = ("margin", "preferred", "chosen_reward", "rejected_reward")
@@ -73,14 +87,18 @@ class DPOTrainer(Trainer):
         tokens_PL, positions_PL = (
             torch.cat([batch[f"{side}_{name}"] for side in ("chosen", "rejected")]) for name in ("input", "positions")
         )
-        of_model, of_reference = (
+        of_reference, of_model = (  # the reference first, while the model holds nothing for its backward pass
             self.models[name](tokens_PL, positions_PL, head=self.log_probabilities, labels_PL=labels_PL)
-            for name in ("model", "reference")
+            for name in ("reference", "model")
         )
         log_ratios: Tensor = of_model - of_reference
         return log_ratios
 
     def log_probabilities(self, hidden_PLD: Tensor, weight_VD: Tensor, *, labels_PL: Tensor) -> Tensor:
-        """Return the log-probability of each sequence's labels, (P,), by the run's loss in chunks of tokens."""
+        """Return the log-probability of each sequence's labels, (P,), by the loss in chunks of tokens."""
+        # Computed again in the backward pass: the loss would keep a gradient of the weights for each sequence.
         rows = [slice(row, row + 1) for row in range(len(labels_PL))]
-        return -torch.stack([self.loss(hidden_PLD[row], weight_VD, labels_PL[row]) for row in rows])
+        losses = [
+            checkpoint(self.loss, hidden_PLD[row], weight_VD, labels_PL[row], use_reentrant=False) for row in rows
+        ]
+        return -torch.stack(losses)
