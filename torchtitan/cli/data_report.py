@@ -224,18 +224,14 @@ def page(inspection: Inspection) -> str:
     environment.filters["visible"] = visible
     template = environment.from_string((Path(__file__).parent / "templates/data_report.html").read_text("utf-8"))
     summary = inspection.summary
-    sets = summary.sets if summary else []
+    sets, limit = (summary.sets, summary.max_length) if summary else ([], 0)
     return template.render(
         title=inspection.title,
         refusal=inspection.refusal,
         facts=inspection.facts,
         tables=_tables(summary) if summary else [],
-        max_length=summary.max_length if summary else 0,
-        histograms=[
-            (of_set.name, _share_beyond(of_set, summary.max_length), histogram(of_set.lengths, summary.max_length))
-            for of_set in sets
-            if summary
-        ],
+        max_length=limit,
+        histograms=[(of.name, _share_beyond(of, limit), histogram(of.lengths, limit)) for of in sets],
         counts=_counts_of(inspection.samples),
         samples=inspection.samples,
     )

@@ -169,8 +169,8 @@ class Optimizer(Configurable):
     @torch.no_grad()
     def _use_gradient(self, optimizer: torch.optim.Optimizer, group_index: int, parameter: nn.Parameter) -> None:
         """Update one parameter from its complete gradient, and free the gradient."""
-        parameter.grad = laid_out_like(parameter.grad, parameter)
         assert parameter.grad is not None
+        parameter.grad = laid_out_like(parameter.grad, parameter)
         self._row_norms.append(row_norms(parameter.grad))
         self._updated_early.add(parameter)
         # Looked up by index: loading a state replaces the groups, and the schedule changes them.

@@ -23,9 +23,11 @@ def clip_grad_norm(
         The norm before clipping over all ranks, a plain scalar tensor on the gradients' device.
     """
     with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = []
     for parameter in with_gradients:
+        assert parameter.grad is not None
         parameter.grad = laid_out_like(parameter.grad, parameter)
-    gradients = [parameter.grad for parameter in with_gradients if parameter.grad is not None]
+        gradients.append(parameter.grad)
     total = total_norm(gradients, pipeline)
     for group in _by_mesh(with_gradients).values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
@@ -53,11 +55,11 @@ def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None =
     return squares.sqrt().to(total.dtype)
 
 
-def laid_out_like(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
-    """Return `gradient` in the parameter's layout: tensor parallelism may leave it partial, or whole for a shard."""
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        return gradient.redistribute(placements=parameter.placements)
-    return gradient
+def laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Lay out a DTensor like another: tensor parallelism may leave a gradient partial, or whole for a shard."""
+    if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)):
+        return tensor
+    return tensor.redistribute(placements=other.placements)
 
 
 def row_norms(gradient: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from torchtitan.distributed.loss_parallel import gather_for_head
 from torchtitan.protocols.converter import converter_of
-from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of, part_multiple_of
+from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
 from torchtitan.tools.errors import UserError
 
 _SHARED_FEATURES: Mapping[TensorSharding, Features] = {"columns": "out", "rows": "in"}
@@ -82,7 +82,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
 
 def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
     """Raise `UserError` for the first entry of the plan that does not fit a converted, unsharded model, or a layer that
-    cannot be split over `degree` ranks: its inputs are stored in pieces, or parts violate `with_part_multiple`."""
+    cannot be split over `degree` ranks: its inputs are stored in pieces, or parts violate its `part_multiple`."""
     for pattern, sharding in plan.tensor.items():
         parts = list(_parts(model, pattern))
         _check_entry(f"the sharding plan's entry '{pattern}': '{sharding}'", sharding, parts)
@@ -122,7 +122,7 @@ def _check_parts_of(name: str, layer: nn.Module, features: Features, degree: int
         dimensions = features_of(layer)[own_name]
         if features not in dimensions:
             continue
-        size, multiple = parameter.shape[dimensions.index(features)], part_multiple_of(layer)
+        size, multiple = parameter.shape[dimensions.index(features)], getattr(layer, "part_multiple", 1)
         if multiple > 1 and size % (degree * multiple):
             raise UserError(f"{option} shares out the {size} {ends}, in multiples of {multiple} only; {advice}")
         if features == "in" and size % degree:  # outputs may be split unevenly

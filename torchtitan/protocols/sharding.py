@@ -25,7 +25,6 @@ Features = Literal["in", "out"] | None
 """Meaning of a parameter's dimension: input features (or tokens), output features, or neither."""
 
 _ATTRIBUTE = "parameter_features"
-_PART_MULTIPLE = "part_multiple"
 _LINEAR: Mapping[str, tuple[Features, ...]] = {"weight": ("out", "in"), "bias": ("out",)}
 _EMBEDDING: Mapping[str, tuple[Features, ...]] = {"weight": ("in", "out")}
 
@@ -41,17 +40,6 @@ def features_of(module: nn.Module) -> Mapping[str, tuple[Features, ...]]:
     """Return parameter name → meaning of its dimensions, for a linear layer or an embedding."""
     own: Mapping[str, tuple[Features, ...]] | None = getattr(module, _ATTRIBUTE, None)
     return own if own is not None else _EMBEDDING if isinstance(module, nn.Embedding) else _LINEAR
-
-
-def with_part_multiple(module: ModuleT, multiple: int) -> ModuleT:
-    """Declare that `module`, a linear layer, needs multiples of this many inputs and outputs per rank; return it."""
-    setattr(module, _PART_MULTIPLE, multiple)
-    return module
-
-
-def part_multiple_of(module: nn.Module) -> int:
-    """Return the value set by `with_part_multiple`, or 1."""
-    return getattr(module, _PART_MULTIPLE, 1)
 
 
 @dataclass(frozen=True)

@@ -494,15 +494,8 @@ class Trainer(RunBuilder):
         for name, model in list(self.models.items())[1:]:
             kind = "trained" if model.num_trained else "frozen"
             source = model.weights or f"seed {self.config.debug.seed}"
-            logger.info(
-                "%s: %s %s, %s parameters, %s, from %s",
-                name,
-                model.spec.name,
-                model.spec.flavor,
-                f"{model.num_parameters:,}",
-                kind,
-                source,
-            )
+            size = f"{model.spec.name} {model.spec.flavor}, {model.num_parameters:,} parameters"
+            logger.info("%s: %s, %s, from %s", name, size, kind, source)
         if self.pipeline_plan:
             logger.info("%s", self.pipeline_plan)
 

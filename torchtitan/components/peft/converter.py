@@ -88,10 +88,6 @@ class LoRA(LayerConverter):
         super().__init__(config)
         self._trained: set[str] = set()
 
-    def check_model(self, model: nn.Module) -> None:
-        super().check_model(model)
-        freeze_all_but_adapters(model)
-
     def convert(self, model: nn.Module) -> None:
         super().convert(model)
         freeze_all_but_adapters(model)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtitan.components.quantization.nf4 import NF4, pack, quantized_linear, unpack, unpack_weight
-from torchtitan.distributed.gradients import row_norms
+from torchtitan.distributed.gradients import laid_out_like, row_norms
 from torchtitan.protocols.initializer import (
     Constant,
     DerivedRows,
@@ -161,7 +161,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         with torch.no_grad():
             adapted = self._adapted(self.base_weight(), self.lora_A, self.lora_B)
         scale = _row_scale(self.magnitude, adapted)
-        product = base if inputs is x else self.base_output(_laid_out_like(inputs, x))
+        product = base if inputs is x else self.base_output(laid_out_like(inputs, x))
         if self.bias is not None:
             product = product - self.bias
         return base + (scale - 1).to(base.dtype) * product + scale.to(base.dtype) * added
@@ -267,13 +267,6 @@ def _drop_out(x: Tensor, probability: float) -> Tensor:
     placements = [Shard(1)] if x.placements == (Replicate(),) else x.placements
     own = F.dropout(x.redistribute(placements=placements).to_local(), probability)
     return DTensor.from_local(own, x.device_mesh, placements, shape=x.shape, stride=x.stride())
-
-
-def _laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Lay out `tensor` like `other`: under tensor parallelism a layer takes its inputs in one layout."""
-    if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)):
-        return tensor
-    return tensor.redistribute(placements=other.placements)
 
 
 def _look_up(tokens: Tensor, table: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import initializers_of, with_initializers
-from torchtitan.protocols.sharding import with_part_multiple
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import without_numbers
@@ -134,7 +133,7 @@ class Float8LinearConverter(LayerConverter):
         if self.config.fsdp_float8_all_gather:
             converted.register_state_dict_post_hook(_give_plain_weight)
         if not self.config.emulate:
-            with_part_multiple(converted, _ALIGNMENT)
+            converted.part_multiple = _ALIGNMENT  # type: ignore[assignment]  # of inputs and outputs per rank
         return with_initializers(converted, **initializers_of(layer))
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
