@@ -6,8 +6,9 @@ import keyword
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan.cli.model_options import run_command
 from torchtitan.config.registry import built_in_modules
-from torchtitan.tools.logging import print_error
+from torchtitan.tools.errors import UserError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _EXPERIMENT = _PACKAGE / "experiments" / "template"
@@ -27,43 +28,27 @@ def new(args: Sequence[str]) -> int:
         help="one script instead: the same training with torchtitan's parts in a loop of your own, without the Trainer",
     )
     options = parser.parse_args(args)
-    path: Path = options.path
+    return run_command("new", lambda: _copy(options.path, plain_loop=options.plain_loop))
+
+
+def _copy(path: Path, *, plain_loop: bool) -> None:
+    name = path.name
     if path.exists():
-        return _refuse(f"'{path}' exists already, and is left as it is")
-    if options.plain_loop:
-        return _copy_plain_loop(path)
-    name = path.name
-    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
-        return _refuse(f"'{name}' cannot be the name of a public Python package; use letters, digits and underscores")
-    if name in built_in_modules() or importlib.util.find_spec(name) is not None:
-        return _refuse(f"'{name}' is the name of a module that exists already; choose another")
-    return _copy_experiment(path)
-
-
-def _copy_plain_loop(path: Path) -> int:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_PLAIN_LOOP.read_text().replace("THIS_FILE", path.name))
-    except OSError as error:
-        return _refuse(f"'{path}' cannot be written: {error.strerror}")
-    print(f"wrote {path}; run it: python {path}")
-    return 0
-
-
-def _copy_experiment(path: Path) -> int:
-    name = path.name
+        raise UserError(f"'{path}' exists already, and is left as it is")
+    if not plain_loop and (not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_")):
+        raise UserError(f"'{name}' cannot be the name of a public Python package; use letters, digits and underscores")
+    if not plain_loop and (name in built_in_modules() or importlib.util.find_spec(name) is not None):
+        raise UserError(f"'{name}' is the name of a module that exists already; choose another")
     class_prefix = "".join(word.capitalize() for word in name.split("_"))
     try:
-        path.mkdir(parents=True)
-        for source in sorted(_EXPERIMENT.glob("*.py")):
-            text = source.read_text().replace("Template", class_prefix).replace("template_", f"{name}_")
-            (path / source.name).write_text(text)
+        (path.parent if plain_loop else path).mkdir(parents=True, exist_ok=True)
+        if plain_loop:
+            path.write_text(_PLAIN_LOOP.read_text().replace("THIS_FILE", name))
+        else:
+            for source in sorted(_EXPERIMENT.glob("*.py")):
+                text = source.read_text().replace("Template", class_prefix).replace("template_", f"{name}_")
+                (path / source.name).write_text(text)
     except OSError as error:
-        return _refuse(f"'{path}' cannot be written: {error.strerror}")
-    print(f"wrote {path}/; run it: torchtitan train --module {path} --config debugmodel")
-    return 0
-
-
-def _refuse(message: str) -> int:
-    print_error("new", message)
-    return 2
+        raise UserError(f"'{path}' cannot be written: {error.strerror}") from error
+    command = f"python {path}" if plain_loop else f"torchtitan train --module {path} --config debugmodel"
+    print(f"wrote {path}{'' if plain_loop else '/'}; run it: {command}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from torchtitan.config.configurable import config_key
-from torchtitan.protocols.converter import ModelConverter
+from torchtitan.protocols.converter import ModelConverter, only_warnings
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_choice, choose, without_numbers
@@ -31,6 +31,10 @@ class Freeze(ModelConverter):
             check_choice(f"--model_converters.{config_key(self)}", self.include, self.exclude, consequence)
 
     config: Config
+
+    def check_model(self, model: nn.Module) -> None:
+        with only_warnings():
+            self.convert(model)
 
     def convert(self, model: nn.Module) -> None:
         config, key = self.config, config_key(self.config)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -14,7 +15,6 @@ from torchtitan.tools import durable
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.tools.torch_private import dump_memory_snapshot, record_memory_history
 
 _SNAPSHOT_EVENTS = 100_000  # allocations and frees that a memory snapshot reaches back
 
@@ -88,7 +88,7 @@ class Profiler(Configurable):
         if self.config.enable_profiling:
             self._trace = self._start_trace()
         if self.config.enable_memory_snapshot:
-            record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+            _record_memory_history(max_entries=_SNAPSHOT_EVENTS)
         return self
 
     def step(self, step: int) -> None:
@@ -113,7 +113,7 @@ class Profiler(Configurable):
         if self.config.enable_memory_snapshot:
             if isinstance(error, torch.OutOfMemoryError):
                 self._save_snapshot(f"step-{self._step + 1}-out-of-memory")
-            record_memory_history(enabled=None)
+            _record_memory_history(enabled=None)
         if self._trace is not None:
             self._trace.stop()
             self._trace = None
@@ -140,7 +140,9 @@ class Profiler(Configurable):
         return trace
 
     def _save_snapshot(self, name: str) -> None:
-        folder, dump = self.config.save_memory_snapshot_folder, dump_memory_snapshot
+        from torchtitan.tools.torch_private import dump_memory_snapshot as dump
+
+        folder = self.config.save_memory_snapshot_folder
         self._write("memory snapshot", folder, name, "pickle", lambda path: dump(str(path)))
 
     def _write(self, kind: str, folder: str, name: str, suffix: str, write: Callable[[Path], None]) -> None:
@@ -154,6 +156,12 @@ class Profiler(Configurable):
             logger.warning(f"the {kind} {path} cannot be written: {error.strerror or error}; training continues")
         else:
             logger.info(f"wrote the {kind} {path}")
+
+
+def _record_memory_history(**options: Any) -> None:
+    from torchtitan.tools.torch_private import record_memory_history
+
+    record_memory_history(**options)
 
 
 def _export(trace: torch.profiler.profile, path: Path) -> None:

@@ -26,7 +26,7 @@ _CONVERTED_BY = "converted_by"
 class ModelConverter(Configurable):
     """Rewrite modules in place, in the order of `Trainer.Config.model_converters`. Hooks, in order: `convert`; at the
     start of the run, `load_initial_weights` and `post_init_hook`; at every step, `pre_step_hook` and
-    `post_optimizer_hook`. All hooks except `check_model` do nothing unless overridden."""
+    `post_optimizer_hook`. They do nothing unless overridden."""
 
     changes_weights: ClassVar[bool] = False
     """True if tensors differ from the plain model's (`ConvertedModule`): checkpoints then name the converters."""
@@ -54,9 +54,8 @@ class ModelConverter(Configurable):
             """Raise `UserError`, before any process starts, if this machine's device is unsuitable; not in dry runs."""
 
     def check_model(self, model: nn.Module) -> None:
-        """Convert a temporary model on the meta device, before any process starts, without a log line."""
-        with only_warnings():
-            self.convert(model)
+        """Raise `UserError`, before any process starts, if a temporary model on the meta device cannot be converted;
+        later converters get it as this leaves it."""
 
     def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
         """Raise `UserError`, before any process starts, if `load_initial_weights` would fail for the plain model
@@ -111,6 +110,10 @@ class LayerConverter(ModelConverter):
             check_choice(option, self.include, self.exclude, "nothing would be converted")
 
     config: Config
+
+    def check_model(self, model: nn.Module) -> None:
+        with only_warnings():
+            self.convert(model)
 
     def convert(self, model: nn.Module) -> None:
         """Replace the chosen layers of a model on the meta device, in place, and log them. Raise `UserError` if a
