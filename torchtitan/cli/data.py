@@ -69,8 +69,8 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
     options, others = parser.parse_known_args(args)
     if {"-h", "--help"} & set(others):
         print(parser.format_help(), flush=True)
-    job = ConfigManager(parser.prog).parse_args(others)
-    (_inspect if command == "inspect" else _show)(options, job)
+    resolved = ConfigManager(parser.prog).parse_args(others)
+    (_inspect if command == "inspect" else _show)(options, resolved)
 
 
 class _Run(NamedTuple):
@@ -142,7 +142,7 @@ def _data_parallel_degree(parallelism: Any) -> int:
     return ParallelDims.from_config(parallelism, max(processes, needed)).dp_degree
 
 
-def _inspect(options: argparse.Namespace, job: "ResolvedConfig") -> None:
+def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
     from torchtitan.cli.data_report import Inspection, open_console, page, print_inspection
     from torchtitan.cli.data_samples import Sample, samples_of
 
@@ -153,8 +153,8 @@ def _inspect(options: argparse.Namespace, job: "ResolvedConfig") -> None:
     if options.html is not None and options.html.exists() and not options.html.is_file():
         raise UserError(f"--html: {options.html} is not a regular file, which the page could replace")
     if options.seed is not None:
-        job.config.debug.seed = options.seed
-    run = _Run.of(job.config)
+        resolved.config.debug.seed = options.seed
+    run = _Run.of(resolved.config)
     with run.loader(1) as loader:
         length = run.length(loader.n_samples)
         n_steps = length.last_step(0)
@@ -171,7 +171,7 @@ def _inspect(options: argparse.Namespace, job: "ResolvedConfig") -> None:
             for batch in itertools.islice(loader, n_shown):
                 samples += samples_of(batch, loader, run.tokenizer)
         inspection = Inspection(
-            title=f"Data of {job.module} {job.config_name}",
+            title=f"Data of {resolved.module} {resolved.config_name}",
             facts=_facts(run, n_steps, summary),
             summary=summary,
             samples=samples,
@@ -210,15 +210,15 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _show(options: argparse.Namespace, job: "ResolvedConfig") -> None:
+def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
     from torchtitan.cli.data_report import open_console, print_samples
     from torchtitan.cli.data_samples import samples_of
 
     if options.step is None or options.step < 1:
         raise UserError(f"--step says which step to show, a number from 1, not {options.step}")
-    path = Path(job.config.dump_folder) / "ledger.jsonl"
+    path = Path(resolved.config.dump_folder) / "ledger.jsonl"
     line = _ledger_line(path, options.step) if path.is_file() else None
-    run = _Run.of(job.config)
+    run = _Run.of(resolved.config)
     data_step = line["data_step"] if line else run.length(None).data_steps(options.step)
     with run.loader(run.samples_per_step, place=data_step - 1) as loader:
         names = line["documents"] if line else []
