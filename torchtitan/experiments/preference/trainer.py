@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
@@ -96,9 +95,5 @@ class DPOTrainer(Trainer):
 
     def log_probabilities(self, hidden_PLD: Tensor, weight_VD: Tensor, *, labels_PL: Tensor) -> Tensor:
         """Return the log-probability of each sequence's labels, (P,), by the loss in chunks of tokens."""
-        # Computed again in the backward pass: the loss would keep a gradient of the weights for each sequence.
         rows = [slice(row, row + 1) for row in range(len(labels_PL))]
-        losses = [
-            checkpoint(self.loss, hidden_PLD[row], weight_VD, labels_PL[row], use_reentrant=False) for row in rows
-        ]
-        return -torch.stack(losses)
+        return -torch.stack([self.loss(hidden_PLD[row], weight_VD, labels_PL[row]) for row in rows])
