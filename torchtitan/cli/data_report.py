@@ -21,6 +21,8 @@ from torchtitan.tools.logging import visible
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
+    """Contents of a report."""
+
     title: str
     facts: list[tuple[str, str]]
     summary: DataSummary | None

@@ -20,6 +20,8 @@ _MOST_SHARED = 16
 
 
 class Token(NamedTuple):
+    """A token of a document as people read it."""
+
     id: int
     text: str
     """Text that the token adds; empty if an earlier token holds its character."""

@@ -36,6 +36,8 @@ _OWN_CODE = tuple(f"torchtitan.{folder}" for folder in ("components", *_BUILT_IN
 
 
 class ModuleListing(NamedTuple):
+    """Configurations and flavors of a module, by name."""
+
     name: str
     configs: list[str]
     flavors: list[str]

@@ -75,12 +75,12 @@ def __getattr__(name: str) -> Any:
 
 
 def compiler_statistics() -> Any:
-    """Return torch.compile's counters and records, or None before compilation: the import takes a second."""
+    """Return torch.compile's counters, which `torch.compiler` lacks, or None before compilation (a slow import)."""
     return sys.modules.get("torch._dynamo.utils")
 
 
 def attention_operations() -> list[Any]:
-    """Return the attention operations as a checkpointing policy sees them, including FlexAttention."""
+    """Return the attention operations as a checkpointing policy sees them: operators, not functions."""
     import torch
 
     aten: Any = torch.ops.aten
@@ -96,7 +96,7 @@ def attention_operations() -> list[Any]:
 
 
 def communication_operations() -> list[Any]:
-    """Return the collectives that leave each rank a part, as a checkpointing policy sees them."""
+    """Return the collectives that leave each rank a part, as a checkpointing policy sees them: operators."""
     import torch
 
     collectives: Any = torch.ops._c10d_functional
@@ -104,19 +104,19 @@ def communication_operations() -> list[Any]:
 
 
 def process_groups() -> list["dist.ProcessGroup"]:
-    """Return all process groups of this process."""
+    """Return all process groups of this process, which torch lists nowhere else."""
     from torch.distributed import distributed_c10d
 
     return list(distributed_c10d._world.pg_map)
 
 
 def flatten_mesh(mesh: "DeviceMesh") -> None:
-    """Register the flattened dimensions of a mesh as one."""
+    """Register the flattened dimensions of a mesh as one; `DeviceMesh` has no public way."""
     mesh._flatten()
 
 
 def split_mesh(mesh: "DeviceMesh", sizes: tuple[int, ...], names: tuple[str, ...]) -> "DeviceMesh":
-    """Split a mesh of one dimension into several."""
+    """Split a mesh of one dimension into several; `DeviceMesh` has no public way."""
     return mesh._unflatten(0, sizes, names)
 
 
@@ -138,7 +138,7 @@ def offset_in_file(storage: "torch.UntypedStorage") -> int | None:
 
 
 def is_process_group(value: Any) -> bool:
-    """Return whether an operation's argument is a process group, boxed for TorchScript."""
+    """Return whether an operation's argument is a process group, boxed for TorchScript without a public class."""
     import torch
 
     return isinstance(value, torch.ScriptObject) and str(value._type()).endswith(".ProcessGroup")
@@ -154,17 +154,17 @@ def fsdp_parameters(modules: Iterable["nn.Module"]) -> Iterator[Any]:
 
 
 def gathered_weights(record: Any) -> list["Tensor"]:
-    """Return the whole weight of an `fsdp_parameters` record, after it was first gathered."""
+    """Return the whole weight of an `fsdp_parameters` record, after it was first gathered; FSDP hides it."""
     return [record._unsharded_param] if hasattr(record, "_unsharded_param") else []
 
 
 def pipeline_stages(schedule: Any) -> list[Any]:
-    """Return this rank's stages of a pipeline schedule."""
+    """Return this rank's stages of a pipeline schedule, which has no public list of them."""
     return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 def skip_shape_vote(schedule: Any) -> None:
-    """Make the stages of a schedule take their shapes as given, without a vote of all ranks."""
+    """Make a schedule's stages take their shapes as given; the vote of all ranks on them has no public switch."""
     from torch.distributed.pipelining.stage import InferenceMode
 
     def skip(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
@@ -175,7 +175,7 @@ def skip_shape_vote(schedule: Any) -> None:
 
 
 def forward_pre_hooks(module: "nn.Module") -> Iterable[Any]:
-    """Return the functions called before a module's `forward`."""
+    """Return the functions called before a module's `forward`, which can only be added in public."""
     return module._forward_pre_hooks.values()
 
 

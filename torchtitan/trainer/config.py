@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -152,9 +153,7 @@ class RunConfig(Configurable.Config):
         for section in (self.training, self.activation_checkpoint, self.comm, self.debug):
             section.validate()
         self.check_layout(world_size)
-        keys = [config_key(config) for config in self.callbacks]
-        if twice := sorted({key for key in keys if keys.count(key) > 1}):
-            raise UserError(f"callbacks: {', '.join(twice)} is listed twice; one of a name can be configured")
+        _check_distinct("callbacks", self.callbacks)
         for callback in self.callbacks:
             callback.check_run(self)
         _check_writable(Path(self.dump_folder))
@@ -213,9 +212,7 @@ class RunConfig(Configurable.Config):
         tokens untrained, so that the model never writes them. Raise `UserError` if a converter does not apply."""
         if not self.model_converters:
             return
-        keys = [config_key(config) for config in self.model_converters]
-        if twice := sorted({key for key in keys if keys.count(key) > 1}):
-            raise UserError(f"model_converters: {', '.join(twice)} is listed twice; one of a name can be configured")
+        _check_distinct("model_converters", self.model_converters)
         with torch.device("meta"):
             model = self.model_spec.model.build()
         for config in self.model_converters:
@@ -276,6 +273,12 @@ class RunConfig(Configurable.Config):
                 owner = self.dataloader._owner.__qualname__
                 raise UserError(f"--validator.dataset '{dataset}': {owner}.Config.for_validation gives no data for it")
         return loaders
+
+
+def _check_distinct(section: str, configs: Sequence[Configurable.Config]) -> None:
+    keys = [config_key(config) for config in configs]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise UserError(f"{section}: {', '.join(twice)} is listed twice; one of a name can be configured")
 
 
 def _check_writable(folder: Path) -> None:

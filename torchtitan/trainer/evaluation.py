@@ -55,13 +55,15 @@ class Evaluation(Callback):
                 )
 
     config: Config
+    is_pending = False  # whether steps were made since the last evaluation; a run that is complete makes none
 
     def after_step(self, outcome: StepOutcome) -> None:
-        if self.trainer.step % self.config.freq == 0:
+        self.is_pending = self.trainer.step % self.config.freq != 0
+        if not self.is_pending:
             self.evaluate()
 
     def on_end(self, ending: Ending) -> None:
-        if ending != "stopped" and self.trainer.step % self.config.freq:
+        if self.is_pending and ending != "stopped":
             self.evaluate()
 
     def evaluate(self) -> None:

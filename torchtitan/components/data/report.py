@@ -94,6 +94,8 @@ def none_left(name: str, report: Report, advice: Iterable[str] = ()) -> UserErro
 
 @dataclass(frozen=True, kw_only=True)
 class SetSummary:
+    """Facts about one data set."""
+
     name: str
     """As the configuration names it."""
     report: Report
@@ -107,6 +109,8 @@ class SetSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSummary:
+    """Facts about the data of a run, known without training."""
+
     sets: Sequence[SetSummary]
     max_length: int
     """Most tokens of a sample, to compare `SetSummary.lengths` with."""

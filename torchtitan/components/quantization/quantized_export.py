@@ -5,19 +5,16 @@ the scales of its groups, and their zero points, all 0. The metadata of the file
 in config.json says which layers are quantized.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.components.quantization import import_torchao
 from torchtitan.components.quantization.qat import QAT, inference_config
-from torchtitan.components.tokenizer.auto_tokenizer import settle_for_auto_tokenizer
-from torchtitan.components.weights.assets import files_in, token_ids, write_files
-from torchtitan.components.weights.export import GENERATION_CONFIG, config_json, format_for, prevailing_dtype
+from torchtitan.components.weights.assets import files_in
+from torchtitan.components.weights.export import config_json, format_for, prevailing_dtype, write_hf_description
 from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, share_out, write_file, write_index
 from torchtitan.components.weights.views import ForeignView
 from torchtitan.protocols.model_spec import ModelSpec
@@ -69,8 +66,13 @@ def export_quantized(
         "quant_type": {"default": config_to_dict(inference_config(quantization.group_size))},
         "modules_to_not_convert": [name.removesuffix(".weight") for name in plain],
     }
-    config = config_json(spec, {}, prevailing_dtype(forms))
-    _write_description(folder, {**config, "quantization_config": entry}, assets)
+    dtype = prevailing_dtype(forms)
+    write_hf_description(
+        folder,
+        files_in(assets),
+        assets,
+        lambda ids: {**config_json(spec, ids, dtype), "quantization_config": entry},
+    )
     like = {name: as_written(name, torch.empty(f.shape, dtype=f.dtype, device="meta")) for name, f in forms.items()}
     _write_weights(folder, like, make, max_file_bytes)
 
@@ -91,15 +93,6 @@ def _quantize(matrix: Tensor, group_size: int) -> Tensor:
     return layer.weight.detach()
 
 
-def _write_description(folder: Path, config: dict[str, Any], assets: Path | None) -> None:
-    write_files(folder, files_in(assets))
-    ids = token_ids(folder, assets / "config.json") if assets else {}
-    _write_json(folder / "config.json", {**config, **ids})
-    if ids and not (folder / GENERATION_CONFIG).exists():
-        _write_json(folder / GENERATION_CONFIG, ids)
-    settle_for_auto_tokenizer(folder)
-
-
 def _write_weights(folder: Path, like: Mapping[str, Tensor], make: MakeTensor, max_file_bytes: int) -> None:
     """Write the weights from `make`, with metadata from `like`, and the index if there are several files."""
     flatten_tensor_state_dict = import_torchao(
@@ -118,7 +111,3 @@ def _write_weights(folder: Path, like: Mapping[str, Tensor], make: MakeTensor, m
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:
     return {name: TensorForm(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
-def _write_json(path: Path, document: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=2) + "\n")

@@ -135,20 +135,31 @@ def _write_description(
     forms: Mapping[str, TensorForm],
 ) -> None:
     files: dict[str, AssetFile] = {**files_in(assets), **changed_files}
-    beside = folder / FOLDER if to == "dcp" else folder
-    if to == "dcp":
-        CheckpointAssets.of(spec, files).write(folder)
-    else:
-        write_files(folder, files)
-    ids = token_ids(beside, assets / "config.json") if assets else {}
     if to == "hf":
-        _write_json(folder / "config.json", config_json(spec, ids, prevailing_dtype(forms)))
+        write_hf_description(folder, files, assets, partial(config_json, spec, dtype=prevailing_dtype(forms)))
     elif to == "meta":
+        write_files(folder, files)
         _write_json(folder / META_PARAMETERS, format_for(spec, "meta").to_foreign(spec.model))
-    if ids and not (beside / GENERATION_CONFIG).exists():
-        _write_json(beside / GENERATION_CONFIG, dict(ids))
-    if to == "hf":
-        settle_for_auto_tokenizer(folder)
+        _write_token_ids(folder, assets)
+    else:
+        CheckpointAssets.of(spec, files).write(folder)
+        _write_token_ids(folder / FOLDER, assets)
+
+
+def write_hf_description(
+    folder: Path, files: Mapping[str, AssetFile], assets: Path | None, config: Callable[[Mapping[str, Any]], Any]
+) -> None:
+    """Write `files` and config.json of a Hugging Face folder; `config` makes it from `token_ids`."""
+    write_files(folder, files)
+    _write_json(folder / "config.json", config(_write_token_ids(folder, assets)))
+    settle_for_auto_tokenizer(folder)
+
+
+def _write_token_ids(folder: Path, assets: Path | None) -> Mapping[str, Any]:
+    ids = token_ids(folder, assets / "config.json") if assets else {}
+    if ids and not (folder / GENERATION_CONFIG).exists():
+        _write_json(folder / GENERATION_CONFIG, dict(ids))
+    return ids
 
 
 def prevailing_dtype(forms: Mapping[str, TensorForm]) -> torch.dtype:

@@ -11,7 +11,7 @@ from torchtitan.trainer import StepOutcome, Trainer
 
 
 class TemplateTrainer(Trainer):
-    """A `Trainer` with its step written out. Everything else is the library's; validation goes through `forward`."""
+    """A `Trainer` with its step written out; everything else is inherited, and validation calls `compute_loss`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):

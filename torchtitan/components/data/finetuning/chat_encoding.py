@@ -24,6 +24,8 @@ _MARKUP = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 class EncodedSample(NamedTuple):
+    """A sample as token ids."""
+
     ids: np.ndarray
     """Token ids, int64 (n,)."""
     trained: np.ndarray
@@ -33,6 +35,8 @@ class EncodedSample(NamedTuple):
 
 
 class EncodedRow(NamedTuple):
+    """A row as a model sees it."""
+
     parts: tuple[EncodedSample, ...]
     """Token sequences, the same number for every row of a kind."""
     answer: str | None = None

@@ -39,6 +39,8 @@ class EmptySample(BrokenSample):
 
 @dataclass(slots=True)
 class Conversation:
+    """Messages in order, with the tools that they may use."""
+
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     """Functions that the model may call, each `{"type": "function", "function": {"name": …, "parameters": …}}`."""

@@ -20,6 +20,8 @@ _ADVICE = (
 
 
 class Turn(NamedTuple):
+    """A message in the rendered text."""
+
     span: Span
     trained: bool
     marked: bool = False

@@ -15,6 +15,8 @@ SIDES = ("chosen", "rejected")
 
 
 class PairEncoder(RowEncoder):
+    """Encode pairs: the prompt with the chosen answer, and with the rejected one."""
+
     n_parts = len(SIDES)
 
     def encode(self, sample: Sample) -> EncodedRow:

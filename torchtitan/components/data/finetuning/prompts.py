@@ -16,6 +16,8 @@ from torchtitan.components.tokenizer import Tokenizer
 
 
 class PromptEncoder(RowEncoder):
+    """Encode prompts, and keep the reference answers as they are."""
+
     has_answers = True
 
     def encode(self, sample: Sample) -> EncodedRow:

@@ -65,6 +65,8 @@ def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None)
 
 
 class FilePart(Part):
+    """One file of a source."""
+
     def __init__(self, name: str, path: Path, text_column: str):
         super().__init__(name, text_column)
         self.path = path
