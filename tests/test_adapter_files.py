@@ -30,13 +30,13 @@ from torchtitan.components.peft.adapter_files import (
 from torchtitan.components.peft.lora import AdaptedLayer
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
-from torchtitan.models.pretrained import native_source
+from torchtitan.models.pretrained import internal_source
 from torchtitan.protocols import ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.model import converted_modules
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
-    ForeignFormat,
+    ExternalFormat,
     KeyMapping,
     RopePermutation,
     StateDictAdapter,
@@ -106,8 +106,8 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 
 def plain_weights(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
-    spec, source = native_source(folder)
-    return spec, {name: source.read(name) for name in source.forms}
+    spec, source = internal_source(folder)
+    return spec, {name: source.read(name) for name in source.specs}
 
 
 @torch.no_grad()
@@ -178,7 +178,7 @@ def test_peft_opens_what_we_write_and_we_read_it_back(base, tmp_path, kind, wher
 
     below = open_base(base)
     if kind.startswith("q"):  # the model below the adapter is the one in 4 bits
-        below.load_state_dict(foreign(spec, merged(adapted(spec, config, plain))))
+        below.load_state_dict(to_external(spec, merged(adapted(spec, config, plain))))
     theirs = open_adapter(below, tmp_path)
     assert_equal_logits(model, theirs)
     assert theirs.peft_config["default"].lora_dropout == dropout
@@ -189,14 +189,14 @@ def test_peft_opens_what_we_write_and_we_read_it_back(base, tmp_path, kind, wher
     if not kind.startswith("q"):  # whose merged weights are of 16 bits
         # The merged export is the base and its adapter, to the rounding of one addition of float32.
         of_peft = theirs.merge_and_unload().state_dict()
-        for name, tensor in foreign(spec, merged(model)).items():
+        for name, tensor in to_external(spec, merged(model)).items():
             torch.testing.assert_close(tensor, of_peft[name], rtol=1e-5, atol=1e-6)
 
 
-def foreign(spec: ModelSpec, native: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_external(spec: ModelSpec, internal: dict[str, Tensor]) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
     for step in spec.formats["hf"].adapter(spec.model).steps:
-        made |= dict(zip(step.foreign, step.transform.to_foreign([native[n] for n in step.native]), strict=True))
+        made |= dict(zip(step.external, step.transform.to_external([internal[n] for n in step.internal]), strict=True))
     return made
 
 
@@ -273,7 +273,7 @@ def test_exactly_the_chosen_layers_are_adapted(tmp_path, include):
     theirs = open_adapter(open_base(tmp_path), tmp_path / "adapter")
     chosen = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
     steps = spec.formats["hf"].adapter(spec.model).steps
-    expected = {step.foreign[0].removesuffix(".weight") for step in steps if step.native[0] in chosen}
+    expected = {step.external[0].removesuffix(".weight") for step in steps if step.internal[0] in chosen}
     assert set(theirs.targeted_module_names) == expected
     assert_equal_logits(model, theirs)
 
@@ -302,19 +302,19 @@ def permuted_table(config) -> StateDictAdapter:
 
 def with_table(spec: ModelSpec, table) -> ModelSpec:
     llama = spec.formats["hf"]
-    format = ForeignFormat(adapter=table, to_foreign=llama.to_foreign, from_foreign=llama.from_foreign)
+    format = ExternalFormat(adapter=table, to_external=llama.to_external, from_external=llama.from_external)
     return dataclasses.replace(spec, formats={"hf": format})
 
 
 def permuted_family(below: nn.Module, base: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     """Our model with the weights of `below`, which rotates neighboring elements."""
-    spec = with_table(native_source(base)[0], permuted_table)
+    spec = with_table(internal_source(base)[0], permuted_table)
     spec.model.rope.theta = 10_000.0
     state = below.state_dict()
     plain: dict[str, Tensor] = {}
     for step in permuted_table(spec.model).steps:
-        tensors = [state[name] for name in step.foreign]
-        plain |= dict(zip(step.native, step.transform.to_native(tensors, [t.shape for t in tensors]), strict=True))
+        tensors = [state[name] for name in step.external]
+        plain |= dict(zip(step.internal, step.transform.to_internal(tensors, [t.shape for t in tensors]), strict=True))
     return spec, plain
 
 
@@ -345,7 +345,7 @@ def test_permuted_rows_there(base, tmp_path, ernie, kind):
     if kind == "lora":
         # W + s·B·A in their order of rows is ours permuted; sums of the same numbers, so to float32's last bits.
         tensors = adapters_in(tmp_path / "right")
-        for name, weight in foreign(spec, merged(model)).items():
+        for name, weight in to_external(spec, merged(model)).items():
             key = f"base_model.model.{name.removesuffix('.weight')}"
             if f"{key}.lora_A.weight" in tensors:
                 update = tensors[f"{key}.lora_B.weight"] @ tensors[f"{key}.lora_A.weight"] * (6 / 4)
@@ -358,7 +358,7 @@ def test_permuted_rows_that_are_not_permuted_would_show(base, tmp_path, ernie):
     spec, plain = permuted_family(ernie, base)
     config = converter("lora", "layers")
     model = adapted(spec, config, plain, seed=1)
-    write(tmp_path, config, model, native_source(base)[0])
+    write(tmp_path, config, model, internal_source(base)[0])
     with torch.no_grad():
         logits = open_adapter(ernie, tmp_path)(TOKENS).logits
         assert (logits - model(TOKENS)).abs().max() > 1e-2
@@ -380,14 +380,14 @@ def fused_table(config) -> StateDictAdapter:
     """Queries, keys and values in one tensor, as many families have them."""
     steps = permuted_table(dataclasses.replace(config, n_layers=1)).steps
     qkv = tuple(f"layers.0.attention.{name}.weight" for name in ("wq", "wk", "wv"))
-    rows = [KeyMapping(step.native, step.foreign, step.transform) for step in steps if step.native[0] not in qkv]
+    rows = [KeyMapping(step.internal, step.external, step.transform) for step in steps if step.internal[0] not in qkv]
     fused = KeyMapping(qkv, "model.layers.0.self_attn.qkv_proj.weight", Concatenated(0))
     return StateDictAdapter([*rows, fused], n_layers=1)
 
 
 def test_a_fused_weight_is_refused(tmp_path):
     save_base(tmp_path, n_layers=1)
-    spec = with_table(native_source(tmp_path)[0], fused_table)
+    spec = with_table(internal_source(tmp_path)[0], fused_table)
     config = converter("lora", "layers")
     with pytest.raises(UserError, match=r"wq\.weight \(model\.layers\.0\.self_attn\.qkv_proj\.weight\)"):
         write_adapter(tmp_path, config, on_meta(spec, config), spec, lambda name: torch.empty(0))
@@ -402,7 +402,7 @@ def test_a_fused_weight_is_refused(tmp_path):
 
 def read_in_every_layout(base: Path, folder: Path) -> None:
     rank = torch.distributed.get_rank()
-    spec = with_table(native_source(base)[0], permuted_table)
+    spec = with_table(internal_source(base)[0], permuted_table)
     config = converter("dora", "head")
     expected = AdapterSource(folder, config, on_meta(spec, config), spec)
     for layout in ("fsdp", "tp", "pp"):
@@ -421,8 +421,8 @@ def read_in_every_layout(base: Path, folder: Path) -> None:
         initialize_weights(model, seed=0)
         load_base_head(model, expected)
         read_adapter(folder, config, on_meta(spec, config), spec, [model])
-        read_here = {name: parameter for name, parameter in model.named_parameters() if name in expected.forms}
-        assert len(read_here) == (len(expected.forms) if layout != "pp" else 21 + 4 * rank)
+        read_here = {name: parameter for name, parameter in model.named_parameters() if name in expected.specs}
+        assert len(read_here) == (len(expected.specs) if layout != "pp" else 21 + 4 * rank)
         for name, parameter in read_here.items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             assert torch.equal(whole, expected.read(name)), (layout, name)
@@ -470,7 +470,7 @@ def runs(tmp_path_factory) -> Path:
     save_base(folder / "base", **OF_RUNS)
     dora = converter("dora", "layers")
     run(run_config(folder, "full", dora, checkpoint__last_save_in_hf=True))
-    run(run_config(folder, "trained", dora, checkpoint__trained_only=True))
+    run(run_config(folder, "trained", dora, checkpoint__save_trainable_only=True))
     return folder
 
 

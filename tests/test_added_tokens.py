@@ -19,9 +19,9 @@ from torchtitan.components.generation import stop_ids
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
 from torchtitan.components.weights import ResizedEmbedding, TensorSource
 from torchtitan.components.weights.assets import asset_folder, chat_assets
-from torchtitan.components.weights.pretrained import native_source
+from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.models.pretrained import load_model
-from torchtitan.protocols.tensor_source import Slices, TensorForm, whole
+from torchtitan.protocols.tensor_source import Slices, TensorSpec, full_slices
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -114,10 +114,10 @@ class Recorded(TensorSource):
 
     def __init__(self, tensor: Tensor):
         self.tensor, self.read_rows = tensor, set[int]()
-        self.forms = {"w": TensorForm.of(tensor)}
+        self.specs = {"w": TensorSpec.of(tensor)}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        slices = slices or whole(self.tensor.shape)
+        slices = slices or full_slices(self.tensor.shape)
         self.read_rows |= set(range(slices[0].start, slices[0].stop))
         return self.tensor[slices]
 
@@ -137,13 +137,13 @@ class TestGrownVocabulary:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_new_rows_are_the_mean(self, dtype):
         _, grown, expected = self.grown(dtype)
-        assert grown.forms["w"].shape == (23, 6)
+        assert grown.specs["w"].shape == (23, 6)
         assert torch.equal(grown.read("w"), expected)
 
     @pytest.mark.parametrize("n_padding", [0, 2, 3, 5])
     def test_any_part_is_that_of_the_whole(self, n_padding):
         _, grown, expected = self.grown(n_padding=n_padding)
-        assert grown.forms["w"].shape == expected.shape
+        assert grown.specs["w"].shape == expected.shape
         for first in range(len(expected) + 1):
             for end in range(first, len(expected) + 1):
                 part = (slice(first, end), slice(2, 5))
@@ -156,7 +156,7 @@ class TestGrownVocabulary:
 
     def test_a_tensor_that_lacks_other_rows_too_stays_short(self):
         source = Recorded(torch.randn(20, 6))
-        assert ResizedEmbedding(source, ["w"], range(21, 23)).forms == source.forms
+        assert ResizedEmbedding(source, ["w"], range(21, 23)).specs == source.specs
 
 
 def means_of(tensor: Tensor, n: int) -> Tensor:
@@ -220,9 +220,9 @@ class TestModel:
         source = make_pretrained(tmp_path / "source")
         assert convert([str(source), str(tmp_path / "meta"), "--to", "meta"]) == 0
         spec = tiny_config(tmp_path, model__vocab_size=N_EMBEDDED + 2).model_spec
-        one, other = (native_source(path, spec, added=NEW) for path in (source, tmp_path / "meta"))
-        assert one.forms == other.forms
-        assert all(torch.equal(one.read(name), other.read(name)) for name in one.forms)
+        one, other = (internal_source(path, spec, added=NEW) for path in (source, tmp_path / "meta"))
+        assert one.specs == other.specs
+        assert all(torch.equal(one.read(name), other.read(name)) for name in one.specs)
 
     def test_resumes_to_the_bit(self, tmp_path):
         options = {**FLOAT32, **ADDED, "checkpoint__enable": True, "checkpoint__interval": 2}
@@ -245,7 +245,7 @@ class TestModel:
             with pytest.raises(
                 UserError, match=rf"model.embed_tokens.weight is \[2048, 64\] and must be \[{rows}, 64\]"
             ):
-                native_source(source, spec, added=range(n_known, n_known + n_added))
+                internal_source(source, spec, added=range(n_known, n_known + n_added))
 
     def test_a_vocabulary_without_the_files_own_tokens_is_an_error(self, tmp_path):
         with pytest.raises(UserError, match="has 2050 tokens, and the model's vocabulary only 2000"):
@@ -260,9 +260,9 @@ class TestModel:
         """Published vocabularies have rows to spare, which no token has trained."""
         source = make_pretrained(tmp_path / "source", vocab_size=n_saved)
         spec = tiny_config(tmp_path, model__vocab_size=max(n_saved, NEW.stop)).model_spec
-        saved, grown = weights_of(source)["lm_head.weight"], native_source(source, spec, added=NEW)
+        saved, grown = weights_of(source)["lm_head.weight"], internal_source(source, spec, added=NEW)
         for name in ("tok_embeddings.weight", "output.weight"):
-            assert grown.forms[name].shape == (max(n_saved, NEW.stop), 64)
+            assert grown.specs[name].shape == (max(n_saved, NEW.stop), 64)
         expected = torch.cat([means_of(saved[:N_EMBEDDED], 2), saved[NEW.stop :]])
         assert torch.equal(grown.read("output.weight"), expected)
 
@@ -273,9 +273,9 @@ class TestModel:
         spec = tiny_config(tmp_path, model__vocab_size=2056).model_spec
         saved = weights_of(source)["lm_head.weight"]
         expected = torch.cat([means_of(saved[: NEW.start + 1], 1), saved[NEW.stop :]])
-        assert torch.equal(native_source(source, spec, added=NEW).read("output.weight"), expected)
+        assert torch.equal(internal_source(source, spec, added=NEW).read("output.weight"), expected)
         (source / "tokenizer.json").write_bytes(build().changed_files["tokenizer.json"])
-        assert torch.equal(native_source(source, spec, added=NEW).read("output.weight"), saved)
+        assert torch.equal(internal_source(source, spec, added=NEW).read("output.weight"), saved)
 
     @pytest.mark.slow
     def test_in_any_layout(self, tmp_path):

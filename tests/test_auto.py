@@ -46,7 +46,7 @@ SMALL = {
 def from_hf(**changes: object) -> Llama3Model.Config:
     """The model of `SMALL` with some keys changed, or left out where they are ... ."""
     document = {key: value for key, value in {**SMALL, **changes}.items() if value is not ...}
-    return FORMATS["hf"].from_foreign(document)
+    return FORMATS["hf"].from_external(document)
 
 
 class TestConfigJson:
@@ -199,7 +199,7 @@ class TestConfigJson:
         models = [from_hf(), from_hf(head_dim=10), from_hf(rope_scaling=LLAMA3_SCALING)]
         models += [from_hf(rope_scaling={"type": "linear", "factor": 2.0})]
         for model in models:
-            assert FORMATS["hf"].from_foreign(FORMATS["hf"].to_foreign(model)) == model
+            assert FORMATS["hf"].from_external(FORMATS["hf"].to_external(model)) == model
 
     @pytest.mark.parametrize(
         ("name", "flavor"),
@@ -211,12 +211,12 @@ class TestConfigJson:
     )
     def test_published_models_are_our_flavors(self, assets, name, flavor):
         document = json.loads((assets / "hf-configs" / f"{name}_config.json").read_text())
-        assert FORMATS["hf"].from_foreign(document) == FLAVORS[flavor]
+        assert FORMATS["hf"].from_external(document) == FLAVORS[flavor]
 
     def test_other_published_models_of_the_family(self, assets):
         def read(name: str) -> Llama3Model.Config:
             document = json.loads((assets / "hf-configs" / f"{name}_config.json").read_text())
-            return FORMATS["hf"].from_foreign(document)
+            return FORMATS["hf"].from_external(document)
 
         first = read("meta-llama--Meta-Llama-3-8B-Instruct")
         assert (first.max_seq_len, first.rope) == (8192, RoPEConfig())
@@ -229,7 +229,7 @@ class TestConfigJson:
             document = json.loads(path.read_text())
             if document["model_type"] not in ("llama", "mistral"):
                 with pytest.raises(UserError, match=document["model_type"]):
-                    FORMATS["hf"].from_foreign(document)
+                    FORMATS["hf"].from_external(document)
                 refused.add(document["model_type"])
         assert {"qwen2", "qwen3", "qwen3_moe", "gemma2", "mixtral", "deepseek_v3", "gpt_oss"} <= refused
 
@@ -251,12 +251,12 @@ class TestParamsJson:
     }
 
     def test_the_published_file_is_our_flavor(self):
-        assert FORMATS["meta"].from_foreign(self.PUBLISHED["8B"]) == FLAVORS["8B"]
-        assert FORMATS["meta"].to_foreign(FLAVORS["8B"]) == self.PUBLISHED["8B"]
+        assert FORMATS["meta"].from_external(self.PUBLISHED["8B"]) == FLAVORS["8B"]
+        assert FORMATS["meta"].to_external(FLAVORS["8B"]) == self.PUBLISHED["8B"]
 
     @pytest.mark.parametrize("flavor", FLAVORS.keys() - {"debugmodel"})
     def test_every_flavor_comes_back(self, flavor):
-        assert FORMATS["meta"].from_foreign(FORMATS["meta"].to_foreign(FLAVORS[flavor])) == FLAVORS[flavor]
+        assert FORMATS["meta"].from_external(FORMATS["meta"].to_external(FLAVORS[flavor])) == FLAVORS[flavor]
 
     def test_every_width_comes_out_exactly(self):
         for dim in (64, 100, 4096):
@@ -267,15 +267,15 @@ class TestParamsJson:
         """Its file says neither RoPE's base nor the vocabulary; 11008 is the width in Hugging Face's config.json."""
         document = {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-5}
         with pytest.raises(UserError, match="vocab_size is -1.*rows of tok_embeddings.weight"):
-            FORMATS["meta"].from_foreign(document | {"vocab_size": -1})
-        config = FORMATS["meta"].from_foreign(document | {"vocab_size": 32_000})
+            FORMATS["meta"].from_external(document | {"vocab_size": -1})
+        config = FORMATS["meta"].from_external(document | {"vocab_size": 32_000})
         assert (config.ffn_dim, config.n_kv_heads, config.rope.theta) == (11_008, 32, 10_000.0)
         assert config.max_seq_len == 4096
         assert "a context of 4096 are assumed" in caplog.text
 
     def test_a_factor_that_is_not_said_is_told(self, caplog):
-        read = FORMATS["meta"].from_foreign
-        document = FORMATS["meta"].to_foreign(FLAVORS["1B"])
+        read = FORMATS["meta"].from_external
+        document = FORMATS["meta"].to_external(FLAVORS["1B"])
         caplog.clear()
         assert read(document) == FLAVORS["1B"]
         assert not caplog.records
@@ -303,7 +303,7 @@ class TestParamsJson:
     )
     def test_what_is_not_computed_is_refused_by_name(self, changes, message):
         with pytest.raises(UserError, match=message):
-            FORMATS["meta"].from_foreign(self.PUBLISHED["8B"] | changes)
+            FORMATS["meta"].from_external(self.PUBLISHED["8B"] | changes)
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -315,7 +315,7 @@ class TestParamsJson:
     )
     def test_what_metas_code_cannot_compute_is_not_written(self, changes, message):
         with pytest.raises(UserError, match=message):
-            FORMATS["meta"].to_foreign(from_hf(**changes))
+            FORMATS["meta"].to_external(from_hf(**changes))
 
 
 def parse(*args: object):

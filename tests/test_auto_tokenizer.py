@@ -25,7 +25,7 @@ from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokeni
 from torchtitan.components.tokenizer.auto_tokenizer import _GENERIC_MODEL_TYPES, warn_of_other_ids
 from torchtitan.components.weights import TensorSource, export_checkpoint
 from torchtitan.models.llama3 import model_registry
-from torchtitan.protocols.state_dict_adapter import model_forms
+from torchtitan.protocols.state_dict_adapter import model_tensor_specs
 
 transformers = pytest.importorskip("transformers")
 
@@ -269,10 +269,10 @@ def export(source: Path, folder: Path) -> Path:
     spec.model.vocab_size, spec.model.n_layers, spec.model.dim = 8, 1, 32
 
     class Zeros(TensorSource):
-        forms = model_forms(spec.model)
+        forms = model_tensor_specs(spec.model)
 
         def read(self, name: str, slices: Any = None) -> torch.Tensor:
-            return torch.zeros(self.forms[name].shape)
+            return torch.zeros(self.specs[name].shape)
 
     folder.mkdir()
     export_checkpoint(folder, "hf", spec, Zeros(), assets=source)

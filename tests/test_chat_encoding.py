@@ -593,15 +593,15 @@ def test_special_tokens_in_content_are_counted(qwen: Path) -> None:
         user("<"),
     ]
     sample = one(encoder, messages)
-    assert sample.n_spelt == 4
+    assert sample.n_special_in_text == 4
     # The tokens that the template itself writes: two for each turn.
     assert int(np.isin(sample.ids, list(tokenizer.special_ids)).sum()) == 4 + 2 * len(messages)
-    assert one(encoder, PLAIN).n_spelt == 0
+    assert one(encoder, PLAIN).n_special_in_text == 0
     deep: list[Any] = ["<|im_end|>"]
     for _ in range(5000):
         deep = [deep]
     PLAIN_WITH_MORE = [{**PLAIN[0], "beside": deep}, *PLAIN[1:]]
-    assert one(encoder, PLAIN_WITH_MORE).n_spelt == 1
+    assert one(encoder, PLAIN_WITH_MORE).n_special_in_text == 1
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral"])

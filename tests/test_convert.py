@@ -29,9 +29,9 @@ from torchtitan.components.weights import (
 )
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import Llama3Model, model_spec
-from torchtitan.models.pretrained import native_source
-from torchtitan.protocols.state_dict_adapter import model_forms
-from torchtitan.protocols.tensor_source import TensorForm
+from torchtitan.models.pretrained import internal_source
+from torchtitan.protocols.state_dict_adapter import model_tensor_specs
+from torchtitan.protocols.tensor_source import TensorSpec
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,7 +73,7 @@ def assert_identical(folder: Path, expected: Path) -> None:
     ours, theirs = hf_tensors(folder), hf_tensors(expected)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        assert TensorForm.of(tensor) == TensorForm.of(theirs[name]), name
+        assert TensorSpec.of(tensor) == TensorSpec.of(theirs[name]), name
         assert torch.equal(tensor.view(torch.uint8), theirs[name].view(torch.uint8)), name
 
 
@@ -164,17 +164,17 @@ def test_a_checkpoint_for_a_run(tmp_path):
     assert convert("--to", "dcp", tmp_path / "hf", tmp_path / "v1.5") == 0
     info = catalog.open_checkpoint(tmp_path / "v1.5")
     assert (info.step, info.kind, catalog.verify(tmp_path / "v1.5")) == (0, "model_only", [])
-    spec, source = native_source(tmp_path / "v1.5")
-    assert dict(source.forms) == model_forms(spec.model)
+    spec, source = internal_source(tmp_path / "v1.5")
+    assert dict(source.specs) == model_tensor_specs(spec.model)
 
 
 @pytest.mark.parametrize("format", ["hf", "meta", "dcp"])
 def test_another_type_of_numbers(tmp_path, format):
     save_reference(tmp_path / "hf", tied=False, dtype=torch.float32)
     assert convert("--to", format, "--export_dtype", "bfloat16", tmp_path / "hf", tmp_path / "out") == 0
-    source = native_source(tmp_path / "out")[1]
-    exact = native_source(tmp_path / "hf")[1]
-    assert all(torch.equal(source.read(name), exact.read(name).bfloat16()) for name in exact.forms)
+    source = internal_source(tmp_path / "out")[1]
+    exact = internal_source(tmp_path / "hf")[1]
+    assert all(torch.equal(source.read(name), exact.read(name).bfloat16()) for name in exact.specs)
     if format == "hf":
         assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
@@ -199,7 +199,7 @@ def test_meta_files_of_several_gpus(tmp_path):
 def reshard_and_export(checkpoint: str, saved: str, exported: str) -> None:
     """Load into a sharded model, save that as a run does, and write Hugging Face files, all processes together."""
     ranks = Ranks(dist.group.WORLD)
-    spec, source = native_source(checkpoint)
+    spec, source = internal_source(checkpoint)
     with torch.device("meta"):
         model = spec.model.build()
     for block in model.layers.values():
@@ -354,11 +354,11 @@ LARGE = Llama3Model.Config(
 class ConstantSource(TensorSource):
     """A model's weights, made as they are read."""
 
-    def __init__(self, forms: dict[str, TensorForm]):
-        self.forms = forms
+    def __init__(self, specs: dict[str, TensorSpec]):
+        self.specs = specs
 
     def read(self, name, slices=None):
-        return torch.full(self.forms[name].shape, 0.5, dtype=self.forms[name].dtype)
+        return torch.full(self.specs[name].shape, 0.5, dtype=self.specs[name].dtype)
 
 
 def peak_mib() -> float:
@@ -377,11 +377,13 @@ def print_memory_of(small: str, large: str, format: str) -> None:
 def large_model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     spec = model_spec(LARGE, "large")
-    forms = {name: TensorForm(form.shape, torch.bfloat16) for name, form in model_forms(LARGE).items()}
-    assert sum(form.n_bytes for form in forms.values()) > 250 * 2**20
+    specs = {
+        name: TensorSpec(tensor_spec.shape, torch.bfloat16) for name, tensor_spec in model_tensor_specs(LARGE).items()
+    }
+    assert sum(tensor_spec.n_bytes for tensor_spec in specs.values()) > 250 * 2**20
     for format in ("hf", "meta", "dcp"):
         (folder / f"{format}.partial").mkdir()
-        export_checkpoint(folder / f"{format}.partial", format, spec, ConstantSource(forms), folder)
+        export_checkpoint(folder / f"{format}.partial", format, spec, ConstantSource(specs), folder)
         if format == "dcp":
             catalog.commit(folder / "dcp.partial", catalog.Marker(step=0, kind="model_only", world_size=1))
         else:

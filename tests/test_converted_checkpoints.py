@@ -26,14 +26,14 @@ from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.components.weights import ConvertedView, HuggingFaceSource, PlainView, TensorSource
 from torchtitan.components.weights.pretrained import frozen_weights, is_as_saved
-from torchtitan.models.pretrained import load_model, native_source
+from torchtitan.models.pretrained import internal_source, load_model
 from torchtitan.protocols import ModelConverter
-from torchtitan.protocols.conversion import converted_model, describe_converters, differences
+from torchtitan.protocols.conversion import converted_model, converter_records, differences
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import Constant, DerivedRows, initializer_of, with_initializers
 from torchtitan.protocols.model import ConvertedModule
 from torchtitan.protocols.sharding import with_features
-from torchtitan.protocols.tensor_source import TensorForm, slice_shape
+from torchtitan.protocols.tensor_source import TensorSpec, slice_shape
 from torchtitan.tools.errors import UserError
 
 FLOAT32 = {"training__mixed_precision_param": "float32"}
@@ -104,7 +104,7 @@ class Normed(LayerConverter):
                 if name.endswith(".more"):
                     parameter.data.fill_(self.config.more)
 
-    def write_beside_export(self, folder, spec, model, read):
+    def write_export_files(self, folder, spec, model, read):
         (folder / "beside").mkdir()
         (folder / "beside" / "lengths.json").write_text(json.dumps(read("layers.0.attention.wq.length").tolist()))
 
@@ -191,7 +191,7 @@ class RecordingSource(TensorSource):
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.tensors, self.parts = tensors, []
-        self.forms = {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
+        self.specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
 
     def read(self, name, slices=None):
         self.parts.append((name, None if slices is None else slice_shape(slices)))
@@ -219,9 +219,9 @@ def test_a_part_that_is_read_is_that_part_of_the_whole(tmp_path, converter):
     source = RecordingSource({name: torch.randn(t.shape) for name, t in plain.state_dict().items()})
     model = converted_model(spec.model, [converter.build()])
     view = ConvertedView(source, model)
-    left_out = model.state_dict().keys() - view.forms.keys()
+    left_out = model.state_dict().keys() - view.specs.keys()
     assert left_out and left_out == ModelState([model]).added
-    for name, form in view.forms.items():
+    for name, form in view.specs.items():
         tensor, own = view.read(name), model.state_dict()[name]
         assert tensor.shape == form.shape == own.shape and tensor.dtype == form.dtype
         rows = slice(3, 11)
@@ -231,12 +231,12 @@ def test_a_part_that_is_read_is_that_part_of_the_whole(tmp_path, converter):
         assert [shape[0] for _, shape in source.parts] == [8]
     # With what is added at its first value, the plain model is what it was.
     own = {
-        name: view.read(name) if name in view.forms else torch.zeros(model.state_dict()[name].shape)
+        name: view.read(name) if name in view.specs else torch.zeros(model.state_dict()[name].shape)
         for name in model.state_dict()
     }
     back = PlainView(RecordingSource(own), model, [])
-    assert list(back.forms) == list(plain.state_dict())
-    for name in back.forms:
+    assert list(back.specs) == list(plain.state_dict())
+    for name in back.specs:
         # In 4 bits a value is off by up to half the largest distance of two levels, 0.152 of its block's largest one;
         # else by a rounding of float32.
         rounding = 0.16 * 5 if isinstance(converter, QLoRA.Config) else 1e-5
@@ -342,7 +342,7 @@ def test_merged_export_is_adapter_and_base(adapted):
     for theirs, ours in names.items():
         lora_A, lora_B = own.read(f"{ours}.lora_A"), own.read(f"{ours}.lora_B")
         assert lora_B.abs().max() > 1e-3
-        merged = native_source(step(adapted, 2))[1].read(f"{ours}.weight")
+        merged = internal_source(step(adapted, 2))[1].read(f"{ours}.weight")
         # One rounding of float32 at values up to 1.
         assert torch.allclose(merged, before[f"{theirs}.weight"] + 2 * (lora_B @ lora_A), rtol=0, atol=1e-6)
         assert not torch.equal(after[f"{theirs}.weight"], before[f"{theirs}.weight"])
@@ -413,13 +413,13 @@ def written_bytes(folder: Path) -> int:
 def test_a_type_for_export_leaves_what_has_one_of_its_own(tmp_path):
     options = {**SAVING, "checkpoint__last_save_model_only": True, "training__steps": 3}
     train(tmp_path / "bf16", [QLORA], **options, checkpoint__export_dtype="bfloat16")
-    forms = DcpSource(step(tmp_path / "bf16", 3)).forms
+    forms = DcpSource(step(tmp_path / "bf16", 3)).specs
     types = {name.rpartition(".")[2]: form.dtype for name, form in forms.items() if "layers.0.attention.wq" in name}
     quantized = dict.fromkeys(("packed", "scales", "scale_ranges"), torch.uint8)
     assert types == {**quantized, "lora_A": torch.bfloat16, "lora_B": torch.bfloat16}
     assert forms["tok_embeddings.weight"].dtype == torch.bfloat16
     train(tmp_path / "hf", [QLORA], **SAVING, checkpoint__last_save_in_hf=True, training__steps=3)
-    forms = HuggingFaceSource(step(tmp_path / "hf", 3)).forms
+    forms = HuggingFaceSource(step(tmp_path / "hf", 3)).specs
     assert forms["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
     assert forms["lm_head.weight"].dtype == torch.float32
 
@@ -428,7 +428,7 @@ def test_a_converter_that_is_gone_is_named(adapted, tmp_path):
     path = tmp_path / "step-2"
     shutil.copytree(step(adapted, 2), path)
     said = json.loads((path / "assets" / "model.json").read_text())
-    assert said["converters"] == describe_converters([LORA])
+    assert said["converters"] == converter_records([LORA])
     for gone, words in {
         "nowhere.converters:Mine": "which is not built in; .* --module",
         "this:Zen": "which is not built in; .* --module",  # could be imported
@@ -439,7 +439,7 @@ def test_a_converter_that_is_gone_is_named(adapted, tmp_path):
         said["converters"][0]["class"] = gone
         (path / "assets" / "model.json").write_text(json.dumps(said))
         with pytest.raises(UserError, match=f"the converter {gone}.* {words}"):
-            native_source(path)
+            internal_source(path)
     assert "this" not in sys.modules
 
 
@@ -449,12 +449,12 @@ def test_a_converter_that_is_gone_is_named(adapted, tmp_path):
 def test_beginning_from_an_adapter_checkpoint(adapted, tmp_path):
     """The same converters: as it is. None: merged. Others: merged, then converted."""
     path = step(adapted, 2)
-    saved, merged = DcpSource(path), native_source(path)[1]
+    saved, merged = DcpSource(path), internal_source(path)[1]
     from_it = {**FLOAT32, "checkpoint__initial_load_path": path}
     same = begin(tmp_path / "same", [LORA], **from_it)
-    assert_equal({name: saved.read(name) for name in saved.forms}, same)
+    assert_equal({name: saved.read(name) for name in saved.specs}, same)
     plain = begin(tmp_path / "plain", [], **from_it)
-    assert_equal({name: merged.read(name) for name in merged.forms}, plain)
+    assert_equal({name: merged.read(name) for name in merged.specs}, plain)
     other = begin(tmp_path / "other", [DORA], **from_it)
     assert torch.equal(other["layers.0.attention.wq.weight"], plain["layers.0.attention.wq.weight"])
     assert torch.equal(other["output.weight"], plain["output.weight"])
@@ -472,7 +472,7 @@ def test_the_same_adapters_trained_in_another_way_go_on(adapted, tmp_path, caplo
     ):
         saved, from_it = DcpSource(step(folder, 2)), {**FLOAT32, "checkpoint__initial_load_path": step(folder, 2)}
         weights = begin(tmp_path / "next", [dataclasses.replace(config, **change)], **from_it)
-        assert_equal({name: saved.read(name) for name in saved.forms}, weights)
+        assert_equal({name: saved.read(name) for name in saved.specs}, weights)
     assert "merged" not in caplog.text
     # An option that has come since has its default in what was saved before.
     older = tmp_path / "step-2"
@@ -480,11 +480,11 @@ def test_the_same_adapters_trained_in_another_way_go_on(adapted, tmp_path, caplo
     said = json.loads((older / "assets" / "model.json").read_text())
     del said["converters"][0]["config"]["rslora"]
     (older / "assets" / "model.json").write_text(json.dumps(said))
-    spec, _ = native_source(older)
+    spec, _ = internal_source(older)
     assert is_as_saved(older, spec, [LORA.build()])
     assert not is_as_saved(older, spec, [dataclasses.replace(LORA, rslora=True).build()])
     two = [LoRA.Config(include=["attention"]), QLoRA.Config(include=["feed_forward"])]
-    assert differences(describe_converters(two), [config.build() for config in reversed(two)]) == []
+    assert differences(converter_records(two), [config.build() for config in reversed(two)]) == []
 
 
 def test_merging_into_a_run_with_adapters_of_its_own_is_said(adapted, tmp_path, caplog):
@@ -558,12 +558,12 @@ def resumed_and_straight(folder: Path, converters: list[Any], **options: Any) ->
     assert_equal(whole_weights(resumed), whole_weights(straight))
 
 
-@pytest.mark.parametrize("trained_only", [False, True], ids=["whole", "trained_only"])
-def test_resuming_is_exact(tmp_path, trained_only):
-    options = {"checkpoint__trained_only": trained_only}
+@pytest.mark.parametrize("save_trainable_only", [False, True], ids=["whole", "save_trainable_only"])
+def test_resuming_is_exact(tmp_path, save_trainable_only):
+    options = {"checkpoint__save_trainable_only": save_trainable_only}
     dropout = LoRA.Config(rank=4, alpha=8.0, dora=True, dropout=0.1)
     source = from_folder(make_pretrained(tmp_path / "source"))
-    resumed_and_straight(tmp_path / "pretrained", [QLORA if trained_only else dropout], **options, **source)
+    resumed_and_straight(tmp_path / "pretrained", [QLORA if save_trainable_only else dropout], **options, **source)
     resumed_and_straight(tmp_path / "seeded", [NORMED], **options)
 
 
@@ -613,12 +613,12 @@ def bytes_of(path: Path) -> int:
 def test_trained_weights_only(adapted, tmp_path, capsys):
     """Checkpoints of the adapters' size; a run goes on with the weights that it began with, and with no others."""
     sources = [make_pretrained(tmp_path / "source"), make_pretrained(tmp_path / "other", vocab_size=2064)]
-    options = {**SAVING, "checkpoint__trained_only": True, "lr_scheduler__total_steps": 8}
+    options = {**SAVING, "checkpoint__save_trainable_only": True, "lr_scheduler__total_steps": 8}
     train(tmp_path, [LORA], **options, **from_folder(sources[0]), training__steps=4, checkpoint__last_save_in_hf=True)
     path = step(tmp_path, 2)
     saved = DcpSource(path)
-    assert {name.rpartition(".")[2] for name in saved.forms} == {"lora_A", "lora_B"}
-    frozen = [form for name, form in DcpSource(step(adapted, 2)).forms.items() if name not in saved.forms]
+    assert {name.rpartition(".")[2] for name in saved.specs} == {"lora_A", "lora_B"}
+    frozen = [form for name, form in DcpSource(step(adapted, 2)).specs.items() if name not in saved.specs]
     smaller, n_bytes = bytes_of(step(adapted, 2)) - bytes_of(path), sum(form.n_bytes for form in frozen)
     assert n_bytes < smaller < n_bytes + 4096 * len(frozen)  # what a file says of a tensor
     assert weights_of(step(tmp_path, 4))  # the end is whole
@@ -634,10 +634,10 @@ def test_trained_weights_only(adapted, tmp_path, capsys):
     assert main(["inspect", str(path)]) == 0
     assert f"initial_load_path {sources[0]}" in capsys.readouterr().out
     # Without the option a run goes on from there too, and saves all from then on.
-    whole = {**options, "checkpoint__trained_only": False, "checkpoint__load_step": 2, "training__steps": 6}
+    whole = {**options, "checkpoint__save_trainable_only": False, "checkpoint__load_step": 2, "training__steps": 6}
     train(tmp_path, [LORA], **whole, **from_folder(sources[0]))
-    assert "output.weight" in DcpSource(step(tmp_path, 6)).forms
-    with pytest.raises(UserError, match="checkpoint.trained_only: .*step-6 holds all weights"):
+    assert "output.weight" in DcpSource(step(tmp_path, 6)).specs
+    with pytest.raises(UserError, match="checkpoint.save_trainable_only: .*step-6 holds all weights"):
         begin(tmp_path, [LORA], **options, **from_folder(sources[0]))
 
 
@@ -647,13 +647,13 @@ def left_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("left_out")
     options = {**SAVING, **from_folder(make_pretrained(folder / "base")), "optimizer__lr": 0.02}
     last = {"checkpoint__last_save_in_hf": True, "training__steps": 3, "checkpoint__interval": 1}
-    train(folder, [LORA], **{**options, **last}, checkpoint__trained_only=True)
+    train(folder, [LORA], **{**options, **last}, checkpoint__save_trainable_only=True)
     return folder
 
 
 def opened(path: Path, **options: Any) -> dict[str, torch.Tensor]:
-    _, source = native_source(path, **options)
-    return {name: source.read(name) for name in source.forms}
+    _, source = internal_source(path, **options)
+    return {name: source.read(name) for name in source.specs}
 
 
 @pytest.mark.parametrize(
@@ -674,9 +674,9 @@ def test_a_checkpoint_of_trained_weights_opens_as_the_one_of_all(tmp_path, name,
         source = {"checkpoint__initial_load_path": step(tmp_path / "begun", 2)}
     options = {**SAVING, **source, "training__steps": 2, "optimizer__lr": 0.01, "debug__seed": 3}
     found = []
-    for trained_only in (True, False):
-        folder = tmp_path / f"run-{trained_only}"
-        train(folder, converters, **options, checkpoint__trained_only=trained_only)
+    for save_trainable_only in (True, False):
+        folder = tmp_path / f"run-{save_trainable_only}"
+        train(folder, converters, **options, checkpoint__save_trainable_only=save_trainable_only)
         found.append(opened(step(folder, 2)))
     assert_equal(*found)
 
@@ -705,12 +705,12 @@ def test_trained_weights_open_where_the_others_are(left_out, tmp_path, capsys):
         assert_equal(opened(path, base=tmp_path / "moved"), expected)
         # A run goes on too.
         moved = {**SAVING, **from_folder(tmp_path / "moved"), "checkpoint__load_step": 2}
-        check(left_out, [LORA], **moved, checkpoint__trained_only=True)
+        check(left_out, [LORA], **moved, checkpoint__save_trainable_only=True)
     finally:
         (tmp_path / "moved").rename(base)
     for whole in (step(left_out, 3), base):
         with pytest.raises(UserError, match="holds all weights of its model; leave out --base"):
-            native_source(whole, base=base)
+            internal_source(whole, base=base)
     assert main(["convert", str(path), str(tmp_path / "a"), "--to", "peft", "--base", str(base)]) == 2
 
 
@@ -730,7 +730,7 @@ def test_other_weights_than_those_left_out_are_found(left_out, tmp_path):
         changed = {key: tensor * factor for key, tensor in tensors.items() if name in key}
         save_file({**tensors, **changed}, base / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(UserError, match=f"as they were then, and those in {base} differ"):
-            native_source(path, base=base)
+            internal_source(path, base=base)
         config = tiny_config(left_out, **SAVING, **from_folder(base), checkpoint__load_step=2)
         config.model_converters = [LORA]
         with pytest.raises(UserError, match=f"base weights was {left_out / 'base'} and is {base}"):
@@ -750,12 +750,12 @@ def test_an_adapter_alone_is_no_model(left_out, tmp_path, capsys):
     """The message says where the model is; and, where one asks for the adapter of that, where the adapter is."""
     merged = step(left_out, 3)
     with pytest.raises(UserError, match=f"adapter holds an adapter alone, .* the merged one \\({merged}\\)"):
-        native_source(merged / "adapter")
+        internal_source(merged / "adapter")
     assert main(["convert", str(merged), str(tmp_path / "out"), "--to", "peft"]) == 2
     assert f"its adapter lies in it already: {merged / 'adapter'}" in capsys.readouterr().err
     assert main(["convert", str(step(left_out, 2)), str(tmp_path / "out"), "--to", "peft"]) == 0
     with pytest.raises(UserError, match="the step-N folder of its run"):
-        native_source(tmp_path / "out")
+        internal_source(tmp_path / "out")
     for folder in (merged / "adapter", tmp_path / "out"):
         modes = {file.stat().st_mode for file in folder.iterdir()}
         assert modes == {(merged / "config.json").stat().st_mode}
@@ -763,21 +763,21 @@ def test_an_adapter_alone_is_no_model(left_out, tmp_path, capsys):
 
 def test_trained_only_without_a_converted_weight(tmp_path):
     """Frozen weights are left out whatever froze them; where nothing is frozen, there is nothing to leave out."""
-    resumed_and_straight(tmp_path, [Still.Config()], checkpoint__trained_only=True)
+    resumed_and_straight(tmp_path, [Still.Config()], checkpoint__save_trainable_only=True)
     path = step(tmp_path / "straight", 4)
-    assert list(DcpSource(path).forms) == ["output.weight"]
+    assert list(DcpSource(path).specs) == ["output.weight"]
     # There is no adapter that could be made of it.
     with pytest.raises(UserError, match="take one of its run that holds all weights"):
-        native_source(path)
+        internal_source(path)
     with pytest.raises(UserError, match="take one of its run that holds all weights"):
         begin(tmp_path / "next", [Still.Config()], checkpoint__initial_load_path=path)
-    with pytest.raises(UserError, match="checkpoint.trained_only: all weights are trained"):
-        train(tmp_path / "all", [], **SAVING, checkpoint__trained_only=True)
+    with pytest.raises(UserError, match="checkpoint.save_trainable_only: all weights are trained"):
+        train(tmp_path / "all", [], **SAVING, checkpoint__save_trainable_only=True)
 
 
 def test_an_end_that_is_a_step_saved_already_is_whole(tmp_path):
     """Where the data ends at a step that has its checkpoint, no other form could be made of trained weights only."""
-    options = {**SAVING, "checkpoint__trained_only": True, "lr_scheduler__total_steps": 8}
+    options = {**SAVING, "checkpoint__save_trainable_only": True, "lr_scheduler__total_steps": 8}
     trainer = train(tmp_path, [LORA], **options, training__steps=2)
     assert trainer.checkpointer._saver.kind == "full"
     config = tiny_config(tmp_path, **options, checkpoint__last_save_in_hf=True)
@@ -791,7 +791,7 @@ def test_an_end_that_is_a_step_saved_already_is_whole(tmp_path):
 
 def test_an_end_that_fails_leaves_what_a_run_resumes_from(tmp_path, monkeypatch):
     """The step's checkpoint of trained weights, with all that a run needs besides."""
-    options = {**SAVING, "checkpoint__trained_only": True}
+    options = {**SAVING, "checkpoint__save_trainable_only": True}
     train(tmp_path, [LORA], **options, training__steps=2)
     config = tiny_config(tmp_path, **options, checkpoint__last_save_in_hf=True)
     config.model_converters = [LORA]
@@ -813,7 +813,7 @@ def test_an_end_that_fails_leaves_what_a_run_resumes_from(tmp_path, monkeypatch)
 
 def test_a_store_that_cannot_rename_keeps_what_a_run_resumes_from(tmp_path, caplog):
     """To replace it would be to remove it first."""
-    options = {**SAVING, "checkpoint__trained_only": True, "checkpoint__folder": f"memory://{tmp_path.name}"}
+    options = {**SAVING, "checkpoint__save_trainable_only": True, "checkpoint__folder": f"memory://{tmp_path.name}"}
     train(tmp_path, [LORA], **options, training__steps=2)
     config = tiny_config(tmp_path, **options, checkpoint__last_save_model_only=True)
     config.model_converters = [LORA]
@@ -829,7 +829,8 @@ KILLED = """
 import sys
 from pathlib import Path
 from tests.test_converted_checkpoints import LORA, SAVING, train
-options = {**SAVING, "checkpoint__trained_only": True, "checkpoint__interval": 1, "training__steps": int(sys.argv[2])}
+options = {**SAVING, "checkpoint__save_trainable_only": True, "checkpoint__interval": 1}
+options["training__steps"] = int(sys.argv[2])
 train(Path(sys.argv[1]), [LORA], **options, lr_scheduler__total_steps=400)
 """
 
@@ -849,7 +850,12 @@ def test_killed_and_resumed(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     newest = catalog.resumable(catalog.folder_at(tmp_path / "killed" / "checkpoint"))[-1].step
-    options = {**SAVING, "checkpoint__trained_only": True, "checkpoint__interval": 1, "lr_scheduler__total_steps": 400}
+    options = {
+        **SAVING,
+        "checkpoint__save_trainable_only": True,
+        "checkpoint__interval": 1,
+        "lr_scheduler__total_steps": 400,
+    }
     runs = {name: train(tmp_path / name, [LORA], **options, training__steps=newest + 2) for name in ("killed", "left")}
     assert_equal(whole_weights(runs["killed"]), whole_weights(runs["left"]))
     losses = [dict(read_metrics(tmp_path / name, "loss")) for name in ("killed", "left")]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from torchtitan.components.data.pretraining.windows import count_windows, filler, pack, permute
+from torchtitan.components.data.pretraining.windows import count_windows, pack, padding_sample, permute
 from torchtitan.components.loss import IGNORE_INDEX
 
 
@@ -80,6 +80,6 @@ def test_number_of_windows():
 
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_filler_predicts_nothing(document_mask):
-    sample, _ = filler(6, document_mask=document_mask)
+    sample, _ = padding_sample(6, document_mask=document_mask)
     assert (sample["labels"] == IGNORE_INDEX).all()
     assert sample.keys() == pack(np.arange(3), np.arange(1), 6, document_mask=document_mask).keys()

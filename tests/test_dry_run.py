@@ -43,7 +43,7 @@ class RealTrainer(FakeTrainer):
 
     init_weights = Trainer.init_weights
     count_valid_tokens = Trainer.count_valid_tokens
-    read_outcome = Trainer.read_outcome
+    read_result = Trainer.read_result
 
     def init_distributed(self):
         super().init_distributed()

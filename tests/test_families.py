@@ -30,8 +30,8 @@ FLAVORS = {"debugmodel": llama3.FLAVORS["debugmodel"]}
 FORMATS = {
     "hf": dataclasses.replace(
         LLAMA,
-        to_foreign=lambda config: {**LLAMA.to_foreign(config), "model_type": "homemade"},
-        from_foreign=lambda document: LLAMA.from_foreign({**document, "model_type": "llama"}),
+        to_external=lambda config: {**LLAMA.to_external(config), "model_type": "homemade"},
+        from_external=lambda document: LLAMA.from_external({**document, "model_type": "llama"}),
         model_types=("homemade",),
     )
 }

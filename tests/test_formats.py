@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.processes import run_processes
-from torchtitan.components.checkpoint.dcp import DcpSource, state_forms, write_dcp
+from torchtitan.components.checkpoint.dcp import DcpSource, state_tensor_specs, write_dcp
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.weights import (
-    ConvertedSource,
-    ForeignView,
+    ExternalView,
+    InternalView,
     MetaSource,
     TensorSource,
     format_of,
@@ -32,7 +32,7 @@ from torchtitan.components.weights import (
 )
 from torchtitan.components.weights.load import local_slices
 from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping, RopePermutation, Stacked, StateDictAdapter
-from torchtitan.protocols.tensor_source import TensorForm
+from torchtitan.protocols.tensor_source import TensorSpec
 from torchtitan.tools.errors import UserError
 
 WRITERS = {"hf": write_huggingface, "meta": write_meta, "dcp": write_dcp}
@@ -53,14 +53,14 @@ def example() -> dict[str, Tensor]:
     return tensors
 
 
-def forms_of(tensors: dict[str, Tensor]) -> dict[str, TensorForm]:
-    return {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
+def forms_of(tensors: dict[str, Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
 
 
 def same(tensor: Tensor, expected: Tensor) -> bool:
-    """Equal to the bit, and of the same form."""
+    """Equal to the bit, and of the same spec."""
     flat = (x.reshape(-1).contiguous().view(torch.uint8) for x in (tensor, expected))
-    return TensorForm.of(tensor) == TensorForm.of(expected) and torch.equal(*flat)
+    return TensorSpec.of(tensor) == TensorSpec.of(expected) and torch.equal(*flat)
 
 
 def save(folder: Path, format: str, tensors: dict[str, Tensor], **options) -> Path:
@@ -105,7 +105,7 @@ def test_what_is_written_is_read_by_us_and_by_the_formats_own_library(tmp_path, 
     save(tmp_path, format, tensors)
     assert format_of(tmp_path) == format
     source, reference = opened(tmp_path, format), REFERENCES[format](tmp_path)
-    assert dict(source.forms) == forms_of(tensors) == forms_of(reference)
+    assert dict(source.specs) == forms_of(tensors) == forms_of(reference)
     for name, tensor in tensors.items():
         assert same(source.read(name), tensor), name
         assert same(reference[name], tensor), name
@@ -130,14 +130,14 @@ def test_parts_of_tensors(tmp_path, format):
 @pytest.mark.parametrize("format", WRITERS)
 def test_writing_asks_for_each_tensor_once_and_converts_it(tmp_path, format):
     tensors = {name: tensor for name, tensor in example().items() if tensor.dtype == torch.float32}
-    forms = {name: TensorForm(tensor.shape, torch.bfloat16) for name, tensor in tensors.items()}
+    specs = {name: TensorSpec(tensor.shape, torch.bfloat16) for name, tensor in tensors.items()}
     asked = []
 
     def make(name: str) -> Tensor:
         asked.append(name)
         return tensors[name].t().contiguous().t()  # lies in memory in another order
 
-    WRITERS[format](tmp_path, forms, make)
+    WRITERS[format](tmp_path, specs, make)
     assert sorted(asked) == sorted(tensors)
     source = opened(tmp_path, format)
     assert all(same(source.read(name), tensor.bfloat16()) for name, tensor in tensors.items())
@@ -147,15 +147,15 @@ def test_writing_asks_for_each_tensor_once_and_converts_it(tmp_path, format):
 @pytest.mark.parametrize("largest", [65_519.0, 65_520.0])  # the second is rounded to infinity
 def test_a_type_that_is_too_narrow(tmp_path, format, largest):
     tensors = {"fits": torch.ones(3), "wide": torch.tensor([[1.0, -largest], [float("inf"), float("nan")]])}
-    forms = {name: TensorForm(tensor.shape, torch.float16) for name, tensor in tensors.items()}
+    specs = {name: TensorSpec(tensor.shape, torch.float16) for name, tensor in tensors.items()}
     if largest < 65_520:
-        WRITERS[format](tmp_path, forms, tensors.__getitem__)
+        WRITERS[format](tmp_path, specs, tensors.__getitem__)
         values = opened(tmp_path, format).read("wide")
         assert torch.equal(values[:, 0], torch.tensor([1.0, torch.inf]).half())  # what was infinite may stay so
         assert values[0, 1] == -65_504
         return
     with pytest.raises(UserError, match="wide has values up to 65520, which float16 cannot hold"):
-        WRITERS[format](tmp_path, forms, tensors.__getitem__)
+        WRITERS[format](tmp_path, specs, tensors.__getitem__)
     with pytest.raises(UserError, match="holds no checkpoint"):
         open_source(tmp_path)
 
@@ -280,7 +280,7 @@ def test_tensor_parallel_shards_are_joined(tmp_path, embedding_axis):
     axes |= {f"layers.0.feed_forward.{name}.weight": axis for name, axis in {"w1": 0, "w2": 1, "w3": 0}.items()}
     tensors = {name: torch.randn(8) if axis is None else torch.randn(8, 8) for name, axis in axes.items()}
     source = MetaSource(split(tensors, axes, tmp_path, dim=8))
-    assert dict(source.forms) == forms_of(tensors)
+    assert dict(source.specs) == forms_of(tensors)
     for name, tensor in tensors.items():
         assert same(source.read(name), tensor), name
         part = (slice(3, 6), slice(2, 7))[: tensor.ndim]
@@ -336,8 +336,8 @@ def test_a_sharded_checkpoint_is_read_by_state(tmp_path):
     assert same(source.read("weight"), expected)
     assert same(source.read("weight", (slice(2, 6), slice(1, 4))), expected[2:6, 1:4].clone())
     assert same(DcpSource(tmp_path / "saved", state="other").read("x"), torch.ones(3))
-    forms = state_forms(tmp_path / "saved")
-    assert forms == {"model": {"weight": TensorForm.of(expected)}, "other": {"x": TensorForm.of(torch.ones(3))}}
+    specs = state_tensor_specs(tmp_path / "saved")
+    assert specs == {"model": {"weight": TensorSpec.of(expected)}, "other": {"x": TensorSpec.of(torch.ones(3))}}
     with pytest.raises(UserError, match="without a state 'reference'; it has model, other"):
         DcpSource(tmp_path / "saved", state="reference")
 
@@ -375,7 +375,7 @@ class CountingSource(TensorSource):
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.tensors = tensors
-        self.forms = forms_of(tensors)
+        self.specs = forms_of(tensors)
         self.elements: dict[str, int] = {}
 
     def read(self, name, slices=None):
@@ -393,41 +393,41 @@ ROWS = [
 
 
 def converted_example() -> tuple[dict[str, Tensor], StateDictAdapter]:
-    native = {"embedding": torch.randn(6, 8)}
+    internal = {"embedding": torch.randn(6, 8)}
     for layer in range(2):
         sizes = {"q": (8, 8), "gate": (5, 8), "up": (3, 8), "experts": (3, 4, 2)}
-        native |= {f"layers.{layer}.{name}": torch.randn(*size) for name, size in sizes.items()}
-    return native, StateDictAdapter(ROWS, n_layers=2)
+        internal |= {f"layers.{layer}.{name}": torch.randn(*size) for name, size in sizes.items()}
+    return internal, StateDictAdapter(ROWS, n_layers=2)
 
 
 def test_a_source_is_seen_under_the_other_names_and_back():
-    native, adapter = converted_example()
-    view = ForeignView(CountingSource(native), adapter)
-    foreign = CountingSource({name: view.read(name) for name in view.forms})
-    assert dict(view.forms) == dict(foreign.forms)
-    assert torch.equal(foreign.tensors["l.0.gate_up"], torch.cat([native["layers.0.gate"], native["layers.0.up"]]))
-    back = ConvertedSource(foreign, adapter, forms_of(native))
-    assert dict(back.forms) == forms_of(native)
-    for name, tensor in native.items():
+    internal, adapter = converted_example()
+    view = ExternalView(CountingSource(internal), adapter)
+    external = CountingSource({name: view.read(name) for name in view.specs})
+    assert dict(view.specs) == dict(external.specs)
+    assert torch.equal(external.tensors["l.0.gate_up"], torch.cat([internal["layers.0.gate"], internal["layers.0.up"]]))
+    back = InternalView(external, adapter, forms_of(internal))
+    assert dict(back.specs) == forms_of(internal)
+    for name, tensor in internal.items():
         assert same(back.read(name), tensor), name
         part = (slice(1, 3), *(slice(0, size) for size in tensor.shape[1:]))
         assert same(back.read(name, part), tensor[part].clone()), name
 
 
 def test_a_row_of_several_tensors_is_read_once():
-    native, adapter = converted_example()
-    source = CountingSource(native)
-    view = ForeignView(source, adapter)
-    for name in view.forms:
+    internal, adapter = converted_example()
+    source = CountingSource(internal)
+    view = ExternalView(source, adapter)
+    for name in view.specs:
         view.read(name)
-    assert source.elements == {name: tensor.numel() for name, tensor in native.items()}
+    assert source.elements == {name: tensor.numel() for name, tensor in internal.items()}
 
 
 def test_dtypes_are_those_of_the_files():
-    native, adapter = converted_example()
-    halves = {name: tensor.bfloat16() for name, tensor in native.items()}
-    foreign = ForeignView(CountingSource(halves), adapter)
-    assert {form.dtype for form in ConvertedSource(foreign, adapter, forms_of(native)).forms.values()} == {
+    internal, adapter = converted_example()
+    halves = {name: tensor.bfloat16() for name, tensor in internal.items()}
+    external = ExternalView(CountingSource(halves), adapter)
+    assert {spec.dtype for spec in InternalView(external, adapter, forms_of(internal)).specs.values()} == {
         torch.bfloat16
     }
 
@@ -439,10 +439,10 @@ def test_tied_weights_are_compared_piece_by_piece(monkeypatch):
     adapter = StateDictAdapter([KeyMapping("embedding", "embed")], n_layers=0, tied={"head": "embed"})
     embedding = torch.randn(5, 2)
     tensors = {"embed": embedding, "head": embedding.clone()}
-    ConvertedSource(CountingSource(tensors), adapter, {"embedding": TensorForm.of(embedding)})
+    InternalView(CountingSource(tensors), adapter, {"embedding": TensorSpec.of(embedding)})
     tensors["head"][4, 1] += 1
     with pytest.raises(UserError, match="head differs from embed"):
-        ConvertedSource(CountingSource(tensors), adapter, {"embedding": TensorForm.of(embedding)})
+        InternalView(CountingSource(tensors), adapter, {"embedding": TensorSpec.of(embedding)})
 
 
 # Loading

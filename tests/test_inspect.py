@@ -12,10 +12,10 @@ from torchtitan.cli.main import main
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.dcp import write_dcp
 from torchtitan.components.weights import write_huggingface, write_meta
-from torchtitan.protocols.tensor_source import TensorForm
+from torchtitan.protocols.tensor_source import TensorSpec
 
 TENSORS = {"b.weight": torch.randn(4, 6), "a.weight": torch.randn(3).bfloat16(), "c": torch.tensor(1.5)}
-FORMS = {name: TensorForm.of(tensor) for name, tensor in TENSORS.items()}
+FORMS = {name: TensorSpec.of(tensor) for name, tensor in TENSORS.items()}
 
 
 def save_step(folder: Path, step: int, **marker) -> Path:
@@ -32,7 +32,7 @@ def inspect(capsys, *words: object) -> tuple[int, str, str]:
 
 
 def facts(output: str) -> dict[str, str]:
-    """The lines of the form `name   value`."""
+    """The lines of the spec `name   value`."""
     lines = (line.strip().partition("  ") for line in output.splitlines() if line.startswith("  "))
     return {name: value.strip() for name, _, value in lines}
 

@@ -102,8 +102,8 @@ def test_a_larger_batch_after_a_resume_reads_the_rest(tmp_path, data):
 
 def test_a_step_that_was_not_taken_has_no_line(tmp_path, data):
     class Overflowing(Trainer):
-        def read_outcome(self, *arguments):
-            outcome = super().read_outcome(*arguments)
+        def read_result(self, *arguments):
+            outcome = super().read_result(*arguments)
             return dataclasses.replace(outcome, loss=math.inf) if self.step == 1 else outcome
 
     train(tmp_path, Overflowing, dataloader__dataset=data, debug__ledger=True, training__on_nonfinite="skip")

@@ -20,7 +20,7 @@ from torchtitan.components.peft import LoRA
 from torchtitan.components.peft.lora import AdaptedLayer, LoRALinear
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import initialize_weights
-from torchtitan.distributed.tensor_parallel import share_parameters
+from torchtitan.distributed.tensor_parallel import shard_parameters
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols import ModelConverter
@@ -530,7 +530,7 @@ def drop_out_on_shared_layers() -> None:
         train_at_random(layer)
         x, weights = torch.randn(2, 8, 24, generator=generator), torch.randn(2, 8, 16, generator=generator)
         of_base = (F.linear(x, layer.weight) * weights).sum()
-        share_parameters(layer, mesh, features)
+        shard_parameters(layer, mesh, features)
         inputs = distribute_tensor(x, mesh, [placement]).requires_grad_()
         torch.manual_seed(dist.get_rank())
         total = (layer(inputs).full_tensor() * weights).sum()

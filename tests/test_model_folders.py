@@ -86,7 +86,7 @@ class TestPickled:
     def test_safetensors_go_before(self, tmp_path):
         save_pickled(reference_of(ODD), tmp_path)
         save_file({"other": torch.zeros(3)}, tmp_path / "model.safetensors")
-        assert list(open_source(tmp_path).forms) == ["other"]
+        assert list(open_source(tmp_path).specs) == ["other"]
 
     def test_code_is_not_run(self, tmp_path, capsys):
         class Hostile:

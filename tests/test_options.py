@@ -12,7 +12,7 @@ from torchtitan.components.optimizer import ParamGroup
 from torchtitan.config import Configurable, TrainingConfig
 from torchtitan.config.registry import built_in_modules, list_module, needs_assets
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.protocols import ForeignFormat
+from torchtitan.protocols import ExternalFormat
 
 
 class TestEveryOption:
@@ -70,7 +70,7 @@ def places_in_configurations() -> dict[type, set[str]]:
         elif isinstance(value, dict):
             for item in value.values():
                 visit(item, name)
-        elif is_dataclass(value) and not isinstance(value, ForeignFormat):  # which holds functions, not options
+        elif is_dataclass(value) and not isinstance(value, ExternalFormat):  # which holds functions, not options
             for cls in type(value).__mro__:
                 if is_dataclass(cls):
                     places.setdefault(cls, set()).add(name)

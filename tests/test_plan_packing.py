@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from torchtitan.components.data.plan.packing import first_fit_decreasing, multipack, one_each
+from torchtitan.components.data.plan.packing import first_fit_decreasing, multipack, no_packing
 
-PACKINGS = [first_fit_decreasing, multipack, one_each]
+PACKINGS = [first_fit_decreasing, multipack, no_packing]
 
 
 def random_cases():

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
-from torchtitan.components.weights import ForeignView, HuggingFaceSource, load_weights
+from torchtitan.components.weights import ExternalView, HuggingFaceSource, load_weights
 from torchtitan.components.weights.assets import CheckpointAssets, files_in
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import FLAVORS, FORMATS, Llama3Model
-from torchtitan.models.pretrained import load_model, native_source, spec_of
+from torchtitan.models.pretrained import internal_source, load_model, spec_of
 from torchtitan.protocols.state_dict_adapter import RopePermutation, StateDictAdapter
 from torchtitan.tools.errors import UserError
 
@@ -116,11 +116,11 @@ def assert_same_logits(ours: Llama3Model, theirs: "transformers.PreTrainedModel"
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def foreign_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
+def external_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
     """The weights in a checkpoint of any format as another format has them."""
-    spec, source = native_source(path)
-    view = ForeignView(source, spec.formats[name].adapter(spec.model))
-    return {key: view.read(key) for key in view.forms}
+    spec, source = internal_source(path)
+    view = ExternalView(source, spec.formats[name].adapter(spec.model))
+    return {key: view.read(key) for key in view.specs}
 
 
 def assert_identical(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -149,14 +149,14 @@ class TestEveryShape:
     def test_every_byte_comes_back(self, shape, dtype, tmp_path):
         reference_of(SHAPES[shape]).to(dtype).save_pretrained(tmp_path)
         assert {p.dtype for p in load_model(tmp_path, device="cpu").model.parameters()} == {dtype}
-        assert_identical(foreign_tensors(tmp_path, "hf"), load_file(tmp_path / "model.safetensors"))
+        assert_identical(external_tensors(tmp_path, "hf"), load_file(tmp_path / "model.safetensors"))
 
     def test_transformers_opens_what_we_describe(self, shape, tmp_path):
         reference = reference_of(SHAPES[shape])
         reference.save_pretrained(tmp_path / "theirs")
         (tmp_path / "ours").mkdir()
-        save_file(foreign_tensors(tmp_path / "theirs", "hf"), tmp_path / "ours/model.safetensors", {"format": "pt"})
-        document = FORMATS["hf"].to_foreign(spec_of(tmp_path / "theirs").model)
+        save_file(external_tensors(tmp_path / "theirs", "hf"), tmp_path / "ours/model.safetensors", {"format": "pt"})
+        document = FORMATS["hf"].to_external(spec_of(tmp_path / "theirs").model)
         (tmp_path / "ours/config.json").write_text(json.dumps(document))
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
         assert type(again) is type(reference)
@@ -175,7 +175,7 @@ def test_the_real_model(assets):
     loaded = load_model(folder, device="cpu")
     assert loaded.tokenizer_path == folder
     assert_same_logits(loaded.model, transformers.AutoModelForCausalLM.from_pretrained(folder))
-    assert_identical(foreign_tensors(folder, "hf"), load_file(folder / "model.safetensors"))
+    assert_identical(external_tensors(folder, "hf"), load_file(folder / "model.safetensors"))
 
 
 class TestTies:
@@ -234,7 +234,7 @@ def save_meta(reference: "transformers.PreTrainedModel", config: Llama3Model.Con
     """A folder in Meta's format."""
     folder.mkdir()
     torch.save(metas_weights(reference), folder / "consolidated.00.pth")
-    (folder / "params.json").write_text(json.dumps(FORMATS["meta"].to_foreign(config)))
+    (folder / "params.json").write_text(json.dumps(FORMATS["meta"].to_external(config)))
 
 
 METAS = {
@@ -253,7 +253,7 @@ class TestMeta:
         loaded = load_model(tmp_path / "meta", device="cpu")
         assert loaded.spec.model == METAS[shape]
         assert_same_logits(loaded.model, reference)
-        assert_identical(foreign_tensors(tmp_path / "meta", "meta"), metas_weights(reference))
+        assert_identical(external_tensors(tmp_path / "meta", "meta"), metas_weights(reference))
 
     @pytest.mark.parametrize("said", [{"vocab_size": -1}, {}])
     def test_the_vocabulary_is_that_of_the_weights(self, tmp_path, said):
@@ -267,7 +267,7 @@ class TestMeta:
     def test_a_missing_permutation_shows(self, tmp_path, monkeypatch):
         reference = reference_of(METAS["odd"])
         save_meta(reference, METAS["odd"], tmp_path / "meta")
-        monkeypatch.setattr(RopePermutation, "to_native", lambda self, tensors, shapes: tensors)
+        monkeypatch.setattr(RopePermutation, "to_internal", lambda self, tensors, shapes: tensors)
         with pytest.raises(AssertionError, match="not close"):
             assert_same_logits(load_model(tmp_path / "meta", device="cpu").model, reference)
 
@@ -279,7 +279,7 @@ def test_a_permutation_too_many_shows(tmp_path, monkeypatch):
 
     def permuted(steps):
         return [
-            dataclasses.replace(step, transform=RopePermutation(16)) if "q_proj" in step.foreign[0] else step
+            dataclasses.replace(step, transform=RopePermutation(16)) if "q_proj" in step.external[0] else step
             for step in steps
         ]
 
@@ -319,7 +319,7 @@ class TestWhatDoesNotFit:
         message = rf"{name} \({str(dtype).removeprefix('torch.')}\).* for quantized weights"
         with pytest.raises(UserError, match=message):
             load_model(folder, device="cpu")
-        spec, source = native_source(folder)
+        spec, source = internal_source(folder)
         with pytest.raises(UserError, match=message):
             load_weights(source, [spec.model.build()])
 
@@ -367,10 +367,10 @@ class TestOurOwnFormat:
         from torchtitan.components.checkpoint.dcp import write_dcp
 
         reference_of(ODD).save_pretrained(tmp_path / "hf")
-        spec, source = native_source(tmp_path / "hf")
+        spec, source = internal_source(tmp_path / "hf")
         partial = catalog.start_partial(tmp_path, 3)
         path = Path(str(partial))
-        write_dcp(path, source.forms, source.read)
+        write_dcp(path, source.specs, source.read)
         CheckpointAssets.of(spec, files_in(EMBEDDED_TOKENIZER)).write(path)
         return Path(str(catalog.commit(partial, catalog.Marker(step=3, kind="model_only", world_size=1))))
 
@@ -390,7 +390,7 @@ class TestOurOwnFormat:
         assert_same_logits(
             loaded.model, transformers.AutoModelForCausalLM.from_pretrained(folder.parent / "hf", dtype=torch.float32)
         )
-        assert_identical(foreign_tensors(folder, "hf"), load_file(folder.parent / "hf/model.safetensors"))
+        assert_identical(external_tensors(folder, "hf"), load_file(folder.parent / "hf/model.safetensors"))
 
     def describe(self, folder: Path, **changes: object) -> None:
         path = folder / "assets/model.json"
@@ -440,6 +440,6 @@ def test_files_are_read_in_parts(tmp_path, monkeypatch):
     asked = []
     read = HuggingFaceSource.read
     monkeypatch.setattr(HuggingFaceSource, "read", lambda self, *args: (asked.append(args), read(self, *args))[1])
-    part = native_source(tmp_path)[1].read("tok_embeddings.weight", (slice(3, 7), slice(0, 40)))
+    part = internal_source(tmp_path)[1].read("tok_embeddings.weight", (slice(3, 7), slice(0, 40)))
     assert asked == [("model.embed_tokens.weight", (slice(3, 7), slice(0, 40)))]
     assert torch.equal(part, load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"][3:7])

@@ -19,7 +19,7 @@ from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.components.peft.lora import LoRALinear, QLoRALinear
 from torchtitan.components.quantization.nf4 import NF4, pack, unpack
 from torchtitan.distributed.initialize import canonical_name
-from torchtitan.distributed.tensor_parallel import share_parameters
+from torchtitan.distributed.tensor_parallel import shard_parameters
 from torchtitan.dry_run import dry_run
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import converted_modules
@@ -228,7 +228,7 @@ def drop_out_on_shared_layers() -> None:
         layer, _ = pair(dora=True)
         layer.dropout = 0.5
         x = torch.randn(2, 8, IN, generator=torch.Generator().manual_seed(2))
-        share_parameters(layer, mesh, features)
+        shard_parameters(layer, mesh, features)
         inputs = distribute_tensor(x, mesh, [placement]).requires_grad_()
         torch.manual_seed(dist.get_rank())
         total = layer(inputs).full_tensor().sum()

@@ -47,10 +47,10 @@ def small_model(**options: Any) -> Qwen3Model:
 
 def reference_of(model: Qwen3Model) -> tuple[Any, dict[str, str]]:
     """transformers' model of the config.json that we write, with the same weights, and our names → its names."""
-    written = FORMATS["hf"].to_foreign(model.config)
+    written = FORMATS["hf"].to_external(model.config)
     reference = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(written))
     adapter = FORMATS["hf"].adapter(model.config)
-    names = dict(zip(adapter.native_names, adapter.foreign_names, strict=True))
+    names = dict(zip(adapter.internal_names, adapter.external_names, strict=True))
     state = {names[name]: tensor for name, tensor in model.state_dict().items()}
     missing, unexpected = reference.load_state_dict(state, strict=False)
     assert set(missing) <= set(adapter.tied) and not unexpected
@@ -137,7 +137,7 @@ def test_cached_generation_is_that_of_transformers() -> None:
 def test_published_sizes(flavor: str, parameters: int, assets: Path) -> None:
     with torch.device("meta"):
         assert model_registry(flavor).model.build().num_parameters() == parameters
-    read, write = FORMATS["hf"].from_foreign, FORMATS["hf"].to_foreign
+    read, write = FORMATS["hf"].from_external, FORMATS["hf"].to_external
     assert read(write(FLAVORS[flavor])) == FLAVORS[flavor]
     published = assets / "hf-configs" / f"Qwen--Qwen3-{flavor}_config.json"
     if flavor in ("0.6B", "8B"):
@@ -146,8 +146,8 @@ def test_published_sizes(flavor: str, parameters: int, assets: Path) -> None:
 
 def test_absent_keys_have_transformers_defaults() -> None:
     names = ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling")
-    document = {key: value for key, value in FORMATS["hf"].to_foreign(FLAVORS["8B"]).items() if key not in names}
-    config, theirs = FORMATS["hf"].from_foreign(document), transformers.Qwen3Config.from_dict(document)
+    document = {key: value for key, value in FORMATS["hf"].to_external(FLAVORS["8B"]).items() if key not in names}
+    config, theirs = FORMATS["hf"].from_external(document), transformers.Qwen3Config.from_dict(document)
     assert (config.n_kv_heads, config.resolved_head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
     assert (config.norm_eps, config.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     assert config.rope.theta == theirs.rope_parameters["rope_theta"]
@@ -166,14 +166,14 @@ def test_absent_keys_have_transformers_defaults() -> None:
 )
 def test_models_that_it_does_not_compute_are_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        FORMATS["hf"].from_foreign({**FORMATS["hf"].to_foreign(FLAVORS["8B"]), **change})
+        FORMATS["hf"].from_external({**FORMATS["hf"].to_external(FLAVORS["8B"]), **change})
 
 
 def test_the_config_json_of_transformers_is_read_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """In the spelling of version 5, and with a window that is not used."""
     config = small_model(head_dim=16).config
-    written = transformers.Qwen3Config.from_dict(FORMATS["hf"].to_foreign(config)).to_diff_dict()
-    assert FORMATS["hf"].from_foreign({**written, "sliding_window": 8, "max_window_layers": 1}) == config
+    written = transformers.Qwen3Config.from_dict(FORMATS["hf"].to_external(config)).to_diff_dict()
+    assert FORMATS["hf"].from_external({**written, "sliding_window": 8, "max_window_layers": 1}) == config
     assert not caplog.records
 
 

@@ -7,17 +7,17 @@ import random
 import pytest
 
 from torchtitan.config import TrainingConfig
-from torchtitan.trainer.data_progress import RunLength
+from torchtitan.trainer.data_progress import DataProgress
 
 
 def make(*, n_samples=None, batch=8, **config):
     epochs = 1 if n_samples is not None else None
-    return RunLength(TrainingConfig(epochs=epochs, **config), n_samples=n_samples, global_batch_size=batch)
+    return DataProgress(TrainingConfig(epochs=epochs, **config), n_samples=n_samples, global_batch_size=batch)
 
 
 def read_step(length):
     """A step, as the trainer makes it."""
-    while length.next_is_left_out:
+    while length.next_is_skipped:
         length.count_batch()
     length.count_batch()
 

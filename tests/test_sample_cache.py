@@ -167,7 +167,7 @@ def test_report_accounts_for_every_row(tmp_path):
     assert report.kept + report.n_dropped == report.rows
     broken = [("a.jsonl:4", "broken JSON"), ("a.jsonl:5", "a question"), ("a.jsonl:7", "a text with '!'")]
     assert report.dropped["broken"].examples == broken
-    assert report.spelt.examples == [("a.jsonl:6", "2 of its tokens")]
+    assert report.special_in_text.examples == [("a.jsonl:6", "2 of its tokens")]
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     lines = "\n".join(report.lines())
     assert "3 of 10 rows kept (plain), 10 tokens, 4 trained (40%)" in lines

@@ -14,9 +14,9 @@ from torchtitan.protocols.state_dict_adapter import (
     Stacked,
     StateDictAdapter,
     check_tied,
-    model_forms,
+    model_tensor_specs,
 )
-from torchtitan.protocols.tensor_source import TensorForm
+from torchtitan.protocols.tensor_source import TensorSpec
 from torchtitan.tools.errors import UserError
 
 
@@ -24,12 +24,12 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def form(*shape: int, dtype: torch.dtype = torch.float32) -> TensorForm:
-    return TensorForm(torch.Size(shape), dtype)
+def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
+    return TensorSpec(torch.Size(shape), dtype)
 
 
 @pytest.mark.parametrize(
-    ("transform", "native", "foreign"),
+    ("transform", "internal", "external"),
     [
         (Identity(), [(3, 4)], [(3, 4)]),
         (RopePermutation(6), [(12, 5)], [(12, 5)]),
@@ -41,13 +41,13 @@ def form(*shape: int, dtype: torch.dtype = torch.float32) -> TensorForm:
     ],
     ids=lambda value: repr(value) if isinstance(value, (Identity, RopePermutation, Concatenated, Stacked)) else None,
 )
-def test_there_and_back_is_exact_on_every_device(transform, native, foreign):
+def test_there_and_back_is_exact_on_every_device(transform, internal, external):
     for device in ("cpu", "meta"):
-        tensors = [random(*shape).to(device) for shape in native]
-        there = transform.to_foreign(tensors)
-        assert [tuple(tensor.shape) for tensor in there] == foreign
-        back = transform.to_native(there, [tensor.shape for tensor in tensors])
-        assert [tuple(tensor.shape) for tensor in back] == native
+        tensors = [random(*shape).to(device) for shape in internal]
+        there = transform.to_external(tensors)
+        assert [tuple(tensor.shape) for tensor in there] == external
+        back = transform.to_internal(there, [tensor.shape for tensor in tensors])
+        assert [tuple(tensor.shape) for tensor in back] == internal
         if device == "cpu":
             assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
 
@@ -77,7 +77,7 @@ def test_the_permutation_is_that_of_the_definition():
         return torch.einsum("qhd,khd->hqk", q, k)
 
     expected = scores(ours(wq), ours(wk))
-    permuted = RopePermutation(head_dim).to_foreign([wq, wk])
+    permuted = RopePermutation(head_dim).to_external([wq, wk])
     # Float32 rounding of sums over 10 products of size up to 30.
     torch.testing.assert_close(scores(*map(metas, permuted)), expected, rtol=1e-5, atol=1e-4)
     assert (scores(metas(wq), metas(wk)) - expected).abs().max() > 1
@@ -92,40 +92,40 @@ def fused() -> StateDictAdapter:
     return StateDictAdapter(rows, n_layers=2, ignored=["h.*.inv_freq"], tied={"head": "ln"})
 
 
-def native_forms() -> dict[str, TensorForm]:
-    forms = {}
+def internal_specs() -> dict[str, TensorSpec]:
+    specs = {}
     for layer in range(2):
-        forms |= {f"layers.{layer}.q": form(4, 3), f"layers.{layer}.k": form(2, 3)}
-        forms[f"layers.{layer}.experts"] = form(2, 5, 6)
-    return {**forms, "norm": form(3, dtype=torch.bfloat16)}
+        specs |= {f"layers.{layer}.q": spec(4, 3), f"layers.{layer}.k": spec(2, 3)}
+        specs[f"layers.{layer}.experts"] = spec(2, 5, 6)
+    return {**specs, "norm": spec(3, dtype=torch.bfloat16)}
 
 
 def test_rows_are_made_for_every_layer():
     adapter = fused()
-    assert adapter.native_names == [
+    assert adapter.internal_names == [
         *("layers.0.q", "layers.0.k", "layers.1.q", "layers.1.k", "layers.0.experts", "layers.1.experts", "norm")
     ]
-    assert adapter.foreign_names == [
+    assert adapter.external_names == [
         *("h.0.qk", "h.1.qk", "h.0.expert0", "h.0.expert1", "h.1.expert0", "h.1.expert1", "ln")
     ]
 
 
 def test_shapes_on_the_other_side_are_found_without_a_tensor():
-    forms = fused().foreign_forms(native_forms())
-    assert forms["h.1.qk"] == form(6, 3)
-    assert forms["h.0.expert1"] == form(5, 6)
-    assert forms["ln"] == form(3, dtype=torch.bfloat16)
-    assert forms["ln"].n_bytes == 6
+    specs = fused().external_specs(internal_specs())
+    assert specs["h.1.qk"] == spec(6, 3)
+    assert specs["h.0.expert1"] == spec(5, 6)
+    assert specs["ln"] == spec(3, dtype=torch.bfloat16)
+    assert specs["ln"].n_bytes == 6
 
 
 def test_what_may_be_there_is_passed_over():
-    adapter, native = fused(), native_forms()
-    foreign = adapter.foreign_forms(native) | {"h.1.inv_freq": form(2), "head": form(3)}
-    assert adapter.plan(foreign, native) == adapter.steps
+    adapter, internal = fused(), internal_specs()
+    external = adapter.external_specs(internal) | {"h.1.inv_freq": spec(2), "head": spec(3)}
+    assert adapter.plan(external, internal) == adapter.steps
 
 
-def change(forms: dict[str, TensorForm], **changes: TensorForm | None) -> dict[str, TensorForm]:
-    return {name: value for name, value in {**forms, **changes}.items() if value is not None}
+def change(specs: dict[str, TensorSpec], **changes: TensorSpec | None) -> dict[str, TensorSpec]:
+    return {name: value for name, value in {**specs, **changes}.items() if value is not None}
 
 
 @pytest.mark.parametrize(
@@ -133,27 +133,27 @@ def change(forms: dict[str, TensorForm], **changes: TensorForm | None) -> dict[s
     [
         ({"ln": None}, "missing from the checkpoint: ln$"),
         ({"h.0.qk": None, "h.1.expert0": None}, r": h\.0\.qk, h\.1\.expert0$"),
-        ({"h.2.qk": form(6, 3)}, r"^in the checkpoint, and not in the model: h\.2\.qk$"),
-        ({"h.2.inv_freq": form(1)}, r"not in the model: h\.2\.inv_freq$"),
-        ({"ln": None, "lm": form(3)}, "missing from the checkpoint: ln; in the checkpoint, and not in the model: lm$"),
-        ({"h.1.qk": form(7, 3)}, r"h\.1\.qk is \[7, 3\] and must be \[6, 3\]"),
-        ({"h.0.expert1": form(6, 5), "ln": form(3, 1)}, r"h\.0\.expert1 is \[6, 5\].*ln is \[3, 1\]"),
+        ({"h.2.qk": spec(6, 3)}, r"^in the checkpoint, and not in the model: h\.2\.qk$"),
+        ({"h.2.inv_freq": spec(1)}, r"not in the model: h\.2\.inv_freq$"),
+        ({"ln": None, "lm": spec(3)}, "missing from the checkpoint: ln; in the checkpoint, and not in the model: lm$"),
+        ({"h.1.qk": spec(7, 3)}, r"h\.1\.qk is \[7, 3\] and must be \[6, 3\]"),
+        ({"h.0.expert1": spec(6, 5), "ln": spec(3, 1)}, r"h\.0\.expert1 is \[6, 5\].*ln is \[3, 1\]"),
     ],
 )
 def test_what_does_not_fit_is_named(changes, message):
-    adapter, native = fused(), native_forms()
+    adapter, internal = fused(), internal_specs()
     with pytest.raises(UserError, match=message):
-        adapter.plan(change(adapter.foreign_forms(native), **changes), native)
+        adapter.plan(change(adapter.external_specs(internal), **changes), internal)
 
 
 def test_of_many_names_five_are_told_and_their_number():
     with pytest.raises(UserError, match=r"missing from the checkpoint: h\.0\.qk, (\S+ ){4}… \(7 in all\)$"):
-        fused().plan({}, native_forms())
+        fused().plan({}, internal_specs())
 
 
 def test_a_model_that_is_not_the_tables_is_refused():
     with pytest.raises(UserError, match="missing from the weights: norm$"):
-        fused().foreign_forms(change(native_forms(), norm=None))
+        fused().external_specs(change(internal_specs(), norm=None))
 
 
 def test_tied_weights_must_be_equal():
@@ -168,7 +168,7 @@ def test_llamas_tables_name_every_tensor_of_the_model(name, tied):
     config = Llama3Model.Config(
         dim=16, n_layers=3, n_heads=4, n_kv_heads=1, ffn_dim=9, vocab_size=11, tie_embeddings=tied, rope=RoPEConfig()
     )
-    adapter, forms = FORMATS[name].adapter(config), model_forms(config)
-    assert set(adapter.native_names) == forms.keys()
+    adapter, specs = FORMATS[name].adapter(config), model_tensor_specs(config)
+    assert set(adapter.internal_names) == specs.keys()
     # In Hugging Face's format a tied head is not written; Meta's has no tying, and is written twice.
-    assert len(adapter.foreign_names) == len(forms) + (tied and name == "meta")
+    assert len(adapter.external_names) == len(specs) + (tied and name == "meta")

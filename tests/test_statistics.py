@@ -170,7 +170,7 @@ def test_a_step_that_does_not_record_is_told(tmp_path):
             (batch,) = self.next_micro_batches(batches)
             n_tokens = self.count_valid_tokens([batch])
             loss = self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
-            return self.read_outcome(loss, self.clip_gradients(), n_tokens)
+            return self.read_result(loss, self.clip_gradients(), n_tokens)
 
     run(config_of(tmp_path / "not", asks=False), Own)
     with pytest.raises(UserError, match=r"self\.sample_losses\.of"):

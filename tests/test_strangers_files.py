@@ -19,7 +19,7 @@ from torchtitan.components.weights.assets import files_in
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.llama3 import FLAVORS, FORMATS
 from torchtitan.models.llama3.model import Llama3Model
-from torchtitan.protocols.conversion import described_converters
+from torchtitan.protocols.conversion import converters_from_records
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import parse_json, read_object
 
@@ -75,7 +75,7 @@ def test_json_nested_as_deep_as_may_be(tmp_path):
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 DEBUG = FLAVORS["debugmodel"]
-CONFIG_JSON = {**FORMATS["hf"].to_foreign(DEBUG), "vocab_size": 2048}
+CONFIG_JSON = {**FORMATS["hf"].to_external(DEBUG), "vocab_size": 2048}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 PARAMS_JSON = {"dim": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 2048}
 
@@ -113,7 +113,7 @@ PARAMS_JSON = {"dim": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 2048}
 def test_sizes_of_a_config_json(changes, message):
     begun = time.perf_counter()
     with pytest.raises(UserError, match=message):
-        FORMATS["hf"].from_foreign({**CONFIG_JSON, **changes})
+        FORMATS["hf"].from_external({**CONFIG_JSON, **changes})
     assert time.perf_counter() - begun < 1
 
 
@@ -129,7 +129,7 @@ def test_sizes_of_a_config_json(changes, message):
 )
 def test_sizes_of_a_params_json(changes, message):
     with pytest.raises(UserError, match=message):
-        FORMATS["meta"].from_foreign({**PARAMS_JSON, **changes})
+        FORMATS["meta"].from_external({**PARAMS_JSON, **changes})
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_configuration_file_brings_no_code_along(tmp_path):
 )
 def test_a_checkpoint_names_no_part_but_its_converters(name):
     with pytest.raises(UserError, match="which is not a ModelConverter"):
-        described_converters([{"class": name, "config": {}}], "step-1")
+        converters_from_records([{"class": name, "config": {}}], "step-1")
 
 
 def test_the_current_folder_hides_no_library(tmp_path):

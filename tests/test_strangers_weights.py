@@ -322,7 +322,7 @@ def test_damaged_bytes_of_metadata_are_one_message(tmp_path):
         (step / ".metadata").write_bytes(damaged[: chance.choice((len(content), chance.randrange(len(content))))])
         try:
             source = open_source(step)
-            for name in source.forms:
+            for name in source.specs:
                 source.read(name)
         except UserError as error:
             refused += 1
@@ -388,7 +388,7 @@ class TestTwoFormats:
         torch.save({"x": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
         (tmp_path / "original").mkdir()
         write_meta(tmp_path / "original", FORMS, TENSORS.__getitem__)
-        assert open_source(tmp_path).forms.keys() == FORMS.keys()
+        assert open_source(tmp_path).specs.keys() == FORMS.keys()
         assert format_of(tmp_path / "original") == "meta"
 
 
@@ -568,7 +568,7 @@ class TestDamagedFilesOfTorch:
             (tmp_path / name).write_bytes(content)
             try:
                 source = open_source(tmp_path)
-                for tensor_name in source.forms:
+                for tensor_name in source.specs:
                     source.read(tensor_name)
             except UserError as error:
                 refused += 1

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.tools.errors import RunComplete, RunFailure, UserError
 from torchtitan.tools.logging import init_logger, logger
-from torchtitan.tools.process import COMMAND_VARIABLE, end_with_launcher, is_launched, leave, report_failure
+from torchtitan.tools.process import COMMAND_VARIABLE, exit_process, exit_with_launcher, is_launched, report_failure
 
 if TYPE_CHECKING:
     from torchtitan.config.manager import ResolvedConfig
@@ -75,7 +75,7 @@ def main(args: Sequence[str] | None = None) -> int:
     init_logger()
     words = list(sys.argv[1:] if args is None else args)
     if is_launched():
-        end_with_launcher()
+        exit_with_launcher()
     elif "RANK" not in os.environ:
         os.environ[COMMAND_VARIABLE] = f"python -m torchtitan.train {shlex.join(words)}"
     try:
@@ -84,7 +84,7 @@ def main(args: Sequence[str] | None = None) -> int:
         code = exit_code_of(error)
         if "RANK" in os.environ:
             _tell(error, code)
-            leave(code)
+            exit_process(code)
         if code == 1:
             raise
         log_message(error)

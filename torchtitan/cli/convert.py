@@ -110,10 +110,10 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[M
     """The model, how many tensors are written, and what writes them into a folder."""
     from torchtitan.components.weights import export_checkpoint
     from torchtitan.components.weights.assets import asset_folder
-    from torchtitan.models.pretrained import native_source
+    from torchtitan.models.pretrained import internal_source
     from torchtitan.tools.progress import progress
 
-    spec, source = native_source(options.input, base=options.base, family=family)
+    spec, source = internal_source(options.input, base=options.base, family=family)
     export: Callable[..., None] = functools.partial(export_checkpoint, to=options.to)
     if options.quantize:
         from torchtitan.components.quantization.quantized_export import export_quantized
@@ -121,7 +121,9 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[M
         export = functools.partial(export_quantized, quantization=_quantization(options))
 
     def write(folder: Path) -> None:
-        with progress(f"converting to {options.to}", sum(form.n_bytes for form in source.forms.values())) as advance:
+        with progress(
+            f"converting to {options.to}", sum(tensor_spec.n_bytes for tensor_spec in source.specs.values())
+        ) as advance:
             export(
                 folder,
                 spec=spec,
@@ -132,7 +134,7 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[M
                 advance=advance,
             )
 
-    return spec, len(source.forms), write
+    return spec, len(source.specs), write
 
 
 def _adapter(
@@ -147,12 +149,12 @@ def _adapter(
     from torchtitan.components.weights import format_of, open_source
     from torchtitan.components.weights.assets import read_converters
     from torchtitan.models.pretrained import spec_of
-    from torchtitan.protocols.conversion import converted_model, described_converters
+    from torchtitan.protocols.conversion import converted_model, converters_from_records
     from torchtitan.protocols.tensor_source import as_type
 
     checkpoint: Path = options.input
     descriptions = read_converters(checkpoint) if format_of(checkpoint) == "dcp" else []
-    converters = described_converters(descriptions, str(checkpoint))
+    converters = converters_from_records(descriptions, str(checkpoint))
     adapters = [converter for converter in converters if isinstance(converter, LoRA)]
     if (checkpoint / EXPORTED / CONFIG).is_file():
         raise UserError(
@@ -169,7 +171,7 @@ def _adapter(
     check_complete(model, trained)
 
     def read(name: str) -> "torch.Tensor":
-        return as_type(name, source.read(name), options.dtype or source.forms[name].dtype)
+        return as_type(name, source.read(name), options.dtype or source.specs[name].dtype)
 
     n_tensors = len(trained_names(model))
     return spec, n_tensors, lambda folder: write_adapter(folder, adapters[0].config, model, spec, read)
@@ -179,10 +181,10 @@ def _quantization(options: argparse.Namespace) -> "QAT.Config":
     """Return the given quantization options; the run that saved INPUT supplies the ones that are missing."""
     from torchtitan.components.quantization.qat import QAT
     from torchtitan.components.weights.assets import read_converters
-    from torchtitan.protocols.conversion import described_converters
+    from torchtitan.protocols.conversion import converters_from_records
 
     given = {name: getattr(options, name) for name in _OF_QUANTIZE if getattr(options, name) is not None}
-    converters = described_converters(read_converters(options.input, "simulated"), str(options.input))
+    converters = converters_from_records(read_converters(options.input, "simulated"), str(options.input))
     simulated = next((converter.config for converter in converters if isinstance(converter, QAT)), None)
     if simulated is None:
         return QAT.Config(**given)

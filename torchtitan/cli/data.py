@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchtitan.components.data.report import DataSummary
     from torchtitan.components.tokenizer import Tokenizer
     from torchtitan.config.manager import ResolvedConfig
-    from torchtitan.trainer.data_progress import RunLength
+    from torchtitan.trainer.data_progress import DataProgress
 
 _USAGE = """usage: torchtitan data inspect|show [options]
 
@@ -116,10 +116,10 @@ class _Run(NamedTuple):
         with closing(loader):
             yield loader
 
-    def length(self, n_samples: int | None) -> "RunLength":
-        from torchtitan.trainer.data_progress import RunLength
+    def length(self, n_samples: int | None) -> "DataProgress":
+        from torchtitan.trainer.data_progress import DataProgress
 
-        return RunLength(self.config.training, n_samples=n_samples, global_batch_size=self.samples_per_step)
+        return DataProgress(self.config.training, n_samples=n_samples, global_batch_size=self.samples_per_step)
 
 
 def _data_parallel_degree(parallelism: Any) -> int:

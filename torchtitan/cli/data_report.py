@@ -70,7 +70,7 @@ def _set_cells(of_set: SetSummary) -> list[str]:
 def _event_rows(of_set: SetSummary) -> Iterator[list[str]]:
     report = of_set.report
     events = {f"dropped: {reason}": tally for reason, tally in report.dropped.items()}
-    events |= {"cut": report.truncated, "spells special tokens": report.spelt}
+    events |= {"cut": report.truncated, "spells special tokens": report.special_in_text}
     for event, tally in events.items():
         if tally.count:
             yield [of_set.name, event, f"{tally.count:,}", "\n".join(tally.in_words())]
@@ -96,7 +96,7 @@ def histogram(lengths: Array, max_length: int) -> list[Bin]:
     return bins[filled[0] : filled[-1] + 1]
 
 
-def _share_beyond(of_set: SetSummary, max_length: int) -> float:
+def _fraction_beyond(of_set: SetSummary, max_length: int) -> float:
     return float((of_set.lengths > max_length).mean())
 
 
@@ -184,7 +184,7 @@ def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
 
 
 def _print_histogram(console: Console, of_set: SetSummary, max_length: int) -> None:
-    beyond = _share_beyond(of_set, max_length)
+    beyond = _fraction_beyond(of_set, max_length)
     title = f"\nTokens per sample of {visible(of_set.name)}: {beyond:.1%} have more than a window's {max_length:,}"
     console.print(Text(title, style="bold"), soft_wrap=True)
     bins = histogram(of_set.lengths, max_length)
@@ -233,7 +233,7 @@ def page(inspection: Inspection) -> str:
         facts=inspection.facts,
         tables=_tables(summary) if summary else [],
         max_length=limit,
-        histograms=[(of.name, _share_beyond(of, limit), histogram(of.lengths, limit)) for of in sets],
+        histograms=[(of.name, _fraction_beyond(of, limit), histogram(of.lengths, limit)) for of in sets],
         counts=_counts_of(inspection.samples),
         samples=inspection.samples,
     )

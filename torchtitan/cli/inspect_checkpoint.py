@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from torchtitan.components.checkpoint import CheckpointInfo
     from torchtitan.components.weights import Format
-    from torchtitan.protocols.tensor_source import TensorForm
+    from torchtitan.protocols.tensor_source import TensorSpec
 
-States = Mapping[str, Mapping[str, "TensorForm"]]
+States = Mapping[str, Mapping[str, "TensorSpec"]]
 
 _PICKLE = ".metadata"
 """File that is not opened if it is known to be damaged."""
@@ -75,7 +75,7 @@ def _format_in(path: Path) -> "Format | None":
 
 def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> tuple[dict[str, str], States, list[str]]:
     from torchtitan.components.checkpoint import catalog
-    from torchtitan.components.checkpoint.dcp import state_forms
+    from torchtitan.components.checkpoint.dcp import state_tensor_specs
     from torchtitan.components.weights import open_source
     from torchtitan.components.weights.sources import FORMAT_NAMES
     from torchtitan.models.pretrained import checkpoint_format
@@ -88,7 +88,7 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> tuple[
     facts |= _saved_by_a_run(path, found, faults, verify=verify)
     if not any(_PICKLE in fault for fault in faults):
         try:
-            states = state_forms(path) if found == "dcp" else {"model": open_source(path).forms}
+            states = state_tensor_specs(path) if found == "dcp" else {"model": open_source(path).specs}
         except UserError as error:
             faults.append(str(error))
     if found in ("hf", "meta"):
@@ -103,13 +103,13 @@ def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
     """Say why `generate` and `convert` would refuse an undamaged checkpoint."""
     from torchtitan.components.weights.assets import DESCRIPTION, read_converters
     from torchtitan.models.pretrained import spec_of
-    from torchtitan.protocols.conversion import described_converters
+    from torchtitan.protocols.conversion import converters_from_records
 
     if _format_in(path) == "dcp" and not (path / DESCRIPTION).is_file():  # another program's: nothing more to check
         return []
     try:
         spec_of(path, family)
-        described_converters([*read_converters(path), *read_converters(path, "simulated")], str(path))
+        converters_from_records([*read_converters(path), *read_converters(path, "simulated")], str(path))
     except UserError as error:
         return [str(error)]
     return []
@@ -151,8 +151,8 @@ def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, ve
             facts["converters"] = ", ".join(str(converter.get("class")) for converter in converters)
     except UserError as error:
         faults.append(str(error))
-    if info.frozen_from:
-        facts["left out"] = f"weights that are not trained: those of {info.frozen_from}"
+    if info.base_model:
+        facts["left out"] = f"weights that are not trained: those of {info.base_model}"
     if info.validation_loss is not None:
         facts["validation loss"] = f"{info.validation_loss:.6g}"
     facts |= {"complete": "yes", "digests": "not compared"}
@@ -173,28 +173,28 @@ def _print_findings(path: Path, facts: Mapping[str, str], states: States, *, ten
             [
                 (
                     f"{state}: {name}" if len(states) > 1 else name,
-                    " x ".join(map(str, forms[name].shape)) or "scalar",
-                    _dtype_name(forms[name]),
-                    f"{forms[name].n_bytes:,}",
+                    " x ".join(map(str, specs[name].shape)) or "scalar",
+                    _dtype_name(specs[name]),
+                    f"{specs[name].n_bytes:,}",
                 )
-                for state, forms in states.items()
-                for name in sorted(forms)
+                for state, specs in states.items()
+                for name in sorted(specs)
             ],
         )
 
 
-def _summary(forms: "Mapping[str, TensorForm]") -> str:
-    if not forms:
+def _summary(specs: "Mapping[str, TensorSpec]") -> str:
+    if not specs:
         return "no tensors"
-    types = Counter(map(_dtype_name, forms.values()))
-    values = sum(form.shape.numel() for form in forms.values())
-    n_bytes = sum(form.n_bytes for form in forms.values())
+    types = Counter(map(_dtype_name, specs.values()))
+    values = sum(spec.shape.numel() for spec in specs.values())
+    n_bytes = sum(spec.n_bytes for spec in specs.values())
     counts = ", ".join(f"{dtype} ({count})" for dtype, count in types.most_common())
-    return f"{len(forms)} tensors, {values:,} values, {n_bytes:,} bytes: {counts}"
+    return f"{len(specs)} tensors, {values:,} values, {n_bytes:,} bytes: {counts}"
 
 
-def _dtype_name(form: "TensorForm") -> str:
-    return str(form.dtype).removeprefix("torch.")
+def _dtype_name(spec: "TensorSpec") -> str:
+    return str(spec.dtype).removeprefix("torch.")
 
 
 def _print_list(checkpoints: "Sequence[CheckpointInfo]") -> int:

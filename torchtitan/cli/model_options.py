@@ -61,8 +61,8 @@ def add_base_option(group: "argparse._ActionsContainer", checkpoint: str) -> Non
         "--base",
         type=Path,
         metavar="DIR",
-        help=f"where {checkpoint} holds trained weights only (--checkpoint.trained_only): the folder of the others "
-        "(default: the one that its run began from)",
+        help=f"folder of the base model if {checkpoint} holds trained weights only (--checkpoint.save_trainable_only); "
+        "default: the one that the run started from",
     )
 
 
@@ -121,7 +121,7 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
     from torchtitan.models.pretrained import load_model
     from torchtitan.tools.device import device_type
 
-    _refuse_a_folder_of_checkpoints(options.checkpoint)
+    _reject_checkpoint_folder(options.checkpoint)
     device = torch.device(options.device or device_type())
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda, and no GPU is available")
@@ -150,7 +150,7 @@ def run_command(command: str, run: Callable[[], int | None]) -> int:
         return 2 if isinstance(error, UserError) else 3
 
 
-def _refuse_a_folder_of_checkpoints(path: Path) -> None:
+def _reject_checkpoint_folder(path: Path) -> None:
     from torchtitan.components.checkpoint.catalog import list_checkpoints
 
     for folder in (path, path / "checkpoint"):

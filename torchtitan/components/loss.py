@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config import Configurable
-from torchtitan.distributed.loss_parallel import LogitsLoss, share_vocabulary
+from torchtitan.distributed.loss_parallel import LogitsLoss, shard_vocabulary
 from torchtitan.tools.errors import UserError
 
 IGNORE_INDEX = -100
@@ -68,7 +68,7 @@ class CrossEntropyLoss(Configurable):
         """
         from_logits: LogitsLoss = self.from_logits if self._recorded is None else self._from_logits_and_record
         if isinstance(weight_VD, DTensor):
-            hidden_BLD, weight_VD, from_logits = share_vocabulary(hidden_BLD, weight_VD, from_logits)
+            hidden_BLD, weight_VD, from_logits = shard_vocabulary(hidden_BLD, weight_VD, from_logits)
         hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
         if self.config.chunk_tokens == 0:
             return from_logits(F.linear(hidden, weight_VD), labels)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
-from torchtitan.distributed.gradients import laid_out_like, row_norms, total_norm
+from torchtitan.distributed.gradients import redistribute_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError
@@ -170,7 +170,7 @@ class Optimizer(Configurable):
     def _use_gradient(self, optimizer: torch.optim.Optimizer, group_index: int, parameter: nn.Parameter) -> None:
         """Update one parameter from its complete gradient, and free the gradient."""
         assert parameter.grad is not None
-        parameter.grad = laid_out_like(parameter.grad, parameter)
+        parameter.grad = redistribute_like(parameter.grad, parameter)
         self._row_norms.append(row_norms(parameter.grad))
         self._updated_early.add(parameter)
         # Looked up by index: loading a state replaces the groups, and the schedule changes them.

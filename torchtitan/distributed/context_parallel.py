@@ -62,7 +62,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPla
         q_BLHD, k_BLKD, v_BLKD, mask = args
         return q_BLHD, _gather_sequence(k_BLKD, mesh), _gather_sequence(v_BLKD, mesh), mask
 
-    def say_which_tokens(_: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def set_token_ids(_: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         (positions_BL,) = args
         length, device = positions_BL.shape[1] * shards.degree, positions_BL.device
         tokens = {
@@ -75,7 +75,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPla
         if fnmatchcase(name, plan.attention):
             module.register_forward_pre_hook(gather_keys_and_values)
         if fnmatchcase(name, plan.mask):
-            module.register_forward_pre_hook(say_which_tokens, with_kwargs=True)
+            module.register_forward_pre_hook(set_token_ids, with_kwargs=True)
 
 
 def _gather_sequence(x_BLHD: Tensor, mesh: DeviceMesh) -> Tensor:

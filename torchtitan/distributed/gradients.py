@@ -26,7 +26,7 @@ def clip_grad_norm(
     gradients = []
     for parameter in with_gradients:
         assert parameter.grad is not None
-        parameter.grad = laid_out_like(parameter.grad, parameter)
+        parameter.grad = redistribute_like(parameter.grad, parameter)
         gradients.append(parameter.grad)
     total = total_norm(gradients, pipeline)
     for group in _by_mesh(with_gradients).values():
@@ -55,7 +55,7 @@ def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None =
     return squares.sqrt().to(total.dtype)
 
 
-def laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
+def redistribute_like(tensor: Tensor, other: Tensor) -> Tensor:
     """Lay out a DTensor like another: tensor parallelism may leave a gradient partial, or whole for a shard."""
     if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)):
         return tensor

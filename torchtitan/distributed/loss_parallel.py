@@ -19,7 +19,7 @@ LogitsLoss = Callable[[Tensor, Tensor], Tensor]
 """(logits (N, V), labels (N,)) → the loss summed over the N tokens."""
 
 
-def share_vocabulary(
+def shard_vocabulary(
     hidden_BLD: Tensor, weight_VD: DTensor, from_logits: LogitsLoss
 ) -> tuple[Tensor, Tensor, LogitsLoss]:
     """Split a linear layer and a loss on its outputs so that each rank computes its part.
@@ -53,7 +53,7 @@ def share_vocabulary(
         except Exception as error:
             if _is_of_communication(error):
                 raise
-            _try_on_whole_logits(from_logits, local_logits, labels, vocabulary)
+            _try_on_full_logits(from_logits, local_logits, labels, vocabulary)
             reason = textwrap.shorten(str(error).partition("\n")[0], _REASON_WIDTH, placeholder=" …")
             raise UserError(
                 "the loss uses an operation that does not work on logits whose vocabulary tensor parallelism shards "
@@ -70,7 +70,7 @@ def _is_of_communication(error: Exception) -> bool:
     return callers[-1].endswith(("_functional_collectives.py", "distributed_c10d.py"))
 
 
-def _try_on_whole_logits(from_logits: LogitsLoss, local_logits: Tensor, labels: Tensor, vocabulary: int) -> None:
+def _try_on_full_logits(from_logits: LogitsLoss, local_logits: Tensor, labels: Tensor, vocabulary: int) -> None:
     """Raise the loss's errors on plain tensors of a few tokens too: a mistake that no option fixes."""
     few = labels[:_TRIED_TOKENS]
     with torch.enable_grad():
@@ -103,8 +103,8 @@ class _LossWithGradient(torch.autograd.Function):
 def gather_for_head(head: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make `head(hidden, weight, …)` take DTensors: every rank computes it on whole plain tensors."""
 
-    def on_whole_tensors(hidden_BLD: Tensor, weight_VD: Tensor, **inputs: object) -> Tensor:
+    def on_full_tensors(hidden_BLD: Tensor, weight_VD: Tensor, **inputs: object) -> Tensor:
         whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in (hidden_BLD, weight_VD)]
         return head(*whole, **inputs)
 
-    return on_whole_tensors
+    return on_full_tensors

@@ -46,8 +46,8 @@ def parallelize_decoder(
     activation_checkpoint = activation_checkpoint or ActivationCheckpointConfig()
     compile = compile or CompileConfig()
     if mesh is not None and parallel_dims.tp > 1:
-        loss_on_whole_tensors = parallelism.disable_loss_parallel
-        apply_tensor_parallel(model, mesh["tp"], sharding, disable_loss_parallel=loss_on_whole_tensors)
+        loss_on_full_tensors = parallelism.disable_loss_parallel
+        apply_tensor_parallel(model, mesh["tp"], sharding, disable_loss_parallel=loss_on_full_tensors)
     if mesh is not None and parallel_dims.cp > 1:
         apply_context_parallel(model, parallel_dims.context_mesh(mesh), sharding, parallel_dims.sequence_shards)
     apply_activation_checkpointing(model, activation_checkpoint)

@@ -47,7 +47,7 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
 }
 
 
-def share_parameters(module: nn.Module, mesh: DeviceMesh, features: Features | None) -> None:
+def shard_parameters(module: nn.Module, mesh: DeviceMesh, features: Features | None) -> None:
     """Shard each of `module`'s own parameters along its dimension over `features`, or replicate it. The weights must be
     the same on all ranks, or on the meta device."""
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -77,7 +77,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
     if sharding == "whole sequence":  # its parts have entries of their own
         module.register_forward_pre_hook(lambda module, inputs: take(module, inputs, mesh))
     else:
-        distribute_module(module, mesh, lambda _, part, mesh: share_parameters(part, mesh, features), take, give)
+        distribute_module(module, mesh, lambda _, part, mesh: shard_parameters(part, mesh, features), take, give)
 
 
 def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
@@ -148,10 +148,10 @@ def apply_tensor_parallel(
         # Each rank would train its own copy of it, from its own part of the sequence.
         raise UserError(f"the sharding plan does not say what tensor parallelism does with {', '.join(missed)}")
     if disable_loss_parallel:
-        model.register_forward_pre_hook(_use_whole_tensors, with_kwargs=True)
+        model.register_forward_pre_hook(_use_full_tensors, with_kwargs=True)
 
 
-def _use_whole_tensors(
+def _use_full_tensors(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, {**kwargs, "head": gather_for_head(kwargs.get("head", F.linear))}

@@ -17,7 +17,7 @@ from types import TracebackType
 from torchtitan.distributed.hang_consensus import TICK_SECONDS, HangConsensus, HangReport, Position, Process, headline
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.logging import logger
-from torchtitan.tools.process import is_launched, leave, report_failure
+from torchtitan.tools.process import exit_process, is_launched, report_failure
 
 HANG_EXIT_CODE = 3
 """As for any run that failed for a stated reason."""
@@ -168,7 +168,7 @@ class Watchdog:
         elif report.reporter_rank == self._rank:
             logger.error("%s", report.text)
         self._end_silent_ranks(report.silent)
-        leave(HANG_EXIT_CODE)
+        exit_process(HANG_EXIT_CODE)
 
     def _stacks(self) -> str:
         """Return this rank's position and the stacks of its threads: the main thread first, the watchdog's left out."""

@@ -21,7 +21,7 @@ from torchtitan.dry_run.observer import observing
 from torchtitan.dry_run.work_tracker import Work, WorkTracker
 from torchtitan.protocols import ModelSpec
 from torchtitan.tools.torch_private import FakeTensorMode, fsdp_parameters, gathered_weights
-from torchtitan.trainer import StepOutcome, Trainer
+from torchtitan.trainer import StepResult, Trainer
 
 
 class VocabularySize(Tokenizer):
@@ -143,14 +143,14 @@ class FakeTrainer(Trainer):
         loss = super().forward_backward_step(batch, n_tokens)
         self.n_computed += 1
         self.work_of_second = self.work.work - before
-        self.label_what_training_made()
+        self.label_training_allocations()
         return loss
 
     def check_gradients(self) -> None:
         """The other ranks do not exist."""
 
-    def read_outcome(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepOutcome:
-        return StepOutcome(loss=0.0, grad_norm=0.0, stop_requested=False, data_exhausted=False)
+    def read_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepResult:
+        return StepResult(loss=0.0, grad_norm=0.0, stop_requested=False, data_exhausted=False)
 
     @property
     def all_parts(self) -> list[nn.Module]:
@@ -164,7 +164,7 @@ class FakeTrainer(Trainer):
         self.memory.label("parameters", parameters)
         self.memory.label("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])
         if self.pipeline:
-            MicrobatchReplay(self.pipeline, self.memory, self.work, self.label_what_training_made).install()
+            MicrobatchReplay(self.pipeline, self.memory, self.work, self.label_training_allocations).install()
         with self.fake_mode, observing(self.memory, self.work):
             self.prepare_converters(1)
             self.train_step(iter(self.dataloader))
@@ -174,7 +174,7 @@ class FakeTrainer(Trainer):
         parameters = [parameter for part in self.all_parts for parameter in part.parameters()]
         return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
 
-    def label_what_training_made(self) -> None:
+    def label_training_allocations(self) -> None:
         """Say which memory holds gradients, and which gathered weights."""
         self.memory.label("gathered parameters", _gathered_parameters(self.all_parts))
         self.memory.label("gradients", _gradients(self.all_parts))

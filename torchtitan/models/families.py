@@ -12,7 +12,7 @@ from torchtitan.config.registry import built_in_modules, installed_modules, trus
 from torchtitan.distributed.parallelize import parallelize_decoder
 from torchtitan.models.common.decoder import DENSE_SHARDING, Decoder
 from torchtitan.protocols import ModelSpec, ShardingPlan
-from torchtitan.protocols.state_dict_adapter import ForeignFormat
+from torchtitan.protocols.state_dict_adapter import ExternalFormat
 from torchtitan.tools.errors import UserError
 
 
@@ -24,7 +24,7 @@ class Family:
 
     flavors: Mapping[str, Decoder.Config]
 
-    formats: Mapping[str, ForeignFormat]
+    formats: Mapping[str, ExternalFormat]
     """Weights in other formats: `hf` (Hugging Face), `meta`."""
 
     sharding: ShardingPlan = DENSE_SHARDING

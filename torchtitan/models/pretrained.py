@@ -17,7 +17,7 @@ from torchtitan.components.weights.sources import format_of, formats_in
 from torchtitan.models.families import families_with, named_family
 from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import no_folder, read_object
+from torchtitan.tools.files import missing_folder_error, read_object
 
 DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
 """Format → name of the file next to the weights that describes the model."""
@@ -61,7 +61,7 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
         document = _read_description(folder, "meta")
         if document.get("vocab_size", -1) == -1:  # Llama 1 and 2: Meta's code asks the tokenizer
             document["vocab_size"] = MetaSource(folder).vocab_size
-        return _foreign_spec(next(families_with("meta", family)), "meta", document)
+        return _external_spec(next(families_with("meta", family)), "meta", document)
     document = read_model_json(folder)
     package = named_family(document["module"], folder, family)
     config_class = type(next(iter(package.FLAVORS.values())))
@@ -73,7 +73,7 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
     return spec
 
 
-def native_source(
+def internal_source(
     path: str | Path, *, base: Path | None = None, family: ModuleType | None = None
 ) -> tuple[ModelSpec, TensorSource]:
     """Return the model of a checkpoint in any format, and its weights under our names and in our layout.
@@ -86,7 +86,7 @@ def native_source(
         UserError: as `spec_of`; if the tensors do not fit the model, or are incomplete.
     """
     spec = spec_of(path, family)
-    return spec, pretrained.native_source(path, spec, base=base)
+    return spec, pretrained.internal_source(path, spec, base=base)
 
 
 def load_model(
@@ -101,19 +101,19 @@ def load_model(
 
     Args:
         dtype: type of the weights. None: the most frequent type in the checkpoint.
-        base: as in `native_source`.
+        base: as in `internal_source`.
         family: as in `spec_of`.
 
     Raises:
-        UserError: as `native_source`; if a checkpoint of ours is damaged, or its weights are quantized.
+        UserError: as `internal_source`; if a checkpoint of ours is damaged, or its weights are quantized.
     """
     checkpoint_format(path, family)
     pretrained.check_digests(path)
-    spec, source = native_source(path, base=base, family=family)
+    spec, source = internal_source(path, base=base, family=family)
     with torch.device("meta"):
         model: BaseModel = spec.model.build()
-    check_types(source.forms, model.state_dict())
-    model = model.to(dtype or prevailing_dtype(source.forms)).to_empty(device=device)
+    check_types(source.specs, model.state_dict())
+    model = model.to(dtype or prevailing_dtype(source.specs)).to_empty(device=device)
     load_weights(source, [model])
     return LoadedModel(model.eval(), spec, asset_folder(Path(path)))
 
@@ -130,7 +130,7 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
     for package in families_with("hf", family):
         model_types = package.FORMATS["hf"].model_types
         if model_type in model_types:
-            return _foreign_spec(package, "hf", document), document
+            return _external_spec(package, "hf", document), document
         known.update(model_types)
     raise UserError(
         f"{folder}: model_type is {model_type!r} in its config.json, which is of no family here (there are: "
@@ -141,12 +141,12 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
 def _read_description(folder: Path, format: str) -> dict[str, Any]:
     name = DESCRIPTIONS[format]
     if not folder.is_dir():
-        raise no_folder(folder)
+        raise missing_folder_error(folder)
     if not os.path.lexists(folder / name):
         raise UserError(f"'{folder}' has no {name}, which says what model it holds")
     return read_object(folder / name)
 
 
-def _foreign_spec(family: ModuleType, format: str, document: Mapping[str, Any]) -> ModelSpec:
-    spec: ModelSpec = family.model_spec(family.FORMATS[format].from_foreign(document), _FOREIGN_FLAVOR)
+def _external_spec(family: ModuleType, format: str, document: Mapping[str, Any]) -> ModelSpec:
+    spec: ModelSpec = family.model_spec(family.FORMATS[format].from_external(document), _FOREIGN_FLAVOR)
     return spec

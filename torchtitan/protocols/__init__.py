@@ -4,12 +4,12 @@ from torchtitan.protocols.converter import LayerConverter, ModelConverter
 from torchtitan.protocols.model import BaseModel, ConvertedModule
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingPlan
-from torchtitan.protocols.state_dict_adapter import ForeignFormat, StateDictAdapter
+from torchtitan.protocols.state_dict_adapter import ExternalFormat, StateDictAdapter
 
 __all__ = [
     "BaseModel",
     "ConvertedModule",
-    "ForeignFormat",
+    "ExternalFormat",
     "LayerConverter",
     "ModelConverter",
     "ModelSpec",

@@ -13,7 +13,7 @@ from torchtitan.protocols.converter import ModelConverter, only_warnings
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.errors import UserError
 
-Description = Mapping[str, Any]
+ConverterRecord = Mapping[str, Any]
 """A converter as JSON: `class` (import path of its module, a colon, its name there) and `config`."""
 
 
@@ -59,7 +59,7 @@ def _converted(config: BaseModel.Config, converters: Sequence[ModelConverter]) -
     return model
 
 
-def check_plain_form(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> None:
+def check_plain_state(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> None:
     """Raise `UserError`, naming the tensors, if a converter changes the model's tensors without declaring it."""
     models = (_converted(config, converters), converted_model(config, converters))
     ours, known = (tensor_shapes(model).items() for model in models)
@@ -75,14 +75,14 @@ def tensor_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-def describe_converters(configs: Iterable[Configurable.Config]) -> list[Description]:
+def converter_records(configs: Iterable[Configurable.Config]) -> list[ConverterRecord]:
     """Describe, in order, the converters needed to make a plain model of a run's weights."""
-    return [_describe(config) for config in configs if _class_of(config).changes_weights]
+    return [_converter_record(config) for config in configs if _class_of(config).changes_weights]
 
 
-def describe_simulation(configs: Iterable[Configurable.Config]) -> list[Description]:
+def simulation_records(configs: Iterable[Configurable.Config]) -> list[ConverterRecord]:
     """Describe, in order, the converters needed to compute as the run does."""
-    return [_describe(config) for config in configs if _class_of(config).simulates]
+    return [_converter_record(config) for config in configs if _class_of(config).simulates]
 
 
 def _class_of(config: Configurable.Config) -> type[ModelConverter]:
@@ -91,17 +91,17 @@ def _class_of(config: Configurable.Config) -> type[ModelConverter]:
     return owner
 
 
-def _describe(config: Configurable.Config) -> Description:
+def _converter_record(config: Configurable.Config) -> ConverterRecord:
     return {"class": import_path(config._owner), "config": config.to_dict()}
 
 
-def saved_config(saved: Iterable[Description], converter: ModelConverter) -> Configurable.Config | None:
+def saved_config(saved: Iterable[ConverterRecord], converter: ModelConverter) -> Configurable.Config | None:
     """Return the configuration in `saved` for this converter's class, or None. Raise `UserError` for unknown fields."""
     configs = [said.get("config", {}) for said in saved if said.get("class") == import_path(type(converter))]
     return type(converter).Config.from_dict(configs[0]) if configs else None
 
 
-def differences(saved: Sequence[Description], converters: Iterable[ModelConverter]) -> list[str]:
+def differences(saved: Sequence[ConverterRecord], converters: Iterable[ModelConverter]) -> list[str]:
     """Explain differences in meaning between `saved` weights and the run's `converters`, by options alone. Raise
     `UserError` like `saved_config`."""
     ours = {import_path(type(converter)): converter for converter in converters if converter.changes_weights}
@@ -126,10 +126,10 @@ def meaning_of(config: Configurable.Config) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name not in run_options}
 
 
-def described_converters(descriptions: Iterable[Description], said_by: str) -> list[ModelConverter]:
-    """Restore converters from the result of `describe_converters`, held by `said_by`. Raise `UserError`, naming a class
+def converters_from_records(records: Iterable[ConverterRecord], said_by: str) -> list[ModelConverter]:
+    """Restore converters from the result of `converter_records`, held by `said_by`. Raise `UserError`, naming a class
     that must not be imported (`config.registry.trusted_module`), cannot be, or is no longer a converter."""
-    return [_described(description, said_by) for description in descriptions]
+    return [_converter_from_record(record, said_by) for record in records]
 
 
 def import_path(owner: type) -> str:
@@ -137,8 +137,8 @@ def import_path(owner: type) -> str:
     return f"{owner.__module__}:{owner.__qualname__}"
 
 
-def _described(description: Description, said_by: str) -> ModelConverter:
-    path = str(description.get("class"))
+def _converter_from_record(record: ConverterRecord, said_by: str) -> ModelConverter:
+    path = str(record.get("class"))
     said = f"{said_by} was saved with the converter {path}"
     module, _, name = path.partition(":")
     try:
@@ -155,5 +155,5 @@ def _described(description: Description, said_by: str) -> ModelConverter:
     is_converter = isinstance(owner, type) and issubclass(owner, ModelConverter)
     if not (is_converter and (owner.changes_weights or owner.simulates)):
         raise UserError(f"{said}, which is not a ModelConverter that checkpoints name")
-    converter: ModelConverter = owner.Config.from_dict(description.get("config", {})).build()
+    converter: ModelConverter = owner.Config.from_dict(record.get("config", {})).build()
     return converter

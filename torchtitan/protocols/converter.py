@@ -66,7 +66,7 @@ class ModelConverter(Configurable):
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
         """Load additional initial values from files at the start of a run, after the plain model's weights. A resumed
-        run calls this only if the checkpoint lacks frozen weights (`checkpoint.trained_only`)."""
+        run calls this only if the checkpoint lacks frozen weights (`checkpoint.save_trainable_only`)."""
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
         """Act once before training, after weights are initialized or loaded."""
@@ -78,7 +78,7 @@ class ModelConverter(Configurable):
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
         """Act after each optimizer step."""
 
-    def write_beside_export(
+    def write_export_files(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
         """Write separately useful parts of the conversion into a subfolder of `folder`, the plain model's export, in

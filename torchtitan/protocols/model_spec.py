@@ -10,7 +10,7 @@ from tyro.conf import Suppress
 from torchtitan.config import Configurable
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.sharding import ShardingPlan
-from torchtitan.protocols.state_dict_adapter import ForeignFormat
+from torchtitan.protocols.state_dict_adapter import ExternalFormat
 
 ParallelizeFunction = Callable[..., nn.Module]
 
@@ -40,7 +40,7 @@ class ModelSpec:
     parallelize: Suppress[ParallelizeFunction]
     """Applies the parallelisms to a meta-device model or pipeline stage, in place; see `distributed.parallelize`."""
 
-    formats: Suppress[Mapping[str, ForeignFormat]] = field(default_factory=dict)
+    formats: Suppress[Mapping[str, ExternalFormat]] = field(default_factory=dict)
     """Other formats of the weights: `hf` (Hugging Face), `meta`. Empty: only our own."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Names and layouts of a family's weights in other formats: one table for both directions.
 
-A row maps our tensors ("native") to another format's ("foreign") with a transform, independent of files.
+A row maps our tensors ("internal") to another format's ("external") with a transform, independent of files.
 """
 
 from abc import ABC, abstractmethod
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from torchtitan.protocols.model import BaseModel
-from torchtitan.protocols.tensor_source import TensorForm, some
+from torchtitan.protocols.tensor_source import TensorSpec, summarize_names
 from torchtitan.tools.errors import UserError
 
 Names = str | tuple[str, ...]
 """One tensor's name or several; `*` matches every layer's number."""
 
 
-def model_forms(config: BaseModel.Config) -> dict[str, TensorForm]:
-    """Return name → form of every tensor of the model that `config` builds, in its order; nothing is allocated."""
+def model_tensor_specs(config: BaseModel.Config) -> dict[str, TensorSpec]:
+    """Return name → spec of every tensor of the model that `config` builds, in its order; nothing is allocated."""
     with torch.device("meta"):
         model = config.build()
-    return {name: TensorForm.of(tensor) for name, tensor in model.state_dict().items()}
+    return {name: TensorSpec.of(tensor) for name, tensor in model.state_dict().items()}
 
 
 class Transform(ABC):
@@ -33,11 +33,11 @@ class Transform(ABC):
     """True if this only moves rows between two tensors, and so also applies to a weight's adapter or row norms."""
 
     @abstractmethod
-    def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """Return our tensors, of `shapes`, from the other format's."""
 
     @abstractmethod
-    def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the other format's tensors from ours."""
 
 
@@ -47,10 +47,10 @@ class Identity(Transform):
 
     rows_only = True
 
-    def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         return tensors
 
-    def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         return tensors
 
 
@@ -63,10 +63,10 @@ class RopePermutation(Transform):
 
     head_dim: int
 
-    def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         return [self._permute(tensor, (self.head_dim // 2, 2)) for tensor in tensors]
 
-    def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         return [self._permute(tensor, (2, self.head_dim // 2)) for tensor in tensors]
 
     def _permute(self, tensor: Tensor, order: tuple[int, int]) -> Tensor:
@@ -79,11 +79,11 @@ class Concatenated(Transform):
 
     dim: int
 
-    def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         (fused,) = tensors
         return list(fused.split([shape[self.dim] for shape in shapes], dim=self.dim))
 
-    def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         return [torch.cat(tensors, dim=self.dim)]
 
 
@@ -93,10 +93,10 @@ class Stacked(Transform):
 
     dim: int
 
-    def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         return [torch.stack(tensors, dim=self.dim)]
 
-    def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         (stack,) = tensors
         return list(stack.unbind(self.dim))
 
@@ -107,11 +107,11 @@ class Repeated(Transform):
 
     times: int
 
-    def to_native(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """Return the first tensor; the adapter's `tied` requires the others to equal it."""
         return tensors[:1]
 
-    def to_foreign(self, tensors: list[Tensor]) -> list[Tensor]:
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         return tensors * self.times
 
 
@@ -119,8 +119,8 @@ class Repeated(Transform):
 class KeyMapping:
     """Our tensors, their equivalents in the other format, and the transform between them."""
 
-    native: Names
-    foreign: Names
+    internal: Names
+    external: Names
     transform: Transform = Identity()
 
 
@@ -128,8 +128,8 @@ class KeyMapping:
 class TensorConversion:
     """One row for one layer: the tensors of either side determine the other side's."""
 
-    native: tuple[str, ...]
-    foreign: tuple[str, ...]
+    internal: tuple[str, ...]
+    external: tuple[str, ...]
     transform: Transform
 
 
@@ -138,8 +138,8 @@ class StateDictAdapter:
 
     Args:
         rows: cover every tensor of the model once.
-        ignored: optional foreign tensors without information, such as RoPE frequencies; `*` as in rows.
-        tied: optional foreign tensor → the tensor that it must equal; the reader compares them (`check_tied`).
+        ignored: optional external tensors without information, such as RoPE frequencies; `*` as in rows.
+        tied: optional external tensor → the tensor that it must equal; the reader compares them (`check_tied`).
     """
 
     def __init__(
@@ -153,41 +153,41 @@ class StateDictAdapter:
         self.steps = [step for row in rows for step in _expand_row(row, n_layers)]
         self.tied = dict(tied or {})
         self._ignored = {name for pattern in ignored for name in _expand(pattern, n_layers)}
-        for names in (self.native_names, self.foreign_names):
+        for names in (self.internal_names, self.external_names):
             assert len(set(names)) == len(names), "a tensor in more than one row"
 
     @property
-    def native_names(self) -> list[str]:
-        return [name for step in self.steps for name in step.native]
+    def internal_names(self) -> list[str]:
+        return [name for step in self.steps for name in step.internal]
 
     @property
-    def foreign_names(self) -> list[str]:
+    def external_names(self) -> list[str]:
         """The other format's tensors, without optional ones."""
-        return [name for step in self.steps for name in step.foreign]
+        return [name for step in self.steps for name in step.external]
 
-    def foreign_forms(self, native: Mapping[str, TensorForm]) -> dict[str, TensorForm]:
-        """Return name → form of the other format's tensors for a model with the forms `native`. Raise `UserError` if
+    def external_specs(self, internal: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """Return name → spec of the other format's tensors for a model with the specs `internal`. Raise `UserError` if
         those are not exactly the table's tensors."""
-        _check_names("the weights", native, self.native_names, allowed=())
-        forms: dict[str, TensorForm] = {}
+        _check_names("the weights", internal, self.internal_names, allowed=())
+        specs: dict[str, TensorSpec] = {}
         for step in self.steps:
-            tensors = [torch.empty(native[n].shape, dtype=native[n].dtype, device="meta") for n in step.native]
-            made = step.transform.to_foreign(tensors)
-            forms |= {name: TensorForm.of(tensor) for name, tensor in zip(step.foreign, made, strict=True)}
-        return forms
+            tensors = [torch.empty(internal[n].shape, dtype=internal[n].dtype, device="meta") for n in step.internal]
+            made = step.transform.to_external(tensors)
+            specs |= {name: TensorSpec.of(tensor) for name, tensor in zip(step.external, made, strict=True)}
+        return specs
 
-    def plan(self, foreign: Mapping[str, TensorForm], native: Mapping[str, TensorForm]) -> list[TensorConversion]:
-        """Return the steps that convert a checkpoint with the forms `foreign` to a model with the forms `native`. Raise
+    def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> list[TensorConversion]:
+        """Return the steps that convert a checkpoint (`external`) to a model (`internal`), from both specs. Raise
         `UserError`, naming missing, unknown or misshapen tensors."""
-        expected = self.foreign_forms(native)
-        _check_names("the checkpoint", foreign, list(expected), allowed={*self._ignored, *self.tied})
+        expected = self.external_specs(internal)
+        _check_names("the checkpoint", external, list(expected), allowed={*self._ignored, *self.tied})
         misshapen = [
-            f"{name} is {list(foreign[name].shape)} and must be {list(form.shape)}"
-            for name, form in expected.items()
-            if foreign[name].shape != form.shape
+            f"{name} is {list(external[name].shape)} and must be {list(spec.shape)}"
+            for name, spec in expected.items()
+            if external[name].shape != spec.shape
         ]
         if misshapen:
-            raise UserError(f"the checkpoint's tensors do not fit the model: {some(misshapen)}")
+            raise UserError(f"the checkpoint's tensors do not fit the model: {summarize_names(misshapen)}")
         return self.steps
 
 
@@ -201,16 +201,16 @@ def check_tied(name: str, tensor: Tensor, tied_to: str, original: Tensor) -> Non
 
 
 @dataclass(frozen=True)
-class ForeignFormat:
+class ExternalFormat:
     """A family's tensors in another format, and the file that describes the model."""
 
     adapter: Callable[[Any], StateDictAdapter]
     """Model configuration → the table of its tensors."""
 
-    to_foreign: Callable[[Any], dict[str, Any]]
+    to_external: Callable[[Any], dict[str, Any]]
     """Model configuration → its keys in config.json (hf) or params.json (meta). Raises `UserError` if impossible."""
 
-    from_foreign: Callable[[Mapping[str, Any]], BaseModel.Config]
+    from_external: Callable[[Mapping[str, Any]], BaseModel.Config]
     """Content of that file → model configuration. Raises `UserError`, naming unsupported requirements."""
 
     model_types: tuple[str, ...] = ()
@@ -222,18 +222,18 @@ def _expand(name: str, n_layers: int) -> list[str]:
 
 
 def _expand_row(row: KeyMapping, n_layers: int) -> list[TensorConversion]:
-    native = (row.native,) if isinstance(row.native, str) else row.native
-    foreign = (row.foreign,) if isinstance(row.foreign, str) else row.foreign
-    columns = [_expand(name, n_layers) for name in (*native, *foreign)]
+    internal = (row.internal,) if isinstance(row.internal, str) else row.internal
+    external = (row.external,) if isinstance(row.external, str) else row.external
+    columns = [_expand(name, n_layers) for name in (*internal, *external)]
     lines = zip(*columns, strict=True)
-    return [TensorConversion(line[: len(native)], line[len(native) :], row.transform) for line in lines]
+    return [TensorConversion(line[: len(internal)], line[len(internal) :], row.transform) for line in lines]
 
 
 def _check_names(owner: str, found: Iterable[str], expected: Sequence[str], allowed: Iterable[str]) -> None:
     there, known = set(found), {*expected, *allowed}
     missing = [name for name in expected if name not in there]
     surplus = [name for name in found if name not in known]
-    faults = [f"missing from {owner}: {some(missing)}"] if missing else []
-    faults += [f"in {owner}, and not in the model: {some(surplus)}"] if surplus else []
+    faults = [f"missing from {owner}: {summarize_names(missing)}"] if missing else []
+    faults += [f"in {owner}, and not in the model: {summarize_names(surplus)}"] if surplus else []
     if faults:
         raise UserError("; ".join(faults))

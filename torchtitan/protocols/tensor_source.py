@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import unreadable
+from torchtitan.tools.files import unreadable_file_error
 
 Slices = tuple[slice, ...]
 """Part of a tensor: start and stop for each dimension, without steps."""
@@ -22,15 +22,15 @@ _NAMED_IN_ERRORS = 5
 
 
 @dataclass(frozen=True)
-class TensorForm:
+class TensorSpec:
     """Properties of a tensor, known without reading it."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "TensorForm":
-        """Return the form of a tensor; for a DTensor, the whole tensor's."""
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """Return the spec of a tensor; for a DTensor, the whole tensor's."""
         return cls(tensor.shape, tensor.dtype)
 
     @property
@@ -41,7 +41,7 @@ class TensorForm:
 class TensorSource(ABC):
     """Tensors by name. Opening reads only names, shapes and dtypes; no file stays open, and nothing is cached."""
 
-    forms: Mapping[str, TensorForm]
+    specs: Mapping[str, TensorSpec]
 
     @abstractmethod
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
@@ -52,7 +52,7 @@ def slice_shape(slices: Slices) -> tuple[int, ...]:
     return tuple(part.stop - part.start for part in slices)
 
 
-def whole(shape: torch.Size) -> Slices:
+def full_slices(shape: torch.Size) -> Slices:
     """Return the slices that cover a tensor."""
     return tuple(slice(0, size) for size in shape)
 
@@ -80,14 +80,14 @@ def as_type(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
-def some(names: Sequence[str]) -> str:
+def summarize_names(names: Sequence[str]) -> str:
     """Return the first few names and the total number for a message."""
     more = f", … ({len(names)} in all)" if len(names) > _NAMED_IN_ERRORS else ""
     return ", ".join(names[:_NAMED_IN_ERRORS]) + more
 
 
-def damaged(file: str | Path, error: object) -> UserError:
+def damaged_file_error(file: str | Path, error: object) -> UserError:
     """Return the error for an unreadable file of weights."""
-    return unreadable(
+    return unreadable_file_error(
         file, f"{file} cannot be read, it is damaged or was cut short: {error}; copy or download it again"
     )

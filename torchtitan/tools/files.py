@@ -57,7 +57,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(text, name)
     except UserError as error:
-        raise unreadable(path, str(error)) from error
+        raise unreadable_file_error(path, str(error)) from error
     if not isinstance(content, dict):
         raise UserError(f"{name} must hold a JSON object, not {type(content).__name__}")
     return content
@@ -87,7 +87,7 @@ def _levels(content: Any) -> int:
     return levels
 
 
-def no_folder(path: str | Path) -> UserError:
+def missing_folder_error(path: str | Path) -> UserError:
     """Return the error for a `path` that should be a folder of model files. It names the download command if `path` can
     be an id on the Hugging Face hub, or its folder."""
     place = Path(path)
@@ -124,7 +124,7 @@ def file_to_copy(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def unreadable(file: str | Path, message: str) -> UserError:
+def unreadable_file_error(file: str | Path, message: str) -> UserError:
     """Return the error for a model's file, local or behind a URL: `message`, or a hint for a Git LFS pointer."""
     path = Path(file)
     if path.is_file() and is_lfs_pointer(path):

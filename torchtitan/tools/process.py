@@ -97,9 +97,9 @@ def is_launched() -> bool:
     return LAUNCHER_VARIABLE in os.environ
 
 
-def end_with_launcher() -> None:
+def exit_with_launcher() -> None:
     """From now on, end this process when the launcher, at the other end of standard input, is gone."""
-    threading.Thread(target=_wait_for_its_end, name="launcher", daemon=True).start()
+    threading.Thread(target=_wait_for_exit, name="launcher", daemon=True).start()
 
 
 def report_failure(code: int, text: str, *, passing: bool) -> None:
@@ -112,14 +112,14 @@ def report_failure(code: int, text: str, *, passing: bool) -> None:
         _reported = True
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End this process at once, without the interpreter's shutdown, which may abort after a lost rank."""
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(code)
 
 
-def _wait_for_its_end() -> None:
+def _wait_for_exit() -> None:
     with contextlib.suppress(OSError):
         os.read(_LAUNCHER, 1)  # it never sends anything
     os.kill(os.getpid(), signal.SIGKILL)

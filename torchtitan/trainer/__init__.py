@@ -2,7 +2,7 @@
 
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.models import RunModel
-from torchtitan.trainer.outcome import NonFiniteError, StepOutcome
+from torchtitan.trainer.step_result import NonFiniteError, StepResult
 from torchtitan.trainer.trainer import Trainer
 
-__all__ = ["Callback", "NonFiniteError", "RunModel", "StepOutcome", "Trainer"]
+__all__ = ["Callback", "NonFiniteError", "RunModel", "StepResult", "Trainer"]

@@ -30,7 +30,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.folder_lock import FolderLock, lock_folder
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.config import RunConfig
-from torchtitan.trainer.data_progress import RunLength
+from torchtitan.trainer.data_progress import DataProgress
 from torchtitan.trainer.models import RunModel, facts_of
 
 
@@ -104,7 +104,7 @@ class RunBuilder(Configurable):
             global_batch_size=self.global_batch_size,
         )
 
-    def build_run_length(self) -> RunLength:
+    def build_data_progress(self) -> DataProgress:
         """Build the counter that determines the last step, from `training.steps` or `training.epochs`."""
         training, samples = self.config.training, self.dataloader.n_samples
         if training.epochs is not None and samples is None and self.config.optimizer.early_step_in_backward:
@@ -113,7 +113,7 @@ class RunBuilder(Configurable):
                 "--optimizer.early_step_in_backward does not go with --training.epochs of a stream: the step that "
                 "finds its end would change the weights (--training.steps ends a run too)"
             )
-        return RunLength(training, n_samples=samples, global_batch_size=self.global_batch_size)
+        return DataProgress(training, n_samples=samples, global_batch_size=self.global_batch_size)
 
     def build_models(self) -> dict[str, RunModel]:
         """Build the run's models by name, sharded and without memory: here "model", which the configuration describes.

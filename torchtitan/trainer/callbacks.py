@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan.components.data.base import Batch
 from torchtitan.config import Configurable
 from torchtitan.distributed.compile import RecompileMonitor
-from torchtitan.trainer.outcome import Ending, StepOutcome
+from torchtitan.trainer.step_result import StepResult, StopReason
 
 
 class Callback(Configurable):
@@ -40,13 +40,13 @@ class Callback(Configurable):
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
         """Receive this rank's part of the next global batch from the loader; empty after the end of the data."""
 
-    def on_step(self, outcome: StepOutcome) -> None:
+    def on_step(self, outcome: StepResult) -> None:
         """Act on a finished step, already counted in `trainer.step`, before it is reported."""
 
-    def after_step(self, outcome: StepOutcome) -> None:
+    def after_step(self, outcome: StepResult) -> None:
         """Act on a finished step after it is reported, before validation and checkpoint."""
 
-    def on_end(self, ending: Ending) -> None:
+    def on_end(self, reason: StopReason) -> None:
         """Act after the last step, before the last validation and checkpoint."""
 
     def before_save(self) -> None:
@@ -69,7 +69,7 @@ class GarbageCollection(Callback):
             if was_on:
                 gc.enable()
 
-    def after_step(self, outcome: StepOutcome) -> None:
+    def after_step(self, outcome: StepResult) -> None:
         if self.trainer.step % self.trainer.config.training.gc_freq == 0:
             gc.collect(1)
 
@@ -97,5 +97,5 @@ class Profiling(Callback):
         profiler: AbstractContextManager[Any] = self.profiler
         return profiler
 
-    def after_step(self, outcome: StepOutcome) -> None:
+    def after_step(self, outcome: StepResult) -> None:
         self.profiler.step(self.trainer.step)

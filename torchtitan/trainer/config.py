@@ -40,7 +40,7 @@ from torchtitan.distributed.compile import check_compile
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
-from torchtitan.protocols.conversion import check_plain_form, describe_converters, import_path, meaning_of
+from torchtitan.protocols.conversion import check_plain_state, converter_records, import_path, meaning_of
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -219,7 +219,7 @@ class RunConfig(Configurable.Config):
             config.check_run(training=self.training, parallelism=self.parallelism, compile=self.compile)
             config.build().check_model(model)
         if self.checkpoint.last_save_in_hf:
-            check_plain_form(self.model_spec.model, [config.build() for config in self.model_converters])
+            check_plain_state(self.model_spec.model, [config.build() for config in self.model_converters])
         check_parts(model, self.model_spec.sharding, self.parallelism.tensor_parallel_degree)
         vocab_size = self.model_spec.model.vocab_size
         if n_added_tokens and not any(p.requires_grad and vocab_size in p.shape for p in model.parameters()):
@@ -249,7 +249,7 @@ class RunConfig(Configurable.Config):
         properties: dict[str, Any] = {"configuration": self.registered_as} if self.registered_as else {}
         properties["trainer"] = import_path(self._owner)
         properties |= leaves({"model": self.model_spec.model.to_dict()})
-        described = [config for config in self.model_converters if describe_converters([config])]
+        described = [config for config in self.model_converters if converter_records([config])]
         properties["model_converters"] = [config_key(config) for config in described]
         for config in described:
             properties |= leaves({"model_converters": {config_key(config): meaning_of(config)}})

@@ -1,11 +1,11 @@
-"""`RunLength`: the amount of data that a run has read, and the run's last step."""
+"""`DataProgress`: the amount of data that a run has read, and the run's last step."""
 
 from collections.abc import Mapping
 
 from torchtitan.config.sections import TrainingConfig, parse_step_ranges
 
 
-class RunLength:
+class DataProgress:
     """Count a run's data in global batches and in samples, and compute the last step.
 
     Batches include skipped ones (`skip_data`), in data order. A resumed run may change the batch size, so that only the
@@ -23,7 +23,7 @@ class RunLength:
         self._skipped = sorted(parse_step_ranges(config.skip_data), key=lambda of: of.start)
 
     @property
-    def next_is_left_out(self) -> bool:
+    def next_is_skipped(self) -> bool:
         """True if the next global batch is to be skipped."""
         return any(self.data_step + 1 in of for of in self._skipped)
 
@@ -37,14 +37,14 @@ class RunLength:
             return self._steps
         n_batches = -(-max(0, self._n_samples - self.n_samples_read) // self._global_batch_size)
         end = self.data_step + 1 + n_batches
-        return step + n_batches - sum(max(0, min(of.stop, end) - of.start) for of in self._left_out())
+        return step + n_batches - sum(max(0, min(of.stop, end) - of.start) for of in self._skipped_ahead())
 
     def data_steps(self, n_steps: int) -> int:
         """Return `data_step` after `n_steps` more steps, at least 1."""
         end = self.data_step + 1 + n_steps
-        for left_out in self._left_out():
-            if left_out.start < end:
-                end += len(left_out)
+        for skipped in self._skipped_ahead():
+            if skipped.start < end:
+                end += len(skipped)
         return end - 1
 
     def samples_read_at(self, last_step: int, step: int) -> int:
@@ -54,13 +54,13 @@ class RunLength:
         n_batches = self.data_steps(last_step - step) - self.data_step
         return self.n_samples_read + n_batches * self._global_batch_size
 
-    def _left_out(self) -> list[range]:
+    def _skipped_ahead(self) -> list[range]:
         """Return the skipped batches ahead, as ascending and disjoint ranges."""
-        first, left_out = self.data_step + 1, []
+        first, skipped = self.data_step + 1, []
         for of in self._skipped:
-            left_out.append(range(max(of.start, first), max(of.stop, first)))
+            skipped.append(range(max(of.start, first), max(of.stop, first)))
             first = max(first, of.stop)
-        return left_out
+        return skipped
 
     def state_dict(self) -> dict[str, int]:
         return {"data_step": self.data_step, "n_samples_read": self.n_samples_read}

@@ -9,7 +9,7 @@ from torchtitan.components.evaluation.tasks import SUFFIXES, evaluate_file, read
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.callbacks import Callback
-from torchtitan.trainer.outcome import Ending, StepOutcome
+from torchtitan.trainer.step_result import StepResult, StopReason
 
 
 class Evaluation(Callback):
@@ -57,13 +57,13 @@ class Evaluation(Callback):
     config: Config
     is_pending = False  # whether steps were made since the last evaluation; a run that is complete makes none
 
-    def after_step(self, outcome: StepOutcome) -> None:
+    def after_step(self, outcome: StepResult) -> None:
         self.is_pending = self.trainer.step % self.config.freq != 0
         if not self.is_pending:
             self.evaluate()
 
-    def on_end(self, ending: Ending) -> None:
-        if self.is_pending and ending != "stopped":
+    def on_end(self, reason: StopReason) -> None:
+        if self.is_pending and reason != "stopped":
             self.evaluate()
 
     def evaluate(self) -> None:

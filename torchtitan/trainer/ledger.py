@@ -13,7 +13,7 @@ from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import RunFailure
 from torchtitan.trainer.callbacks import Callback
-from torchtitan.trainer.outcome import StepOutcome
+from torchtitan.trainer.step_result import StepResult
 
 
 class Ledger(Callback):
@@ -40,7 +40,7 @@ class Ledger(Callback):
         own = micro_batches if self.enabled and self.trainer.parallel_dims.is_batch_leader else []
         self._taken = names_of(own, self.trainer.dataloader.document_names)
 
-    def on_step(self, outcome: StepOutcome) -> None:
+    def on_step(self, outcome: StepResult) -> None:
         """Write the line of a step that was taken. Raise `RunFailure` if that fails: a ledger must have no gap."""
         if not (self.enabled and outcome.is_finite):
             return

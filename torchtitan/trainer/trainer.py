@@ -30,15 +30,15 @@ from torchtitan.distributed.process_group import (
     world_size,
 )
 from torchtitan.distributed.watchdog import Watchdog
-from torchtitan.protocols.conversion import describe_converters, describe_simulation
+from torchtitan.protocols.conversion import converter_records, simulation_records
 from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopRequest
 from torchtitan.trainer.builder import RunBuilder
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
 from torchtitan.trainer.ledger import Ledger, in_global_order, names_of, shortened
-from torchtitan.trainer.outcome import Ending, NonFiniteError, StepOutcome, log_ending
 from torchtitan.trainer.sample_losses import SampleLosses
+from torchtitan.trainer.step_result import NonFiniteError, StepResult, StopReason, log_stop_reason
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
@@ -74,7 +74,7 @@ class Trainer(RunBuilder):
         samples_per_pass = training.local_batch_size * self.parallel_dims.dp_degree
         self.gradient_accumulation_steps = self.global_batch_size // samples_per_pass
         self.tokens_per_step = self.global_batch_size * training.seq_len * self.sequences_per_sample
-        self.run_length = self.build_run_length()
+        self.run_length = self.build_data_progress()
         self.total_steps = self.run_length.last_step(0)
 
         self.converters = [converter.build() for converter in config.model_converters]
@@ -178,10 +178,10 @@ class Trainer(RunBuilder):
             with self.watchdog, contextlib.ExitStack() as stack:
                 for callback in self.callbacks:
                     stack.enter_context(callback.around_run())
-                ending = self.train_until_it_ends()
-            self.finish(ending)
+                reason = self.run_steps()
+            self.finish(reason)
 
-    def train_until_it_ends(self) -> Ending:
+    def run_steps(self) -> StopReason:
         """Take steps until the run ends, and return the reason."""
         batches = iter(self.dataloader)
         comm, first_step = self.config.comm, self.step + 1
@@ -214,7 +214,7 @@ class Trainer(RunBuilder):
         for converter in self.converters:
             converter.pre_step_hook(self.model_parts, step)
 
-    def train_step(self, batches: Iterator[Batch]) -> StepOutcome:
+    def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Take one optimizer step over the next global batch."""
         self.optimizer.zero_grad()
         self.watchdog.phase("data")
@@ -230,7 +230,7 @@ class Trainer(RunBuilder):
         self.watchdog.phase("gradient clipping")
         grad_norm = self.clip_gradients()
         self.watchdog.phase("reading the outcome")
-        outcome = self.read_outcome(loss, grad_norm, n_tokens)
+        outcome = self.read_result(loss, grad_norm, n_tokens)
         if not outcome.is_finite:
             self.handle_nonfinite(outcome, micro_batches)
         elif not outcome.data_exhausted:
@@ -255,7 +255,7 @@ class Trainer(RunBuilder):
     def leave_out_data(self, batches: Iterator[Batch]) -> None:
         """Read and discard the next global batches if `training.skip_data` names them."""
         first = self.run_length.data_step + 1
-        while self.run_length.next_is_left_out:
+        while self.run_length.next_is_skipped:
             for _ in itertools.islice(batches, self.gradient_accumulation_steps):
                 pass
             self.run_length.count_batch()
@@ -363,7 +363,7 @@ class Trainer(RunBuilder):
         pipeline = self.mesh.get_group("pp") if self.mesh and self.pipeline else None
         return clip_grad_norm(self.trained_parameters(), self.config.training.max_norm, pipeline)
 
-    def read_outcome(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepOutcome:
+    def read_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepResult:
         """Sum the loss and requests to stop over ranks, and read all values at once."""
         if self.has_own_loss and not self.is_divided:
             raise UserError(
@@ -378,7 +378,7 @@ class Trainer(RunBuilder):
         norm_and_tokens = [value.to(self.device, self.statistics_dtype) for value in (grad_norm, n_tokens)]
         values = torch.cat([torch.stack(norm_and_tokens), sums]).tolist()
         norm, tokens, total_loss, ranks_to_stop, ranks_with_data, *measured = values
-        return StepOutcome(
+        return StepResult(
             loss=total_loss,
             grad_norm=norm,
             stop_requested=ranks_to_stop > 0,
@@ -386,7 +386,7 @@ class Trainer(RunBuilder):
             measures=self.measures.means(measured),
         )
 
-    def handle_nonfinite(self, outcome: StepOutcome, micro_batches: list[Batch]) -> None:
+    def handle_nonfinite(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
         """Stop the run or skip this step, with unchanged weights, unless the optimizer steps early in the backward
         pass. Raise `NonFiniteError` with the step and all ranks' documents in it."""
         own = micro_batches if self.parallel_dims.is_batch_leader else []
@@ -401,7 +401,7 @@ class Trainer(RunBuilder):
 
     # --- around a step ----------------------------------------------------------------------------------------------
 
-    def complete_step(self, outcome: StepOutcome) -> None:
+    def complete_step(self, outcome: StepResult) -> None:
         """Count and report the step, tell the loader if it was taken, then run callbacks, validation and checkpoint."""
         self.step += 1
         self.run_length.count_batch()
@@ -438,7 +438,7 @@ class Trainer(RunBuilder):
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]
 
-    def report(self, outcome: StepOutcome) -> None:
+    def report(self, outcome: StepResult) -> None:
         """Log the numbers of the step if due."""
         self.metrics.count_tokens(self.tokens_per_step)
         self.metrics.log_step(
@@ -450,19 +450,19 @@ class Trainer(RunBuilder):
             **outcome.measures,
         )
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, reason: StopReason) -> None:
         """Report and save outstanding results, and log how the run ended."""
         self.metrics.flush()
         for callback in self.callbacks:
-            callback.on_end(ending)
-        validating = self.validator and ending == "data ended" and not self.validator.is_due(self.step, last=False)
+            callback.on_end(reason)
+        validating = self.validator and reason == "data ended" and not self.validator.is_due(self.step, last=False)
         validation_loss = self.validate() if validating else None
-        stopped = ending == "stopped"
+        stopped = reason == "stopped"
         with self.metrics.exclude():
             self.sync_records()
             self.checkpointer.save(self.step, last=not stopped, stopped=stopped, validation_loss=validation_loss)
             self.checkpointer.wait()
-        log_ending(ending, self.step, self.total_steps, self.config.checkpoint)
+        log_stop_reason(reason, self.step, self.total_steps, self.config.checkpoint)
 
     def describe_run(self) -> None:
         """Log the model and data of the run, and any checkpoints in its folder that it will not use."""
@@ -524,11 +524,11 @@ class Trainer(RunBuilder):
             assets=CheckpointAssets.of(
                 spec,
                 {**files, **changed_files},
-                converters=describe_converters(config.model_converters),
-                simulated=describe_simulation(config.model_converters),
+                converters=converter_records(config.model_converters),
+                simulated=simulation_records(config.model_converters),
             ),
             export=export if "hf" in spec.formats else None,
-            frozen_from=frozen_weights(config.checkpoint, config.debug.seed),
+            base_model=frozen_weights(config.checkpoint, config.debug.seed),
             identity=self.identity,
         )
 
@@ -554,7 +554,7 @@ class Trainer(RunBuilder):
         }
         path = config.initial_load_path
         is_other = path and not is_url(path) and (added or read_converters(path))
-        if not (config.initial_load_in_hf or is_other or self.converters or config.trained_only):
+        if not (config.initial_load_in_hf or is_other or self.converters or config.save_trainable_only):
             return loads  # the checkpointer itself loads a fitting checkpoint of our own
         main = partial(load_initial_weights, path, spec, self.model_parts, self.converters, added=added)
         return {"model": main, **loads}

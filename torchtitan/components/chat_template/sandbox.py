@@ -67,7 +67,7 @@ _OF_DICTIONARIES = frozenset(dir(dict))
 _MARK = "mark"
 
 
-class TooMuchError(Exception):
+class WorkLimitError(Exception):
     """A template exceeds the limits of a rendering."""
 
 
@@ -83,13 +83,13 @@ class Progress:
     started: float = field(default_factory=time.monotonic)
 
     def spend(self, amount: int) -> None:
-        """Take `amount` from the allowance; raise `TooMuchError` if less is left."""
+        """Take `amount` from the allowance; raise `WorkLimitError` if less is left."""
         self.allowance -= amount
         if self.allowance < 0:
-            raise TooMuchError
+            raise WorkLimitError
 
     def size(self, value: Any) -> int:
-        """Return a value's length as text, with repeated parts; raise `TooMuchError` beyond the remaining allowance."""
+        """Return a value's length as text, with repeats; raise `WorkLimitError` beyond the remaining allowance."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, int):
@@ -102,7 +102,7 @@ class Progress:
         for item in value:
             size += self.size(item)
             if size > self.allowance:
-                raise TooMuchError
+                raise WorkLimitError
         return size
 
 
@@ -158,7 +158,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(left, int) and isinstance(right, int):
             n_bits = left.bit_length()
             if (n_bits * abs(right) if operator == "**" else n_bits + right.bit_length()) > _WIDEST:
-                raise TooMuchError
+                raise WorkLimitError
         elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
             times, repeated = (left, right) if isinstance(left, int) else (right, left)
             progress.spend(abs(times) * progress.size(repeated))
@@ -282,7 +282,7 @@ def _turn(context: jinja2.runtime.Context, price: int) -> None:
     progress.spend(price)
     # Only the thread's own time counts, since the process may sleep, but reading it is slower.
     if time.monotonic() > progress.started + _SECONDS and time.thread_time() > progress.cpu_started + _SECONDS:
-        raise TooMuchError
+        raise WorkLimitError
 
 
 @jinja2.pass_context
@@ -356,7 +356,7 @@ def _price_indent(
 def _price_format(progress: Progress, text: str, *args: Any, sign: str = "{", **kwargs: Any) -> None:
     """Refuse widths that are too large or not literal."""
     if re.search(r"\{[^{}]*(\d{5}|\{[^{}]*\})" if sign == "{" else r"%[^a-zA-Z%]*(\d{5}|\*)", text):
-        raise TooMuchError
+        raise WorkLimitError
     progress.spend(text.count(sign) * (_WIDEST + progress.size([args, kwargs])))
 
 
@@ -371,7 +371,7 @@ _GROWING: dict[str, Callable[..., None]] = {
 
 def _check_numbers(*values: Any) -> None:
     if any(isinstance(value, int) and abs(value) > _WIDEST for value in values):
-        raise TooMuchError
+        raise WorkLimitError
 
 
 def _own(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -389,19 +389,19 @@ def _to_json(
 ) -> str:
     """Return JSON, with transformers' options; Jinja's own filter would escape HTML characters."""
     if any((part if isinstance(part, int) else len(part)) > 16 for part in (indent or 0, *(separators or ()))):
-        raise TooMuchError
+        raise WorkLimitError
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _round(value: float, precision: int = 0, method: Any = "common") -> float:
     if abs(precision) > 100:
-        raise TooMuchError
+        raise WorkLimitError
     return jinja2.filters.do_round(value, precision, method)
 
 
 def _date(now: datetime, format: str) -> str:
     if len(format) > 200 or re.search(r"%[^a-zA-Z%]*\d", format):  # the system's strftime takes any width
-        raise TooMuchError
+        raise WorkLimitError
     return now.strftime(format)
 
 

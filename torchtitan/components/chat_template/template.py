@@ -128,7 +128,7 @@ class ChatTemplate:
         from torchtitan.components.chat_template import sandbox
 
         blocks, progress = [], sandbox.Progress()
-        turns = [_as_templates_read_it(turn) for turn in messages]
+        turns = [_as_template_input(turn) for turn in messages]
         # Llama 3.1's template, for example, would write something else for an empty list of tools.
         known = {"tools": tools or None, "documents": None, **self.variables, **variables}
         known |= {sandbox.PROGRESS: progress, "messages": turns}
@@ -136,7 +136,7 @@ class ChatTemplate:
             for block in self._template.generate(known):
                 blocks.append(block)
                 progress.n_characters += len(block)
-        except sandbox.TooMuchError as error:
+        except sandbox.WorkLimitError as error:
             raise UserError(
                 f"{self.name} takes too long at this conversation, or too much memory; use another template"
             ) from error
@@ -147,7 +147,7 @@ class ChatTemplate:
         return "".join(blocks), progress.marks
 
 
-def _as_templates_read_it(message: Message) -> dict[str, Any]:
+def _as_template_input(message: Message) -> dict[str, Any]:
     """Drop keys without a value, and give a model's reasoning under both names that templates read."""
     known = {key: value for key, value in message.items() if value is not None}
     names = ("reasoning_content", "thinking", "reasoning")

@@ -189,25 +189,25 @@ class Saver:
         from torchtitan.components.checkpoint import dcp
 
         assert self.export, "checked by the manager"
-        native = self.ranks.broadcast_from_rank0(lambda: catalog.start_native(partial))
-        dcp.save(native, entries, self.ranks.group)
+        dcp_folder = self.ranks.broadcast_from_rank0(lambda: catalog.start_dcp(partial))
+        dcp.save(dcp_folder, entries, self.ranks.group)
         try:
-            self.export(Path(str(native)), Path(str(partial)), self.ranks)
+            self.export(Path(str(dcp_folder)), Path(str(partial)), self.ranks)
             path = self._commit(partial, marker)
         except Exception as error:  # all of them: the weights are at stake
             if marker.step == self.step and self.kind == "full":
                 raise  # the run's own checkpoint of this step is still there, and a run can resume from it
             self.ranks.broadcast_from_rank0(lambda: catalog.remove_checkpoint(partial) if partial.exists() else None)
-            self._commit(native, dataclasses.replace(marker, kind="model_only"))
+            self._commit(dcp_folder, dataclasses.replace(marker, kind="model_only"))
             raise _ExportError(
                 f"{type(error).__name__}: {error}; the weights are kept there in our own format, "
                 "and torchtitan convert makes Hugging Face files of them"
             ) from error
         if self.ranks.rank == 0:
             try:
-                catalog.remove_checkpoint(native)
+                catalog.remove_checkpoint(dcp_folder)
             except OSError as error:
-                logger.warning("%s could not be removed: %s", native, error)
+                logger.warning("%s could not be removed: %s", dcp_folder, error)
         return path
 
     def _commit(self, partial: Folder, marker: Marker) -> Folder:

@@ -59,8 +59,8 @@ class CheckpointInfo:
         return self.marker.kind if self.marker else None
 
     @property
-    def frozen_from(self) -> str:
-        return self.marker.frozen_from if self.marker else ""
+    def base_model(self) -> str:
+        return self.marker.base_model if self.marker else ""
 
     @property
     def ends_run(self) -> bool:
@@ -111,11 +111,11 @@ def resumable(folder: Folder) -> list[CheckpointInfo]:
         info.step: f"it was found damaged: {info.damage}" for info in checkpoints if info.kind == "full" and info.damage
     }
     if lost and not sound:
-        raise none_sound(folder, lost)
+        raise no_usable_checkpoint(folder, lost)
     return sound
 
 
-def none_sound(folder: Folder, lost: Mapping[int, str]) -> UserError:
+def no_usable_checkpoint(folder: Folder, lost: Mapping[int, str]) -> UserError:
     """Return the error for a run whose checkpoints are all unusable; `lost` maps step to reason."""
     lines = "".join(f"\n  step {step}: {lost[step]}" for step in sorted(lost))
     note = f" and remove its {_DAMAGE}" if any(info.damage for info in list_checkpoints(folder)) else ""
@@ -191,11 +191,11 @@ def start_partial(folder: AnyFolder, step: int) -> Folder:
     return partial
 
 
-def start_native(partial: Folder) -> Folder:
+def start_dcp(partial: Folder) -> Folder:
     """Return the empty folder `step-N.dcp.partial` next to `partial`, for the files to convert from."""
-    native = partial.parent / f"{partial.name.removesuffix('.partial')}.dcp.partial"
-    native.make()
-    return native
+    dcp_folder = partial.parent / f"{partial.name.removesuffix('.partial')}.dcp.partial"
+    dcp_folder.make()
+    return dcp_folder
 
 
 def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, name: str = "") -> Folder:

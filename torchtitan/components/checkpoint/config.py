@@ -55,7 +55,7 @@ class CheckpointConfig(Configurable.Config):
     """Write while training continues, from a copy in CPU memory: in a thread (async), or in a separate process from
     pinned memory, which is faster to copy to (async_with_pinned_mem; without CUDA, it is not pinned)."""
 
-    trained_only: bool = False
+    save_trainable_only: bool = False
     """Leave frozen weights out of the checkpoints a run resumes from; they come from initial_load_path or the seed."""
 
     keep_latest_k: int = 10

@@ -37,13 +37,13 @@ from torchtitan.components.checkpoint.state import Entries
 from torchtitan.protocols.tensor_source import (
     MakeTensor,
     Slices,
-    TensorForm,
     TensorSource,
+    TensorSpec,
     as_type,
-    damaged,
+    damaged_file_error,
+    full_slices,
     slice_shape,
-    some,
-    whole,
+    summarize_names,
 )
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import FsspecReader, FsspecWriter, PyTorchFileReader, StorageInfo, set_element
@@ -102,22 +102,22 @@ def save(
     _run(lambda: dcp.save(dict(states), storage_writer=writer, process_group=group, no_dist=group is None))
 
 
-def write_dcp(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -> None:
+def write_dcp(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) -> None:
     """Write tensors one at a time as the state "model" of a checkpoint; the caller commits it (`catalog.commit`).
 
     Args:
         path: an existing folder.
-        forms: name → form to write; values of another dtype are converted.
+        specs: name → spec to write; values of another dtype are converted.
         make: returns the tensor of a name, called just before it is written.
 
     Raises:
         UserError: if a dtype is too narrow for a value.
         OSError: if a file cannot be written.
     """
-    templates = {name: torch.empty(form.shape, dtype=form.dtype, device="meta") for name, form in forms.items()}
+    templates = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     # One file per tensor: DCP keeps all tensors of a file until it closes the file.
     writer = _Writer(path, single_file_per_rank=False)
-    states, planner = {"model": encode("model", templates)}, _LazyPlanner(forms, make)
+    states, planner = {"model": encode("model", templates)}, _LazyPlanner(specs, make)
     _run(lambda: dcp.save(states, storage_writer=writer, planner=planner, no_dist=True))
 
 
@@ -177,18 +177,18 @@ class _StagedPlanner(DefaultSavePlanner):
 class _LazyPlanner(DefaultSavePlanner):
     """Saves meta-device tensors, making each one when its values are needed."""
 
-    def __init__(self, forms: Mapping[str, TensorForm], make: MakeTensor):
+    def __init__(self, specs: Mapping[str, TensorSpec], make: MakeTensor):
         super().__init__()
-        self._to_make = forms
+        self._to_make = specs
         self._make = make
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         name = str(self.mappings[index.fqn][-1])
         if name not in self._to_make:
             return super().lookup_object(index)
-        form, tensor = self._to_make[name], self._make(name)
-        assert tensor.shape == form.shape, f"{name} had another shape than its form"
-        return as_type(name, tensor, form.dtype)
+        spec, tensor = self._to_make[name], self._make(name)
+        assert tensor.shape == spec.shape, f"{name} had another shape than its spec"
+        return as_type(name, tensor, spec.dtype)
 
 
 # Loading
@@ -217,14 +217,14 @@ def load(
     if lacking:
         excluded = f"to go on without, list {lacking[0]} in checkpoint.exclude_from_loading"
         raise UserError(f"{path} was saved without a state {lacking[0]!r}; {excluded}")
-    forms = {state: _forms(metadata, entries) for state, entries in saved.items()}
+    specs = {state: _specs(metadata, entries) for state, entries in saved.items()}
     templates = {name: state.state_dict() for name, state in states.items()}
-    _check_tensors(path, templates, forms, ranks)
+    _check_tensors(path, templates, specs, ranks)
     request: dict[str, Entries] = {name: dict(_tensors(template)) for name, template in templates.items()}
     for key in (keys[name] for name in rank_states):
-        request[key] = {entry: torch.empty(form.shape, dtype=form.dtype) for entry, form in forms[key].items()}
+        request[key] = {entry: torch.empty(spec.shape, dtype=spec.dtype) for entry, spec in specs[key].items()}
     for key, entries in request.items():
-        entries |= dict.fromkeys(saved[key].keys() - forms[key].keys(), "")
+        entries |= dict.fromkeys(saved[key].keys() - specs[key].keys(), "")
     try:
         dcp.load(
             request,
@@ -256,12 +256,12 @@ def _unreadable(path: Folder, error: BaseException) -> UserError:
 def _check_tensors(
     path: Folder,
     templates: Mapping[str, Mapping[str, Any]],
-    saved: Mapping[str, Mapping[str, TensorForm]],
+    saved: Mapping[str, Mapping[str, TensorSpec]],
     ranks: Ranks,
 ) -> None:
     """Compare names and shapes of the tensors before loading any; a tensor that no rank has is surplus."""
     wanted = {f"{state}.{entry}": tensor.shape for state in templates for entry, tensor in _tensors(templates[state])}
-    stored = {f"{state}.{entry}": form.shape for state in templates for entry, form in saved[state].items()}
+    stored = {f"{state}.{entry}": spec.shape for state in templates for entry, spec in saved[state].items()}
     problems = [_problem(name, stored.get(name), size) for name, size in wanted.items() if stored.get(name) != size]
     of_ranks = ranks.gather((problems, [name in wanted for name in stored]))
     problems = list(dict.fromkeys(problem for rank_problems, _ in of_ranks for problem in rank_problems))
@@ -327,34 +327,36 @@ class DcpSource(TensorSource):
         self._reader = _Reader(LocalFolder(self.path), self._metadata)
         states = _saved_states(self._metadata)
         if state not in states:
-            raise UserError(f"{self.path} was saved without a state {state!r}; it has {some(sorted(states))}")
+            raise UserError(
+                f"{self.path} was saved without a state {state!r}; it has {summarize_names(sorted(states))}"
+            )
         self._keys = states[state]
-        self.forms = _forms(self._metadata, self._keys)
+        self.specs = _specs(self._metadata, self._keys)
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        form, key = self.forms[name], self._keys[name]
-        wanted = slices if slices is not None else whole(form.shape)
+        spec, key = self.specs[name], self._keys[name]
+        wanted = slices if slices is not None else full_slices(spec.shape)
         shape = slice_shape(wanted)
-        out = torch.empty(shape, dtype=form.dtype)
+        out = torch.empty(shape, dtype=spec.dtype)
         chunk = ChunkStorageMetadata(torch.Size(part.start for part in wanted), torch.Size(shape))
         saved = self._metadata.state_dict_metadata[key]
-        assert isinstance(saved, TensorStorageMetadata), "a form is a tensor's"
+        assert isinstance(saved, TensorStorageMetadata), "a spec is a tensor's"
         items = create_read_items_for_chunk_list(key, saved, [chunk])
         try:
             if slices is None and len(items) == len(saved.chunks) == 1:
-                return self._load(items[0], form)
+                return self._load(items[0], spec)
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
             self._reader.read_data(LoadPlan(items), _ReadInto(out)).wait()
         except Exception as error:  # there is no end to what damaged bytes lead to
-            raise damaged(self.path, f"{name}: {short_error(error)}") from error
+            raise damaged_file_error(self.path, f"{name}: {short_error(error)}") from error
         return out
 
-    def _load(self, item: ReadItem, form: TensorForm) -> Tensor:
+    def _load(self, item: ReadItem, spec: TensorSpec) -> Tensor:
         """Return a tensor stored in one piece; DCP's reader would hold it twice."""
         place = self._metadata.storage_data[item.storage_index]
         with open(self.path / place.relative_path, "rb") as file:
             tensor: Tensor = torch.load(self._reader._slice_file(file, place), map_location="cpu", weights_only=True)
-        if TensorForm.of(tensor) != form or tensor.is_meta or tensor.layout != torch.strided:
+        if TensorSpec.of(tensor) != spec or tensor.is_meta or tensor.layout != torch.strided:
             raise ValueError(f"{place.relative_path} holds another tensor than .metadata says")
         return tensor
 
@@ -371,15 +373,15 @@ class _ReadInto(DefaultLoadPlanner):
         return part
 
 
-def state_forms(path: AnyFolder) -> dict[str, dict[str, TensorForm]]:
-    """Return state → tensor → form, without reading tensors; raise `UserError` if the checkpoint cannot be read."""
+def state_tensor_specs(path: AnyFolder) -> dict[str, dict[str, TensorSpec]]:
+    """Return state → tensor → spec, without reading tensors; raise `UserError` if the checkpoint cannot be read."""
     metadata = read_metadata(folder_at(path))
-    return {state: _forms(metadata, keys) for state, keys in sorted(_saved_states(metadata).items())}
+    return {state: _specs(metadata, keys) for state, keys in sorted(_saved_states(metadata).items())}
 
 
 def optimized_names(path: AnyFolder) -> set[str]:
-    """Return the parameters with optimizer state in the checkpoint; raise `UserError` as `state_forms` does."""
-    keys = state_forms(path).get("optimizer", {})
+    """Return the parameters with optimizer state in the checkpoint; raise `UserError` as `state_tensor_specs` does."""
+    keys = state_tensor_specs(path).get("optimizer", {})
     return {key.removeprefix("state.").rpartition(".")[0] for key in keys if key.startswith("state.")}
 
 
@@ -392,10 +394,10 @@ def _saved_states(metadata: Metadata) -> dict[str, dict[str, str]]:
     return states
 
 
-def _forms(metadata: Metadata, keys: Mapping[str, str]) -> dict[str, TensorForm]:
+def _specs(metadata: Metadata, keys: Mapping[str, str]) -> dict[str, TensorSpec]:
     saved = {entry: metadata.state_dict_metadata[key] for entry, key in keys.items()}
     return {
-        entry: TensorForm(form.size, form.properties.dtype)
-        for entry, form in saved.items()
-        if isinstance(form, TensorStorageMetadata)
+        entry: TensorSpec(spec.size, spec.properties.dtype)
+        for entry, spec in saved.items()
+        if isinstance(spec, TensorStorageMetadata)
     }

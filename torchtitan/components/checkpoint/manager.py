@@ -48,7 +48,7 @@ class CheckpointManager(Configurable):
             The one for "model" also verifies and loads `initial_load_path`, if nothing else of it is loaded.
         assets: files that rank 0 writes into each checkpoint besides the states.
         export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
-        frozen_from: origin of the frozen weights, for `trained_only`; `initial_loads` set them before a run resumes.
+        base_model: origin of the frozen weights, for `save_trainable_only`; `initial_loads` load them before resuming.
         identity: returns the run's identity; called on rank 0. Checkpoints carry it, and checkpoints of another run are
             refused. None: every checkpoint in the folder counts as the run's own.
 
@@ -74,7 +74,7 @@ class CheckpointManager(Configurable):
         initial_loads: Mapping[str, Callable[[], None]] | None = None,
         assets: Assets | None = None,
         export: Export | None = None,
-        frozen_from: BaseWeights = _THE_SEED,
+        base_model: BaseWeights = _THE_SEED,
         identity: Callable[[], RunIdentity] | None = None,
     ):
         self.config: CheckpointManager.Config = config
@@ -84,10 +84,10 @@ class CheckpointManager(Configurable):
         self.initial_loads = dict(initial_loads or {})
         # A separate CPU group, so that background saves never mix with the communication of training.
         self._ranks = Ranks(dist.new_group(backend="gloo") if dist.is_initialized() else None)
-        self._frozen_from = frozen_from
+        self._base_model = base_model
         self._check(can_export=export is not None)
         # Digested now: by the first save, the files may have been replaced.
-        self._frozen_digest = self._ranks.broadcast_from_rank0(frozen_from.digest) if config.trained_only else ""
+        self._base_digest = self._ranks.broadcast_from_rank0(base_model.digest) if config.save_trainable_only else ""
         self._identity = self._ranks.broadcast_from_rank0(identity) if identity and config.enable else None
         self._saver = Saver(
             self.folder,
@@ -139,25 +139,25 @@ class CheckpointManager(Configurable):
         self.wait()
         kind = self.config.last_kind if last else "full"
         # Only full weights convert to other forms. A store that cannot rename would remove the checkpoint first.
-        replaces = self.config.trained_only and kind != self._saver.kind and self.folder.renames
+        replaces = self.config.save_trainable_only and kind != self._saver.kind and self.folder.renames
         if step == self._saver.step and not replaces:
             if kind != self._saver.kind:
                 # It may be the only checkpoint that the run can resume from.
-                held = "with trained weights only" if self.config.trained_only else "in full"
+                held = "with trained weights only" if self.config.save_trainable_only else "in full"
                 logger.warning("step %d is saved %s, and stays so; torchtitan convert makes other forms", step, held)
             return
         if step in self._finished_steps:
             path = self.folder / f"step-{step}"
             logger.warning("%s is the end of a finished run and stays; step %d is not saved", path, step)
             return
-        leaves_out = self.config.trained_only and kind == "full"
+        leaves_out = self.config.save_trainable_only and kind == "full"
         marker = Marker(
             step=step,
             kind=kind,
             world_size=self._ranks.size,
             validation_loss=validation_loss,
-            frozen_from=self._frozen_from.words if leaves_out else "",
-            frozen_digest=self._frozen_digest if leaves_out else "",
+            base_model=self._base_model.words if leaves_out else "",
+            base_digest=self._base_digest if leaves_out else "",
             identity=self._identity.properties if self._identity else {},
             length=self._identity.length if self._identity else {},
         )
@@ -186,16 +186,16 @@ class CheckpointManager(Configurable):
             self.config, self.folder, self._ranks, identity=self._identity, verifies_initial=not is_model_given
         )
         self._finished_steps = self._ranks.broadcast_from_rank0(self._find_finished_steps)
-        self._ranks.broadcast_from_rank0(lambda: check_frozen(self.config, start, self._frozen_from))
-        lacks_frozen = start is not None and start.resumes and bool(start.checkpoint.frozen_from)
-        for give_weights in self.initial_loads.values() if lacks_frozen else []:
+        self._ranks.broadcast_from_rank0(lambda: check_frozen(self.config, start, self._base_model))
+        needs_base_model = start is not None and start.resumes and bool(start.checkpoint.base_model)
+        for give_weights in self.initial_loads.values() if needs_base_model else []:
             give_weights()
         loaded = self._restore(start) if start and (start.resumes or not is_model_given) else set()
         for name, give_weights in self.initial_loads.items():
             if name not in loaded:
                 if start and start.resumes and name in self.states:
                     logger.info("state %s is not loaded from %s and is initialised", name, start.checkpoint.path)
-                if not lacks_frozen:
+                if not needs_base_model:
                     give_weights()
         if start is None:
             return 0
@@ -229,8 +229,8 @@ class CheckpointManager(Configurable):
             raise UserError("checkpoint.initial_load_in_hf: this model cannot be loaded from a Hugging Face form")
 
         has_frozen = any(isinstance(state, ModelState) and state.frozen for state in self.states.values())
-        if self.config.trained_only and not any(self._ranks.gather(has_frozen)):
-            raise UserError("checkpoint.trained_only: all weights are trained, so that none can be left out")
+        if self.config.save_trainable_only and not any(self._ranks.gather(has_frozen)):
+            raise UserError("checkpoint.save_trainable_only: all weights are trained, so that none can be left out")
 
     def _restore(self, start: Start) -> set[str]:
         from torchtitan.components.checkpoint import dcp
@@ -240,7 +240,7 @@ class CheckpointManager(Configurable):
         saved_rank = self._ranks.rank if self._ranks.rank < checkpoint.marker.world_size else 0
         names = {"model"} if model_only else {*self.states, *self.rank_states}
         names -= set(self.config.exclude_from_loading)
-        held = without_frozen(self.states) if checkpoint.frozen_from else self.states
+        held = without_frozen(self.states) if checkpoint.base_model else self.states
         states = {name: state for name, state in held.items() if name in names}
         rank_states = {name: state for name, state in self.rank_states.items() if name in names}
         loaded = dcp.load(
@@ -255,7 +255,7 @@ class CheckpointManager(Configurable):
         from torchtitan.components.checkpoint import dcp
 
         if kind == "full":
-            held = without_frozen(self.states) if self.config.trained_only else self.states
+            held = without_frozen(self.states) if self.config.save_trainable_only else self.states
             states = {name: state.state_dict() for name, state in held.items()}
             states |= {
                 dcp.rank_key(name, self._ranks.rank): state.state_dict() for name, state in self.rank_states.items()

@@ -24,7 +24,7 @@ MARKER = "complete.json"
 MANIFEST = "manifest.json"
 _ALGORITHM = "sha256"
 _FORMAT_VERSION = 2
-_OPTIONAL = ("frozen_from", "frozen_digest", "identity", "length")
+_OPTIONAL = ("base_model", "base_digest", "identity", "length")
 """Fields omitted if empty."""
 
 _KINDS_IN_WORDS = {"full": "everything", "model_only": "the model only", "huggingface": "a Hugging Face model only"}
@@ -44,10 +44,10 @@ class Marker:
     validation_loss: float | None = None
     """Validation loss at that step, if measured."""
 
-    frozen_from: str = ""
+    base_model: str = ""
     """Origin of the frozen weights that it lacks; empty if it has all weights."""
 
-    frozen_digest: str = ""
+    base_digest: str = ""
     """Digest of the weights that it lacks (`BaseWeights.digest`)."""
 
     identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)

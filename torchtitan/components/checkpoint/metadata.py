@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan.components.checkpoint.filesystem import DCP_METADATA, Folder
-from torchtitan.protocols.tensor_source import damaged
+from torchtitan.protocols.tensor_source import damaged_file_error
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import StorageInfo
 
@@ -71,10 +71,10 @@ def read_metadata(folder: Folder) -> Metadata:
             "harm; take the checkpoint from another source"
         ) from error
     except Exception as error:  # the bytes are anybody's, and there is no end to what they lead to
-        raise damaged(file, short_error(error)) from error
+        raise damaged_file_error(file, short_error(error)) from error
     for name, n_bytes in _needed(metadata.storage_data.values()).items():
         if n_bytes > sizes[name]:
-            raise damaged(f"{folder}/{name}", f"it has {sizes[name]:,} bytes, and {n_bytes:,} are needed")
+            raise damaged_file_error(f"{folder}/{name}", f"it has {sizes[name]:,} bytes, and {n_bytes:,} are needed")
     return metadata
 
 
@@ -143,14 +143,14 @@ def _checked(root: Any, sizes: Mapping[str, int]) -> Metadata:
     maps the files in the folder to their bytes."""
     fields = _fields(root, "Metadata")
     places = {_index(index): _place(place, sizes) for index, place in fields["storage_data"].items()}
-    n_chunks = sum(len(_fields(form)["chunks"]) for form in fields["state_dict_metadata"].values() if _is_tensor(form))
+    n_chunks = sum(len(_fields(spec)["chunks"]) for spec in fields["state_dict_metadata"].values() if _is_tensor(spec))
     require(n_chunks <= len(places), "it has more pieces of tensors than places for them")
-    forms = {_text(name): _form(name, form, places) for name, form in fields["state_dict_metadata"].items()}
-    names = {name: _saved_name(name, fields["planner_data"]) for name in forms}
-    return Metadata(forms, planner_data=names, storage_data=places, storage_meta=StorageMeta())
+    specs = {_text(name): _spec(name, spec, places) for name, spec in fields["state_dict_metadata"].items()}
+    names = {name: _saved_name(name, fields["planner_data"]) for name in specs}
+    return Metadata(specs, planner_data=names, storage_data=places, storage_meta=StorageMeta())
 
 
-def _form(
+def _spec(
     name: str, record: Any, places: Mapping[MetadataIndex, StorageInfo]
 ) -> TensorStorageMetadata | BytesStorageMetadata:
     if not _is_tensor(record):

@@ -103,8 +103,10 @@ def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
             f"checkpoint.initial_load_path: {config.initial_load_path} holds a Hugging Face model; "
             "add --checkpoint.initial_load_in_hf"
         )
-    if start.checkpoint.frozen_from:
-        raise UserError(f"checkpoint.initial_load_path: {config.initial_load_path} {lacks(start.checkpoint)}; {WAY_ON}")
+    if start.checkpoint.base_model:
+        raise UserError(
+            f"checkpoint.initial_load_path: {config.initial_load_path} {describe_missing(start.checkpoint)}; {WAY_ON}"
+        )
     if start.checkpoint.kind == "model_only" and not config.initial_load_model_only:
         raise UserError(
             f"checkpoint.initial_load_path: {config.initial_load_path} holds the model only, "
@@ -118,26 +120,26 @@ def check_frozen(config: CheckpointConfig, start: Start | None, base: BaseWeight
     if start is None or not start.resumes:
         return
     checkpoint = start.checkpoint
-    if checkpoint.frozen_from:
+    if checkpoint.base_model:
         assert checkpoint.marker
-        digest, lacking = base.digest(), f"{checkpoint.path} {lacks(checkpoint)}"
+        digest, lacking = base.digest(), f"{checkpoint.path} {describe_missing(checkpoint)}"
         # The same weights are accepted from any location.
-        if digest != checkpoint.marker.frozen_digest or not digest and base.words != checkpoint.frozen_from:
+        if digest != checkpoint.marker.base_digest or not digest and base.words != checkpoint.base_model:
             raise UserError(
                 f"{lacking} as they were then, which have changed since: put them back"
-                if base.words == checkpoint.frozen_from
+                if base.words == checkpoint.base_model
                 else f"{lacking}, and in this run they would be those of {base.words}, which differ: set the former"
             )
-    elif config.trained_only:
+    elif config.save_trainable_only:
         raise UserError(
-            f"checkpoint.trained_only: {checkpoint.path} holds all weights, and it is not known what those began as "
-            "that are not trained; go on without this option"
+            f"checkpoint.save_trainable_only: {checkpoint.path} holds all weights, but not the source of the frozen "
+            "ones; resume without this option"
         )
 
 
-def lacks(checkpoint: CheckpointInfo) -> str:
+def describe_missing(checkpoint: CheckpointInfo) -> str:
     """Describe the weights that a checkpoint of trained weights lacks."""
-    return f"holds trained weights only; the others are those of {checkpoint.frozen_from}"
+    return f"holds trained weights only; the others are those of {checkpoint.base_model}"
 
 
 def choose_start(
@@ -164,7 +166,7 @@ def choose_start(
                 catalog.raise_if_damaged(given, ranks)
         return None
     if start.resumes and config.load_step == -1:
-        return Start(_newest_sound(config, folder, ranks), resumes=True)
+        return Start(_newest_usable(config, folder, ranks), resumes=True)
     if start.resumes or verifies_initial:
         catalog.raise_if_damaged(start.checkpoint.path, ranks)
     return start
@@ -201,7 +203,7 @@ def _find_and_tidy(config: CheckpointConfig, folder: Folder, identity: RunIdenti
         elif not info.complete:
             logger.warning("skipped %s: %s", info.path, info.fault or "it is not complete")
         elif info.step > resumed:
-            logger.warning("skipped %s: %s", info.path, _why_skipped(info))
+            logger.warning("skipped %s: %s", info.path, _skip_reason(info))
     return start
 
 
@@ -212,7 +214,7 @@ def _or_warn(act: Callable[[], None], failure: str) -> None:
         logger.warning("%s: %s", failure, error)
 
 
-def _why_skipped(info: CheckpointInfo) -> str:
+def _skip_reason(info: CheckpointInfo) -> str:
     if info.damage:
         return f"it was found damaged: {info.damage}"
     if info.kind != "full":
@@ -220,7 +222,7 @@ def _why_skipped(info: CheckpointInfo) -> str:
     return "an older step was asked for"
 
 
-def _newest_sound(config: CheckpointConfig, folder: Folder, ranks: Ranks) -> CheckpointInfo:
+def _newest_usable(config: CheckpointConfig, folder: Folder, ranks: Ranks) -> CheckpointInfo:
     with _looking_through(folder):
         own = ranks.broadcast_from_rank0(lambda: catalog.resumable(folder))
     lost: dict[int, str] = {}
@@ -236,7 +238,7 @@ def _newest_sound(config: CheckpointConfig, folder: Folder, ranks: Ranks) -> Che
                 note = functools.partial(catalog.record_damage, checkpoint, faults.damage)
                 _or_warn(note, f"the damage to {checkpoint.path} could not be noted in it")
     with _looking_through(folder):
-        raise ranks.broadcast_from_rank0(lambda: catalog.none_sound(folder, lost))
+        raise ranks.broadcast_from_rank0(lambda: catalog.no_usable_checkpoint(folder, lost))
 
 
 @contextlib.contextmanager

@@ -121,7 +121,7 @@ class BaseDataLoader(Configurable):
         return ", ".join(self.document_names(documents)) or "no document (padding)"
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
-        """Return the names of a sample's documents for the ledger, in order, the same in every run; none for a filler.
+        """Return the names of a sample's documents for the ledger, in order, the same in every run; none for padding.
         A range of documents may share one name. `documents` is a row of a batch's `documents`."""
         return [f"document {number}" for number in documents.tolist() if number != NO_DOCUMENT]
 

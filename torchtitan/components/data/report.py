@@ -8,11 +8,11 @@ from torchtitan.components.data.plan.sampler import Array
 from torchtitan.tools.errors import UserError
 
 N_EXAMPLES = 3
-"""Examples that a `Tally` keeps."""
+"""Examples that a `ExampleCounter` keeps."""
 
 
 @dataclass(slots=True)
-class Tally:
+class ExampleCounter:
     """Number of samples that something happened to, with the first few as examples."""
 
     count: int = 0
@@ -42,10 +42,10 @@ class Report:
     tokens: int = 0
     trained_tokens: int = 0
     """Tokens among them that are predicted."""
-    truncated: Tally = field(default_factory=Tally)
-    spelt: Tally = field(default_factory=Tally)
+    truncated: ExampleCounter = field(default_factory=ExampleCounter)
+    special_in_text: ExampleCounter = field(default_factory=ExampleCounter)
     """Samples with text that spells special tokens, which are encoded as special tokens."""
-    dropped: dict[str, Tally] = field(default_factory=dict)
+    dropped: dict[str, ExampleCounter] = field(default_factory=dict)
     """Dropped rows by reason, the option that decides."""
     unread: list[str] = field(default_factory=list)
     """Columns that are not read although their names suggest that they matter."""
@@ -55,7 +55,7 @@ class Report:
         return sum(tally.count for tally in self.dropped.values())
 
     def drop(self, where: str, reason: str, why: str) -> None:
-        self.dropped.setdefault(reason, Tally()).add(where, why)
+        self.dropped.setdefault(reason, ExampleCounter()).add(where, why)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report, JSON-ready."""
@@ -65,10 +65,10 @@ class Report:
     def from_dict(cls, document: dict[str, Any]) -> Self:
         """Return the report that `to_dict` described."""
 
-        def tally(of: dict[str, Any]) -> Tally:
-            return Tally(of["count"], [(where, what) for where, what in of["examples"]])
+        def tally(of: dict[str, Any]) -> ExampleCounter:
+            return ExampleCounter(of["count"], [(where, what) for where, what in of["examples"]])
 
-        tallies = {name: tally(document[name]) for name in ("truncated", "spelt")}
+        tallies = {name: tally(document[name]) for name in ("truncated", "special_in_text")}
         dropped = {reason: tally(of) for reason, of in document["dropped"].items()}
         return cls(**{**document, **tallies, "dropped": dropped})
 
@@ -80,14 +80,14 @@ class Report:
             f"{self.trained_tokens:,} trained{share}"
         )
         events = {f"dropped, {reason}": tally for reason, tally in self.dropped.items()}
-        events |= {"truncated": self.truncated, "special tokens spelt by content": self.spelt}
+        events |= {"truncated": self.truncated, "special tokens spelt by content": self.special_in_text}
         for event, tally in events.items():
             if tally.count:
                 more = ["..."] if tally.count > len(tally.examples) else []
                 yield f"{event}: {tally.count:,} ({'; '.join([*tally.in_words(), *more])})"
 
 
-def none_left(name: str, report: Report, advice: Iterable[str] = ()) -> UserError:
+def no_rows_left_error(name: str, report: Report, advice: Iterable[str] = ()) -> UserError:
     """Return the error for a data set that has no row left."""
     return UserError("\n".join([f"no row of {name} is left to train on", *report.lines(), *advice]))
 

@@ -124,7 +124,7 @@ def _check(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: i
         raise UserError(f"a prompt has token {min(unknown)}, and the model's vocabulary ends at {vocabulary - 1}")
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens is {max_new_tokens}, and must be 0 or more")
-    _refuse_a_part_of_a_model(model)
+    _reject_partial_model(model)
     longest, context = max(map(len, prompts)), cast(Any, model).config.max_seq_len
     if longest + max_new_tokens > context:
         raise UserError(
@@ -133,7 +133,7 @@ def _check(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: i
         )
 
 
-def _refuse_a_part_of_a_model(model: nn.Module) -> None:
+def _reject_partial_model(model: nn.Module) -> None:
     if any(getattr(model, name, model) is None for name in ("tok_embeddings", "norm")):
         raise UserError("a pipeline stage cannot generate text: it has only a part of the model's layers")
     hooks = (hook for module in model.modules() for hook in forward_pre_hooks(module))

@@ -1,6 +1,6 @@
 """Adapters in the format of Hugging Face's PEFT library: `adapter_model.safetensors` and `adapter_config.json`.
 
-Names and rows follow the family's table (`ForeignFormat.adapter`), since such an adapter belongs to the model in
+Names and rows follow the family's table (`ExternalFormat.adapter`), since such an adapter belongs to the model in
 Hugging Face's format. With W = W₀ + s·B·A, a permutation of the rows of W permutes the rows of B and the magnitudes,
 but not A. An embedding's rows are its tokens, which are the columns of its A.
 """
@@ -27,8 +27,8 @@ from torchtitan.components.weights.sources import ADAPTER_CONFIG
 from torchtitan.config.configurable import config_key
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.sharding import features_of
-from torchtitan.protocols.state_dict_adapter import Identity, TensorConversion, Transform, model_forms
-from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, some
+from torchtitan.protocols.state_dict_adapter import Identity, TensorConversion, Transform, model_tensor_specs
+from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, summarize_names
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger
@@ -101,19 +101,19 @@ class _Entry:
         """True for the weight below the adapter."""
         return self.key.endswith(_BASE)
 
-    def to_foreign(self, tensor: Tensor) -> Tensor:
+    def to_external(self, tensor: Tensor) -> Tensor:
         """Return our tensor in the order of Hugging Face's weight."""
         if self.rows is None:
             return tensor
-        (moved,) = self.transform.to_foreign([tensor.movedim(self.rows, 0)])
+        (moved,) = self.transform.to_external([tensor.movedim(self.rows, 0)])
         return moved.movedim(0, self.rows)
 
-    def to_native(self, tensor: Tensor) -> Tensor:
+    def to_internal(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the file in the order of our weight."""
         if self.rows is None:
             return tensor
         rows_first = tensor.movedim(self.rows, 0)
-        (moved,) = self.transform.to_native([rows_first], [rows_first.shape])
+        (moved,) = self.transform.to_internal([rows_first], [rows_first.shape])
         return moved.movedim(0, self.rows)
 
 
@@ -134,17 +134,17 @@ class AdapterSource(TensorSource):
         check_adapter_config(folder, config)
         self._file = _AdapterFile(folder)
         entries = _entries(model, spec)
-        _check_layers(folder, config_key(config), self._file.forms, entries.values(), spec)
-        self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.forms}
-        self.forms = {name: self._file.forms[entry.key] for name, entry in self._entries.items()}
+        _check_layers(folder, config_key(config), self._file.specs, entries.values(), spec)
+        self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.specs}
+        self.specs = {name: self._file.specs[entry.key] for name, entry in self._entries.items()}
         self.base = {name for name, entry in self._entries.items() if entry.is_base}
-        """Weights among `forms` that are below the adapter, some of which PEFT saves too."""
+        """Weights among `specs` that are below the adapter, some of which PEFT saves too."""
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         entry = self._entries[name]
         if entry.rows is None or entry.transform == Identity():
             return self._file.read(entry.key, slices)
-        tensor = entry.to_native(self._file.read(entry.key))
+        tensor = entry.to_internal(self._file.read(entry.key))
         return tensor if slices is None else tensor[slices]
 
 
@@ -152,7 +152,7 @@ class _AdapterFile(HuggingFaceSource):
     """Tensors of an adapter's file, under the file's names."""
 
     def __init__(self, folder: Path):
-        self.path, self._files, self.forms = folder, {}, {}
+        self.path, self._files, self.specs = folder, {}, {}
         self._add(folder / WEIGHTS, None)
 
 
@@ -169,7 +169,7 @@ def write_adapter(
     if (folder / CONFIG).exists():
         raise UserError(f"{folder} has an adapter already, that of another converter")
     entries = {name: entry for name, entry in _entries(model, spec).items() if not entry.is_base}
-    tensors = {entry.key: entry.to_foreign(read(name)).cpu().contiguous() for name, entry in entries.items()}
+    tensors = {entry.key: entry.to_external(read(name)).cpu().contiguous() for name, entry in entries.items()}
     document = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -201,7 +201,7 @@ def read_adapter(
 
     def load() -> None:
         source = AdapterSource(folder, config, model, spec)
-        for name in source.forms.keys() & tensors.keys():
+        for name in source.specs.keys() & tensors.keys():
             _load_part(source, name, tensors[name])
 
     ranks.all_ranks_or_raise(load)
@@ -220,7 +220,7 @@ def check_adapter_config(folder: Path, config: LoRAConfig) -> None:
             raise UserError(f"{file}: {key} is {document[key]!r}, which is not supported (only {possible[0]!r})")
     known = {*_SETTINGS, *_POSSIBLE, *_WITHOUT_EFFECT}
     if unsupported := sorted(f"{key} ({value!r})" for key, value in document.items() if value and key not in known):
-        raise UserError(f"{file}: the adapter has what is not supported: {some(unsupported)}")
+        raise UserError(f"{file}: the adapter has what is not supported: {summarize_names(unsupported)}")
     for key, (field, default) in _SETTINGS.items():
         theirs, ours = document.get(key, default), getattr(config, field)
         if theirs != ours:
@@ -245,8 +245,8 @@ def _load_part(source: AdapterSource, name: str, tensor: Tensor) -> None:
 
 def _entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
     """Return the entry of each adapter tensor and each weight below; raise as `write_adapter`."""
-    steps = {name: step for step in format_for(spec, "hf").adapter(spec.model).steps for name in step.native}
-    plain = model_forms(spec.model)
+    steps = {name: step for step in format_for(spec, "hf").adapter(spec.model).steps for name in step.internal}
+    plain = model_tensor_specs(spec.model)
     entries: dict[str, _Entry] = {}
     fused: list[str] = []
     for name, layer in model.named_modules():
@@ -256,10 +256,11 @@ def _entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
         if step.transform.rows_only:
             entries |= _entries_of(name, layer, step, plain[f"{name}.weight"].shape)
         else:
-            fused.append(f"{name}.weight ({', '.join(step.foreign)})")
+            fused.append(f"{name}.weight ({', '.join(step.external)})")
     if fused:
         raise UserError(
-            f"PEFT's files cannot hold adapters of weights that Hugging Face's format fuses or splits: {some(fused)}"
+            "PEFT's files cannot hold adapters of weights that Hugging Face's format fuses or splits: "
+            + summarize_names(fused)
         )
     return entries
 
@@ -268,7 +269,7 @@ def _entries_of(name: str, layer: AdaptedLayer, step: TensorConversion, plain_sh
     features = features_of(layer)
     keys = _EMBEDDING if isinstance(layer, nn.Embedding) else _LINEAR
     shapes = {own: layer.get_parameter(own).shape for own in layer.adapter}
-    (row_features, _), module = features["weight"], step.foreign[0].removesuffix(".weight")
+    (row_features, _), module = features["weight"], step.external[0].removesuffix(".weight")
     entries: dict[str, _Entry] = {}
     for own, shape in {**shapes, "weight": plain_shape}.items():  # where the weight is in 4 bits too
         rows = features[own].index(row_features) if row_features in features[own] else None
@@ -278,7 +279,7 @@ def _entries_of(name: str, layer: AdaptedLayer, step: TensorConversion, plain_sh
 
 
 def _check_layers(
-    folder: Path, converter: str, found: Mapping[str, TensorForm], entries: Collection[_Entry], spec: ModelSpec
+    folder: Path, converter: str, found: Mapping[str, TensorSpec], entries: Collection[_Entry], spec: ModelSpec
 ) -> None:
     """Raise `UserError` naming the layers, as in `include`, or the tensors in an adapter's file that are missing,
     surplus, or of another shape or type."""
@@ -289,7 +290,7 @@ def _check_layers(
         differences = {"only in the file": theirs - ours, "only in the run": ours - theirs}
         own = _own_names(spec)
         listed = "; ".join(
-            f"{where}: {some(sorted(own.get(name, name) for name in names))}"
+            f"{where}: {summarize_names(sorted(own.get(name, name) for name in names))}"
             for where, names in differences.items()
             if names
         )
@@ -298,24 +299,24 @@ def _check_layers(
             f"{listed}"
         )
     faults = [f"{entry.key} is missing" for entry in entries if entry.key not in found and not entry.is_base]
-    for key, form in found.items():
+    for key, tensor_spec in found.items():
         if key not in expected:
             faults.append(f"{key} is not known")
-        elif form.shape != expected[key].shape:
-            faults.append(f"{key} is {list(form.shape)} and must be {list(expected[key].shape)}")
-        elif not (form.dtype.is_floating_point and form.dtype.itemsize >= 2):
-            faults.append(f"{key} is of type {str(form.dtype).removeprefix('torch.')}")
+        elif tensor_spec.shape != expected[key].shape:
+            faults.append(f"{key} is {list(tensor_spec.shape)} and must be {list(expected[key].shape)}")
+        elif not (tensor_spec.dtype.is_floating_point and tensor_spec.dtype.itemsize >= 2):
+            faults.append(f"{key} is of type {str(tensor_spec.dtype).removeprefix('torch.')}")
     if faults:
-        raise UserError(f"{folder / WEIGHTS} does not fit the model: {some(faults)}")
+        raise UserError(f"{folder / WEIGHTS} does not fit the model: {summarize_names(faults)}")
 
 
 def _own_names(spec: ModelSpec) -> dict[str, str]:
     """Return layer of Hugging Face's model → our name; several if it is fused from them."""
     steps = format_for(spec, "hf").adapter(spec.model).steps
     return {
-        foreign.removesuffix(".weight"): " and ".join(native.removesuffix(".weight") for native in step.native)
+        external.removesuffix(".weight"): " and ".join(internal.removesuffix(".weight") for internal in step.internal)
         for step in steps
-        for foreign in step.foreign
+        for external in step.external
     }
 
 
@@ -328,7 +329,7 @@ def _module_of(key: str) -> str:
 def _targets(adapted: set[str], spec: ModelSpec) -> list[str]:
     """Return PEFT's `target_modules`: the last part of the adapted layers' names, which matches all layers that end in
     it, or their full names if only some of these are adapted."""
-    weights = format_for(spec, "hf").adapter(spec.model).foreign_names
+    weights = format_for(spec, "hf").adapter(spec.model).external_names
     last_parts: dict[str, set[str]] = {}
     for module in (name.removesuffix(".weight") for name in weights):
         last_parts.setdefault(module.rpartition(".")[2], set()).add(module)

@@ -17,7 +17,7 @@ from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.tensor_source import some
+from torchtitan.protocols.tensor_source import summarize_names
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -149,7 +149,7 @@ class LoRA(LayerConverter):
         """Remember everything the run trains, including other parameters than this adapter's."""
         self._trained.update(*gather_objects([name for part in model_parts for name in trained_names(part)]))
 
-    def write_beside_export(
+    def write_export_files(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
         """Write the adapter alone, in PEFT's files, into `adapter`; warn if they cannot hold all trained parameters."""
@@ -180,7 +180,7 @@ class QLoRA(LoRA):
 def check_complete(adapted: nn.Module, trained: set[str]) -> None:
     """Raise `UserError` if parameters in `trained`, which a run has trained, are not of the adapter in `adapted`."""
     if others := sorted(trained.difference(trained_names(adapted))):
-        raise UserError(f"more was trained than one adapter, and PEFT's files hold no more: {some(others)}")
+        raise UserError(f"more was trained than one adapter, and PEFT's files hold no more: {summarize_names(others)}")
 
 
 def freeze_all_but_adapters(model: nn.Module) -> None:

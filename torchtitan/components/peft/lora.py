@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtitan.components.quantization.nf4 import NF4, pack, quantized_linear, unpack, unpack_weight
-from torchtitan.distributed.gradients import laid_out_like, row_norms
+from torchtitan.distributed.gradients import redistribute_like, row_norms
 from torchtitan.protocols.initializer import (
     Constant,
     DerivedRows,
@@ -115,7 +115,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dropout = dropout
         plain = linear.weight
-        self._take_base(linear)
+        self._adopt_base_layer(linear)
         self.bias = linear.bias
         if linear.bias is not None:
             linear.bias.requires_grad_(False)
@@ -133,7 +133,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
             self._start_with(magnitude=start)
             with_features(self, magnitude=("out",))
 
-    def _take_base(self, linear: nn.Linear) -> None:
+    def _adopt_base_layer(self, linear: nn.Linear) -> None:
         """Take over the plain layer's weight, with its initial distribution."""
         self.weight = linear.weight.requires_grad_(False)
         self._start_with(weight=initializer_of(linear, "weight"))
@@ -161,7 +161,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         with torch.no_grad():
             adapted = self._adapted(self.base_weight(), self.lora_A, self.lora_B)
         scale = _row_scale(self.magnitude, adapted)
-        product = base if inputs is x else self.base_output(laid_out_like(inputs, x))
+        product = base if inputs is x else self.base_output(redistribute_like(inputs, x))
         if self.bias is not None:
             product = product - self.bias
         return base + (scale - 1).to(base.dtype) * product + scale.to(base.dtype) * added
@@ -190,7 +190,7 @@ class QLoRALinear(LoRALinear):
     scales: nn.Parameter
     scale_ranges: nn.Parameter
 
-    def _take_base(self, linear: nn.Linear) -> None:
+    def _adopt_base_layer(self, linear: nn.Linear) -> None:
         plain, start = linear.weight, initializer_of(linear, "weight")
         for name, tensor in pack(plain)._asdict().items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

@@ -84,7 +84,7 @@ class Float8LinearConverter(LayerConverter):
                 )
 
         def check_device(self) -> None:
-            if not self.emulate and (reason := _why_no_kernels()) is not None:
+            if not self.emulate and (reason := _missing_kernels_reason()) is not None:
                 option = f"--model_converters.{config_key(self)}"
                 raise UserError(
                     f"{option}: float8 products need a GPU of compute capability 8.9 or above, and {reason}; "
@@ -101,13 +101,13 @@ class Float8LinearConverter(LayerConverter):
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
         chosen = super().select(model)
-        kept = {name: layer for name, layer in chosen.items() if self._why_left_out(layer) is None}
+        kept = {name: layer for name, layer in chosen.items() if self._exclusion_reason(layer) is None}
         if not kept:
             option = f"--model_converters.{config_key(self.config)}"
             raise UserError(f"{option}: nothing to convert is left {self._left_out(chosen)} ({option}.min_features)")
         return kept
 
-    def _why_left_out(self, layer: nn.Module) -> str | None:
+    def _exclusion_reason(self, layer: nn.Module) -> str | None:
         assert isinstance(layer, nn.Linear)
         sides = (layer.in_features, layer.out_features)
         if any(side % _ALIGNMENT for side in sides):
@@ -118,7 +118,7 @@ class Float8LinearConverter(LayerConverter):
         """Describe the skipped ones of `layers` and why; empty if there are none."""
         names_by_reason: dict[str, list[str]] = defaultdict(list)
         for name, layer in layers.items():
-            if (reason := self._why_left_out(layer)) is not None:
+            if (reason := self._exclusion_reason(layer)) is not None:
                 names_by_reason[reason].append(name)
         return "; ".join(f"{reason}: {', '.join(without_numbers(names))}" for reason, names in names_by_reason.items())
 
@@ -186,7 +186,7 @@ def _give_plain_weight(module: nn.Module, state_dict: dict[str, Any], prefix: st
     )
 
 
-def _why_no_kernels() -> str | None:
+def _missing_kernels_reason() -> str | None:
     """Return the reason why this machine has no float8 products; None if it has."""
     if not torch.cuda.is_available():
         return "there is none"

@@ -15,11 +15,11 @@ from torchtitan.components.quantization import import_torchao
 from torchtitan.components.quantization.qat import QAT, inference_config
 from torchtitan.components.weights.assets import files_in
 from torchtitan.components.weights.export import config_json, format_for, prevailing_dtype, write_hf_description
-from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, share_out, write_file, write_index
-from torchtitan.components.weights.views import ForeignView
+from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, assign_to_files, write_file, write_index
+from torchtitan.components.weights.views import ExternalView
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
-from torchtitan.protocols.tensor_source import MakeTensor, TensorForm, TensorSource, as_type
+from torchtitan.protocols.tensor_source import MakeTensor, TensorSource, TensorSpec, as_type
 
 
 def export_quantized(
@@ -46,34 +46,36 @@ def export_quantized(
         OSError: if it cannot be written.
     """
     adapter = format_for(spec, "hf").adapter(spec.model)
-    view = ForeignView(source, adapter)
-    forms = {name: TensorForm(form.shape, dtype or form.dtype) for name, form in view.forms.items()}
+    view = ExternalView(source, adapter)
+    specs = {
+        name: TensorSpec(tensor_spec.shape, dtype or tensor_spec.dtype) for name, tensor_spec in view.specs.items()
+    }
     quantized = _weights_to_quantize(spec, adapter, quantization)
 
     def as_written(name: str, tensor: Tensor) -> Tensor:
         return _quantize(tensor, quantization.group_size) if name in quantized else tensor
 
     def make(name: str) -> Tensor:
-        tensor = as_type(name, view.read(name), forms[name].dtype)
-        advance(view.forms[name].n_bytes)
+        tensor = as_type(name, view.read(name), specs[name].dtype)
+        advance(view.specs[name].n_bytes)
         return as_written(name, tensor)
 
-    # In the form that transformers' `TorchAoConfig` reads.
+    # In the tensor_spec that transformers' `TorchAoConfig` reads.
     config_to_dict = import_torchao("torchao.core.config").config_to_dict
-    plain = [name for name in (*forms, *adapter.tied) if name not in quantized]
+    plain = [name for name in (*specs, *adapter.tied) if name not in quantized]
     entry = {
         "quant_method": "torchao",
         "quant_type": {"default": config_to_dict(inference_config(quantization.group_size))},
         "modules_to_not_convert": [name.removesuffix(".weight") for name in plain],
     }
-    dtype = prevailing_dtype(forms)
+    dtype = prevailing_dtype(specs)
     write_hf_description(
         folder,
         files_in(assets),
         assets,
         lambda ids: {**config_json(spec, ids, dtype), "quantization_config": entry},
     )
-    like = {name: as_written(name, torch.empty(f.shape, dtype=f.dtype, device="meta")) for name, f in forms.items()}
+    like = {name: as_written(name, torch.empty(f.shape, dtype=f.dtype, device="meta")) for name, f in specs.items()}
     _write_weights(folder, like, make, max_file_bytes)
 
 
@@ -82,7 +84,7 @@ def _weights_to_quantize(spec: ModelSpec, adapter: StateDictAdapter, quantizatio
     with torch.device("meta"):
         layers = quantization.build().select(spec.model.build())
     chosen = {f"{name}.weight" for name in layers}
-    return {name for step in adapter.steps if chosen.issuperset(step.native) for name in step.foreign}
+    return {name for step in adapter.steps if chosen.issuperset(step.internal) for name in step.external}
 
 
 def _quantize(matrix: Tensor, group_size: int) -> Tensor:
@@ -99,15 +101,15 @@ def _write_weights(folder: Path, like: Mapping[str, Tensor], make: MakeTensor, m
         "torchao.prototype.safetensors.safetensors_support"
     ).flatten_tensor_state_dict
     _, metadata = flatten_tensor_state_dict(like)  # of all weights in every file: its reader joins them
-    parts = {name: _forms(flatten_tensor_state_dict({name: tensor})[0]) for name, tensor in like.items()}
-    n_bytes = {name: sum(form.n_bytes for form in forms.values()) for name, forms in parts.items()}
-    written: dict[str, dict[str, TensorForm]] = {}
-    for file, names in share_out(n_bytes, max_file_bytes).items():
+    parts = {name: _specs(flatten_tensor_state_dict({name: tensor})[0]) for name, tensor in like.items()}
+    n_bytes = {name: sum(tensor_spec.n_bytes for tensor_spec in specs.values()) for name, specs in parts.items()}
+    written: dict[str, dict[str, TensorSpec]] = {}
+    for file, names in assign_to_files(n_bytes, max_file_bytes).items():
         tensors, _ = flatten_tensor_state_dict({name: make(name) for name in names})
-        written[file] = _forms(tensors)
+        written[file] = _specs(tensors)
         write_file(folder / file, written[file], tensors.__getitem__, metadata)
     write_index(folder, written)
 
 
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:
-    return {name: TensorForm(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+def _specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -65,7 +65,7 @@ def warn_of_other_ids(tokenizer: Tokenizer) -> None:
             return
 
 
-def settle_for_auto_tokenizer(folder: Path) -> None:
+def make_loadable_by_auto_tokenizer(folder: Path) -> None:
     """Rewrite an exported model's tokenizer files so that `AutoTokenizer` gives our token ids; a tokenizer.model in
     tiktoken format becomes tokenizer.json. Skip tokenizers that we cannot read, such as SentencePiece models."""
     try:

@@ -11,7 +11,7 @@ from torchtitan.components.tokenizer.interface import Offsets, Tokenizer
 from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
 from torchtitan.components.tokenizer.tokenizer_json import HuggingFace
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import no_folder, read_object
+from torchtitan.tools.files import missing_folder_error, read_object
 
 EMBEDDED_TOKENIZER = Path(__file__).parents[2] / "assets" / "tokenizer"
 """Folder of the tokenizer shipped with the package, trained on `Stories`."""
@@ -90,7 +90,7 @@ class PretrainedTokenizer(Tokenizer):
 
 def _load_backend(folder: Path) -> HuggingFace | Tiktoken:
     if not folder.is_dir():
-        raise no_folder(folder)
+        raise missing_folder_error(folder)
     if (folder / "tokenizer.json").is_file():
         return HuggingFace(folder / "tokenizer.json")
     if (folder / "tokenizer.model").is_file():

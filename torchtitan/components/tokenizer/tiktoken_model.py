@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.components.tokenizer.tokenizer_json import without_surrogates
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import unreadable
+from torchtitan.tools.files import unreadable_file_error
 
 # Llama 3's split pattern and special tokens (with Llama 3.1's names), as published with the model:
 # https://github.com/meta-llama/llama-models/blob/main/models/llama3/tokenizer.py
@@ -151,7 +151,7 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             message = f"'{path}' line {number} is not `<base64> <rank>`, tiktoken's format"
-            raise unreadable(path, message) from error
+            raise unreadable_file_error(path, message) from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
         raise UserError(f"'{path}' is incomplete: its {len(ranks)} ranks are not 0, 1, 2, ... with all single bytes")
     return ranks

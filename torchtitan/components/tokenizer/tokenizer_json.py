@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import unreadable
+from torchtitan.tools.files import unreadable_file_error
 
 _UNUSABLE = "is not a tokenizer that `tokenizers` can use"
 
@@ -27,7 +27,7 @@ def naming(path: Path, fault: str = _UNUSABLE) -> Iterator[None]:
         # A panic of its Rust code is no Exception, and its class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise unreadable(path, f"'{path}' {fault}: {error}") from error
+        raise unreadable_file_error(path, f"'{path}' {fault}: {error}") from error
 
 
 @contextlib.contextmanager

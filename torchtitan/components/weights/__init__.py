@@ -1,7 +1,7 @@
 """Weights in files: DCP, Hugging Face and Meta checkpoints, read and written tensor by tensor, and loaded into models.
 
 A source has the names and shapes of its files; a family's adapter (`torchtitan.protocols.state_dict_adapter`), applied
-by `ConvertedSource` and `ForeignView`, maps them to our models. `components.checkpoint` does not use this package.
+by `InternalView` and `ExternalView`, maps them to our models. `components.checkpoint` does not use this package.
 """
 
 from torchtitan.components.weights.export import export_checkpoint
@@ -11,9 +11,9 @@ from torchtitan.components.weights.sources import Format, format_of, open_source
 from torchtitan.components.weights.torch_files import MetaSource, write_meta
 from torchtitan.components.weights.views import (
     ChainedSource,
-    ConvertedSource,
     ConvertedView,
-    ForeignView,
+    ExternalView,
+    InternalView,
     PlainView,
     ResizedEmbedding,
 )
@@ -21,9 +21,9 @@ from torchtitan.protocols.tensor_source import TensorSource
 
 __all__ = [
     "ChainedSource",
-    "ConvertedSource",
+    "InternalView",
     "ConvertedView",
-    "ForeignView",
+    "ExternalView",
     "Format",
     "HuggingFaceSource",
     "MetaSource",

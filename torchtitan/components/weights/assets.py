@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.checkpoint.filesystem import folder_at
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
-from torchtitan.protocols.conversion import Description
+from torchtitan.protocols.conversion import ConverterRecord
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import file_to_copy, parse_json, read_object
@@ -53,8 +53,8 @@ class CheckpointAssets:
     """Contents of a checkpoint's `assets` folder."""
 
     model: Mapping[str, Any]
-    """`module` (import path of the family's package), `flavor` and the model's `config`; `converters` (`Description`s)
-    if the weights are not the plain model's; `simulated` if they were trained for quantization."""
+    """`module` (the family's import path), `flavor` and model `config`; `converters` (`ConverterRecord`s) if the
+    weights are not the plain model's; `simulated` if they were trained for quantization."""
 
     files: Mapping[str, AssetFile]
     """File name → content."""
@@ -65,10 +65,10 @@ class CheckpointAssets:
         spec: ModelSpec,
         files: Mapping[str, AssetFile],
         *,
-        converters: Sequence[Description] = (),
-        simulated: Sequence[Description] = (),
+        converters: Sequence[ConverterRecord] = (),
+        simulated: Sequence[ConverterRecord] = (),
     ) -> "CheckpointAssets":
-        """Describe a model, with the results of `describe_converters` and `describe_simulation`."""
+        """Describe a model, with the results of `converter_records` and `simulation_records`."""
         model = {"module": spec.module, "flavor": spec.flavor, "config": spec.model.to_dict()}
         said = {"converters": list(converters), "simulated": list(simulated)}
         return cls({**model, **{key: descriptions for key, descriptions in said.items() if descriptions}}, files)
@@ -87,8 +87,8 @@ class CheckpointAssets:
 def asset_folder(checkpoint: Path) -> Path:
     """Return the folder of the `FILES` of a checkpoint of any format: `assets`, or the checkpoint itself. Raise
     `UserError` if `assets` is a link out of the checkpoint."""
-    is_foreign = (checkpoint / "config.json").is_file() or not (checkpoint / FOLDER).is_dir()
-    return checkpoint if is_foreign else file_to_copy(checkpoint, FOLDER)
+    is_external = (checkpoint / "config.json").is_file() or not (checkpoint / FOLDER).is_dir()
+    return checkpoint if is_external else file_to_copy(checkpoint, FOLDER)
 
 
 def token_ids(folder: Path, config: Path) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
 
 def read_converters(
     checkpoint: str | Path, key: Literal["converters", "simulated"] = "converters"
-) -> list[Description]:
+) -> list[ConverterRecord]:
     """Return the `converters` (or `simulated`) of `CheckpointAssets.model` of the checkpoint in a folder or at a URL.
     Raise `UserError` if they cannot be read."""
     folder, name = folder_at(checkpoint), DESCRIPTION

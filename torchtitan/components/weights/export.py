@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.tokenizer.auto_tokenizer import settle_for_auto_tokenizer
+from torchtitan.components.tokenizer.auto_tokenizer import make_loadable_by_auto_tokenizer
 from torchtitan.components.weights.assets import (
     FOLDER,
     AssetFile,
@@ -23,12 +23,12 @@ from torchtitan.components.weights.assets import (
 from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, write_huggingface
 from torchtitan.components.weights.sources import Format
 from torchtitan.components.weights.torch_files import META_PARAMETERS, write_meta
-from torchtitan.components.weights.views import ForeignView, PlainView
+from torchtitan.components.weights.views import ExternalView, PlainView
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.converter import ModelConverter
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.state_dict_adapter import ForeignFormat
-from torchtitan.protocols.tensor_source import TensorForm, TensorSource
+from torchtitan.protocols.state_dict_adapter import ExternalFormat
+from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
 from torchtitan.tools.errors import UserError
 
 GENERATION_CONFIG = "generation_config.json"
@@ -63,26 +63,26 @@ def export_checkpoint(
         UserError: for a format or a type that cannot hold the model; it names the tensor with too large values.
         OSError: if it cannot be written.
     """
-    view = source if to == "dcp" else ForeignView(source, format_for(spec, to).adapter(spec.model))
-    forms = {name: _converted(form, dtype) for name, form in view.forms.items()}
+    view = source if to == "dcp" else ExternalView(source, format_for(spec, to).adapter(spec.model))
+    specs = {name: _converted(tensor_spec, dtype) for name, tensor_spec in view.specs.items()}
 
     def make(name: str) -> Tensor:
         tensor = view.read(name)
-        advance(view.forms[name].n_bytes)
+        advance(view.specs[name].n_bytes)
         return tensor
 
     group = ranks or Ranks()
-    group.broadcast_from_rank0(lambda: _write_description(folder, to, spec, assets, changed_files or {}, forms))
+    group.broadcast_from_rank0(lambda: _write_description(folder, to, spec, assets, changed_files or {}, specs))
     if to == "hf":
-        write_huggingface(folder, forms, make, max_file_bytes=max_file_bytes, ranks=group)
+        write_huggingface(folder, specs, make, max_file_bytes=max_file_bytes, ranks=group)
         if isinstance(source, PlainView):
-            group.broadcast_from_rank0(partial(source.write_beside, folder, spec))
+            group.broadcast_from_rank0(partial(source.write_extra_files, folder, spec))
     elif to == "meta":
-        group.broadcast_from_rank0(lambda: write_meta(folder, forms, make))
+        group.broadcast_from_rank0(lambda: write_meta(folder, specs, make))
     else:
         from torchtitan.components.checkpoint.dcp import write_dcp  # deferred: DCP takes a second to import
 
-        group.broadcast_from_rank0(lambda: write_dcp(folder, forms, make))
+        group.broadcast_from_rank0(lambda: write_dcp(folder, specs, make))
 
 
 def export_huggingface(
@@ -112,7 +112,7 @@ def export_huggingface(
     export_checkpoint(target, "hf", spec, weights, assets, changed_files=changed_files, dtype=dtype, ranks=ranks)
 
 
-def format_for(spec: ModelSpec, to: Format) -> ForeignFormat:
+def format_for(spec: ModelSpec, to: Format) -> ExternalFormat:
     """Return the format `to` of the family of `spec`; raise `UserError` if there is none."""
     if to not in spec.formats:
         raise UserError(f"{spec.name} has no format '{to}' (there are: {', '.join(['dcp', *spec.formats])})")
@@ -123,7 +123,7 @@ def config_json(spec: ModelSpec, ids: Mapping[str, Any], dtype: torch.dtype) -> 
     """Return a model's config.json, for old and new versions of transformers. `ids` come from `assets.token_ids`;
     `dtype` is the type of the weights."""
     name = str(dtype).removeprefix("torch.")
-    return {**format_for(spec, "hf").to_foreign(spec.model), **ids, "dtype": name, "torch_dtype": name}
+    return {**format_for(spec, "hf").to_external(spec.model), **ids, "dtype": name, "torch_dtype": name}
 
 
 def _write_description(
@@ -132,14 +132,14 @@ def _write_description(
     spec: ModelSpec,
     assets: Path | None,
     changed_files: Mapping[str, bytes],
-    forms: Mapping[str, TensorForm],
+    specs: Mapping[str, TensorSpec],
 ) -> None:
     files: dict[str, AssetFile] = {**files_in(assets), **changed_files}
     if to == "hf":
-        write_hf_description(folder, files, assets, partial(config_json, spec, dtype=prevailing_dtype(forms)))
+        write_hf_description(folder, files, assets, partial(config_json, spec, dtype=prevailing_dtype(specs)))
     elif to == "meta":
         write_files(folder, files)
-        _write_json(folder / META_PARAMETERS, format_for(spec, "meta").to_foreign(spec.model))
+        _write_json(folder / META_PARAMETERS, format_for(spec, "meta").to_external(spec.model))
         _write_token_ids(folder, assets)
     else:
         CheckpointAssets.of(spec, files).write(folder)
@@ -152,7 +152,7 @@ def write_hf_description(
     """Write `files` and config.json of a Hugging Face folder; `config` makes it from `token_ids`."""
     write_files(folder, files)
     _write_json(folder / "config.json", config(_write_token_ids(folder, assets)))
-    settle_for_auto_tokenizer(folder)
+    make_loadable_by_auto_tokenizer(folder)
 
 
 def _write_token_ids(folder: Path, assets: Path | None) -> Mapping[str, Any]:
@@ -162,16 +162,16 @@ def _write_token_ids(folder: Path, assets: Path | None) -> Mapping[str, Any]:
     return ids
 
 
-def prevailing_dtype(forms: Mapping[str, TensorForm]) -> torch.dtype:
+def prevailing_dtype(specs: Mapping[str, TensorSpec]) -> torch.dtype:
     """Return the dtype of most values."""
     values: Counter[torch.dtype] = Counter()
-    for form in forms.values():
-        values[form.dtype] += form.shape.numel()
+    for tensor_spec in specs.values():
+        values[tensor_spec.dtype] += tensor_spec.shape.numel()
     return values.most_common(1)[0][0]
 
 
-def _converted(form: TensorForm, dtype: torch.dtype | None) -> TensorForm:
-    return TensorForm(form.shape, dtype) if dtype and form.dtype.is_floating_point else form
+def _converted(tensor_spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
+    return TensorSpec(tensor_spec.shape, dtype) if dtype and tensor_spec.dtype.is_floating_point else tensor_spec
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:

@@ -16,10 +16,10 @@ from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.protocols.tensor_source import (
     MakeTensor,
     Slices,
-    TensorForm,
     TensorSource,
-    damaged,
-    some,
+    TensorSpec,
+    damaged_file_error,
+    summarize_names,
     value_chunks,
 )
 from torchtitan.tools import durable
@@ -54,7 +54,7 @@ class HuggingFaceSource(TensorSource):
 
     def __init__(self, path: str | Path):
         self._files: dict[str, Path] = {}
-        self.forms: dict[str, TensorForm] = {}
+        self.specs: dict[str, TensorSpec] = {}
         for file, names in files_of(Path(path), WEIGHTS, INDEX).items():
             self._add(file, names)
 
@@ -62,12 +62,12 @@ class HuggingFaceSource(TensorSource):
         with _open(path) as file:
             held = list(file.keys())
             if missing := [name for name in names or [] if name not in set(held)]:
-                raise UserError(f"{path} lacks tensors that {INDEX} says are in it: {some(missing)}")
+                raise UserError(f"{path} lacks tensors that {INDEX} says are in it: {summarize_names(missing)}")
             for name in held if names is None else names:
                 part = file.get_slice(name)
                 if part.get_dtype() not in _DTYPES:
                     raise UserError(f"{path}: {name} is of type {part.get_dtype()}, which is not supported")
-                self.forms[name] = TensorForm(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
+                self.specs[name] = TensorSpec(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
                 self._files[name] = path
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
@@ -89,13 +89,13 @@ def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | N
     for name, file in weight_map.items():
         files.setdefault(file, []).append(name)
     if missing := sorted(file for file in files if not (folder / file).is_file()):
-        raise UserError(f"{folder} is incomplete: {index} names files that are not there: {some(missing)}")
+        raise UserError(f"{folder} is incomplete: {index} names files that are not there: {summarize_names(missing)}")
     return {folder / file: files[file] for file in sorted(files)}
 
 
 def write_huggingface(
     path: Path,
-    forms: Mapping[str, TensorForm],
+    specs: Mapping[str, TensorSpec],
     make: MakeTensor,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -106,16 +106,16 @@ def write_huggingface(
     dtype that the format lacks, or that is too narrow for a value.
 
     Args:
-        forms: name → form to write; values of another dtype are converted.
+        specs: name → spec to write; values of another dtype are converted.
         make: returns the tensor of a name, called just before it is written.
         max_file_bytes: limit at which a new file begins (one tensor may be larger).
         ranks: share the files, calling this together; None: this process alone.
     """
-    for name, form in forms.items():
-        if form.dtype not in _DTYPE_NAMES:
-            raise UserError(f"{name} is of type {form.dtype}, which safetensors files do not have; export another one")
-    shared = share_out({name: form.n_bytes for name, form in forms.items()}, max_file_bytes)
-    files = {file: {name: forms[name] for name in names} for file, names in shared.items()}
+    for name, spec in specs.items():
+        if spec.dtype not in _DTYPE_NAMES:
+            raise UserError(f"{name} is of type {spec.dtype}, which safetensors files do not have; export another one")
+    shared = assign_to_files({name: spec.n_bytes for name, spec in specs.items()}, max_file_bytes)
+    files = {file: {name: specs[name] for name in names} for file, names in shared.items()}
     ranks = ranks or Ranks()
 
     def write_share() -> None:
@@ -126,17 +126,17 @@ def write_huggingface(
     ranks.broadcast_from_rank0(lambda: write_index(path, files))
 
 
-def write_index(path: Path, files: Mapping[str, Mapping[str, TensorForm]]) -> None:
+def write_index(path: Path, files: Mapping[str, Mapping[str, TensorSpec]]) -> None:
     """Write the index of `files`, name → contents, into the folder `path`; a single file has none."""
     if len(files) == 1:
         return
-    total = sum(form.n_bytes for members in files.values() for form in members.values())
+    total = sum(spec.n_bytes for members in files.values() for spec in members.values())
     weight_map = {name: file for file, members in files.items() for name in members}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     durable.write(path / INDEX, json.dumps(index, indent=2) + "\n")
 
 
-def share_out(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
+def assign_to_files(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
     """Return file name → names of its tensors, filled in the given order."""
     groups: list[list[str]] = [[]]
     size = 0
@@ -152,28 +152,28 @@ def share_out(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list
 
 
 def write_file(
-    path: Path, forms: Mapping[str, TensorForm], make: MakeTensor, metadata: Mapping[str, str] | None = None
+    path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write one safetensors file, which gets its name once it is complete. `make` is called for wide types first;
     `metadata` extends the header; other arguments are as in `write_huggingface`."""
     # Wide types first, as in the library, so that all values are aligned to their size.
-    names = sorted(forms, key=lambda name: -forms[name].dtype.itemsize)
+    names = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in names:
-        form = forms[name]
-        begin, end = end, end + form.n_bytes
-        dtype = _DTYPE_NAMES[form.dtype]
-        header[name] = {"dtype": dtype, "shape": list(form.shape), "data_offsets": [begin, end]}
+        spec = specs[name]
+        begin, end = end, end + spec.n_bytes
+        dtype = _DTYPE_NAMES[spec.dtype]
+        header[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
     with durable.in_place_of(path) as partial, open(partial, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for name in names:
-            for chunk in value_chunks(name, make(name), forms[name].dtype):
+            for chunk in value_chunks(name, make(name), specs[name].dtype):
                 file.write(chunk)
-        assert file.tell() == 8 + len(encoded) + end, f"{path}: a tensor had another shape than its form"
+        assert file.tell() == 8 + len(encoded) + end, f"{path}: a tensor had another shape than its spec"
 
 
 def _open(path: Path) -> Any:
@@ -182,18 +182,18 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise damaged(path, error) from error
+        raise damaged_file_error(path, error) from error
 
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = read_object(path).get("weight_map")
     except UserError as error:
-        raise damaged(path, error) from error
+        raise damaged_file_error(path, error) from error
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise damaged(path, "it has no weight_map from tensors to files")
+        raise damaged_file_error(path, "it has no weight_map from tensors to files")
     # By name, not by link target: in the hub's cache every file is a link out of the folder.
     outside = {file for file in weight_map.values() if Path(file).is_absolute() or ".." in Path(file).parts}
     if outside:
-        raise UserError(f"{path} names files outside of its folder: {some(sorted(outside))}")
+        raise UserError(f"{path} names files outside of its folder: {summarize_names(sorted(outside))}")
     return weight_map

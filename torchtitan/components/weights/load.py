@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
-from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, some
+from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, summarize_names
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
@@ -31,59 +31,59 @@ def load_weights(
     state, ranks = ModelState(model_parts), Ranks(group)
     tensors = state.state_dict()
     assert not any(tensor.is_meta for tensor in tensors.values()), "the model has memory"
-    check_fit(source.forms, tensors, ranks, optional=state.added)
+    check_fit(source.specs, tensors, ranks, optional=state.added)
     # In the source's order, which keeps related tensors together.
-    names = [name for name in source.forms if name in tensors]
+    names = [name for name in source.specs if name in tensors]
     ranks.all_ranks_or_raise(lambda: [_fill(tensors[name], name, source) for name in names])
 
 
-def quantized(forms: Mapping[str, TensorForm], tensors: Mapping[str, Tensor]) -> list[str]:
+def quantized(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the tensors, with their types, that are floating-point only in the model, or have fewer than 16 bits in
-    `forms`: without their scales they are not the weights."""
+    `specs`: without their scales they are not the weights."""
     return [
-        f"{name} ({str(forms[name].dtype).removeprefix('torch.')})"
+        f"{name} ({str(specs[name].dtype).removeprefix('torch.')})"
         for name, tensor in tensors.items()
-        if name in forms
+        if name in specs
         and tensor.is_floating_point()
-        and not (forms[name].dtype.is_floating_point and forms[name].dtype.itemsize >= 2)
+        and not (specs[name].dtype.is_floating_point and specs[name].dtype.itemsize >= 2)
     ]
 
 
 def check_fit(
-    forms: Mapping[str, TensorForm],
+    specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
     ranks: Ranks | None = None,
     *,
     optional: Collection[str] = (),
 ) -> None:
-    """Check that weights with these `forms` fit a model. `tensors` are the model's (with `ranks`, which call this
+    """Check that weights with these `specs` fit a model. `tensors` are the model's (with `ranks`, which call this
     together, this rank's part); `optional` ones may be absent. Raise `UserError` on every process, naming missing,
     surplus, misshapen and quantized tensors."""
     misshapen = [
-        f"{name} {list(forms[name].shape)} where the model has {list(tensor.shape)}"
+        f"{name} {list(specs[name].shape)} where the model has {list(tensor.shape)}"
         for name, tensor in tensors.items()
-        if name in forms and forms[name].shape != tensor.shape
+        if name in specs and specs[name].shape != tensor.shape
     ]
     needed = [name for name in tensors if name not in optional]
-    of_ranks = (ranks or Ranks()).gather((list(tensors), needed, misshapen, quantized(forms, tensors)))
+    of_ranks = (ranks or Ranks()).gather((list(tensors), needed, misshapen, quantized(specs, tensors)))
     wanted, required, differing, of_type = (
         list(dict.fromkeys(name for names in column for name in names)) for column in zip(*of_ranks, strict=True)
     )
     faults = {
-        "missing": sorted(set(required) - forms.keys()),
-        "not in the model": sorted(forms.keys() - set(wanted)),
+        "missing": sorted(set(required) - specs.keys()),
+        "not in the model": sorted(specs.keys() - set(wanted)),
         "of another shape": differing,
         _QUANTIZED: of_type,
     }
-    found = [f"{some(names)} {fault}" for fault, names in faults.items() if names]
+    found = [f"{summarize_names(names)} {fault}" for fault, names in faults.items() if names]
     if found:
         raise UserError(f"the weights do not fit the model: {'; '.join(found)}")
 
 
-def check_types(forms: Mapping[str, TensorForm], tensors: Mapping[str, Tensor]) -> None:
+def check_types(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> None:
     """Raise `UserError` for quantized weights, before a model of their type exists."""
-    if found := quantized(forms, tensors):
-        raise UserError(f"the weights do not fit the model: {some(found)} {_QUANTIZED}")
+    if found := quantized(specs, tensors):
+        raise UserError(f"the weights do not fit the model: {summarize_names(found)} {_QUANTIZED}")
 
 
 @torch.no_grad()

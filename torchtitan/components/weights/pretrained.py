@@ -11,7 +11,7 @@ from torchtitan.components.checkpoint import CheckpointInfo, CheckpointManager, 
 from torchtitan.components.checkpoint.filesystem import DCP_METADATA, is_url
 from torchtitan.components.checkpoint.identity import BaseWeights
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.resume import WAY_ON, Start, check_frozen, lacks
+from torchtitan.components.checkpoint.resume import WAY_ON, Start, check_frozen, describe_missing
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.weights.assets import DESCRIPTION, asset_folder, read_converters, read_model_json
 from torchtitan.components.weights.export import format_for
@@ -19,28 +19,28 @@ from torchtitan.components.weights.load import check_fit, load_weights
 from torchtitan.components.weights.sources import format_of, open_source, weights_at
 from torchtitan.components.weights.views import (
     ChainedSource,
-    ConvertedSource,
     ConvertedView,
+    InternalView,
     PlainView,
     ResizedEmbedding,
 )
 from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import (
     converted_model,
-    described_converters,
+    converters_from_records,
     differences,
     saved_config,
     tensor_shapes,
 )
-from torchtitan.protocols.state_dict_adapter import model_forms
-from torchtitan.protocols.tensor_source import TensorForm, TensorSource
+from torchtitan.protocols.state_dict_adapter import model_tensor_specs
+from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 _LOOKED_AT = (DESCRIPTION, DCP_METADATA)
 """Files of our checkpoints that are read before the whole checkpoint is verified."""
 
-Forms = Callable[[BaseModel.Config], Mapping[str, TensorForm]]
+Forms = Callable[[BaseModel.Config], Mapping[str, TensorSpec]]
 """Model → its tensors by name, in some format."""
 
 
@@ -50,7 +50,7 @@ def check_digests(path: str | Path) -> None:
         catalog.raise_if_damaged(path)
 
 
-def native_source(
+def internal_source(
     path: str | Path, spec: ModelSpec, *, added: range = range(0), base: Path | None = None
 ) -> TensorSource:
     """Return the weights of the checkpoint in `path`, in any format, with the names and layout of the model `spec`.
@@ -68,7 +68,7 @@ def native_source(
     """
     found, model = format_of(path), spec.model
     checkpoint = catalog.open_checkpoint(path) if found == "dcp" and catalog.has_marker(path) else None
-    lacking = checkpoint if checkpoint and checkpoint.frozen_from else None
+    lacking = checkpoint if checkpoint and checkpoint.base_model else None
     if base and not lacking:
         raise UserError(f"{path} holds all weights of its model; leave out --base {base}")
     added = _unknown_ids(Path(path), added)
@@ -76,9 +76,9 @@ def native_source(
         source = _plain_source(Path(path), spec, lacking, base)
     else:
         source, adapter = open_source(path), format_for(spec, found).adapter
-        saved = _saved_model(source, model, lambda of: adapter(of).foreign_forms(model_forms(of)), added)
-        source = ConvertedSource(source, adapter(saved), model_forms(saved))
-    return ResizedEmbedding(source, _names_of_tokens(model, model_forms), added) if added else source
+        saved = _saved_model(source, model, lambda of: adapter(of).external_specs(model_tensor_specs(of)), added)
+        source = InternalView(source, adapter(saved), model_tensor_specs(saved))
+    return ResizedEmbedding(source, _names_of_tokens(model, model_tensor_specs), added) if added else source
 
 
 def is_as_saved(
@@ -92,9 +92,9 @@ def is_as_saved(
     saved = read_converters(path)
     same = not differences(saved, converters)
     if same and saved:
-        from torchtitan.components.checkpoint.dcp import state_forms  # deferred: DCP takes a second to import
+        from torchtitan.components.checkpoint.dcp import state_tensor_specs  # deferred: DCP takes a second to import
 
-        shapes = {name: form.shape for name, form in state_forms(path).get("model", {}).items()}
+        shapes = {name: tensor_spec.shape for name, tensor_spec in state_tensor_specs(path).get("model", {}).items()}
         same = shapes == tensor_shapes(converted_model(spec.model, converters))
     if is_url(str(path)) and not same:
         raise UserError(
@@ -120,7 +120,7 @@ def load_pretrained(
 
     Args:
         path: the checkpoint's folder; or its URL, if it `is_as_saved`.
-        spec, added: as in `native_source`.
+        spec, added: as in `internal_source`.
         model_parts: the model in this process, materialized, sharded or not.
         converters: applied to the model.
     """
@@ -132,7 +132,7 @@ def load_pretrained(
     if format_of(path) == "dcp":
         ranks = Ranks(group)
         catalog.raise_if_damaged(ranks.broadcast_from_rank0(lambda: catalog.open_checkpoint(path)).path, ranks)
-    plain = native_source(path, spec, added=added)
+    plain = internal_source(path, spec, added=added)
     load_weights(_converted(plain, spec.model, converters, ModelState(model_parts)), model_parts, group)
     logger.info("loaded %s, pre-trained weights", path)
     if isinstance(plain, ResizedEmbedding):
@@ -172,10 +172,10 @@ def check_start(
 ) -> None:
     """Reject a checkpoint that a run cannot start from, before any process starts; reads names and shapes. `start` is
     the result of `config.find_start`, `seed` the run's; other arguments are as in `load_pretrained`. Raise `UserError`
-    as `check_frozen`, `is_as_saved`, `native_source` and `ModelConverter.check_initial_weights`."""
+    as `check_frozen`, `is_as_saved`, `internal_source` and `ModelConverter.check_initial_weights`."""
     check_frozen(config, start, frozen_weights(config, seed))
     resumes = start and start.resumes and "model" not in config.exclude_from_loading
-    if start and resumes and not start.checkpoint.frozen_from:
+    if start and resumes and not start.checkpoint.base_model:
         return
     path = config.initial_load_path
     if path and catalog.has_marker(path):
@@ -197,7 +197,7 @@ def _check_pretrained(
             f"checkpoint.initial_load_model_only False: {path} was saved with other model_converters or tokens, so "
             "that only its weights can be loaded"
         )
-    _converted(native_source(path, spec, added=added), spec.model, converters)
+    _converted(internal_source(path, spec, added=added), spec.model, converters)
 
 
 def _converted(
@@ -207,7 +207,7 @@ def _converted(
     `state`. Raise `UserError` if they are not the plain model's, or are quantized."""
     if not any(converter.changes_weights for converter in converters):
         return plain
-    check_fit(plain.forms, converted_model(model, []).state_dict())
+    check_fit(plain.specs, converted_model(model, []).state_dict())
     converted = converted_model(model, converters)
     types = {name: tensor.dtype for name, tensor in state.state_dict().items()} if state else {}
     for name, parameter in converted.named_parameters():
@@ -232,7 +232,7 @@ def _plain_source(path: Path, spec: ModelSpec, lacking: CheckpointInfo | None, b
     source, descriptions = open_source(path), read_converters(path)
     if not descriptions and not lacking:
         return source
-    converters = described_converters(descriptions, str(path))
+    converters = converters_from_records(descriptions, str(path))
     saved = dataclasses.replace(spec, model=type(spec.model).from_dict(read_model_json(path)["config"]))
     if lacking:
         source = ChainedSource(source, _frozen_source(path, _frozen_folder(lacking, base), saved, converters))
@@ -246,20 +246,20 @@ def _plain_source(path: Path, spec: ModelSpec, lacking: CheckpointInfo | None, b
 def _frozen_folder(checkpoint: CheckpointInfo, base: Path | None) -> Path:
     """Return the folder of the weights that a checkpoint lacks; raise `UserError` if they are not in it."""
     assert checkpoint.marker
-    origin, lacking = BaseWeights(checkpoint.frozen_from), f"{checkpoint.path} {lacks(checkpoint)}"
+    origin, lacking = BaseWeights(checkpoint.base_model), f"{checkpoint.path} {describe_missing(checkpoint)}"
     if not origin.path:
         raise UserError(f"{lacking}, and not in it; {WAY_ON}")
     folder = base or Path(origin.path)
     if not folder.is_dir():
         where = base or origin.path  # a URL would not survive as a Path
         raise UserError(f"{lacking}, and {where} is not a folder here; name the one they are in with --base DIR")
-    if weights_at(str(folder)).digest() != checkpoint.marker.frozen_digest:
+    if weights_at(str(folder)).digest() != checkpoint.marker.base_digest:
         raise UserError(f"{lacking} as they were then, and those in {folder} differ; name the folder with --base DIR")
     return folder
 
 
 def _frozen_source(path: Path, base: Path, spec: ModelSpec, converters: Sequence[ModelConverter]) -> TensorSource:
-    """Return the weights in `base` in the form `path`'s run started with, without a converter's additions."""
+    """Return the weights in `base` in the tensor_spec `path`'s run started with, without a converter's additions."""
     check_digests(base)
     tokenizers = [asset_folder(folder) for folder in (path, base)]
     has_both = all((folder / "tokenizer.json").is_file() for folder in tokenizers)
@@ -267,7 +267,7 @@ def _frozen_source(path: Path, base: Path, spec: ModelSpec, converters: Sequence
     added = _unknown_ids(base, range(n_tokens))
     if is_as_saved(base, spec, converters, added=added):
         return open_source(base)
-    return _converted(native_source(base, spec, added=added), spec.model, converters)
+    return _converted(internal_source(base, spec, added=added), spec.model, converters)
 
 
 def _let_train(converted: nn.Module, path: Path) -> None:
@@ -289,18 +289,18 @@ def _unknown_ids(path: Path, added: range) -> range:
     return range(max(added.start, known), added.stop)
 
 
-def _names_of_tokens(model: BaseModel.Config, forms: Forms) -> list[str]:
-    """Return the tensors with a row per token; `forms` returns all of a model's."""
+def _names_of_tokens(model: BaseModel.Config, specs: Forms) -> list[str]:
+    """Return the tensors with a row per token; `specs` returns all of a model's."""
     assert model.vocab_size is not None, "filled in"
-    larger = forms(dataclasses.replace(model, vocab_size=model.vocab_size + 1))
-    return [name for name, form in forms(model).items() if form.shape != larger[name].shape]
+    larger = specs(dataclasses.replace(model, vocab_size=model.vocab_size + 1))
+    return [name for name, tensor_spec in specs(model).items() if tensor_spec.shape != larger[name].shape]
 
 
-def _saved_model(source: TensorSource, model: BaseModel.Config, forms: Forms, added: range) -> BaseModel.Config:
+def _saved_model(source: TensorSource, model: BaseModel.Config, specs: Forms, added: range) -> BaseModel.Config:
     """Return `model` with the vocabulary rows of `source`, if only `added` ones are missing there."""
     if not added or model.vocab_size != added.stop:
         return model
-    saved = {source.forms[name].shape[0] for name in _names_of_tokens(model, forms) if name in source.forms}
+    saved = {source.specs[name].shape[0] for name in _names_of_tokens(model, specs) if name in source.specs}
     # If the tensors disagree, or lack more, the checkpoint is of another model, which its reader reports.
     if len(saved) == 1 and (rows := saved.pop()) in added:
         return dataclasses.replace(model, vocab_size=rows)

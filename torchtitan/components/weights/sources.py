@@ -10,9 +10,9 @@ from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.filesystem import DCP_METADATA, LocalFolder, folder_at
 from torchtitan.components.checkpoint.identity import BASE_PATH, BaseWeights, content
 from torchtitan.components.weights import huggingface, torch_files
-from torchtitan.protocols.tensor_source import Slices, TensorForm, TensorSource, some, whole
+from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, full_slices, summarize_names
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import no_folder
+from torchtitan.tools.files import missing_folder_error
 
 Format = Literal["dcp", "hf", "meta"]
 
@@ -30,7 +30,7 @@ def format_of(path: str | Path) -> Format:
     present and missing), or more than one."""
     folder = Path(path)
     if not folder.is_dir():
-        raise no_folder(path)
+        raise missing_folder_error(path)
     found = formats_in(folder)
     if len(found) > 1:
         named = " and ".join(f"{FORMAT_NAMES[format]} ({file})" for format, file in found.items())
@@ -47,7 +47,7 @@ def format_of(path: str | Path) -> Format:
         raise UserError(f"{folder} holds an adapter alone, which is no model; name the merged one ({merged})")
     if catalog.has_marker(folder):
         catalog.raise_if_damaged(folder)
-    has = some(sorted(item.name for item in folder.iterdir())) or "nothing"
+    has = summarize_names(sorted(item.name for item in folder.iterdir())) or "nothing"
     raise UserError(
         f"{folder} holds no checkpoint: it has {has}, and no weights: no {DCP_METADATA} (DCP), no "
         f"{' or '.join(_SAFETENSORS)}, no {' or '.join(_PICKLED)} (Hugging Face), "
@@ -110,19 +110,19 @@ def _digest(path: str) -> str:
         assert marker is not None, "it was opened"
         return marker.manifest
     source, digest = open_source(path), hashlib.sha256()
-    for name, form in sorted(source.forms.items()):
-        digest.update(f"{name} {list(form.shape)} {form.dtype}\n".encode())
-        for slices in _sampled(form):
+    for name, spec in sorted(source.specs.items()):
+        digest.update(f"{name} {list(spec.shape)} {spec.dtype}\n".encode())
+        for slices in _sampled(spec):
             digest.update(source.read(name, slices).reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _sampled(form: TensorForm) -> list[Slices]:
+def _sampled(spec: TensorSpec) -> list[Slices]:
     """Return all of a vector; the first, middle and last row of other tensors."""
-    if form.shape.numel() == 0:
+    if spec.shape.numel() == 0:
         return []
-    if len(form.shape) < 2:
-        return [whole(form.shape)]
-    n_rows, *others, _ = whole(form.shape)
+    if len(spec.shape) < 2:
+        return [full_slices(spec.shape)]
+    n_rows, *others, _ = full_slices(spec.shape)
     rows = sorted({0, n_rows.stop // 2, n_rows.stop - 1})
-    return [(slice(row, row + 1), *(slice(0, 1) for _ in others), slice(0, form.shape[-1])) for row in rows]
+    return [(slice(row, row + 1), *(slice(0, 1) for _ in others), slice(0, spec.shape[-1])) for row in rows]

@@ -18,17 +18,17 @@ from torchtitan.components.weights.huggingface import files_of
 from torchtitan.protocols.tensor_source import (
     MakeTensor,
     Slices,
-    TensorForm,
     TensorSource,
-    damaged,
+    TensorSpec,
+    damaged_file_error,
+    full_slices,
     slice_shape,
-    some,
+    summarize_names,
     value_chunks,
-    whole,
 )
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import read_object, unreadable
+from torchtitan.tools.files import read_object, unreadable_file_error
 from torchtitan.tools.torch_private import offset_in_file
 
 PICKLED_WEIGHTS = "pytorch_model.bin"
@@ -48,18 +48,18 @@ class Piece:
 
     file: Path
     offset: int
-    form: TensorForm
+    spec: TensorSpec
 
     def read(self, slices: Slices) -> Tensor:
         """Return the part in `slices`; reads whole rows."""
         rows, *columns = slices or (slice(0, 1),)
-        n_rows, *row_shape = self.form.shape or (1,)
-        values = torch.empty([rows.stop - rows.start, *row_shape], dtype=self.form.dtype)
+        n_rows, *row_shape = self.spec.shape or (1,)
+        values = torch.empty([rows.stop - rows.start, *row_shape], dtype=self.spec.dtype)
         buffer = values.view(-1).view(torch.uint8).numpy().data
         with open(self.file, "rb") as file:
-            file.seek(self.offset + rows.start * (self.form.n_bytes // max(1, n_rows)))
+            file.seek(self.offset + rows.start * (self.spec.n_bytes // max(1, n_rows)))
             if file.readinto(buffer) != len(buffer):
-                raise damaged(self.file, "it ends too early")
+                raise damaged_file_error(self.file, "it ends too early")
         return values[(slice(None), *columns)] if slices else values[0]
 
 
@@ -72,12 +72,12 @@ class PickledSource(TensorSource):
         for file, names in files_of(Path(path), PICKLED_WEIGHTS, PICKLED_INDEX).items():
             pieces = tensors_in(file)
             if missing := [name for name in names or [] if name not in pieces]:
-                raise UserError(f"{file} lacks tensors that {PICKLED_INDEX} says are in it: {some(missing)}")
+                raise UserError(f"{file} lacks tensors that {PICKLED_INDEX} says are in it: {summarize_names(missing)}")
             self._pieces |= {name: pieces[name] for name in names or pieces}
-        self.forms = {name: piece.form for name, piece in self._pieces.items()}
+        self.specs = {name: piece.spec for name, piece in self._pieces.items()}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        return self._pieces[name].read(slices or whole(self.forms[name].shape))
+        return self._pieces[name].read(slices or full_slices(self.specs[name].shape))
 
 
 def tensors_in(file: Path) -> dict[str, Piece]:
@@ -95,13 +95,13 @@ def tensors_in(file: Path) -> dict[str, Piece]:
     except pickle.UnpicklingError as error:
         # torch's first line advises loading the file anyway; the second one names the object.
         reason = [line for line in str(error).splitlines() if line.strip()][:2][-1]
-        raise unreadable(
+        raise unreadable_file_error(
             file,
             f"{file} does not hold tensors alone, and is not loaded, since other objects could run code ({reason}); "
             "use safetensors files",
         ) from error
     except Exception as error:  # there is no end to what damaged bytes lead to
-        raise damaged(file, str(error).split("\n")[0] or type(error).__name__) from error
+        raise damaged_file_error(file, str(error).split("\n")[0] or type(error).__name__) from error
     is_named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
     if not is_named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise UserError(f"{file} is not a file of weights: it must hold a dict of tensors")
@@ -111,9 +111,9 @@ def tensors_in(file: Path) -> dict[str, Piece]:
         start = offset_in_file(tensor.untyped_storage()) if is_dense else None
         if start is None or not tensor.is_contiguous():
             raise UserError(f"{file}: {name} does not lie in one piece; load the file and torch.save it again")
-        piece = Piece(file, start + tensor.storage_offset() * tensor.itemsize, TensorForm.of(tensor))
-        if not 0 <= piece.offset <= n_bytes - piece.form.n_bytes:
-            raise damaged(file, f"{name} is not inside it")
+        piece = Piece(file, start + tensor.storage_offset() * tensor.itemsize, TensorSpec.of(tensor))
+        if not 0 <= piece.offset <= n_bytes - piece.spec.n_bytes:
+            raise damaged_file_error(file, f"{name} is not inside it")
         pieces[name] = piece
     return pieces
 
@@ -139,27 +139,29 @@ class MetaSource(TensorSource):
         expected = [self.path / f"consolidated.{index:02d}.pth" for index in range(max(1, len(files)))]
         if files != expected:
             missing = [file.name for file in expected if file not in files]
-            raise UserError(f"{self.path} is incomplete: there is no {some(missing)} (there are {len(files)} files)")
+            raise UserError(
+                f"{self.path} is incomplete: there is no {summarize_names(missing)} (there are {len(files)} files)"
+            )
         if odd := [file.name for file in files if not file.is_file()]:
-            raise UserError(f"{self.path} is incomplete: {some(odd)} is not a file")
+            raise UserError(f"{self.path} is incomplete: {summarize_names(odd)} is not a file")
         shards = [tensors_in(file) for file in files]
         for file, shard in zip(files, shards, strict=True):
             if differing := sorted(shards[0].keys() ^ shard.keys()):
-                raise UserError(f"{file} and {files[0]} do not hold the same tensors: {some(differing)}")
+                raise UserError(f"{file} and {files[0]} do not hold the same tensors: {summarize_names(differing)}")
         self._pieces = {name: [shard[name] for shard in shards] for name in shards[0]}
         self._axes = {name: self._axis(name) for name in self._pieces}
-        self.forms = {name: self._joined_form(name) for name in self._pieces}
+        self.specs = {name: self._joined_spec(name) for name in self._pieces}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """As `TensorSource.read`; also raise `UserError` if replicas of a tensor differ between files."""
-        wanted = slices or whole(self.forms[name].shape)
+        wanted = slices or full_slices(self.specs[name].shape)
         pieces, axis = self._pieces[name], self._axes[name]
         if axis is None:
             return self._read_replicated(name, wanted)
-        out = torch.empty(slice_shape(wanted), dtype=self.forms[name].dtype)
+        out = torch.empty(slice_shape(wanted), dtype=self.specs[name].dtype)
         begin = 0
         for piece in pieces:
-            size = piece.form.shape[axis]
+            size = piece.spec.shape[axis]
             first, last = max(wanted[axis].start, begin), min(wanted[axis].stop, begin + size)
             if first < last:
                 part = slice(first - begin, last - begin)
@@ -172,9 +174,9 @@ class MetaSource(TensorSource):
     def vocab_size(self) -> int:
         """Rows of the embedding, which a params.json may omit; raises `UserError` if there is no embedding."""
         name = f"{_EMBEDDING}.weight"
-        if name not in self.forms or len(self.forms[name].shape) != 2:
+        if name not in self.specs or len(self.specs[name].shape) != 2:
             raise UserError(f"{self.path}: there is no matrix {name}, which would say the size of the vocabulary")
-        return self.forms[name].shape[0]
+        return self.specs[name].shape[0]
 
     def _read_replicated(self, name: str, slices: Slices) -> Tensor:
         first, *others = self._pieces[name]
@@ -187,7 +189,7 @@ class MetaSource(TensorSource):
     def _axis(self, name: str) -> int | None:
         """Return the dimension along which the files' tensors are joined; None: each file has the whole tensor."""
         pieces = self._pieces[name]
-        shape = pieces[0].form.shape
+        shape = pieces[0].spec.shape
         if len(pieces) == 1 or len(shape) < 2:
             return None
         module = name.split(".")[-2] if "." in name else name
@@ -205,20 +207,20 @@ class MetaSource(TensorSource):
             )
         return dim
 
-    def _joined_form(self, name: str) -> TensorForm:
-        forms, axis = [piece.form for piece in self._pieces[name]], self._axes[name]
-        if any(form.dtype != forms[0].dtype for form in forms):
+    def _joined_spec(self, name: str) -> TensorSpec:
+        specs, axis = [piece.spec for piece in self._pieces[name]], self._axes[name]
+        if any(spec.dtype != specs[0].dtype for spec in specs):
             raise UserError(f"{self.path}: the files hold {name} in different types")
-        rest = [[size for dim, size in enumerate(form.shape) if dim != axis] for form in forms]
+        rest = [[size for dim, size in enumerate(spec.shape) if dim != axis] for spec in specs]
         if any(sizes != rest[0] for sizes in rest):
             raise UserError(f"{self.path}: the shapes of {name} in the files do not fit each other")
-        shape = list(forms[0].shape)
+        shape = list(specs[0].shape)
         if axis is not None:
-            shape[axis] = sum(form.shape[axis] for form in forms)
-        return TensorForm(torch.Size(shape), forms[0].dtype)
+            shape[axis] = sum(spec.shape[axis] for spec in specs)
+        return TensorSpec(torch.Size(shape), specs[0].dtype)
 
 
-def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) -> None:
+def write_meta(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) -> None:
     """Write tensors as `consolidated.00.pth` into the folder `path`; arguments as in `write_huggingface`.
 
     Tensors are held one at a time. `torch.load` opens the file, memory-mapped or not. The checksums in its zip
@@ -231,7 +233,7 @@ def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) ->
     from torchtitan.tools.torch_private import FakeTensorMode
 
     with FakeTensorMode():
-        tensors = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items()}
+        tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
     with durable.in_place_of(path / "consolidated.00.pth") as partial:
         try:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -241,6 +243,6 @@ def write_meta(path: Path, forms: Mapping[str, TensorForm], make: MakeTensor) ->
         with open(partial, "r+b") as file:
             for name, piece in tensors_in(partial).items():
                 file.seek(piece.offset)
-                for chunk in value_chunks(name, make(name), piece.form.dtype):
+                for chunk in value_chunks(name, make(name), piece.spec.dtype):
                     file.write(chunk)
-                assert file.tell() == piece.offset + piece.form.n_bytes, f"{name} had another shape than its form"
+                assert file.tell() == piece.offset + piece.spec.n_bytes, f"{name} had another shape than its spec"

@@ -40,7 +40,7 @@ class MicroBatchClippingTrainer(Trainer):
             parameter.grad = None
         loss = super().forward_backward_step(batch, n_tokens)
         # Gradient and norm limit are those of the micro-batch's share in the global mean.
-        share = (self.count_tokens_of_all(batch) / n_tokens.clamp(min=1)).item()
+        share = (self.count_tokens_on_all_ranks(batch) / n_tokens.clamp(min=1)).item()
         pipeline = self.mesh.get_group("pp") if self.mesh and self.pipeline else None
         clip_grad_norm(parameters, self.config.micro_batch_max_norm * share, pipeline)
         for parameter, earlier in zip(parameters, of_earlier_ones, strict=True):
@@ -48,7 +48,7 @@ class MicroBatchClippingTrainer(Trainer):
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         return loss
 
-    def count_tokens_of_all(self, batch: Batch) -> Tensor:
+    def count_tokens_on_all_ranks(self, batch: Batch) -> Tensor:
         """Count a micro-batch's valid tokens over all ranks; one rank counts tokens that several ranks have."""
         n_tokens = (batch["labels"] != IGNORE_INDEX).sum().to(self.statistics_dtype)
         has_it_first = self.parallel_dims.is_tensor_leader and self.parallel_dims.coordinate("pp") == 0

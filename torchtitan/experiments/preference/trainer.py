@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
-from torchtitan.components.weights.pretrained import native_source
+from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import RunModel, Trainer
 
@@ -53,7 +53,7 @@ class DPOTrainer(Trainer):
                 return
             tokenizer = self.tokenizer.build(path=self.hf_assets_path)
             try:
-                native_source(self.reference.path, self.resolve(tokenizer).model_spec, added=tokenizer.added)
+                internal_source(self.reference.path, self.resolve(tokenizer).model_spec, added=tokenizer.added)
             except UserError as error:
                 raise UserError(f"--reference.path: {error}") from error
 

@@ -7,7 +7,7 @@ import torch
 
 from torchtitan.components.data.base import Batch
 from torchtitan.tools.errors import UserError
-from torchtitan.trainer import StepOutcome, Trainer
+from torchtitan.trainer import StepResult, Trainer
 
 
 class TemplateTrainer(Trainer):
@@ -17,7 +17,7 @@ class TemplateTrainer(Trainer):
     class Config(Trainer.Config):
         """Fields added here are options of the command line: `coefficient: float = 0.1` becomes `--coefficient`."""
 
-    def train_step(self, batches: Iterator[Batch]) -> StepOutcome:
+    def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Take one optimizer step over the next global batch."""
         self.optimizer.zero_grad()
         micro_batches = self.next_micro_batches(batches)
@@ -44,7 +44,7 @@ class TemplateTrainer(Trainer):
         grad_norm = self.clip_gradients()
 
         # The only wait for the device: is the step sound, and has anybody asked to stop?
-        outcome = self.read_outcome(loss, grad_norm, n_tokens)
+        outcome = self.read_result(loss, grad_norm, n_tokens)
         if not outcome.is_finite:
             self.handle_nonfinite(outcome, micro_batches)
         elif not outcome.data_exhausted:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
+from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.description import Description
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.protocols.state_dict_adapter import ForeignFormat, KeyMapping, StateDictAdapter
+from torchtitan.protocols.state_dict_adapter import ExternalFormat, KeyMapping, StateDictAdapter
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -102,13 +102,13 @@ _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAM
 
 def dense_format(
     build: type[Decoder.Config], model_types: Mapping[str, ModelType], rows: tuple[KeyMapping, ...] = DENSE_ROWS
-) -> ForeignFormat:
+) -> ExternalFormat:
     """Return the format of a family of dense decoders, by its values of `model_type` in order of preference for
     writing, and the names of weights (`rows`) without the output head."""
-    return ForeignFormat(
+    return ExternalFormat(
         adapter=partial(_adapter, rows),
-        to_foreign=partial(_to_config_json, model_types),
-        from_foreign=partial(_from_config_json, build, model_types),
+        to_external=partial(_to_config_json, model_types),
+        from_external=partial(_from_config_json, build, model_types),
         model_types=tuple(model_types),
     )
 
@@ -132,28 +132,28 @@ def _from_config_json(
     if name not in list(model_types):
         raise UserError(f"config.json: model_type is {name!r}, and this family is {' or '.join(model_types)}")
     kind = model_types[name]
-    description = Description(_FILE, {**kind.defaults, **document})
-    description.check_not_quantized()
+    reader = ConfigReader(_FILE, {**kind.defaults, **document})
+    reader.check_not_quantized()
     for key, only in {**_FIXED, **kind.fixed}.items():
         _require(key, document.get(key, only), only)
     for key, only in kind.fixed_per_layer.items():
         if (given := document.get(key)) is not None:
             for value in given if isinstance(given, list) else [given]:
                 _require(key, value, only)
-    sizes = {field: description.whole_number(key) for key, field in _SIZES.items()}
+    sizes = {field: reader.whole_number(key) for key, field in _SIZES.items()}
     dim, n_heads = sizes["dim"], sizes["n_heads"]
-    head_dim = description.whole_number("head_dim") if description.has("head_dim") else dim // n_heads
-    has_kv_heads = description.has("num_key_value_heads")  # null is the number of query heads
+    head_dim = reader.whole_number("head_dim") if reader.has("head_dim") else dim // n_heads
+    has_kv_heads = reader.has("num_key_value_heads")  # null is the number of query heads
     config = build(
-        **{**sizes, "max_seq_len": _context(description, kind)},
-        n_kv_heads=description.whole_number("num_key_value_heads") if has_kv_heads else n_heads,
+        **{**sizes, "max_seq_len": _context(reader, kind)},
+        n_kv_heads=reader.whole_number("num_key_value_heads") if has_kv_heads else n_heads,
         head_dim=None if head_dim * n_heads == dim else head_dim,
-        norm_eps=description.number("rms_norm_eps", default=1e-6),
-        tie_embeddings=description.flag("tie_word_embeddings", default=False),
-        rope=_rope(description),
+        norm_eps=reader.number("rms_norm_eps", default=1e-6),
+        tie_embeddings=reader.flag("tie_word_embeddings", default=False),
+        rope=_rope(reader),
     )
     config.validate()
-    _warn_of_what_is_ignored(description, {*kind.fixed, *kind.fixed_per_layer, *kind.ignored})
+    _warn_about_ignored_keys(reader, {*kind.fixed, *kind.fixed_per_layer, *kind.ignored})
     return config
 
 
@@ -183,7 +183,7 @@ def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:
     key = "dtype" if document.get("dtype") is not None else "torch_dtype"
     value = document.get(key)
     if value is not None and not isinstance(value, str):
-        raise Description(_FILE, document).wrong(key, value, "the name of a type")
+        raise ConfigReader(_FILE, document).wrong(key, value, "the name of a type")
     if value in get_args(Precision):
         return cast(Precision, value)
     said = f"{key} is {value}, in which we do not compute" if value else "no dtype"
@@ -198,12 +198,12 @@ def _require(key: str, value: Any, only: Any) -> None:
         raise UserError(f"config.json: {key} is {value!r}, which this family does not support (only {only!r})")
 
 
-def _context(description: Description, kind: ModelType) -> int:
+def _context(reader: ConfigReader, kind: ModelType) -> int:
     """Return the longest sample: within a sliding window shorter than the context, full attention is the same."""
-    context = description.whole_number("max_position_embeddings")
-    if not description.has("sliding_window"):
+    context = reader.whole_number("max_position_embeddings")
+    if not reader.has("sliding_window"):
         return context
-    window = description.whole_number("sliding_window")
+    window = reader.whole_number("sliding_window")
     if not kind.has_window or window >= context:
         return context
     logger.warning(
@@ -216,24 +216,24 @@ def _context(description: Description, kind: ModelType) -> int:
     return window
 
 
-def _warn_of_what_is_ignored(description: Description, known: set[str]) -> None:
-    dropout = description.values.get("attention_dropout") or 0.0
-    if dropout and description.number("attention_dropout"):
+def _warn_about_ignored_keys(reader: ConfigReader, known: set[str]) -> None:
+    dropout = reader.values.get("attention_dropout") or 0.0
+    if dropout and reader.number("attention_dropout"):
         logger.warning("config.json: attention_dropout is %g, and ignored: there is no dropout here", dropout)
-    if unknown := sorted(description.values.keys() - _USED - _WITHOUT_EFFECT - known):
+    if unknown := sorted(reader.values.keys() - _USED - _WITHOUT_EFFECT - known):
         logger.warning("config.json: not known, and ignored: %s", ", ".join(unknown))
 
 
-def _rope(description: Description) -> RoPEConfig:
-    given = [key for key in ("rope_scaling", "rope_parameters") if description.section(key).values]
-    ropes = [_rope_of(description, description.section(key)) for key in given or ["rope_scaling"]]
+def _rope(reader: ConfigReader) -> RoPEConfig:
+    given = [key for key in ("rope_scaling", "rope_parameters") if reader.section(key).values]
+    ropes = [_rope_of(reader, reader.section(key)) for key in given or ["rope_scaling"]]
     if any(rope != ropes[0] for rope in ropes):
-        said = " and ".join(f"{key} {description.values[key]!r}" for key in given)
+        said = " and ".join(f"{key} {reader.values[key]!r}" for key in given)
         raise UserError(f"config.json: {said} differ; leave the one out that does not hold")
     return ropes[0]
 
 
-def _rope_of(description: Description, parameters: Description) -> RoPEConfig:
+def _rope_of(reader: ConfigReader, parameters: ConfigReader) -> RoPEConfig:
     kind = parameters.values.get("rope_type", parameters.values.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise UserError(
@@ -243,25 +243,25 @@ def _rope_of(description: Description, parameters: Description) -> RoPEConfig:
         if key not in _ROPE_KEYS and value is not None:
             raise UserError(f"config.json: RoPE's {key} is {value!r}, which this family does not support")
     _require("partial_rotary_factor", parameters.values.get("partial_rotary_factor"), 1.0)
-    theta = Description(_FILE, {**description.values, **parameters.values}).number("rope_theta", default=10_000.0)
+    theta = ConfigReader(_FILE, {**reader.values, **parameters.values}).number("rope_theta", default=10_000.0)
     if kind == "default":
         return RoPEConfig(theta=theta)
     if kind == "linear":
         return RoPEConfig(theta=theta, scaling="linear", scaling_factor=parameters.number("factor"))
     values: dict[str, Any] = {field: parameters.number(key) for key, field in _LLAMA3_FACTORS.items()}
-    return RoPEConfig(theta=theta, original_max_seq_len=_original_context(description, parameters), **values)
+    return RoPEConfig(theta=theta, original_max_seq_len=_original_context(reader, parameters), **values)
 
 
-def _original_context(description: Description, parameters: Description) -> int:
+def _original_context(reader: ConfigReader, parameters: ConfigReader) -> int:
     """Return the context before llama3 scaling of RoPE, inside or outside of the scaling's section: transformers 4
     reads the first; 5 prefers the second, and defaults to the whole context."""
     key = _ORIGINAL_CONTEXT
-    found = [where.whole_number(key) for where in (parameters, description) if where.has(key)]
+    found = [where.whole_number(key) for where in (parameters, reader) if where.has(key)]
     if len(set(found)) > 1:
         raise UserError(
             f"config.json: {key} is {found[1]}, and {found[0]} in the scaling of RoPE; leave out the wrong one"
         )
-    return found[0] if found else description.whole_number("max_position_embeddings")
+    return found[0] if found else reader.whole_number("max_position_embeddings")
 
 
 def _rope_scaling(rope: RoPEConfig) -> dict[str, Any] | None:

@@ -85,5 +85,5 @@ def with_adapters(config: Trainer.Config, adapters: LoRA.Config, lr: float = 2e-
         config,
         model_converters=[adapters],
         optimizer=Optimizer.Config(lr=lr, weight_decay=0.0, param_groups={}),
-        checkpoint=dataclasses.replace(config.checkpoint, trained_only=True),
+        checkpoint=dataclasses.replace(config.checkpoint, save_trainable_only=True),
     )

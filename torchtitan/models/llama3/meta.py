@@ -5,11 +5,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.models.common.description import Description
+from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.state_dict_adapter import (
-    ForeignFormat,
+    ExternalFormat,
     KeyMapping,
     Repeated,
     RopePermutation,
@@ -67,25 +67,25 @@ def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
     `UserError` for a missing size or an unsupported value."""
     if unknown := sorted(document.keys() - _KNOWN):
         raise UserError(f"params.json: not supported by this family: {', '.join(unknown)}")
-    description = Description("params.json", document)
-    extra = description.section(_EXTRA)
-    implied = _implied(description.flag("use_scaled_rope", default=False), has_theta="rope_theta" in document)
+    reader = ConfigReader("params.json", document)
+    extra = reader.section(_EXTRA)
+    implied = _implied(reader.flag("use_scaled_rope", default=False), has_theta="rope_theta" in document)
     if unknown := sorted(extra.values.keys() - implied.keys()):
         raise UserError(f"params.json: not known under '{_EXTRA}': {', '.join(unknown)}")
-    dim, n_heads = (description.whole_number(key) for key in ("dim", "n_heads"))
-    multiplier = description.number("ffn_dim_multiplier") if description.has("ffn_dim_multiplier") else None
+    dim, n_heads = (reader.whole_number(key) for key in ("dim", "n_heads"))
+    multiplier = reader.number("ffn_dim_multiplier") if reader.has("ffn_dim_multiplier") else None
     config = Llama3Model.Config(
         dim=dim,
-        n_layers=description.whole_number("n_layers"),
+        n_layers=reader.whole_number("n_layers"),
         n_heads=n_heads,
-        n_kv_heads=description.whole_number("n_kv_heads") if description.has("n_kv_heads") else n_heads,
-        ffn_dim=_ffn_dim(dim, description.whole_number("multiple_of", default=256), multiplier),
-        vocab_size=description.whole_number("vocab_size", hint=" (the rows of tok_embeddings.weight)"),
-        norm_eps=description.number("norm_eps", default=1e-5),
+        n_kv_heads=reader.whole_number("n_kv_heads") if reader.has("n_kv_heads") else n_heads,
+        ffn_dim=_ffn_dim(dim, reader.whole_number("multiple_of", default=256), multiplier),
+        vocab_size=reader.whole_number("vocab_size", hint=" (the rows of tok_embeddings.weight)"),
+        norm_eps=reader.number("norm_eps", default=1e-5),
         tie_embeddings=extra.flag("tie_embeddings", default=implied["tie_embeddings"]),
         max_seq_len=extra.whole_number("max_seq_len", default=implied["max_seq_len"]),
         rope=RoPEConfig(
-            theta=description.number("rope_theta", default=10_000.0),
+            theta=reader.number("rope_theta", default=10_000.0),
             scaling_factor=extra.number("rope_scaling_factor", default=implied["rope_scaling_factor"]),
         ),
     )
@@ -141,7 +141,7 @@ def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
     }
 
 
-FORMAT = ForeignFormat(adapter=adapter, to_foreign=to_params_json, from_foreign=from_params_json)
+FORMAT = ExternalFormat(adapter=adapter, to_external=to_params_json, from_external=from_params_json)
 
 
 def _implied(is_scaled: bool, *, has_theta: bool = True) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class EncodedSample(NamedTuple):
     """Token ids, int64 (n,)."""
     trained: np.ndarray
     """Mask of the tokens that the model learns to predict, bool (n,)."""
-    n_spelt: int = 0
+    n_special_in_text: int = 0
     """Special tokens, not written by the template, that its content spells."""
 
 
@@ -61,8 +61,8 @@ class EncodedRow(NamedTuple):
         return sum(int(part.trained[1:].sum()) for part in self.parts)
 
     @property
-    def n_spelt(self) -> int:
-        return sum(part.n_spelt for part in self.parts)
+    def n_special_in_text(self) -> int:
+        return sum(part.n_special_in_text for part in self.parts)
 
 
 class ChatEncoder:
@@ -186,7 +186,7 @@ class ChatEncoder:
             )
         return rendered
 
-    def _masked(self, rendered: Rendered, ids: list[int], offsets: Offsets, n_spelt: int) -> EncodedSample:
+    def _masked(self, rendered: Rendered, ids: list[int], offsets: Offsets, n_special_in_text: int) -> EncodedSample:
         tokens = _Tokens(rendered.text, ids, offsets, self._special_ids)
         trained = np.full(len(ids), rendered.default)
         # Unmarked turns that a row asks for come last, so that marked turns do not undo them.
@@ -197,7 +197,7 @@ class ChatEncoder:
             else:
                 stop = tokens.end_of_turn(positions) if turn.trained else positions.stop
             trained[positions.start : stop] = turn.trained
-        return EncodedSample(np.array(ids, dtype=np.int64), self._without_bos(ids, trained), n_spelt)
+        return EncodedSample(np.array(ids, dtype=np.int64), self._without_bos(ids, trained), n_special_in_text)
 
     def _end_of_marked(self, tokens: "_Tokens", turn: range) -> int:
         """Return the position after a turn, including its end token even if the template does not mark it."""
@@ -269,9 +269,9 @@ class _Spellings:
 
     def count(self, conversation: Conversation) -> int:
         texts = chain(_texts(conversation.messages), _texts(conversation.tools))
-        return sum(self._begins_at(text, found.start()) for text in texts for found in self._candidate.finditer(text))
+        return sum(self._starts_at(text, found.start()) for text in texts for found in self._candidate.finditer(text))
 
-    def _begins_at(self, text: str, position: int) -> bool:
+    def _starts_at(self, text: str, position: int) -> bool:
         return any(text[position : position + length] in self._tokens for length in self._lengths)
 
 

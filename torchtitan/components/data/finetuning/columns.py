@@ -49,7 +49,7 @@ def is_filled(value: Any) -> bool:
     return not (value is None or value == [] or isinstance(value, str) and not value.strip())
 
 
-def columns_that_matter(row: Mapping[str, Any]) -> list[str]:
+def relevant_columns(row: Mapping[str, Any]) -> list[str]:
     """Return the filled columns of a row whose names suggest that they affect training."""
     return [column for column, value in row.items() if column.lower() in _MATTERS and is_filled(value)]
 

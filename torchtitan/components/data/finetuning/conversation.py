@@ -55,7 +55,7 @@ class Conversation:
         """Return whether the assistant's messages that may be trained on, if there are any, have content."""
         asked = [message for message, said in zip(self.messages, self.trained, strict=True) if said is not False]
         assistant = [message for message in asked if message["role"] == "assistant"]
-        return not assistant or any(map(says_something, assistant))
+        return not assistant or any(map(has_content, assistant))
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ def from_json(value: Any, what: str) -> Any:
         raise BrokenSample(f"the {what} should be JSON ({error}): {shortened(value)}") from None
 
 
-def says_something(message: Message) -> bool:
+def has_content(message: Message) -> bool:
     """Return whether a normalized message has content, tool calls or reasoning other than white space."""
     texts = [message.get(key) or "" for key in ("content", "reasoning_content", "thinking", "reasoning")]
     return "tool_calls" in message or any(not isinstance(text, str) or text.strip() for text in texts)

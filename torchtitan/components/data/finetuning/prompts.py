@@ -31,7 +31,7 @@ class PromptDataLoader(PlannedDataLoader):
 
     A batch has `prompts` (B, P), token ids that end with the start of the assistant's turn, padded on the right to the
     longest prompt (answers replace the padding, and positions count from the first column), and `prompt_lengths` (B,).
-    `prompt_ids` returns the lists that `torchtitan.components.generation.generate` takes. A filler row has the length 0
+    `prompt_ids` returns the lists that `torchtitan.components.generation.generate` takes. A padding row has length 0
     and `NO_DOCUMENT` in `documents`. `seq_len` is the most tokens of a prompt without its answer.
     """
 
@@ -66,6 +66,6 @@ class PromptDataLoader(PlannedDataLoader):
 
 
 def prompt_ids(batch: Batch) -> list[list[int]]:
-    """Return the prompts of a batch as lists of token ids without padding; those of filler rows are empty."""
+    """Return the prompts of a batch as lists of token ids without padding; those of padding rows are empty."""
     lengths = batch["prompt_lengths"].tolist()
     return [ids[:length] for ids, length in zip(batch["prompts"].tolist(), lengths, strict=True)]

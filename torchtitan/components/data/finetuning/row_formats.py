@@ -9,9 +9,9 @@ from typing import Any, Literal
 from torchtitan.components.data.finetuning.columns import (
     LABELS,
     ROW_WEIGHTS,
-    columns_that_matter,
     is_filled,
     mapped_row,
+    relevant_columns,
     renamed_row,
     suggested_columns,
 )
@@ -65,7 +65,7 @@ class RowFormat:
 
     def unread(self, row: Mapping[str, Any]) -> list[str]:
         """Return a row's filled columns that are not read although their names suggest that they matter."""
-        if self.by_function or not (suspects := columns_that_matter(row)):
+        if self.by_function or not (suspects := relevant_columns(row)):
             return []
         filled = {column: column for column, value in row.items() if is_filled(value)}
         theirs = renamed_row(filled, self.mapping)

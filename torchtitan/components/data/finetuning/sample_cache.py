@@ -26,7 +26,7 @@ from torchtitan.components.data.finetuning.conversation import BrokenSample, Sam
 from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.report import Report, none_left
+from torchtitan.components.data.report import Report, no_rows_left_error
 from torchtitan.components.data.sources.rows import Row
 from torchtitan.components.data.sources.source import Source
 from torchtitan.tools.errors import UserError
@@ -160,11 +160,11 @@ def _write(source: Source, format: RowFormat, encoder: RowEncoder, filters: Filt
             report.kept += 1
             report.tokens += outcome.n_tokens
             report.trained_tokens += outcome.n_trained
-            if outcome.n_spelt:
-                report.spelt.add(row.where, f"{outcome.n_spelt} of its tokens")
+            if outcome.n_special_in_text:
+                report.special_in_text.add(row.where, f"{outcome.n_special_in_text} of its tokens")
             add(row.where, outcome)
     if not report.kept:
-        raise none_left(source.name, report)
+        raise no_rows_left_error(source.name, report)
     (folder / "report.json").write_text(json.dumps(report.to_dict()))
     contents = ["ids.bin", "trained.bin", "offsets.bin", *(["answers.bin"] if encoder.has_answers else [])]
     (folder / "fingerprint").write_text(content_digest(folder, contents))

@@ -16,7 +16,7 @@ from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, Enco
 from torchtitan.components.data.finetuning.filters import Dropped, Policy
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.report import Report, Tally, none_left
+from torchtitan.components.data.report import ExampleCounter, Report, no_rows_left_error
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.errors import UserError
 
@@ -58,7 +58,7 @@ class LengthFilteredDataset:
         self.lengths: Array = np.minimum(lengths[keep], max_length)
         """Tokens of the longest sequence of each sample, (n_samples,)."""
         if not len(self._indices):
-            raise none_left(name, self.report, self.warnings())
+            raise no_rows_left_error(name, self.report, self.warnings())
 
     @property
     def n_samples(self) -> int:
@@ -80,7 +80,7 @@ class LengthFilteredDataset:
                 f"{self.report.format}), though the name{'s' * plural} may matter to training; --dataloader.format can "
                 "name a function that reads the rows otherwise"
             )
-        dropped = self.report.dropped.get("too_long", Tally()).count
+        dropped = self.report.dropped.get("too_long", ExampleCounter()).count
         if dropped > MANY_TOO_LONG * self.report.rows:
             yield (
                 f"{dropped:,} of {self.report.rows:,} rows ({dropped / self.report.rows:.1%}) are dropped because they "
@@ -197,7 +197,7 @@ class SampleSets:
 
 
 Windows = Sequence[Sequence[EncodedRow]]
-"""Samples of each window of a batch; an empty window is a filler."""
+"""Samples of each window of a batch; an empty window is padding."""
 
 
 class WindowDataset(Dataset[Batch]):

@@ -1,7 +1,7 @@
 """Assignment of samples to windows, planned from the samples' lengths alone."""
 
 from torchtitan.components.data.plan.mixture import Mixture
-from torchtitan.components.data.plan.packing import Packing, Window, first_fit_decreasing, multipack, one_each
+from torchtitan.components.data.plan.packing import Packing, Window, first_fit_decreasing, multipack, no_packing
 from torchtitan.components.data.plan.planner import Planner, Snapshot
 from torchtitan.components.data.plan.sampler import Sampler, ShuffleSampler, StepStatistics
 
@@ -16,5 +16,5 @@ __all__ = [
     "Window",
     "first_fit_decreasing",
     "multipack",
-    "one_each",
+    "no_packing",
 ]

@@ -17,7 +17,7 @@ _SWAPPED_AMONG = 8192
 """Samples among which `multipack` searches for a swap."""
 
 
-def one_each(lengths: Array, capacity: int) -> list[Array]:
+def no_packing(lengths: Array, capacity: int) -> list[Array]:
     """Return one window per sample: no packing."""
     _check(lengths, capacity)
     return [np.array([index]) for index in range(len(lengths))]
@@ -140,7 +140,7 @@ Packing = Literal["ffd", "multipack", "none"]
 PACKINGS: dict[Packing, Callable[[Array, int], list[Array]]] = {
     "ffd": first_fit_decreasing,
     "multipack": multipack,
-    "none": one_each,
+    "none": no_packing,
 }
 
 

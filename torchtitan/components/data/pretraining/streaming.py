@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchtitan.components.data.base import Batch, Layout
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.token_cache import document_wrapping
-from torchtitan.components.data.pretraining.windows import BatchIterator, Sample, collate, filler, pack, permute
+from torchtitan.components.data.pretraining.windows import BatchIterator, Sample, collate, pack, padding_sample, permute
 from torchtitan.components.data.sources.rows import check_text
 from torchtitan.components.data.sources.source import StreamSource
 from torchtitan.components.data.workers import Workers
@@ -97,7 +97,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
                 break
         if not samples:
             raise StopIteration
-        padding = filler(layout.seq_len, document_mask=layout.document_mask)
+        padding = padding_sample(layout.seq_len, document_mask=layout.document_mask)
         return collate(samples + [padding] * (layout.local_batch_size - len(samples)))
 
     def _all_windows(self, place: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
@@ -153,7 +153,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         """Yield each block's number, the stream's state before it, and its texts, from the block of `place` on."""
         source, column = self.dataset.source, self.dataset.source.text_column
         with _named_failures(source):
-            stream = open_share(source, self.node, self.n_nodes)
+            stream = open_shard(source, self.node, self.n_nodes)
         if self.dataset.order.shuffle:
             stream.set_epoch(place.epoch)  # from the second epoch on, another order of the files
         if place.source is not None:
@@ -220,7 +220,7 @@ def _named_failures(source: StreamSource) -> Iterator[None]:
         raise RunFailure(message) from error
 
 
-def open_share(source: StreamSource, node: int, n_nodes: int) -> Any:
+def open_shard(source: StreamSource, node: int, n_nodes: int) -> Any:
     """Return one node's part of a stream: whole files if there are enough of them, else every n-th row."""
     from datasets.distributed import split_dataset_by_node
 
@@ -255,7 +255,7 @@ class StreamBatches(BatchIterator):
                 self.exhausted = True
         if layout.dp_world_size == 1:
             raise StopIteration
-        return collate([filler(layout.seq_len, document_mask=layout.document_mask)] * layout.local_batch_size)
+        return collate([padding_sample(layout.seq_len, document_mask=layout.document_mask)] * layout.local_batch_size)
 
     def _shape(self) -> dict[str, int]:
         layout = self._layout

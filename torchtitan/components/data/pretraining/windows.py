@@ -94,7 +94,7 @@ def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> 
     return {"input": inputs, "labels": labels, "positions": np.arange(seq_len) - np.maximum.accumulate(origin)}
 
 
-def filler(seq_len: int, *, document_mask: bool) -> Sample:
+def padding_sample(seq_len: int, *, document_mask: bool) -> Sample:
     """Return a sample that predicts nothing, to fill up the last batch."""
     sample = {"input": np.zeros(seq_len, np.int64), "labels": np.full(seq_len, IGNORE_INDEX, np.int64)}
     if document_mask:
@@ -165,7 +165,7 @@ class PackedDataset(Dataset[Batch]):
     def _sample(self, position: int) -> Sample:
         seq_len, document_mask = self.layout.seq_len, self.layout.document_mask
         if self.n_samples is not None and position >= self.n_samples:
-            return filler(seq_len, document_mask=document_mask)
+            return padding_sample(seq_len, document_mask=document_mask)
         epoch, index = divmod(position, self.n_windows)
         window = permute(index, self.n_windows, self.seed, epoch) if self.shuffle else index
         start = window * seq_len

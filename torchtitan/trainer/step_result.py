@@ -11,7 +11,7 @@ from torchtitan.tools.errors import RunFailure
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import COMMAND_VARIABLE
 
-Ending = Literal["completed", "data ended", "stopped"]
+StopReason = Literal["completed", "data ended", "stopped"]
 """Reason for the end of a run's loop."""
 
 
@@ -20,7 +20,7 @@ class NonFiniteError(RunFailure):
 
 
 @dataclass(frozen=True)
-class StepOutcome:
+class StepResult:
     """A step's numbers on the host: the mean `loss` over the global batch, the `grad_norm` before clipping, and further
     means that `compute_loss` recorded, from the step's only read of device values."""
 
@@ -39,11 +39,11 @@ class StepOutcome:
         return f"loss {self.loss}, gradient norm {self.grad_norm}"
 
 
-def log_ending(ending: Ending, step: int, total_steps: int, checkpoint: CheckpointManager.Config) -> None:
+def log_stop_reason(reason: StopReason, step: int, total_steps: int, checkpoint: CheckpointManager.Config) -> None:
     """Log how a run ended after `step` of `total_steps`, and how to resume it if it was stopped."""
-    if ending == "completed":
+    if reason == "completed":
         logger.info("training completed: %d steps", step)
-    elif ending == "data ended":
+    elif reason == "data ended":
         logger.info("the data ended after step %d, before step %d", step, total_steps)
     elif checkpoint.saves:
         command = os.environ.get(COMMAND_VARIABLE, "run it again")

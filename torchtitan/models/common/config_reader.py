@@ -14,7 +14,7 @@ _FURTHEST = 1e18
 
 
 @dataclass(frozen=True)
-class Description:
+class ConfigReader:
     """Keys of a model description. Access raises `UserError`, with file, key and value, for a wrong type or an absent
     key without a default. A null is not an absent key; use `has` if it means something."""
 
@@ -47,12 +47,12 @@ class Description:
             raise self.wrong(key, value, "true or false")
         return value
 
-    def section(self, key: str) -> "Description":
+    def section(self, key: str) -> "ConfigReader":
         """Return the keys of an inner object, none if it is null or absent."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(key, value, "an object")
-        return Description(self.file, value or {})
+        return ConfigReader(self.file, value or {})
 
     def check_not_quantized(self) -> None:
         """Raise `UserError` if a `quantization_config` says that the weights are quantized."""
