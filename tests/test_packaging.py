@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works away from the checkout. Versions and pins that several files repeat."""
+"""The wheel: its files, and its use away from the checkout. Versions and pins that several files repeat."""
 
 import os
 import re
