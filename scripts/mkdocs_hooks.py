@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     fence = indent = previous = ""
     for line in markdown.splitlines():
         if fence:
-            lines.append(indent + line)
+            lines.append(indent + line if line else line)
             if line.strip() == fence:
                 fence = indent = ""
         elif match := re.match(r"( *)(```+|~~~+)", line):
