@@ -120,7 +120,8 @@ def load_pretrained(
 
     Args:
         path: the checkpoint's folder; or its URL, if it `is_as_saved`.
-        spec, added: as in `native_source`.
+        spec: as in `native_source`.
+        added: as in `native_source`.
         model_parts: the model in this process, materialized, sharded or not.
         converters: applied to the model.
     """
