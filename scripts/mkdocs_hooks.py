@@ -1,7 +1,8 @@
 """Hooks of the documentation site (mkdocs.yml): pages are written for GitHub, and read on the site unchanged.
 
 Pages of the repository outside `docs/` appear on the site under `project/`. Relative links lead to a page of the site,
-if the site has one, and become plain text otherwise. Lists need no blank line before them and no four-column indent.
+if the site has one, and become plain text otherwise. Lists need no blank line before them and no four-column indent,
+and `<details>` may hold Markdown.
 """
 
 import posixpath
@@ -60,6 +61,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             if ITEM.match(line) and re.match(r"[^\s#|]", previous) and not ITEM.match(previous):
                 lines.append("")
             nested = re.match(r" {2,3}([-*+]|\d+\.) ", line)
+            line = re.sub(r"^<details>", '<details markdown="1">', line)
             lines.append(("  " if nested else "") + LINK.sub(site_link, line))
         previous = line
     return "\n".join(lines)

@@ -58,3 +58,8 @@ def test_lists_need_no_blank_line_and_code_is_left_alone(hooks: ModuleType):
     )
     code = "```bash\ntext\n- a\n[x](../README.md)\n```"
     assert rendered(hooks, "data.md", code) == code
+
+
+def test_folded_parts_hold_markdown(hooks: ModuleType):
+    folded = "<details>\n<summary>All</summary>\n\n| a |\n|---|\n\n</details>"
+    assert rendered(hooks, "data.md", folded) == folded.replace("<details>", '<details markdown="1">')
