@@ -92,12 +92,12 @@ def adapted(spec: ModelSpec, config: LoRA.Config, plain: dict[str, Tensor], seed
             for own, derived in module.derived.items():
                 getattr(module, own).copy_(derived.from_rows(plain[f"{name}.{derived.plain}"].float()))
         if seed is not None:
-            randomise(model, seed)
+            randomize(model, seed)
     return model
 
 
 @torch.no_grad()
-def randomise(model: nn.Module, seed: int) -> None:
+def randomize(model: nn.Module, seed: int) -> None:
     """Move all that is trained away from where it begins: B is zero there, and would hide A."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
@@ -219,7 +219,7 @@ def save_peft_adapter(folder: Path, below: nn.Module, kind: str, where: str) -> 
         task_type="CAUSAL_LM",
     )
     theirs = peft.get_peft_model(below, options).eval()
-    randomise(theirs, seed=3)
+    randomize(theirs, seed=3)
     theirs.save_pretrained(folder)
     return theirs
 

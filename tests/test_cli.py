@@ -183,7 +183,7 @@ FOUND_BY_WORKERS = {
         "--checkpoint.initial_load_path outputs/checkpoint/step-4 --dump_folder other --model.ffn_dim 96",
         "model.layers.0.feed_forward.w1.weight: [128, 64] in the checkpoint, [96, 64] in this run",
     ),
-    "state": ("--checkpoint.exclude_from_loading optimiser", "'optimiser'", "did you mean optimizer"),
+    "state": ("--checkpoint.exclude_from_loading optimizers", "'optimizers'", "did you mean optimizer"),
 }
 """Mistakes that show when the model is there."""
 
@@ -282,7 +282,7 @@ def test_the_entry_point_of_one_process(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["trian"], ["unknown command 'trian'", "did you mean 'train'", "ls", "new"]),
+        (["trian"], ["unknown command 'trian'", "did you mean 'train'", "ls", "new"]),  # codespell:ignore
         (["ls", "everything"], ["everything"]),
         (["new"], ["required: path"]),
     ],

@@ -104,7 +104,7 @@ class TestConfigurable:
         ("change", "message"),
         [
             ({"nonsense": 1}, "unknown keys nonsense"),
-            ({"rope": {"theta": 1.0, "thta": 2.0}}, r"unknown keys rope\.thta"),
+            ({"rope": {"theta": 1.0, "thta": 2.0}}, r"unknown keys rope\.thta"),  # codespell:ignore
             ({"rope": 3}, "'rope' is 3"),
             ({"dim": None}, "missing keys dim"),  # the test's own: None takes the key away
         ],
@@ -258,7 +258,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("trainig: {steps: 1}", "unknown key 'trainig.steps'.*did you mean 'training.steps'"),
+            ("trainig: {steps: 1}", "unknown key 'trainig.steps'.*did you mean 'training.steps'"),  # codespell:ignore
             ("training: {stepz: 1}", "did you mean 'training.steps'"),
             ("training: 3", "'training'.*section"),
             ("- a\n- b", "list"),

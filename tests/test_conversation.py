@@ -102,7 +102,7 @@ def test_tool_call_without_arguments_or_wrapping(arguments):
         ({"role": "assistant", "content": "x", "train": "no"}, "its train is 'no', and must be 0 or false"),
         ({"role": "assistant", "content": "x", "weight": 1, "train": False}, "weight is 1 and its train is False"),
         (
-            {"role": "assistant", "content": "x", "wieght": 0},
+            {"role": "assistant", "content": "x", "wieght": 0},  # codespell:ignore
             "it has the key 'wieght', which is not read; did you mean",
         ),
         ({"role": "assistant", "content": "", "tool_call": [{}]}, "did you mean 'tool_calls'?"),

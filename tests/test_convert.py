@@ -281,7 +281,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys, f
 
 @pytest.mark.parametrize("format", ["hf", "meta", "dcp"])
 def test_only_its_own_files_are_removed(tmp_path, format):
-    """Whatever the input and its neighbours are called."""
+    """Whatever the input and its neighbors are called."""
     others = [tmp_path / name for name in ("out.partial", "out", "checkpoint", "out.partial.partial")]
     save_reference(others[0], tied=True, dtype=torch.float32)
     for folder in others[1:]:

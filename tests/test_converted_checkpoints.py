@@ -537,7 +537,7 @@ def test_a_checkpoint_to_begin_from_is_digested_once(adapted, tmp_path, monkeypa
 
 
 def test_beginning_from_a_plain_checkpoint(tmp_path):
-    """What is excluded from loading is initialised as where the run begins."""
+    """What is excluded from loading is initialized as where the run begins."""
     trainer = train(tmp_path / "plain", [], **SAVING, training__steps=2)
     plain, from_it = whole_weights(trainer), {"checkpoint__initial_load_path": step(tmp_path / "plain", 2)}
     weights = begin(tmp_path / "adapted", [LORA], **FLOAT32, **from_it)

@@ -146,7 +146,7 @@ def test_what_is_marked_is_what_is_trained(chats, train_on, capsys):
         assert [token for token, _, marked in shown if marked] == predicted.tolist()
         assert any(not marked for _, _, marked in shown)
         texts.append(tokenizer.decode(predicted.tolist()))
-    # The terminal has the same, between brackets where it has no colours.
+    # The terminal has the same, between brackets where it has no colors.
     printed = capsys.readouterr().out.partition("\nWindows:")[2]
     marked = "".join(re.findall(r"⟦(.*?)⟧", printed.partition("\n")[2], re.DOTALL))
     assert marked == "".join(texts)
@@ -589,7 +589,7 @@ def test_mistakes_end_with_one_line(chats, capsys):
 
 def test_unknown_options_are_refused(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["data", "inspect", "--dataloader.datset", "x"])
+        main(["data", "inspect", "--dataloader.datset", "x"])  # codespell:ignore
     assert ended.value.code == 2
 
 

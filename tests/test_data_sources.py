@@ -288,9 +288,9 @@ def test_missing_path_names_the_nearest(tmp_path):
 def test_unknown_name_lists_the_registered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with raises("dataset 'storeis' is neither a registered name (stories, c4"):
-        documents_at("storeis")
+        documents_at("storeis")  # codespell:ignore
     with raises("did you mean 'stories'?"):
-        documents_at("storeis")
+        documents_at("storeis")  # codespell:ignore
     with raises("dataset '' is neither"):
         documents_at("")
 

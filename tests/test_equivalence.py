@@ -130,7 +130,7 @@ class DroppedMicroBatch(Trainer):
 
 
 class Swapping(RaggedDataLoader):
-    """Hands out two neighbouring batches in the wrong order; the first of them is number `swapped`, from 0."""
+    """Hands out two neighboring batches in the wrong order; the first of them is number `swapped`, from 0."""
 
     swapped: int
 

@@ -68,7 +68,7 @@ def test_a_parameter_without_initializer_is_an_error():
         initialize_weights(with_initializers(nn.Linear(2, 2), weight=TruncatedNormal(1.0)), 0)
 
 
-def test_buffers_are_initialised_too():
+def test_buffers_are_initialized_too():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()

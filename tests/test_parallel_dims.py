@@ -156,7 +156,7 @@ def test_coordinates_are_those_of_the_mesh(sizes):
 
 
 def test_tensor_parallel_ranks_are_neighbours():
-    """They communicate most, and neighbours are on one host."""
+    """They communicate most, and neighbors are on one host."""
     dims = make_dims(pp=2, dp_shard=2, cp=2, tp=2)
     with fake_rank(5, 16):
         mesh = dims.build_mesh("cpu")

@@ -134,7 +134,7 @@ class TestRecognition:
         with raises("the rows have the columns frage, and 'text' needs text"):
             find_format(["frage"], "text", {}, "sft")
         with raises("'mesages' is none of: auto, messages, conversations, instruction"):
-            find_format(["messages"], "mesages", {}, "sft")
+            find_format(["messages"], "mesages", {}, "sft")  # codespell:ignore
 
     @pytest.mark.parametrize(
         "row",
@@ -242,7 +242,7 @@ class TestRecognition:
         with raises("'prompt' is given twice, 'a' and 'b'"):
             parse_columns(["prompt=a", "prompt=b"])
         with raises("'promt' is a column of no format; did you mean 'prompt'?"):
-            find_format(["frage"], "auto", {"promt": "frage"}, "sft")
+            find_format(["frage"], "auto", {"promt": "frage"}, "sft")  # codespell:ignore
         with raises("the rows have no column 'frag'; did you mean 'frage'? (they have: frage)"):
             find_format(["frage"], "auto", {"prompt": "frag"}, "sft")
 
@@ -480,7 +480,7 @@ class TestFunctions:
         (tmp_path / "mine.py").write_text(self.SOURCE)
         (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
         for name, message in [
-            (f"{tmp_path}/mine.py:covert", "has no function 'covert'; did you mean 'convert'?"),
+            (f"{tmp_path}/mine.py:covert", "has no function 'covert'; did you mean 'convert'?"),  # codespell:ignore
             (f"{tmp_path}/other.py:convert", f"there is no file {tmp_path}/other.py"),
             (f"{tmp_path}/broken.py:convert", "failed: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
             ("not_a_module_at_all:convert", "there is no module 'not_a_module_at_all' to import"),

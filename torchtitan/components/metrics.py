@@ -54,13 +54,14 @@ class MetricsProcessor(Configurable):
 
     Every rank makes these calls; rank 0 writes to the sinks, and ranks with an active logger print a line.
 
-    Args of `Config.build`:
+    Args:
         dump_folder: the run's folder; `metrics.jsonl` is written there.
         device: computes on this rank.
         compute_dtype: type of matrix products; MFU is relative to its peak.
         flops_per_token: floating-point operations of a training step (forward and backward) per token.
         total_steps: the last step, for the ETA.
-        world_size, rank: number of devices that share the work, and this one's index.
+        world_size: number of devices that share the work.
+        rank: this device's index.
         run_config: the run's configuration, for W&B.
         clock: a monotonic clock in seconds.
     """

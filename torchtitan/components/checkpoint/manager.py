@@ -194,7 +194,7 @@ class CheckpointManager(Configurable):
         for name, give_weights in self.initial_loads.items():
             if name not in loaded:
                 if start and start.resumes and name in self.states:
-                    logger.info("state %s is not loaded from %s and is initialised", name, start.checkpoint.path)
+                    logger.info("state %s is not loaded from %s and is initialized", name, start.checkpoint.path)
                 if not needs_base_model:
                     give_weights()
         if start is None:

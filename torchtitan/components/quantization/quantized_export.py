@@ -33,10 +33,10 @@ def export_quantized(
     max_file_bytes: int = MAX_FILE_BYTES,
     advance: Callable[[int], None] = lambda n_bytes: None,
 ) -> None:
-    """Write a model into `folder` for inference, quantized as simulated by `QAT` in training.
+    """Write a model into `folder` for inference, quantized as simulated by `QAT` in training. The other
+    parameters are as in `export_checkpoint`.
 
     Args:
-        folder, spec, source, assets, advance: as in `export_checkpoint`.
         quantization: layers and granularity.
         dtype: of the other weights, the scales and the computation. None: the weights' type.
         max_file_bytes: largest file of weights; a whole file is held in memory.

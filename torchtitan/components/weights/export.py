@@ -96,13 +96,13 @@ def export_huggingface(
     converters: Sequence[ModelConverter] = (),
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Fill `target` with the Hugging Face folder of a model; every rank calls this and writes some of the files.
+    """Fill `target` with the Hugging Face folder of a model; every rank calls this and writes some of the files. The
+    other parameters are as in `export_checkpoint`.
 
     Args:
         source: checkpoint of the model in our own format.
         converters: applied to the model. The plain model is written, and the converters' additional files.
         dtype: of the floating-point weights of a converted model; None: as derived for the plain model.
-        target, ranks, spec, assets, changed_files: as in `export_checkpoint`.
     """
     from torchtitan.components.checkpoint.dcp import DcpSource  # deferred: DCP takes a second to import
 

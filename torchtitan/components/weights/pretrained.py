@@ -120,8 +120,9 @@ def load_pretrained(
 
     Args:
         path: the checkpoint's folder; or its URL, if it `is_as_saved`.
-        spec, added: as in `internal_source`.
-        model_parts: the model in this process, materialized, sharded or not.
+            spec: as in `internal_source`.
+        added: as in `internal_source`.
+            model_parts: the model in this process, materialized, sharded or not.
         converters: applied to the model.
     """
     if is_as_saved(path, spec, converters, added=added):

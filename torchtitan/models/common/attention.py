@@ -104,7 +104,8 @@ class GroupedQueryAttention(nn.Module):
 
     Args:
         qk_norm_eps: added to the mean square in the norm of each head's queries and keys; None: no norm.
-        init_std, out_init_std: standard deviations of the initial input projections and output projection.
+        init_std: standard deviation of the initial input projections.
+        out_init_std: standard deviation of the initial output projection.
     """
 
     def __init__(

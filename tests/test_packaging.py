@@ -1,0 +1,122 @@
+"""The wheel: its files, and its use away from the checkout. Versions and pins that several files repeat."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+import torchtitan
+from tests.conftest import PROJECT
+from tests.training import TINY, flags, read_metrics
+
+METADATA = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+
+
+def pins() -> dict[str, str]:
+    """Package → version, as constraints.txt pins them."""
+    lines = (PROJECT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a clean copy: folders left by earlier builds in the checkout would hide missing files."""
+    pytest.importorskip("pip")
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(PROJECT / "torchtitan", source / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Run a program of a new environment, which has the wheel and this environment's other packages."""
+    home = tmp_path_factory.mktemp("installed")
+    venv.create(home / "venv", with_pip=False)
+    (packages,) = (home / "venv").glob("lib/python*/site-packages")
+    # Folders named in a .pth file come after the environment's own, and .pth files in them (an editable install of the
+    # checkout is one) have no effect.
+    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "others.pth").write_text("\n".join(others))
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", wheel]
+    subprocess.run([sys.executable, "-m", "pip", "--python", home / "venv/bin/python", *install], check=True)
+
+    def run(program: str, *words: str) -> str:
+        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        environment |= {"TORCHTITAN_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1", "NGPU": "1"}
+        command = [home / "venv/bin" / program, *words]
+        result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    assert Path(run("python", "-c", "import torchtitan; print(torchtitan.__file__)")).is_relative_to(packages)
+    return run
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel: Path):
+    wanted = {
+        path.relative_to(PROJECT).as_posix()
+        for path in (PROJECT / "torchtitan").rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name for name in names if not name.partition("/")[0].endswith(".dist-info")} == wanted
+    assert f"torchtitan-{torchtitan.__version__}.dist-info/licenses/LICENSE" in names
+
+
+@pytest.mark.slow
+def test_the_installed_command_works_in_another_folder(installed: Callable[..., str]):
+    assert installed("torchtitan", "--version") == f"torchtitan {torchtitan.__version__}\n"
+    assert "usage: torchtitan COMMAND" in installed("torchtitan", "--help")
+    assert "llama3_debugmodel" in installed("torchtitan", "ls")
+    installed("torchtitan", "new", "mine")
+    installed("torchtitan", "new", "--plain-loop", "loop.py")
+    home = Path(installed("python", "-c", "import os; print(os.getcwd())").strip())
+    assert (home / "loop.py").exists()
+    small = flags({**TINY, "training.steps": 2})
+    installed("torchtitan", "train", "--module", "./mine", "--config", "debugmodel", *small)
+    assert [step for (step,) in read_metrics(home / "outputs")] == [1, 2]
+    chats = ["--config", "llama3_debugmodel_sft", *small, "--training.seq_len", "512", "--dump_folder", "sft"]
+    installed("torchtitan", "train", *chats)
+    assert [step for (step,) in read_metrics(home / "sft")] == [1, 2]
+
+
+def test_the_version_is_one():
+    assert METADATA["dynamic"] == ["version"]
+    assert yaml.safe_load((PROJECT / "CITATION.cff").read_text())["version"] == torchtitan.__version__
+
+
+def test_every_development_dependency_is_pinned():
+    extras = METADATA["optional-dependencies"]
+    wanted = {re.match(r"[\w.-]+", line)[0].lower() for lines in extras.values() for line in lines}  # type: ignore[index]
+    assert wanted - {"torchtitan"} <= set(pins())
+
+
+def test_commit_hooks_have_the_pinned_versions():
+    repositories = yaml.safe_load((PROJECT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = {one["hooks"][0]["id"].partition("-")[0]: one.get("rev") for one in repositories}
+    assert (hooks["ruff"], hooks["codespell"]) == (f"v{pins()['ruff']}", f"v{pins()['codespell']}")
+
+
+def test_every_supported_python_is_tested():
+    prefix = "Programming Language :: Python :: 3."
+    supported = [f"3.{one.removeprefix(prefix)}" for one in METADATA["classifiers"] if one.startswith(prefix)]
+    workflow = yaml.safe_load((PROJECT / ".github/workflows/ci.yml").read_text())
+    assert workflow["jobs"]["tests"]["strategy"]["matrix"]["python"] == supported
+    assert METADATA["requires-python"] == f">={supported[0]}"
