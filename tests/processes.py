@@ -1,18 +1,36 @@
-"""Runs a function in several gloo processes, for tests of what is distributed."""
+"""Run a function in several gloo processes, for tests of distributed code."""
 
+import multiprocessing.forkserver
+import multiprocessing.reduction
 import os
 import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.multiprocessing
 
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def forking() -> ForkServerContext:
+    """Return the context whose processes are forked from a server that has imported the libraries (`preloaded`). They
+    have the server's environment variables; pass those of this process on if they matter."""
+    multiprocessing.set_forkserver_preload(["tests.preloaded"])
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    # One thread each: the libraries' thread pools do not survive the fork.
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
+        multiprocessing.forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
 
 def run_processes(function: Callable[..., None], world_size: int, *args: Any) -> None:
-    """Run `function(*args)` in `world_size` processes that share a process group; it must be a module's function.
+    """Run `function(*args)` in `world_size` processes with a common process group; it must be a module's function.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: with the traceback of the first process that failed.
@@ -20,12 +38,46 @@ def run_processes(function: Callable[..., None], world_size: int, *args: Any) ->
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_run, args=(world_size, port, function, args), nprocs=world_size)
+    forking()
+    torch.multiprocessing.start_processes(
+        _run,
+        args=(Surroundings(), world_size, port, function, args),
+        nprocs=world_size,
+        start_method="forkserver",
+    )
 
 
-def _run(rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+class Surroundings:
+    """The environment variables and standard output and error of this process, to send to one that is being started."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._output: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_output": [multiprocessing.reduction.DupFd(number) for number in (1, 2)]}
+
+    def take(self) -> None:
+        """Make them those of this process."""
+        os.environ.clear()
+        os.environ |= self._environment
+        for number, sent in enumerate(self._output, start=1):
+            opened = sent.detach()
+            os.dup2(opened, number)
+            os.close(opened)
+
+
+def _run(
+    rank: int,
+    surroundings: Surroundings,
+    world_size: int,
+    port: int,
+    function: Callable[..., None],
+    args: tuple[Any, ...],
+) -> None:
     import torch.distributed as dist
 
+    surroundings.take()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)

@@ -2,14 +2,13 @@
 
 import json
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import PROJECT
+from tests.commands import run_command
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import built_in_modules, list_module
 from torchtitan.models.common.rope import RoPEConfig, rope_frequencies
@@ -435,7 +434,7 @@ class TestOwnConfigurations:
 
 def test_the_command_ends_with_the_message(tmp_path):
     command = [sys.executable, "-m", "torchtitan.cli.main", "train", "--module", "auto", "--config", "pretrain"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
+    result = run_command(command)
     assert result.returncode == 2
     assert "needs --hf_assets_path" in result.stderr
     assert "Traceback" not in result.stderr

@@ -3,7 +3,6 @@
 import copy
 import json
 import logging
-import multiprocessing
 import os
 import random
 import resource
@@ -29,7 +28,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from tests.commands import RunningCommand
 from tests.conftest import file_size_limit
+from tests.processes import forking
 from torchtitan.components.checkpoint import (
     CheckpointManager,
     CheckpointSaveError,
@@ -318,7 +319,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_a_killed_save_leaves_no_checkpoint(tmp_path: Path, async_mode: str, log: pytest.LogCaptureFixture) -> None:
-    process = subprocess.Popen([sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path), async_mode])
+    process = RunningCommand([sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path), async_mode])
     deadline = time.monotonic() + 60
     while not (tmp_path / "saving").exists():
         assert process.poll() is None and time.monotonic() < deadline
@@ -779,7 +780,7 @@ def test_import_is_cheap() -> None:
 
 def on_two_ranks(function: Callable[..., None], *args: Any) -> None:
     """Run `function(rank, *args)` on two processes with gloo; raises where one fails."""
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     rendezvous = f"file://{args[0]}/rendezvous-{function.__name__}"
     processes = [context.Process(target=_rank_main, args=(rank, rendezvous, function, args)) for rank in range(2)]
     for process in processes:

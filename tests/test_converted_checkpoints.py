@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.commands import RunningCommand
 from tests.processes import run_processes
 from tests.test_formats_in_runs import from_folder, make_pretrained, weights_of
 from tests.training import read_metrics, run, tiny_config
@@ -840,7 +841,7 @@ def test_killed_and_resumed(tmp_path):
     project = Path(__file__).resolve().parent.parent
     environment = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
-    process = subprocess.Popen([*command, "400"], env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    process = RunningCommand([*command, "400"], env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
         while not step(tmp_path / "killed", 5).exists():

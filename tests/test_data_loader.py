@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.commands import run_command
 from torchtitan.assets.stories import Stories
 from torchtitan.components.data import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.data.pretraining import windows
@@ -287,7 +288,7 @@ raise RuntimeError("boom")
 
 def test_program_that_dies_without_closing_does_not_hang(config):
     arguments = [sys.executable, "-c", UNCLOSED, config.dataset, config.cache_dir]
-    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    result = run_command(arguments, timeout=60)
     assert result.returncode == 1 and result.stderr.strip().endswith("RuntimeError: boom")
 
 

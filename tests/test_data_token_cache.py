@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
+from tests.commands import RunningCommand
 from torchtitan.components.data import disk_cache
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.data.disk_cache import cache_root
@@ -381,7 +382,7 @@ open_token_cache(resolve_source(sys.argv[1]), tokenizer, sys.argv[2])
 def test_killed_build_is_made_again(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("some text")
     arguments = [str(tmp_path / "a.txt"), str(tmp_path / "cache"), tokenizer.fingerprint]
-    with subprocess.Popen([sys.executable, "-c", KILLED_BUILD, *arguments], stdout=subprocess.PIPE) as process:
+    with RunningCommand([sys.executable, "-c", KILLED_BUILD, *arguments], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"encoding\n"
         process.send_signal(signal.SIGKILL)
     [left] = kept(tmp_path / "cache")

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import torchtitan.dry_run.microbatch_replay as microbatch_replay
+from tests.commands import run_command
 from tests.processes import run_processes
 from tests.training import TINY, flags, tiny_config
 from torchtitan.config.manager import ConfigManager
@@ -130,7 +130,7 @@ def test_names_of_axes():
 def command_line(folder, *words, **environment):
     command = [sys.executable, "-m", "torchtitan.cli.main", "train", *flags({**TINY, "dump_folder": folder}), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return run_command(command, env=environment)
 
 
 def test_command_line(tmp_path):

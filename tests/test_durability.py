@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.commands import RunningCommand
 from tests.processes import run_processes
 from tests.test_checkpoint import Run, Values, assert_same, steps
 from torchtitan.components.checkpoint import (
@@ -413,7 +414,7 @@ time.sleep(600)
 
 
 def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
-    rank = subprocess.Popen([sys.executable, "-c", KILLED_RANK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    rank = RunningCommand([sys.executable, "-c", KILLED_RANK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
     writer = int(rank.stdout.readline())
     os.kill(writer, signal.SIGSTOP)  # in the middle of anything

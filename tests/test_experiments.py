@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands import RunningCommand
 from tests.training import flags, read_metrics, read_validation
 from torchtitan.cli.main import main
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -157,7 +158,7 @@ def test_the_plain_loop_resumes_exactly_after_a_kill(monkeypatch):
     path = new_plain_loop(shrunk)
     run_plain_loop(path, monkeypatch, "--steps", "60", "--folder", "straight")
     command = [sys.executable, str(path), "--steps", "60", "--folder", "killed"]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    process = RunningCommand(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     try:
         wait_for_step(Path("killed"), 24, process)
         process.send_signal(signal.SIGKILL)
@@ -171,7 +172,7 @@ def test_the_plain_loop_resumes_exactly_after_a_kill(monkeypatch):
     assert_same_numbers(run, Path("straight"), 60)
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
+def wait_for_step(folder: Path, step: int, process: RunningCommand) -> None:
     """Until the run has logged the step."""
     for _ in range(6000):
         if (folder / "metrics.jsonl").exists() and f'"step": {step}, "loss"' in (folder / "metrics.jsonl").read_text():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import RunningCommand, run_command
 from tests.training import TINY, flags, train
 from torchtitan.cli.main import main
 from torchtitan.tools import folder_lock
@@ -66,7 +67,7 @@ def words(folder: Path) -> list[str]:
 
 def killed_while_children_live(folder: Path) -> None:
     """Take a lock right after the process that had it was killed."""
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as holder:
+    with RunningCommand([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout
         children = [int(word) for word in holder.stdout.readline().split()]
         try:
@@ -98,7 +99,7 @@ def test_a_hundred_killed_holders_never_block(tmp_path: Path) -> None:
 
 def test_a_holder_that_takes_a_moment_to_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "_WAIT_SECONDS", 60.0)
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+    with RunningCommand([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout
         children = [int(word) for word in holder.stdout.readline().split()]
         monkeypatch.setattr(time, "sleep", lambda seconds: holder.kill())
@@ -115,10 +116,10 @@ def test_one_process_has_one_lock(tmp_path: Path) -> None:
     command += "module._WAIT_SECONDS = 0; module.lock_folder(Path(sys.argv[1]))"
     other = [sys.executable, "-c", command, str(tmp_path)]
     del first
-    result = subprocess.run(other, capture_output=True, text=True)
+    result = run_command(other)
     assert f"is in use by another run, process {os.getpid()} on " in result.stderr
     del second
-    assert subprocess.run(other).returncode == 0
+    assert run_command(other).returncode == 0
 
 
 def test_a_file_system_without_locks(
@@ -157,10 +158,10 @@ def test_a_trainer_holds_the_lock_until_it_is_closed(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def saving(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def saving(tmp_path: Path) -> Iterator[RunningCommand]:
     """A run in `tmp_path` that is in the middle of a save."""
     command = [sys.executable, "-c", SAVING, *words(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with RunningCommand(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout and process.stdout.readline() == b"saving\n"
         yield process
         process.kill()
@@ -172,7 +173,7 @@ def content(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_a_second_run_leaves_the_first_one_s_save_alone(
-    tmp_path: Path, saving: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, saving: RunningCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = content(tmp_path)
     assert any("step-2.partial/" in name for name in before)
@@ -187,11 +188,11 @@ def test_a_second_run_leaves_the_first_one_s_save_alone(
 
 
 @pytest.mark.slow
-def test_a_second_run_of_several_processes(tmp_path: Path, saving: subprocess.Popen[bytes]) -> None:
+def test_a_second_run_of_several_processes(tmp_path: Path, saving: RunningCommand) -> None:
     before = content(tmp_path)
     command = [sys.executable, "-m", "torchtitan.cli.main", "train", *words(tmp_path)]
     environment = {**os.environ, "NGPU": "2", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    result = run_command(command, env=environment)
     assert result.returncode == 2, result.stderr
     message = f"in use by another run, process {saving.pid} on {socket.gethostname()}: "
     assert result.stderr.count(message) == 1

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.commands import RunningCommand
 from tests.training import train
 from torchtitan.cli.generate import chat, generate
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template, resolve_chat_template
@@ -260,7 +261,7 @@ def test_a_reader_that_leaves_ends_it_silently(stories):
         "from torchtitan.tools.process import default_signals\nwith default_signals(): generate(sys.argv[1:])"
     )
     command = [sys.executable, "-c", code, "--checkpoint", stories, "--device", "cpu", "--max_new_tokens", "200"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with RunningCommand(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.read(4) == "Once"
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()

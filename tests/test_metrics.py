@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.commands import run_command
 from torchtitan.components.metric_sinks import JsonLines, Sink
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools import device as device_facts
@@ -488,9 +489,7 @@ class TestSinks:
             "sink.write(3, {'loss': 0.25})\n"
         )
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-        result = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
-        )
+        result = run_command([sys.executable, "-c", script], env=environment, timeout=60, check=True)
         assert result.stdout == "OSError\n"
         assert lines_of(tmp_path / "m.jsonl") == [{"step": 1, "loss": 1.0}, {"step": 3, "loss": 0.25}]
 

@@ -2,7 +2,6 @@
 operation that DTensor lacks ends with advice."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.commands import run_command
 from tests.conftest import PROJECT
 from tests.equivalence.workers import Workers
 from tests.test_docs import documented_class
@@ -138,7 +138,7 @@ def test_the_advice_is_all_that_the_command_prints(tmp_path):
     words = ["--module", str(folder), "--config", "masked", *flags(options)]
     environment = {**os.environ, "NGPU": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
     command = [sys.executable, "-m", "torchtitan", "train", *words]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    result = run_command(command, env=environment)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
     assert result.stderr.count("--parallelism.disable_loss_parallel") == 1

@@ -4,7 +4,6 @@ methods of the Trainer, and a model's modules by a converter. Each with an optio
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from tests.commands import run_command
 from tests.conftest import PROJECT
 from tests.training import flags, read_metrics, read_validation
 from torchtitan.cli.main import main
@@ -539,7 +539,7 @@ def test_converters_are_called_in_order_before_sharding_and_after_each_step():
     words = flags({**TINY, "dump_folder": "run", "training.steps": 2, "model_converters.second.log": "hooks.jsonl"})
     command = [sys.executable, "-m", "torchtitan.cli.main", "train", *own, *words]
     environment = {**os.environ, "NGPU": "2", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    result = run_command(command, env=environment)
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in Path("hooks.jsonl").read_text().splitlines()]
     hooks = ["convert", "post_init", "post_optimizer", "post_optimizer"]

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands import run_command
 from tests.test_formats_in_runs import make_pretrained
 from tests.training import TINY, flags, launch, read_metrics, run, tiny_config
 from torchtitan.cli.main import main
@@ -151,7 +151,7 @@ def test_two_processes(tmp_path: Path) -> None:
     assert "complete at step 4" in launch(tmp_path, 2, **options, checkpoint__last_save_in_hf=True)
     words = flags({**TINY, **SAVING, "dump_folder": tmp_path, "checkpoint.last_save_in_hf": True, "model.dim": 32})
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "torchtitan.train"]
-    result = subprocess.run([*torchrun, *words], capture_output=True, text=True, timeout=300)
+    result = run_command([*torchrun, *words])
     assert result.returncode != 0 and "model.dim was 64 and is 32" in result.stderr
     assert contents(tmp_path) == before
 

@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from tests.commands import run_command
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.config.manager import ConfigManager
@@ -80,7 +80,7 @@ def launch(folder: Path, processes: int, **options: Any) -> str:
     words = flags({**TINY, "dump_folder": folder, **overrides})
     environment = {**os.environ, "NGPU": str(processes), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torchtitan.cli.main", "train", *words]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    result = run_command(command, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stderr
 

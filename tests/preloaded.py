@@ -1,0 +1,27 @@
+"""The imports of the fork server of `tests.processes`: processes forked from it start in tens of milliseconds. Nothing
+here may start a thread or compute: only the thread that forks exists in the new process."""
+
+import gc
+import sys
+from pathlib import Path
+
+import datasets  # noqa: F401
+import pytest  # noqa: F401
+import torch.distributed.checkpoint  # noqa: F401
+import torch.distributed.pipelining  # noqa: F401
+import torch.distributed.tensor.parallel  # noqa: F401
+import torch.multiprocessing  # noqa: F401
+import torch.utils.tensorboard  # noqa: F401
+
+import tests.conftest  # noqa: F401
+import tests.training  # noqa: F401
+import torchtitan.cli.convert  # noqa: F401
+import torchtitan.cli.main  # noqa: F401
+import torchtitan.cli.train  # noqa: F401
+import torchtitan.models.llama3  # noqa: F401
+import torchtitan.models.qwen3  # noqa: F401
+
+PATH = [folder for folder in sys.path if folder not in ("", str(Path(__file__).resolve().parent.parent))]
+"""The import path of an interpreter, without the folders that depend on how it is started."""
+
+gc.freeze()  # a collection in a forked process neither scans nor copies them
