@@ -511,7 +511,7 @@ class TestScripts:
         self.run(checkout, "run_train.sh")
         code, calls, _ = self.run(checkout, "run_tests.sh", "-k", "name")
         assert code == 0 and calls[-2].endswith(f"--editable {checkout}[dev]")
-        assert calls[-1] == "-m pytest -m not slow and not long -k name"
+        assert calls[-1] == "-m pytest -n 2 --dist worksteal --durations=15 -m not slow and not long -k name"
         assert self.run(checkout, "run_train.sh")[1][0] == "train"  # and bring what it needs
 
     def test_optional_packages_are_set_up_when_they_are_asked_for(self, checkout: Path) -> None:
