@@ -4,9 +4,11 @@
 #   ./run_tests.sh -m 'not long'      the slow ones too, as .ci/run
 #   ./run_tests.sh -m long            those that take minutes, each beside a shorter one of its kind
 #   ./run_tests.sh tests/test_loss.py -k chunked
+#   ./run_tests.sh -n 0 --pdb tests/test_loss.py    in one process, to debug
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 use_environment dev
 cd "$root"
-exec python -m pytest -m "not slow and not long" "$@"
+# Two processes, each with half of the tests in their order, so that few fixtures of a module are made twice.
+exec python -m pytest -n 2 --dist worksteal --durations=15 -m "not slow and not long" "$@"

@@ -9,7 +9,7 @@ root=$(CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 active_environment_suffices() {
     local packages=(torchtitan)
     case "$1" in
-        dev) packages+=(pytest ruff mypy codespell mkdocs-material mkdocstrings-python transformers) ;;
+        dev) packages+=(pytest pytest-xdist ruff mypy codespell mkdocs-material mkdocstrings-python transformers) ;;
         eval) packages+=(lm-eval) ;;
         quantization) packages+=(torchao) ;;
         wandb) packages+=(wandb) ;;

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import RunningCommand
 from tests.conftest import PROJECT
 from tests.test_cli import write_module
 from tests.training import TINY, flags
@@ -25,12 +26,14 @@ _FOREVER = {"training.steps": 1_000_000, "metrics.log_freq": 10}
 
 
 class Command:
-    """A running command, in a process group of its own; `printed` is what it has written to standard error."""
+    """A running command, in a process group of its own; `printed` is what it has written to standard error. Python is
+    forked (`tests.commands`), unless it is to be `fresh`, an interpreter for the command and for each rank."""
 
-    def __init__(self, words: list[str], folder: Path, **variables: str):
+    def __init__(self, words: list[str], folder: Path, *, fresh: bool = False, **variables: str):
         environment = {name: value for name, value in os.environ.items() if name not in ("NGPU", "LOG_RANK")}
         environment |= {"PYTHONPATH": str(PROJECT), "TORCHTITAN_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
+        start = subprocess.Popen if fresh or words[0] != sys.executable else RunningCommand
+        self.process = start(
             words,
             cwd=folder,
             env={**environment, **variables},
@@ -96,11 +99,17 @@ def start(workplace: Path) -> Iterator[Callable[..., Command]]:
     """Starts `torchtitan train` with a tiny model; whatever still runs when the test ends is ended."""
     commands: list[Command] = []
 
-    def start(processes: int, *words: str, variables: dict[str, str] | None = None, **options: object) -> Command:
+    def start(
+        processes: int,
+        *words: str,
+        fresh: bool = False,
+        variables: dict[str, str] | None = None,
+        **options: object,
+    ) -> Command:
         overrides = {key.replace("__", "."): value for key, value in options.items()}
         settings = {**TINY, "dataloader.dataset": "corpus.txt", **overrides}
         command = [sys.executable, "-m", "torchtitan.cli.main", "train", *flags(settings), *words]
-        commands.append(Command(command, workplace, NGPU=str(processes), **(variables or {})))
+        commands.append(Command(command, workplace, fresh=fresh, NGPU=str(processes), **(variables or {})))
         return commands[-1]
 
     yield start
@@ -156,7 +165,7 @@ class TestFailures:
                 return config_of(Crashing)
         """
         write_module(workplace / "crashing", textwrap.dedent(code))
-        command = start(2, "--module", "crashing", "--config", "debug")
+        command = start(2, "--module", "crashing", "--config", "debug", fresh=True)
         assert command.wait() == 1
         log, _, traceback = command.printed.partition("ERROR rank 1 failed:\n")
         assert_quiet("".join(log.splitlines(keepends=True)[:-1]))
@@ -373,7 +382,7 @@ class TestStopping:
         assert len(started) == 2 and all(worker.process.poll() is not None for worker in started)
 
     def test_no_process_outlives_its_launcher(self, start: Callable[..., Command]) -> None:
-        command = start(2, **_FOREVER)
+        command = start(2, fresh=True, **_FOREVER)
         command.wait_for_text(r"step +10/")
         command.signal(signal.SIGKILL)
         assert command.wait() == -signal.SIGKILL
@@ -502,7 +511,7 @@ class TestScripts:
         self.run(checkout, "run_train.sh")
         code, calls, _ = self.run(checkout, "run_tests.sh", "-k", "name")
         assert code == 0 and calls[-2].endswith(f"--editable {checkout}[dev]")
-        assert calls[-1] == "-m pytest -m not slow and not long -k name"
+        assert calls[-1] == "-m pytest -n 2 --dist worksteal --durations=15 -m not slow and not long -k name"
         assert self.run(checkout, "run_train.sh")[1][0] == "train"  # and bring what it needs
 
     def test_optional_packages_are_set_up_when_they_are_asked_for(self, checkout: Path) -> None:

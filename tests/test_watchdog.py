@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import RunningCommand
 from tests.conftest import PROJECT
 from tests.test_cli import write_module
 from tests.test_launcher import Command, free_port
@@ -60,7 +61,7 @@ class Ranks:
         for rank in range(world_size):
             variables = {**meeting, "RANK": str(rank)} if world_size > 1 else {}
             environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", **variables}
-            process = subprocess.Popen([sys.executable, script], env=environment, stderr=subprocess.PIPE, text=True)
+            process = RunningCommand([sys.executable, script], env=environment, stderr=subprocess.PIPE, text=True)
             self.processes.append(process)
 
     def wait(self) -> tuple[list[int], list[str]]:
