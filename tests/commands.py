@@ -1,5 +1,5 @@
 """Run Python commands in processes forked from one that has imported the libraries: `subprocess` for tests, without the
-seconds of a new interpreter's imports. A test of the interpreter's start itself, such as the import path or
+seconds that imports take in a new interpreter. A test of the interpreter's start itself, such as the import path or
 variables read by an import, uses `subprocess`."""
 
 import atexit
@@ -146,7 +146,7 @@ class RunningCommand:
 
 
 class _Start:
-    """What a new process needs to become the command; sent to it."""
+    """The data that a new process needs to become the command; sent to it."""
 
     def __init__(self, words: list[str], folder: str, environment: dict[str, str], output: list[int], session: bool):
         self.words, self.folder, self.environment, self.output = words, folder, environment, output

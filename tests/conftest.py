@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtitan.tools import device
 from torchtitan.tools.logging import logger
 
 # Tiny models gain nothing from threads, and lose much to waiting for each other where the machine is busy.
 torch.set_num_threads(1)
+
+# At its start, a run measures the machine's peak speed for half a second, longer than a tiny run takes otherwise: here
+# briefly, also in the processes that are forked from `tests.preloaded`.
+device._MEASURING_SECONDS, device._CPU_SIZES = 0.005, (512,)
 
 PROJECT = Path(__file__).resolve().parent.parent
 

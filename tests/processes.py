@@ -20,7 +20,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 def forking() -> ForkServerContext:
     """Return the context whose processes are forked from a server that has imported the libraries (`preloaded`). They
-    have the server's environment variables; pass those of this process on if they matter."""
+    have the server's environment variables; pass on the variables of this process if they matter."""
     multiprocessing.set_forkserver_preload(["tests.preloaded"])
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     # One thread each: the libraries' thread pools do not survive the fork.
@@ -58,7 +58,7 @@ class Surroundings:
         return self.__dict__ | {"_output": [multiprocessing.reduction.DupFd(number) for number in (1, 2)]}
 
     def take(self) -> None:
-        """Make them those of this process."""
+        """Take them over in this process."""
         os.environ.clear()
         os.environ |= self._environment
         for number, sent in enumerate(self._output, start=1):

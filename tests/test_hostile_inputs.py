@@ -125,9 +125,11 @@ def test_mutators_are_seeded_and_change_something(mutator) -> None:
     assert len(set(changed)) > 3
 
 
-@pytest.mark.slow
-def test_two_thousand_hostile_files() -> None:
-    command = [sys.executable, "-m", "tests.hostile_inputs", "--cases", "2000"]
+@pytest.mark.parametrize(
+    "cases", [pytest.param(200, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.long)]
+)
+def test_hostile_files(cases: int) -> None:
+    command = [sys.executable, "-m", "tests.hostile_inputs", "--cases", str(cases)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     tried = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
     assert tried.returncode == 0, tried.stdout + tried.stderr

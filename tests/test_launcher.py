@@ -382,7 +382,7 @@ class TestStopping:
         assert len(started) == 2 and all(worker.process.poll() is not None for worker in started)
 
     def test_no_process_outlives_its_launcher(self, start: Callable[..., Command]) -> None:
-        command = start(2, fresh=True, **_FOREVER)
+        command = start(2, **_FOREVER)
         command.wait_for_text(r"step +10/")
         command.signal(signal.SIGKILL)
         assert command.wait() == -signal.SIGKILL

@@ -606,6 +606,13 @@ class TestDevice:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA T0")
         assert peak_flops(cuda, torch.bfloat16) == (1.0, "measured")
 
+    @pytest.fixture
+    def measuring(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As long, and by the products, as outside tests (`conftest`)."""
+        monkeypatch.setattr(device_facts, "_MEASURING_SECONDS", 0.35)
+        monkeypatch.setattr(device_facts, "_CPU_SIZES", (512, 1024, 2048))
+
+    @pytest.mark.usefixtures("measuring")
     def test_the_fastest_product_is_the_peak(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = {512: 0.001, 1024: 0.002, 2048: 1.0}
         monkeypatch.setattr(device_facts, "_product_seconds", lambda factors: seconds[factors.shape[1]])
@@ -613,6 +620,7 @@ class TestDevice:
         expected = (1024**2 * (1024 + 1024) / 0.002, "measured: 1024x1024 matrix product in bfloat16")
         assert peak_flops(CPU, torch.bfloat16) == expected
 
+    @pytest.mark.usefixtures("measuring")
     def test_a_cpu_is_measured(self) -> None:
         random_state = torch.get_rng_state()
         start = time.perf_counter()

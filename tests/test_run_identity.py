@@ -28,11 +28,19 @@ AUTO = ("--module", "auto", "--config")
 Torchtitan = Callable[..., tuple[int, str]]
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of token caches; building one takes longer than a run."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Torchtitan:
+def torchtitan(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Torchtitan:
     """Runs `torchtitan train` in this process; its exit code and what it logged."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(cache))
     monkeypatch.delenv("NGPU", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
 

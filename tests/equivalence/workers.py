@@ -14,7 +14,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
 import torch
-import torch.multiprocessing
+
+from tests.processes import forking
 
 _COLLECTIVE_SECONDS = 60
 """How long a rank waits for another: then the others of one that failed have failed too."""
@@ -84,7 +85,7 @@ class Workers:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        context = torch.multiprocessing.get_context("spawn")
+        context = forking()
         for rank in range(self.count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.count, port), daemon=True)
