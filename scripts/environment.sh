@@ -10,11 +10,12 @@ active_environment_suffices() {
     local packages=(torchtitan)
     case "$1" in
         dev) packages+=(pytest pytest-xdist ruff mypy codespell mkdocs-material mkdocstrings-python transformers) ;;
+        docs) packages+=(mkdocs-material mkdocstrings-python) ;;
         eval) packages+=(lm-eval) ;;
         quantization) packages+=(torchao) ;;
         wandb) packages+=(wandb) ;;
         "") ;;
-        *) echo "EXTRA is '$1', and must be one of dev, eval, quantization, wandb" >&2; exit 2 ;;
+        *) echo "EXTRA is '$1', and must be one of dev, docs, eval, quantization, wandb" >&2; exit 2 ;;
     esac
     # -P: the checkout itself, where it is the current folder, does not count as installed. Another distribution may have
     # the package's name, but not our command.
