@@ -523,7 +523,7 @@ class TestScripts:
     def test_an_unknown_group_of_packages_is_refused(self, checkout: Path) -> None:
         code, calls, printed = self.run(checkout, "run_train.sh", EXTRA="torchao")
         assert (code, calls) == (2, [])
-        assert printed == "EXTRA is 'torchao', and must be one of dev, eval, quantization, wandb\n"
+        assert printed == "EXTRA is 'torchao', and must be one of dev, docs, eval, quantization, wandb\n"
 
     def test_the_groups_of_packages_are_those_of_the_package(self, checkout: Path) -> None:
         for extra in tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]:
