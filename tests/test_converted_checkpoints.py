@@ -507,13 +507,13 @@ def test_an_adapter_to_begin_from_is_opened_where_the_run_begins(adapted, tmp_pa
     begin_from = {"checkpoint__initial_load_path": step(adapted, 2)}
     check(tmp_path, [dataclasses.replace(LORA, adapter_path=exported)], **FLOAT32)
     with pytest.raises(
-        UserError, match=r"the adapter is of other layers .*only in the file: layers\.0\.feed_forward\.w1"
+        UserError, match=r"the adapter has other layers .*only in the file: layers\.0\.feed_forward\.w1"
     ):
         check(tmp_path, [dataclasses.replace(LORA, include=["attention"], adapter_path=exported)], **FLOAT32)
     gone = dataclasses.replace(LORA, adapter_path=str(tmp_path / "gone"))
-    with pytest.raises(UserError, match="there is no adapter_config.json in the folder '.*gone'"):
+    with pytest.raises(UserError, match="the folder '.*gone' has no adapter_config.json"):
         check(tmp_path, [gone], **FLOAT32)
-    with pytest.raises(UserError, match="adapter_path .*gone: checkpoint.initial_load_path has adapters already"):
+    with pytest.raises(UserError, match="adapter_path .*gone: checkpoint.initial_load_path already has adapters"):
         check(tmp_path, [gone], **FLOAT32, **begin_from)
     check(adapted, [gone], **SAVING, **from_folder(adapted / "source"), training__steps=6)
 

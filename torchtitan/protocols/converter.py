@@ -57,9 +57,9 @@ class ModelConverter(Configurable):
         """Raise `UserError`, before any process starts, if a temporary model on the meta device cannot be converted;
         later converters get it as this leaves it."""
 
-    def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
+    def check_initial_weights(self, spec: ModelSpec, saved: Configurable.Config | None) -> None:
         """Raise `UserError`, before any process starts, if `load_initial_weights` would fail for the plain model
-        `spec`; not called if the run starts from a checkpoint of this converter, with the configuration `given`."""
+        `spec`; not called if the run starts from a checkpoint of this converter, with the configuration `saved`."""
 
     def convert(self, model: nn.Module) -> None:
         """Rewrite a model on the meta device, before parallelization. Raise `UserError` if nothing is to convert."""

@@ -30,7 +30,7 @@ class Ranks:
 
     def broadcast_from_rank0(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 and return its result, or raise its error, on every rank."""
-        results: list[Any] = [self._call(function) if self.rank == 0 else None]
+        results: list[Any] = [self._call(function) if self.rank == 0 else (None, None)]
         if self.group:
             dist.broadcast_object_list(results, group_src=0, group=self.group)
         return self._unwrap(results)[0]
