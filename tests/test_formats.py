@@ -242,7 +242,7 @@ def test_damaged_hugging_face_folders(tmp_path):
     with pytest.raises(UserError, match=rf"incomplete.*{first.name}"):
         open_source(tmp_path)
     save_file({"other": torch.zeros(1)}, first)
-    with pytest.raises(UserError, match=rf"{first.name} lacks tensors.*layers\.0\.weight"):
+    with pytest.raises(UserError, match=rf"{first.name} has no tensors layers\.0\.weight"):
         open_source(tmp_path)
     for outside in (str(first), "../model.safetensors"):
         index.write_text(json.dumps({"weight_map": {"layers.0.weight": outside}}))

@@ -366,9 +366,12 @@ def test_loading_keeps_the_configured_hyper_parameters_and_grouping():
         ({"param_groups": {"a": ParamGroup(pattern="x(")}}, r"--optimizer\.param_groups\.a\.pattern 'x\('"),
         (
             {"param_groups": {"a": ParamGroup(pattern="x", lr=-1.0)}},
-            r"--optimizer\.param_groups\.a\.lr must be .*, not -1\.0",
+            r"param_groups\.a\.lr must be .*, not -1\.0",
         ),
-        ({"param_groups": {"a": ParamGroup(pattern="x", weight_decay=-1.0)}}, r"param_groups\.a\.weight_decay is -1"),
+        (
+            {"param_groups": {"a": ParamGroup(pattern="x", weight_decay=-1.0)}},
+            r"param_groups\.a\.weight_decay must be .*, not -1",
+        ),
     ],
 )
 def test_wrong_values_are_refused(settings, message):

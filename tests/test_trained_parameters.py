@@ -104,7 +104,7 @@ def test_a_parameter_that_nothing_uses_is_named(early, caplog):
     model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
     caplog.clear()
     optimizer.warn_of_idle_parameters()
-    assert caplog.messages == ["trained, but without a gradient: layers.*.unused"]
+    assert caplog.messages == ["trained parameters without a gradient: layers.*.unused"]
 
 
 def test_a_group_that_takes_only_frozen_parameters_warns(caplog):

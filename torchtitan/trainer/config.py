@@ -40,7 +40,7 @@ from torchtitan.distributed.compile import check_compile
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
-from torchtitan.protocols.conversion import check_plain_state, converter_records, import_path, meaning_of
+from torchtitan.protocols.conversion import check_plain_state, converter_records, import_path, weight_options
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -252,7 +252,7 @@ class RunConfig(Configurable.Config):
         described = [config for config in self.model_converters if converter_records([config])]
         properties["model_converters"] = [config_key(config) for config in described]
         for config in described:
-            properties |= leaves({"model_converters": {config_key(config): meaning_of(config)}})
+            properties |= leaves({"model_converters": {config_key(config): weight_options(config)}})
         properties["base weights"] = base_weights(self.checkpoint.initial_load_path)
         folder = str(tokenizer.folder.resolve()) if tokenizer.folder else "no folder"
         properties["tokenizer"] = identify_content(folder, tokenizer.fingerprint)
