@@ -117,7 +117,7 @@ def test_stages_by_name():
     [
         (
             ["tok_embeddings,layers.0,layers.1", "layers.2,layers.3,norm,outputs"],
-            "'outputs' is not a part of the model",
+            "'outputs' is not a part of",
         ),
         (["tok_embeddings,layers.0", "layers.2,layers.3,norm,output"], "must list each part of the model once"),
         (["tok_embeddings,layers.0,layers.0,layers.1", "layers.2,layers.3,norm,output"], "each part of the model once"),
@@ -127,7 +127,7 @@ def test_stages_by_name():
         ),
         (
             ["tok_embeddings,layers.0,layers.1,layers.2,layers.3,norm", "output"],
-            "norm, output must be in the same stage",
+            "output must be in the same stage",
         ),
         (["tok_embeddings,layers.0,layers.1,layers.2,layers.3,norm,output", ""], "a stage is empty"),
         (["tok_embeddings", "layers.0,layers.1,layers.2,layers.3", "norm,output"], "3 stages for 2 ranks"),
@@ -149,7 +149,7 @@ def test_mistakes_in_stages_by_name_are_told(parts, message):
         (
             {},
             {"schedule": "1F1B", "layers_per_stage": 1},
-            "1F1B needs one stage per rank, but there are 6 stages for 2",
+            "1F1B needs one stage per rank, but there are 6 stages",
         ),
         ({}, {"schedule": "LoopedBFS", "layers_per_stage": 3}, "LoopedBFS needs the same number of stages"),
         ({}, {"schedule": "DualPipeV", "layers_per_stage": 1}, "DualPipeV needs two stages per rank, but there are 6"),

@@ -179,7 +179,7 @@ def test_no_port(monkeypatch: pytest.MonkeyPatch, rank: int, port: str | None) -
     monkeypatch.delenv("MASTER_PORT")
     if port is not None:
         monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(UserError, match=rf"^MASTER_ADDR:MASTER_PORT is '127.0.0.1:{port or ''}', and must"):
+    with pytest.raises(UserError, match=rf"^MASTER_ADDR:MASTER_PORT is '127.0.0.1:{port or ''}', but the port must"):
         process_group._loopback_store(rank, 2, timedelta(seconds=60))
 
 

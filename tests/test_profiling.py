@@ -88,7 +88,7 @@ def test_an_error_in_the_loop_stops_the_profiler_and_passes(tmp_path: Path) -> N
         (Profiler.Config(profiler_warmup=-1), r"profiler_warmup is -1"),
         (
             Profiler.Config(profile_freq=3, profiler_warmup=2, profiler_active=2),
-            r"profile_freq must be .* = 2 \+ 2, not 3",
+            r"profile_freq must .* = 2 \+ 2, not 3",
         ),
         (Profiler.Config(enable_memory_snapshot=True), r"requires CUDA.*device is cpu.*enable_profiling"),
     ],

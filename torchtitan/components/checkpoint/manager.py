@@ -144,11 +144,8 @@ class CheckpointManager(Configurable):
             if kind != self._saver.kind:
                 # It may be the only checkpoint that the run can resume from.
                 contents = "trained weights only" if self.config.save_trainable_only else "in full"
-                logger.warning(
-                    "step %d is already saved (%s) and is kept; use `torchtitan convert` for other formats",
-                    step,
-                    contents,
-                )
+                message = "step %d is already saved (%s) and is kept; use `torchtitan convert` for other formats"
+                logger.warning(message, step, contents)
             return
         if step in self._finished_steps:
             path = self.folder / f"step-{step}"
@@ -185,20 +182,16 @@ class CheckpointManager(Configurable):
                 the checkpoint does not fit the states, or the folder holds checkpoints of another run.
             RunComplete: if the run has ended in a checkpoint that it cannot resume from.
         """
-        is_model_loaded_separately = self.config.initial_load_model_only and "model" in self.initial_loads
+        has_model_loader = self.config.initial_load_model_only and "model" in self.initial_loads
         start = choose_start(
-            self.config,
-            self.folder,
-            self._ranks,
-            identity=self._identity,
-            verify_initial=not is_model_loaded_separately,
+            self.config, self.folder, self._ranks, identity=self._identity, verify_initial=not has_model_loader
         )
         self._finished_steps = self._ranks.broadcast_from_rank0(self._find_finished_steps)
         self._ranks.broadcast_from_rank0(lambda: check_frozen(self.config, start, self._base_model))
         needs_base_model = start is not None and start.resumes and bool(start.checkpoint.base_model)
         for initialize in self.initial_loads.values() if needs_base_model else []:
             initialize()
-        loaded = self._restore(start) if start and (start.resumes or not is_model_loaded_separately) else set()
+        loaded = self._restore(start) if start and (start.resumes or not has_model_loader) else set()
         for name, initialize in self.initial_loads.items():
             if name not in loaded:
                 if start and start.resumes and name in self.states:
