@@ -74,7 +74,7 @@ class Optimizer(Configurable):
         """Momentum of SGD and Muon. None: 0 for SGD, 0.95 for Muon."""
 
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-        """How updates are computed: in one kernel, in batches over parameters, or parameter by parameter. SGD uses
+        """Computation of updates: in one kernel, in batches over parameters, or parameter by parameter. SGD uses
         foreach instead of fused; for Muon, this applies only to the parameters of AdamW."""
 
         param_groups: dict[str, ParamGroup] = field(default_factory=_default_param_groups)

@@ -412,7 +412,7 @@ class WriterProcess:
         arguments = [str(number) for number in (*descriptors, os.getpid())]
         # The writer needs no GPU, and would otherwise allocate memory on the first one.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-        # -P: do not import from the working directory, where a file may shadow a module.
+        # -P: do not import from the working directory, whose files may shadow modules.
         command = [sys.executable, "-P", "-c", f"import {__name__} as writer; writer.serve()", *arguments]
         self._process = subprocess.Popen(command, env=environment, pass_fds=descriptors, stdin=subprocess.DEVNULL)
         child_end.close()

@@ -149,7 +149,7 @@ class _Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # torch.save hides the system's error, such as "No space left on device", behind its own.
+            # torch.save hides the system's error, such as "No space left on device"; raise the original.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise

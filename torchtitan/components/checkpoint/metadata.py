@@ -55,7 +55,7 @@ _OPCODES = (
     *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT),
     *(pickle.BINGET, pickle.LONG_BINGET, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BUILD),
 )
-"""Pickle opcodes of a `.metadata`, except those with extra checks in `_Unpickler`."""
+"""Pickle opcodes of a `.metadata`, except opcodes with extra checks in `_Unpickler`."""
 
 
 def read_metadata(folder: Folder) -> Metadata:

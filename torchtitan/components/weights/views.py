@@ -22,7 +22,7 @@ _READ_ROWS = 8192
 
 
 class Recipe(NamedTuple):
-    """How to compute some tensors of a view from tensors of its source."""
+    """Computation of some tensors of a view from tensors of its source."""
 
     inputs: Sequence[str]
     outputs: Sequence[str]
