@@ -501,9 +501,9 @@ def test_a_run_begins_from_an_adapter(runs, tmp_path):
 
 def test_an_adapter_of_other_settings_is_found_before_the_run(runs):
     exported = checkpoint(runs, "full", 2) / "adapter"
-    with pytest.raises(UserError, match=r"use_dora is True, and --model_converters\.lora\.dora is False"):
+    with pytest.raises(UserError, match=r"use_dora is True, but --model_converters\.lora\.dora is False"):
         run_config(runs, "next", converter("lora", "layers", adapter_path=str(exported)))
-    with pytest.raises(UserError, match=r"lora\.adapter_path: there is no adapter_config\.json"):
+    with pytest.raises(UserError, match=r"lora\.adapter_path: the folder .* has no adapter_config\.json"):
         run_config(runs, "next", converter("lora", "layers", adapter_path=str(runs)))
 
 
@@ -564,7 +564,7 @@ def test_half_of_what_was_trained_is_not_written(runs, tmp_path, capsys, caplog,
     converters = [LoRA.Config(rank=4, include=["attention"]), other]
     with caplog.at_level("WARNING", "torchtitan"):
         run(run_config(tmp_path, "run", *converters, base=runs, checkpoint__last_save_in_hf=True))
-    message = f"no adapter by itself in .*: more was trained than one adapter, .*: {names}"
+    message = f"exported without a separate adapter: PEFT files hold only one adapter, .*: {names}"
     assert any(re.match(message, line) for line in caplog.messages)
     assert not list(checkpoint(tmp_path, "run", 2).rglob(WEIGHTS))
     whole = str(checkpoint(tmp_path, "run", 1))
@@ -605,13 +605,13 @@ def edit_config(folder: Path, **options) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 8}, r"r is 4, and --model_converters.lora.rank is 8: give --model_converters.lora.rank 4$"),
+        ({"rank": 8}, r"r is 4, but --model_converters.lora.rank is 8; set --model_converters.lora.rank 4$"),
         (
             {"alpha": 4.0},
-            r"lora_alpha is 6, and --model_converters.lora.alpha is 4.0: give --model_converters.lora.alpha 6$",
+            r"lora_alpha is 6, but --model_converters.lora.alpha is 4.0; set --model_converters.lora.alpha 6$",
         ),
-        ({"rslora": True}, r"use_rslora is False, .*lora.rslora is True: give --model_converters.lora.no_rslora$"),
-        ({"dora": True}, r"use_dora is False, and --model_converters.lora.dora is True"),
+        ({"rslora": True}, r"use_rslora is False, .*lora.rslora is True; set --model_converters.lora.no_rslora$"),
+        ({"dora": True}, r"use_dora is False, but --model_converters.lora.dora is True"),
     ],
 )
 def test_another_setting_is_refused(saved, change, message):
@@ -623,10 +623,10 @@ def test_another_setting_is_refused(saved, change, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-        ({"bias": "all"}, "bias is 'all'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-        ({"modules_to_save": ["lm_head"]}, r"not supported: modules_to_save \(\['lm_head'\]\)"),
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
+        ({"bias": "all"}, "bias 'all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+        ({"modules_to_save": ["lm_head"]}, r"unsupported options: modules_to_save \(\['lm_head'\]\)"),
         ({"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}}, "alpha_pattern .*, rank_pattern "),
         ({"lora_bias": True}, "lora_bias"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
@@ -671,13 +671,13 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     ("change", "message"),
     [
         ({KEY: None}, "q_proj.lora_B.weight is missing"),
-        ({KEY: torch.zeros(32, 4)}, r"q_proj.lora_B.weight is \[32, 4\] and must be \[64, 4\]"),
-        ({KEY: torch.zeros(64, 4, dtype=torch.int8)}, "q_proj.lora_B.weight is of type int8"),
+        ({KEY: torch.zeros(32, 4)}, r"q_proj.lora_B.weight has shape \[32, 4\] instead of \[64, 4\]"),
+        ({KEY: torch.zeros(64, 4, dtype=torch.int8)}, "q_proj.lora_B.weight has type int8"),
         (
             {KEY.replace("lora_B.weight", "lora_magnitude_vector"): torch.zeros(64)},
-            "lora_magnitude_vector is not known",
+            "lora_magnitude_vector is unknown",
         ),
-        ({KEY.replace("lora_B", "base_layer"): torch.zeros(64, 64)}, "the layers.0.attention.wq.weight in its file"),
+        ({KEY.replace("lora_B", "base_layer"): torch.zeros(64, 64)}, "its layers.0.attention.wq.weight differs"),
         ({"surprise": torch.zeros(1)}, "only in the file: surprise"),
     ],
     ids=["missing", "misshapen", "quantized", "unknown", "another base", "another layer"],
@@ -701,7 +701,7 @@ def test_missing_and_damaged_files_are_named(saved):
     with pytest.raises(UserError, match=f"{re.escape(CONFIG)}' is not valid JSON"):
         check_adapter_config(folder, config)
     (folder / WEIGHTS).unlink()
-    with pytest.raises(UserError, match=f"adapter_path: there is no {re.escape(WEIGHTS)} in the folder"):
+    with pytest.raises(UserError, match=f"adapter_path: the folder .* has no {re.escape(WEIGHTS)}"):
         check_adapter_config(folder, config)
-    with pytest.raises(UserError, match=f"there is no {re.escape(CONFIG)} in the folder '{folder}/nowhere'"):
+    with pytest.raises(UserError, match=f"the folder '{folder}/nowhere' has no {re.escape(CONFIG)}"):
         check_adapter_config(folder / "nowhere", config)

@@ -162,7 +162,7 @@ MISTAKES = {
     "checkpoint absent": ("--checkpoint.initial_load_path nowhere", "nowhere is not a folder"),
     "no checkpoint": ("--checkpoint.initial_load_path no_files", "no_files is not a checkpoint"),
     "folder of checkpoints": ("--checkpoint.initial_load_path outputs", "outputs/checkpoint/step-4"),
-    "incomplete checkpoint": ("--checkpoint.initial_load_path cut_short/step-4", "cut_short/step-4 is not complete"),
+    "incomplete checkpoint": ("--checkpoint.initial_load_path cut_short/step-4", "cut_short/step-4 is incomplete"),
     "damaged marker": ("--checkpoint.initial_load_path damaged_marker", "damaged_marker/complete.json is damaged"),
     "own checkpoint": (
         "--checkpoint.enable --model.dim 32",
@@ -170,7 +170,7 @@ MISTAKES = {
         "model.dim was 64 and is 32",
         "--dump_folder",
     ),
-    "step": ("--checkpoint.enable --checkpoint.load_step 3", "step 3", "is not there", "complete: 4"),
+    "step": ("--checkpoint.enable --checkpoint.load_step 3", "step 3", "does not exist", "complete steps: 4"),
     "dump folder": ("--dump_folder a_file", "--dump_folder 'a_file' cannot be written"),
     "dump folder's parent": ("--dump_folder a_file/run", "--dump_folder 'a_file/run' cannot be written"),
 }

@@ -250,7 +250,7 @@ def test_weights_of_another_model_are_named(tmp_path):
     tensors = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
     del tensors["layers.1.attention.wq.lora_A"]
     tensors["layers.0.attention.wq.lora_B"] = torch.zeros(64, 3)
-    with pytest.raises(UserError, match=r"layers.1.attention.wq.lora_A missing.*wq.lora_B \[64, 3\] where"):
+    with pytest.raises(UserError, match=r"layers.1.attention.wq.lora_A missing.*wq.lora_B \[64, 3\] \(the model"):
         PlainView(RecordingSource(tensors), model, [])
 
 
@@ -328,7 +328,7 @@ def test_quantized_weights_are_no_plain_ones(tmp_path):
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     save_file({**tensors, name: tensors[name].to(torch.int8)}, source / "model.safetensors")
-    with pytest.raises(UserError, match=r"feed_forward.w3.weight \(int8\) of a type for quantized"):
+    with pytest.raises(UserError, match=r"feed_forward.w3.weight \(int8\) quantized"):
         begin(tmp_path / "run", [QLORA], **FLOAT32, **from_folder(source))
 
 
@@ -496,7 +496,7 @@ def test_merging_into_a_run_with_adapters_of_its_own_is_said(adapted, tmp_path, 
     )
     caplog.clear()
     begin(tmp_path / "layers", [dataclasses.replace(LORA, include=["attention"])], **from_it)
-    assert "for other layers or sizes): what it has of theirs is merged into the weights" in caplog.text
+    assert "for other layers or sizes): its adapters are merged into the weights" in caplog.text
     caplog.clear()
     begin(tmp_path / "plain", [], **from_it)
     assert "merged" not in caplog.text
@@ -508,13 +508,13 @@ def test_an_adapter_to_begin_from_is_opened_where_the_run_begins(adapted, tmp_pa
     begin_from = {"checkpoint__initial_load_path": step(adapted, 2)}
     check(tmp_path, [dataclasses.replace(LORA, adapter_path=exported)], **FLOAT32)
     with pytest.raises(
-        UserError, match=r"the adapter is of other layers .*only in the file: layers\.0\.feed_forward\.w1"
+        UserError, match=r"the adapter has other layers .*only in the file: layers\.0\.feed_forward\.w1"
     ):
         check(tmp_path, [dataclasses.replace(LORA, include=["attention"], adapter_path=exported)], **FLOAT32)
     gone = dataclasses.replace(LORA, adapter_path=str(tmp_path / "gone"))
-    with pytest.raises(UserError, match="there is no adapter_config.json in the folder '.*gone'"):
+    with pytest.raises(UserError, match="the folder '.*gone' has no adapter_config.json"):
         check(tmp_path, [gone], **FLOAT32)
-    with pytest.raises(UserError, match="adapter_path .*gone: checkpoint.initial_load_path has adapters already"):
+    with pytest.raises(UserError, match="adapter_path .*gone: checkpoint.initial_load_path already has adapters"):
         check(tmp_path, [gone], **FLOAT32, **begin_from)
     check(adapted, [gone], **SAVING, **from_folder(adapted / "source"), training__steps=6)
 
@@ -585,7 +585,10 @@ def test_frozen_weights_of_a_folder_are_the_same_however_it_is_named(tmp_path, m
     (tmp_path / "link").symlink_to("base")
     monkeypatch.chdir(tmp_path)
     paths = [str(tmp_path / "base"), "base", "base/../base", "link"]
-    assert len({frozen_weights(CheckpointManager.Config(initial_load_path=path), seed=0).words for path in paths}) == 1
+    assert (
+        len({frozen_weights(CheckpointManager.Config(initial_load_path=path), seed=0).description for path in paths})
+        == 1
+    )
 
 
 class Silent(ModelConverter):
@@ -630,7 +633,9 @@ def test_trained_weights_only(adapted, tmp_path, capsys):
             config.check(world_size=1)
         with pytest.raises(UserError, match=f"base weights was {sources[0]} and is {name}"):
             config.build().load_checkpoint()
-    with pytest.raises(UserError, match="holds trained weights only; the others are .* take one of its run"):
+    with pytest.raises(
+        UserError, match="holds trained weights only; the frozen ones come from .* use a checkpoint of the run"
+    ):
         begin(tmp_path / "next", [LORA], **FLOAT32, checkpoint__initial_load_path=path)
     assert main(["inspect", str(path)]) == 0
     assert f"initial_load_path {sources[0]}" in capsys.readouterr().out
@@ -701,7 +706,7 @@ def test_trained_weights_open_where_the_others_are(left_out, tmp_path, capsys):
     base.rename(tmp_path / "moved")
     try:
         assert main(["generate", "--checkpoint", str(path), *words]) == 2
-        assert f"{base} is not a folder here; name the one they are in with --base DIR" in capsys.readouterr().err
+        assert f"{base} is not a local folder; set the folder of these weights with --base" in capsys.readouterr().err
         assert main(["generate", "--checkpoint", str(path), "--base", str(tmp_path / "moved"), *words]) == 0
         assert_equal(opened(path, base=tmp_path / "moved"), expected)
         # A run goes on too.
@@ -730,7 +735,7 @@ def test_other_weights_than_those_left_out_are_found(left_out, tmp_path):
         tensors = load_file(base / "model.safetensors")
         changed = {key: tensor * factor for key, tensor in tensors.items() if name in key}
         save_file({**tensors, **changed}, base / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(UserError, match=f"as they were then, and those in {base} differ"):
+        with pytest.raises(UserError, match=f"but the weights in {base} are different"):
             internal_source(path, base=base)
         config = tiny_config(left_out, **SAVING, **from_folder(base), checkpoint__load_step=2)
         config.model_converters = [LORA]
@@ -750,7 +755,7 @@ def test_other_weights_than_those_left_out_are_found(left_out, tmp_path):
 def test_an_adapter_alone_is_no_model(left_out, tmp_path, capsys):
     """The message says where the model is; and, where one asks for the adapter of that, where the adapter is."""
     merged = step(left_out, 3)
-    with pytest.raises(UserError, match=f"adapter holds an adapter alone, .* the merged one \\({merged}\\)"):
+    with pytest.raises(UserError, match=f"adapter holds only an adapter, .* the merged model \\({merged}\\)"):
         internal_source(merged / "adapter")
     assert main(["convert", str(merged), str(tmp_path / "out"), "--to", "peft"]) == 2
     assert f"its adapter lies in it already: {merged / 'adapter'}" in capsys.readouterr().err
@@ -768,9 +773,9 @@ def test_trained_only_without_a_converted_weight(tmp_path):
     path = step(tmp_path / "straight", 4)
     assert list(DcpSource(path).specs) == ["output.weight"]
     # There is no adapter that could be made of it.
-    with pytest.raises(UserError, match="take one of its run that holds all weights"):
+    with pytest.raises(UserError, match="use a checkpoint of the run with all weights"):
         internal_source(path)
-    with pytest.raises(UserError, match="take one of its run that holds all weights"):
+    with pytest.raises(UserError, match="use a checkpoint of the run with all weights"):
         begin(tmp_path / "next", [Still.Config()], checkpoint__initial_load_path=path)
     with pytest.raises(UserError, match="checkpoint.save_trainable_only: all weights are trained"):
         train(tmp_path / "all", [], **SAVING, checkpoint__save_trainable_only=True)
@@ -822,7 +827,7 @@ def test_a_store_that_cannot_rename_keeps_what_a_run_resumes_from(tmp_path, capl
     resumed.load_checkpoint()
     resumed.checkpointer.save(2, last=True)
     resumed.close()
-    assert "step 2 is saved with trained weights only, and stays so" in caplog.text
+    assert "step 2 is already saved (trained weights only) and is kept" in caplog.text
     assert [info.kind for info in catalog.list_checkpoints(resumed.checkpointer.folder)] == ["full"]
 
 

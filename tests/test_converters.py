@@ -103,7 +103,7 @@ class TestSelection:
             ),
             ({"exclude": ["nothing"]}, r"rescale\.exclude 'nothing' matches none"),
             ({"include": ["output"]}, r"rescale\.include 'output' matches none"),
-            ({"include": ["wq"], "exclude": ["attention"]}, "nothing to convert is left"),
+            ({"include": ["wq"], "exclude": ["attention"]}, "no layer is left to convert"),
             ({"include": ["("]}, r"'\(' is no regular expression"),
             ({"include": []}, "include is empty"),
         ],
@@ -114,7 +114,7 @@ class TestSelection:
 
     def test_two_converters_of_one_layer_are_refused_by_name(self):
         converters = [Rescale.Config(include=["wq"]).build(), AnotherRescale.Config(include=["wk", "wq"]).build()]
-        with pytest.raises(UserError, match=r"layers\.0\.attention\.wq is converted by rescale already, and another"):
+        with pytest.raises(UserError, match=r"layers\.0\.attention\.wq is already converted by rescale, and another"):
             convert_model(make_model(), converters)
         convert_model(make_model(), [converters[0], AnotherRescale.Config(include=["wk"]).build()])
 

@@ -86,8 +86,8 @@ def checkpoint_files(path: Path) -> list[str]:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped byte": (flip_byte, "is damaged"),
-    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes, and not|is damaged"),
-    "emptied": (lambda path: path.write_bytes(b""), "has 0 bytes, and not|is damaged"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes instead of|is damaged"),
+    "emptied": (lambda path: path.write_bytes(b""), "has 0 bytes instead of|is damaged"),
     "removed": (lambda path: path.unlink(), "is missing"),
 }
 
@@ -197,7 +197,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
         flip_byte(tmp_path / f"checkpoint/step-{step}/__0_0.distcp")
     before = checkpoint_files(tmp_path)
     message = r"(?s)no checkpoint in .* step 1: it .* damaged: __0_0.distcp.*step 2: it .* damaged: __0_0.*repair one"
-    message += ", or start anew" if load_only else " and remove its damaged.json, or start anew"
+    message += (
+        ", or set --checkpoint.folder" if load_only else " and remove its damaged.json, or set --checkpoint.folder"
+    )
     for _ in range(2):  # the second time, it is known
         with pytest.raises(UserError, match=message):
             Run(tmp_path, load_only=load_only).manager.load()
@@ -215,7 +217,7 @@ def test_a_run_whose_only_marker_is_damaged_does_not_begin_anew(tmp_path: Path) 
         CheckpointManager.Config(enable=True).find_start(str(tmp_path))
     marker = tmp_path / "checkpoint/step-1/complete.json"
     marker.write_text('{"format_version": 1}')
-    with pytest.raises(UserError, match="step 1: .*step-1 is in layout 1") as raised:
+    with pytest.raises(UserError, match="step 1: .*step-1 has layout version 1") as raised:
         CheckpointManager.Config(enable=True).find_start(str(tmp_path))
     assert "damaged" not in str(raised.value)
 
@@ -300,7 +302,7 @@ def _digest_on_two_ranks(folder: Path) -> None:
 
     unshared = Run(folder, folder="memory://each/has/its/own")  # as a disk of each host's own
     unshared.manager.save(1)
-    assert "rank 0 does not see __1_0.distcp: all processes must see one" in unshared.manager._saver.failure
+    assert "rank 0 cannot see __1_0.distcp; put" in unshared.manager._saver.failure
 
     def fail(where: Any, name: str) -> str:
         raise PermissionError(errno.EACCES, "not yours", name)
@@ -380,7 +382,7 @@ def test_the_process_that_writes_is_killed(tmp_path: Path, log: pytest.LogCaptur
     time.sleep(0.2)
     os.kill(first, signal.SIGKILL)
     run.manager.wait()
-    assert "step-2 could not be saved: ChildProcessError: the process that writes checkpoints ended" in log.text
+    assert "step-2 could not be saved: ChildProcessError: the checkpoint writer process exited" in log.text
     assert os.listdir(tmp_path / "checkpoint") == ["step-1"]
 
     run.train(1)
@@ -474,10 +476,10 @@ def _save_shards_in_processes(folder: Path) -> None:
 
 
 def test_pinned_memory_needs_linux_and_a_place_that_others_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="no other process sees memory://run; use async"):
+    with pytest.raises(UserError, match="other processes cannot access memory://run; use async"):
         CheckpointManager.Config(async_mode="async_with_pinned_mem", folder="memory://run").validate()
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(UserError, match="async_with_pinned_mem needs Linux"):
+    with pytest.raises(UserError, match="async_with_pinned_mem requires Linux"):
         CheckpointManager.Config(async_mode="async_with_pinned_mem").validate()
 
 
@@ -633,7 +635,10 @@ def test_what_is_replaced_goes_last(
         patched.setattr(shutil, "rmtree", refuse)
         run.manager.save(2)
     assert found == [("step-2.removed.partial", [1, 2], [])]
-    assert not run.manager._saver.failure and "step-2 is saved, but: [Errno 16]" in log.text
+    assert (
+        not run.manager._saver.failure
+        and "step-2 is saved, but the checkpoint it replaces could not be removed: [Errno 16]" in log.text
+    )
     resumed = Run(tmp_path, seed=1)
     assert resumed.manager.load() == 2
     assert_same(resumed.snapshot(), at_save)
@@ -699,7 +704,7 @@ def test_a_run_in_a_store(tmp_path: Path, store: str, log: pytest.LogCaptureFixt
     other = Run(tmp_path / "other", seed=2, initial_load_path=f"{store}/step-6")
     assert other.manager.load() == 0
     assert torch.equal(other.model[1].weight, straight.model[1].weight)
-    with pytest.raises(UserError, match=f"{store} is not a checkpoint but holds some; .* {store}/step-6"):
+    with pytest.raises(UserError, match=f"{store} is not a checkpoint but contains some; .* {store}/step-6"):
         Run(tmp_path / "other", initial_load_path=store).manager.load()
 
 
@@ -714,11 +719,11 @@ def test_in_a_store_the_marker_alone_decides(tmp_path: Path, store: str, log: py
     assert [info.step for info in list_checkpoints(store)] == [1, 2, 3]
     run = Run(tmp_path, folder=store)
     assert run.manager.load() == 1
-    assert "step-3 was left by a save, or a removal, that did not end" in log.text
+    assert "step-3 was left by an interrupted save or removal" in log.text
     assert [info.step for info in list_checkpoints(store)] == [1, 2]
-    assert f"{store}/step-2: it is damaged: __0_0.distcp has 7 bytes, and not" in log.text
+    assert f"{store}/step-2: it is damaged: __0_0.distcp has 7 bytes instead of" in log.text
     run.train_and_save(2)
-    assert [info.step for info in list_checkpoints(store) if info.complete and not info.damage] == [1, 2, 3]
+    assert [info.step for info in list_checkpoints(store) if info.is_complete and not info.damage] == [1, 2, 3]
     assert Run(tmp_path, folder=store).manager.load() == 3
 
 
@@ -739,7 +744,7 @@ def test_a_save_that_fails_in_a_store(
     assert "step-2 could not be saved: OSError: " in log.text and "503 Slow Down" in log.text
     assert [info.path.name for info in list_checkpoints(store)] == ["step-1"]
     run.manager.save(3)
-    assert [info.step for info in list_checkpoints(store) if info.complete] == [1, 3]
+    assert [info.step for info in list_checkpoints(store) if info.is_complete] == [1, 3]
 
 
 def test_a_store_that_fails_as_it_is_read(
@@ -790,9 +795,9 @@ def test_protocols_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match="s3://bucket/run.* cannot be opened .*[Ii]nstall s3fs"):
             CheckpointManager.Config(enable=True, **options).find_start("outputs")
     monkeypatch.setattr(Path, "iterdir", lambda path: os.listdir("/nowhere"))
-    with pytest.raises(UserError, match="the checkpoints in .* cannot be looked through: .*nowhere"):
+    with pytest.raises(UserError, match="cannot read the checkpoints in .*nowhere"):
         CheckpointManager.Config(enable=True, folder="/tmp").find_start("outputs")
-    with pytest.raises(UserError, match="last_save_in_hf writes to a disk, and checkpoint.folder is memory://run"):
+    with pytest.raises(UserError, match="last_save_in_hf needs a local checkpoint.folder, not memory://run"):
         CheckpointManager.Config(enable=True, last_save_in_hf=True, folder="memory://run").validate()
 
 
@@ -963,7 +968,7 @@ def test_load_model_state_verifies_and_checks(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint/step-1"
     with pytest.raises(UserError, match=r"model\.0\.weight: \[32, 16\] in the checkpoint, absent in this run"):
         load_model_state(path, ModelState([nn.Linear(2, 2)]))
-    with pytest.raises(UserError, match="was saved without a state 'reference'"):
+    with pytest.raises(UserError, match="has no state 'reference'"):
         load_model_state(path, ModelState([nn.Linear(2, 2)]), saved_name="reference")
     flip_byte(path / "__0_0.distcp")
     with pytest.raises(UserError, match="step-1 is damaged: __0_0.distcp is damaged"):
@@ -998,7 +1003,7 @@ def test_initial_loads_of_states_that_a_resumed_run_lacks(tmp_path: Path, log: p
     pair = Pair(tmp_path, source=path)
     assert pair.manager.load() == 1 and pair.loads == ["reference"]
     assert torch.equal(pair.reference[1].weight, pair.run.model[1].weight)
-    assert "state reference is not loaded from" in log.text and "step-1, without reference" in log.text
+    assert "initialized state reference instead of" in log.text and "step-1 (without reference" in log.text
     pair.manager.save(2)
     excluding = Pair(tmp_path, source=path, exclude_from_loading=["reference"])
     assert excluding.manager.load() == 2 and excluding.loads == ["reference"]
@@ -1006,7 +1011,7 @@ def test_initial_loads_of_states_that_a_resumed_run_lacks(tmp_path: Path, log: p
     assert again.manager.load() == 2 and again.loads == []
     log.clear()
     Pair(tmp_path / "other", source=path, initial_load_path=str(path)).manager.load()
-    assert "step-1, the model only" in log.text
+    assert "step-1 (model only)" in log.text
     with pytest.raises(UserError, match=r"^/nowhere is not a folder"):
         load_model_state("/nowhere", pair.states["reference"])
 
@@ -1056,7 +1061,7 @@ def test_the_last_save_in_hf(tmp_path: Path, dtype: str | None, log: pytest.LogC
     assert_same(resumed.snapshot(), at_step_2)
     with pytest.raises(UserError, match="step 3 .* holds a Hugging Face model only"):
         exporting(tmp_path, load_step=3).manager.load()
-    with pytest.raises(UserError, match="step-3 holds a Hugging Face model; add --checkpoint.initial_load_in_hf"):
+    with pytest.raises(UserError, match="step-3 holds a Hugging Face model; set --checkpoint.initial_load_in_hf"):
         CheckpointManager.Config(initial_load_path=str(path)).find_start(str(tmp_path / "other"))
 
     flip_byte(path / "model.pt")
@@ -1074,7 +1079,7 @@ def test_an_export_that_fails(tmp_path: Path) -> None:
     run = exporting(tmp_path, fail)
     run.train(2)
     run.manager.save(2)
-    message = "step-3 could not be saved: OSError: .*No space left.*the weights are kept there"
+    message = "step-3 could not be saved: OSError: .*No space left.*the weights were saved there"
     with pytest.raises(CheckpointSaveError, match=message):
         run.manager.save(3, last=True)
     assert [(info.path.name, info.kind) for info in list_checkpoints(tmp_path / "checkpoint")] == [
@@ -1102,7 +1107,7 @@ def test_a_full_save_is_not_replaced_by_the_last_one(tmp_path: Path, log: pytest
     run.train(2)
     run.manager.save(2)
     run.manager.save(2, last=True)
-    assert "step 2 is saved in full, and stays so" in log.text
+    assert "step 2 is already saved (in full) and is kept" in log.text
     resumed = exporting(tmp_path)
     assert resumed.manager.load() == 2
     resumed.train(1)
@@ -1116,30 +1121,36 @@ def test_a_full_save_is_not_replaced_by_the_last_one(tmp_path: Path, log: pytest
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"initial_load_in_hf": True}, "initial_load_in_hf needs checkpoint.initial_load_path"),
+        ({"initial_load_in_hf": True}, "initial_load_in_hf requires --checkpoint.initial_load_path"),
         (
             {"initial_load_in_hf": True, "initial_load_path": "x", "initial_load_model_only": False},
-            "initial_load_model_only False does not go with",
+            "initial_load_model_only False cannot be combined with",
         ),
         (
             {"initial_load_in_hf": True, "initial_load_path": "hf://some/model"},
-            "hf://some/model is a URL.* read from a disk",
+            "hf://some/model is a URL.* needs a local folder",
         ),
         (
             {"initial_load_path": "x/step-1", "exclude_from_loading": ["model"]},
-            "exclude_from_loading model does not go with checkpoint.initial_load_path x/step-1",
+            "exclude_from_loading model cannot be combined with checkpoint.initial_load_path x/step-1",
         ),
-        ({"enable": True, "export_dtype": "bfloat16"}, "export_dtype bfloat16 needs --checkpoint.last_save_model_only"),
-        ({"last_save_in_hf": True}, "last_save_in_hf needs --checkpoint.enable"),
-        ({"last_save_model_only": True}, "last_save_model_only needs --checkpoint.enable"),
-        ({"export_dtype": "bfloat16"}, "export_dtype needs --checkpoint.enable"),
-        ({"keep_best": True}, "keep_best needs --checkpoint.enable"),
+        (
+            {"enable": True, "export_dtype": "bfloat16"},
+            "export_dtype bfloat16 requires --checkpoint.last_save_model_only",
+        ),
+        ({"last_save_in_hf": True}, "last_save_in_hf requires --checkpoint.enable"),
+        ({"last_save_model_only": True}, "last_save_model_only requires --checkpoint.enable"),
+        ({"export_dtype": "bfloat16"}, "export_dtype requires --checkpoint.enable"),
+        ({"keep_best": True}, "keep_best requires --checkpoint.enable"),
         (
             {"last_save_in_hf": True, "export_dtype": "bfloat16"},
-            "last_save_in_hf, checkpoint.export_dtype need .*, add --checkpoint.no_last_save_in_hf "
+            "last_save_in_hf, checkpoint.export_dtype require .*, add --checkpoint.no_last_save_in_hf "
             "--checkpoint.export_dtype None$",
         ),
-        ({"enable": True, "load_only": True, "keep_best": True}, "keep_best does not go with checkpoint.load_only"),
+        (
+            {"enable": True, "load_only": True, "keep_best": True},
+            "keep_best cannot be combined with checkpoint.load_only",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
@@ -1148,7 +1159,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any], message: str) 
 
 
 def test_what_the_manager_is_not_given(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="last_save_in_hf: this model has no Hugging Face form"):
+    with pytest.raises(UserError, match="last_save_in_hf: this model cannot be exported to Hugging Face"):
         exporting(tmp_path, None)
     config = CheckpointManager.Config(initial_load_in_hf=True, initial_load_path=str(tmp_path))
     with pytest.raises(UserError, match="initial_load_in_hf: this model cannot be loaded"):

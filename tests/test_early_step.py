@@ -193,7 +193,7 @@ def test_through_the_trainer(tmp_path):
 
 
 def test_the_trainer_s_configuration_is_checked(tmp_path):
-    with pytest.raises(UserError, match=r"--optimizer\.early_step_in_backward does not go with clipping"):
+    with pytest.raises(UserError, match=r"--optimizer\.early_step_in_backward cannot be combined with clipping"):
         tiny_config(tmp_path, optimizer__early_step_in_backward=True).check(world_size=1)
 
 
@@ -283,7 +283,7 @@ def test_what_needs_all_gradients_first_is_refused(section, field, value, messag
     sections = valid()
     setattr(sections[section], field, value)
     early = Optimizer.Config(early_step_in_backward=True)
-    with pytest.raises(UserError, match=rf"--optimizer\.early_step_in_backward does not go with {message}"):
+    with pytest.raises(UserError, match=rf"--optimizer\.early_step_in_backward cannot be combined with {message}"):
         check_early_step(early, **sections, data_parallel_degree=4)
     check_early_step(Optimizer.Config(), **sections, data_parallel_degree=4)
     check_early_step(early, **valid(), data_parallel_degree=4)

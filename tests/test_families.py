@@ -136,8 +136,8 @@ ADVICE = {
     "--module PATH (its folder, or 'homemade' where Python finds it)",
     "hf": "model_type is 'homemade' in its config.json, which is of no family here (there are: llama, mistral, qwen3); "
     "--module PATH names a family of your own",
-    "converted": "converter homemade.converters:Mine, which is not built in; if you trust it, name the module whose "
-    "config_registry.py imports it: --module PATH",
+    "converted": "converter homemade.converters:Mine, which is not built in; if you trust it, set --module to the "
+    "module whose config_registry.py imports it",
 }
 
 

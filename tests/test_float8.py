@@ -167,7 +167,7 @@ class Other(LayerConverter):
 def test_a_layer_that_another_converter_has_made_is_refused():
     converted = model(model__vocab_size=2048)
     Other.Config(include=["wq"]).build().check_model(converted)
-    with pytest.raises(UserError, match=r"wq is converted by other already, and float8linearconverter does not go"):
+    with pytest.raises(UserError, match=r"wq is already converted by other, and float8linearconverter cannot"):
         float8().build().check_model(converted)
 
 
@@ -226,11 +226,11 @@ def test_a_rank_s_part_of_a_layer_is_aligned_too(tmp_path):
     config = tiny_config(tmp_path, model__ffn_dim=2064, parallelism__tensor_parallel_degree=2)
     config.model_converters = [Float8LinearConverter.Config(min_features=0)]
     with pytest.raises(
-        UserError, match=rf"2064 outputs of layers\.0\.feed_forward\.w1, in multiples .*\({OPTION}.excl"
+        UserError, match=rf"2064 outputs of layers\.0\.feed_forward\.w1 into multiples .*\({OPTION}.excl"
     ):
         config.check(2, dry_run=True)
     config.model_converters[0].exclude = ["w1", "w3"]
-    with pytest.raises(UserError, match=r"2064 inputs of layers\.0\.feed_forward\.w2, in multiples of 16 only"):
+    with pytest.raises(UserError, match=r"2064 inputs of layers\.0\.feed_forward\.w2 into multiples of 16"):
         config.check(2, dry_run=True)
     config.model_converters[0].exclude = ["feed_forward"]
     config.check(2, dry_run=True)

@@ -147,7 +147,7 @@ def test_incomplete_hugging_face_folders(tmp_path, capsys):
     shard.unlink()
     code, _, error = inspect(capsys, tmp_path)
     assert code == 3
-    assert f"names files that are not there: {shard.name}" in error
+    assert f"lists missing files: {shard.name}" in error
 
 
 def test_several_checkpoints(tmp_path, capsys):

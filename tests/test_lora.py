@@ -398,10 +398,10 @@ def test_a_trained_model_is_fine_tuned_with_few_parameters(tmp_path, assets):
 
 
 REFUSED = {
-    "rank 0": ({"rank": 0}, {}, r"lora\.rank is 0"),
-    "alpha": ({"alpha": 0.0}, {}, r"lora\.alpha is 0\.0"),
-    "dropout": ({"dropout": 1.0}, {}, r"lora\.dropout is 1\.0"),
-    "rank": ({"rank": 65}, {}, r"layers\.0\.attention\.wq .*rank 65 .*\(64, 64\); set rank to at most 64, or leave"),
+    "rank 0": ({"rank": 0}, {}, r"lora\.rank must be .*, not 0"),
+    "alpha": ({"alpha": 0.0}, {}, r"lora\.alpha must be .*, not 0\.0"),
+    "dropout": ({"dropout": 1.0}, {}, r"lora\.dropout must be .*, not 1\.0"),
+    "rank": ({"rank": 65}, {}, r"layers\.0\.attention\.wq .*rank 65 .*\(64, 64\); set rank to at most 64, or exclude"),
     "pattern": ({"include": ["attn"]}, {}, r"include 'attn' matches none of the layers"),
     "head and dropout": ({"include": LINEAR, "dropout": 0.1}, {}, r"output .*dropout 0\.1"),
     "embedding and dropout": ({"include": EVERYWHERE, "exclude": ["output"], "dropout": 0.1}, {}, r"tok_emb.*dropout"),
@@ -566,7 +566,7 @@ def train_with_idle_parameter(folder: Path) -> None:
 
 
 def test_a_parameter_without_a_gradient_is_named(workers, tmp_path, caplog):
-    message = "trained, but without a gradient: norm.idle"
+    message = "trained parameters without a gradient: norm.idle"
     with caplog.at_level("WARNING", "torchtitan"):
         run(idle_config(tmp_path / "one"))
     assert [record.getMessage() for record in caplog.records] == [message]

@@ -154,7 +154,7 @@ def test_beyond_a_shorter_schedule_the_rate_stays_at_its_end():
 def test_a_warm_up_longer_than_the_schedule_warns_and_takes_all_of_it(log):
     assert curve(make_scheduler(4, warmup_steps=9), 4) == [0.25, 0.5, 0.75, 1.0]
     (message,) = log.messages
-    assert "warmup_steps (9) is more than the length of the schedule (4)" in message
+    assert "warmup_steps (9) exceeds the length of the schedule (4)" in message
 
 
 def test_a_warm_up_as_long_as_the_schedule_ends_at_the_peak(log):
@@ -219,9 +219,9 @@ def test_another_length_of_the_run_is_that_of_the_schedule():
     [
         ({"warmup_steps": -1}, r"--lr_scheduler\.warmup_steps is -1"),
         ({"total_steps": 0}, r"--lr_scheduler\.total_steps is 0"),
-        ({"decay_ratio": 1.5}, r"--lr_scheduler\.decay_ratio is 1\.5, and must be in \[0, 1\]"),
-        ({"min_lr_factor": -0.1}, r"--lr_scheduler\.min_lr_factor is -0\.1"),
-        ({"min_lr_factor": float("nan")}, r"--lr_scheduler\.min_lr_factor is nan"),
+        ({"decay_ratio": 1.5}, r"--lr_scheduler\.decay_ratio must be in \[0, 1\], not 1\.5"),
+        ({"min_lr_factor": -0.1}, r"--lr_scheduler\.min_lr_factor must be in \[0, 1\], not -0\.1"),
+        ({"min_lr_factor": float("nan")}, r"--lr_scheduler\.min_lr_factor must be in \[0, 1\], not nan"),
     ],
 )
 def test_wrong_values_are_refused(settings, message):

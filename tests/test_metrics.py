@@ -472,7 +472,7 @@ class TestSinks:
         metrics.close()
         assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
         warnings = [record.message for record in log.records if record.levelno == logging.WARNING]
-        assert warnings == ["Full cannot write metrics: No space left on device; training goes on"]
+        assert warnings == ["Full cannot write metrics: No space left on device; training continues"]
 
     def test_a_line_that_does_not_fit_leaves_the_file_whole(self, tmp_path: Path) -> None:
         """A real failing write: the process may not make files larger than 30 bytes."""

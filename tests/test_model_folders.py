@@ -98,7 +98,7 @@ class TestPickled:
         for words in (["generate", "--checkpoint"], ["inspect"]):
             assert main([*words, str(tmp_path)]) == (3 if words == ["inspect"] else 2)
             error = capsys.readouterr().err
-            assert f"{BIN} does not hold tensors alone" in error
+            assert f"{BIN} contains objects other than tensors" in error
             assert "mkdir" in error
             assert "weights_only" not in error, "torch's advice to load it all the same"
             assert len(error.splitlines()) == 1
@@ -132,11 +132,11 @@ class TestPickled:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ([torch.zeros(2)], "it must hold a dict of tensors"),
-            ({3: torch.zeros(2)}, "it must hold a dict of tensors"),
-            ({"weight": 3}, "it must hold a dict of tensors"),
-            ({"weight": torch.zeros(3, 4).T}, "weight does not lie in one piece"),
-            ({"weight": torch.eye(2).to_sparse()}, "weight does not lie in one piece"),
+            ([torch.zeros(2)], "it must contain a dict of tensors"),
+            ({3: torch.zeros(2)}, "it must contain a dict of tensors"),
+            ({"weight": 3}, "it must contain a dict of tensors"),
+            ({"weight": torch.zeros(3, 4).T}, "weight is not contiguous"),
+            ({"weight": torch.eye(2).to_sparse()}, "weight is not contiguous"),
         ],
     )
     def test_other_content(self, tmp_path, content, message):
@@ -149,10 +149,12 @@ class TestPickled:
         index = json.loads((tmp_path / f"{BIN}.index.json").read_text())
         index["weight_map"]["more"] = "pytorch_model-00001-of-00002.bin"
         (tmp_path / f"{BIN}.index.json").write_text(json.dumps(index))
-        with pytest.raises(UserError, match=rf"00001-of-00002\.bin lacks tensors that {BIN}\.index\.json says.*more"):
+        with pytest.raises(
+            UserError, match=rf"00001-of-00002\.bin has no tensors .*more, which {BIN}\.index\.json lists"
+        ):
             open_source(tmp_path)
         (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
-        with pytest.raises(UserError, match=r"names files that are not there: pytorch_model-00002-of-00002\.bin"):
+        with pytest.raises(UserError, match=r"lists missing files: pytorch_model-00002-of-00002\.bin"):
             open_source(tmp_path)
 
 
@@ -205,9 +207,7 @@ class TestOneMessage:
         first, *others = messages("model", tmp_path, capsys)
         assert others == [first] * 3
         if model_type in ("llama", "mistral", "qwen3"):
-            assert first.startswith(
-                "model holds no checkpoint: it has config.json, and no weights: no .metadata (DCP), "
-            )
+            assert first.startswith("model holds no checkpoint; it contains config.json, but neither .metadata (DCP), ")
             return
         assert first == (
             f"model: model_type is '{model_type}' in its config.json, which is of no family here "

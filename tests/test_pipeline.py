@@ -115,15 +115,21 @@ def test_stages_by_name():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (["tok_embeddings,layers.0,layers.1", "layers.2,layers.3,norm,outputs"], "'outputs' is no part of the model"),
+        (
+            ["tok_embeddings,layers.0,layers.1", "layers.2,layers.3,norm,outputs"],
+            "'outputs' is not a part of",
+        ),
         (["tok_embeddings,layers.0", "layers.2,layers.3,norm,output"], "must list each part of the model once"),
         (["tok_embeddings,layers.0,layers.0,layers.1", "layers.2,layers.3,norm,output"], "each part of the model once"),
         (
             ["tok_embeddings,layers.1,layers.0", "layers.2,layers.3,norm,output"],
             "in this order: tok_embeddings, layers.0",
         ),
-        (["tok_embeddings,layers.0,layers.1,layers.2,layers.3,norm", "output"], "norm, output belong into one stage"),
-        (["tok_embeddings,layers.0,layers.1,layers.2,layers.3,norm,output", ""], "a stage without modules"),
+        (
+            ["tok_embeddings,layers.0,layers.1,layers.2,layers.3,norm", "output"],
+            "output must be in the same stage",
+        ),
+        (["tok_embeddings,layers.0,layers.1,layers.2,layers.3,norm,output", ""], "a stage is empty"),
         (["tok_embeddings", "layers.0,layers.1,layers.2,layers.3", "norm,output"], "3 stages for 2 ranks"),
     ],
 )
@@ -140,15 +146,19 @@ def test_mistakes_in_stages_by_name_are_told(parts, message):
         ({"n_layers": 2}, {"degree": 4, "schedule": "LoopedBFS"}, "2 layers are too few for 8 pipeline stages"),
         ({}, {"microbatch_size": 3}, "microbatch_size 3 does not divide --training.local_batch_size 8"),
         ({}, {"schedule": "LoopedBFS", "layers_per_stage": 2}, "pipeline_parallel_layers_per_stage 2 gives 3 stages"),
-        ({}, {"schedule": "1F1B", "layers_per_stage": 1}, "1F1B has one stage per rank, and there are 6 stages for 2"),
-        ({}, {"schedule": "LoopedBFS", "layers_per_stage": 3}, "LoopedBFS has two or more stages per rank"),
-        ({}, {"schedule": "DualPipeV", "layers_per_stage": 1}, "DualPipeV has two stages per rank, and there are 6"),
+        (
+            {},
+            {"schedule": "1F1B", "layers_per_stage": 1},
+            "1F1B needs one stage per rank, but there are 6 stages",
+        ),
+        ({}, {"schedule": "LoopedBFS", "layers_per_stage": 3}, "LoopedBFS needs the same number of stages"),
+        ({}, {"schedule": "DualPipeV", "layers_per_stage": 1}, "DualPipeV needs two stages per rank, but there are 6"),
         ({}, {"microbatch_size": 8}, "1F1B with 2 stages on 2 ranks needs at least 2 micro-batches"),
         (
             {},
             {"schedule": "InterleavedZeroBubble", "local_batch_size": 5},
-            "InterleavedZeroBubble with 4 stages on 2 ranks needs a multiple of 2 micro-batches, and "
-            "--training.local_batch_size over --parallelism.pipeline_parallel_microbatch_size gives 5",
+            "InterleavedZeroBubble with 4 stages on 2 ranks needs a multiple of 2 micro-batches, but "
+            "--training.local_batch_size / --parallelism.pipeline_parallel_microbatch_size is 5",
         ),
     ],
 )

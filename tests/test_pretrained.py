@@ -316,7 +316,7 @@ class TestWhatDoesNotFit:
         tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items() if only in name}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         name = "layers.1.feed_forward.w3.weight" if only else r"tok_embeddings\.weight"
-        message = rf"{name} \({str(dtype).removeprefix('torch.')}\).* for quantized weights"
+        message = rf"{name} \({str(dtype).removeprefix('torch.')}\).* quantized"
         with pytest.raises(UserError, match=message):
             load_model(folder, device="cpu")
         spec, source = internal_source(folder)
@@ -411,11 +411,11 @@ class TestOurOwnFormat:
         ("changes", "message"),
         [
             ({"module": "json"}, "'json', which is no family of models"),
-            ({"module": 5}, "module is 5, and must be the import path"),
+            ({"module": 5}, "module must be the import path of a model family, not 5"),
             ({"module": ""}, "'', which is no name of a package"),
             ({"module": ".llama3"}, "'.llama3', which is no name"),
-            ({"flavor": None}, "flavor is None, and must be a name"),
-            ({"config": [3]}, r"config is \[3\], and must be an object"),
+            ({"flavor": None}, "flavor must be a string, not None"),
+            ({"config": [3]}, r"config must be an object, not \[3\]"),
         ],
     )
     def test_a_description_that_names_no_model(self, folder, changes, message):

@@ -111,7 +111,7 @@ def test_each_attempt_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_cuda_is_told_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(process_group, "_made_here", False)
+    monkeypatch.setattr(process_group, "_created_here", False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: calls.append((backend, settings)))
     for name, value in {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3"}.items():
@@ -131,7 +131,7 @@ def test_addresses_that_keep_a_run_on_its_host(
 ) -> None:
     """Several hosts meet as PyTorch lets them, at the address that they were given."""
     stores = []
-    monkeypatch.setattr(process_group, "_made_here", False)
+    monkeypatch.setattr(process_group, "_created_here", False)
     monkeypatch.setattr(process_group, "_loopback_store", lambda *_: "ours")
     monkeypatch.setattr(dist, "init_process_group", lambda backend, *, store, **_: stores.append(store))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -179,7 +179,7 @@ def test_no_port(monkeypatch: pytest.MonkeyPatch, rank: int, port: str | None) -
     monkeypatch.delenv("MASTER_PORT")
     if port is not None:
         monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(UserError, match=rf"^MASTER_ADDR:MASTER_PORT is '127.0.0.1:{port or ''}', and must"):
+    with pytest.raises(UserError, match=rf"^MASTER_ADDR:MASTER_PORT is '127.0.0.1:{port or ''}', but the port must"):
         process_group._loopback_store(rank, 2, timedelta(seconds=60))
 
 

@@ -121,7 +121,7 @@ def test_a_run_that_ended_in_another_form(torchtitan: Torchtitan, tmp_path: Path
     assert torchtitan(**options, **{"checkpoint.last_save_model_only": True})[0] == 0
     before = contents(tmp_path / "outputs")
     code, printed = torchtitan(**options, **{"checkpoint.last_save_in_hf": True})
-    assert code == 2 and "step-4 holds the model only; torchtitan convert" in printed, printed
+    assert code == 2 and "step-4 holds the model only; use `torchtitan convert`" in printed, printed
     assert contents(tmp_path / "outputs") == before
 
 
@@ -146,7 +146,7 @@ def test_an_end_whose_run_is_unknown_is_not_replaced(torchtitan: Torchtitan, tmp
     path = Path(str(catalog.commit(catalog.start_partial(folder, 4), marker)))
     before = contents(path)
     code, printed = torchtitan(**TINY, **SAVING)
-    assert code == 2 and "does not say which run it belongs to" in printed, printed
+    assert code == 2 and "of an unknown run" in printed, printed
     assert contents(path) == before
 
 
@@ -184,7 +184,7 @@ def test_a_longer_run_keeps_the_finished_export(torchtitan: Torchtitan, tmp_path
     finished = tmp_path / "outputs" / "checkpoint" / "step-4"
     before = contents(finished)
     code, printed = torchtitan(**{**options, "training.steps": 8, "checkpoint.interval": 2})
-    assert code == 0 and "outputs/checkpoint/step-4 is the end of a finished run and stays" in printed, printed
+    assert code == 0 and "outputs/checkpoint/step-4 is the final checkpoint of a finished run" in printed, printed
     assert contents(finished) == before
     saved = list_checkpoints(finished.parent)
     assert [(info.step, info.kind) for info in saved] == [(4, "huggingface"), (6, "full"), (8, "huggingface")]
@@ -336,8 +336,8 @@ def test_a_script_whose_run_is_complete(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_property_that_one_side_lacks_counts_as_equal() -> None:
     """As the registered name of a configuration that was built in Python."""
     identity = RunIdentity({"model.dim": 8, "configuration": "a.b"}, {"steps": 3})
-    assert identity.differences({"model.dim": 8}) == []
-    assert identity.differences({"model.dim": 4, "loss": 1}) == ["model.dim was 4 and is 8"]
+    assert identity.describe_differences({"model.dim": 8}) == []
+    assert identity.describe_differences({"model.dim": 4, "loss": 1}) == ["model.dim was 4 and is 8"]
 
 
 def test_when_a_run_is_finished() -> None:

@@ -117,7 +117,7 @@ def test_parameters_without_a_gradient_so_far_have_zero_moments():
 
 def test_an_optimizer_of_another_model_is_refused_by_name(tmp_path):
     states = {"model": ModelState([make_model()]), "optimizer": adamw(make_model())}
-    message = r"state 'optimizer' is a torch\.optim\.AdamW, and no ModelState among the states has its parameters"
+    message = r"state 'optimizer' is a torch\.optim\.AdamW, but no ModelState among the states has its parameters"
     with pytest.raises(UserError, match=message):
         CheckpointManager.Config(enable=True).build(dump_folder=str(tmp_path), states=states)
 

@@ -136,9 +136,9 @@ class TestNothingIsExecuted:
         step = tmp_path / "run/checkpoint/step-2"
         (step / ".metadata").write_bytes(pickle.dumps(canary))
         forge(step)
-        reason = r"\.metadata names posix\.mkdir, which could run code, and is not loaded"
+        reason = r"\.metadata refers to posix\.mkdir, which could run code, and is not loaded"
         code, _, error = inspect(capsys, step)
-        assert code == 3 and "names posix.mkdir" in error and len(error.splitlines()) == 1
+        assert code == 3 and "refers to posix.mkdir" in error and len(error.splitlines()) == 1
         assert said(capsys, "generate", "--checkpoint", step, "--prompt", "a")[0] == 2
         assert said(capsys, "convert", "--to", "hf", step, tmp_path / "out")[0] == 2
         assert said(capsys, "convert", "--to", "peft", step, tmp_path / "out")[0] == 2
@@ -219,7 +219,7 @@ PICKLES = {
 @pytest.mark.parametrize("content", PICKLES.values(), ids=PICKLES)
 def test_a_pickle_that_no_dcp_writes(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(UserError, match=r"/\.metadata (cannot be read, it is|names .* it is) damaged") as caught:
+    with pytest.raises(UserError, match=r"/\.metadata (cannot be read, it is|refers to .* it is) damaged") as caught:
         open_source(tmp_path)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
@@ -307,7 +307,7 @@ def test_places_that_are_used_twice(tmp_path):
             other.offset, other.length = first.offset, first.length + 1500
 
     change_metadata(tmp_path, change)
-    with pytest.raises(UserError, match=r"__0_0\.distcp cannot be read.* bytes are needed|, and [\d,]+ are needed"):
+    with pytest.raises(UserError, match=r"__0_0\.distcp cannot be read.* bytes are needed|, but [\d,]+ are needed"):
         open_source(tmp_path)
 
 
@@ -333,7 +333,7 @@ def test_damaged_bytes_of_metadata_are_one_message(tmp_path):
 def test_a_checkpoint_of_another_tensor_than_metadata_says(tmp_path):
     step = save_step(tmp_path, 7)
     change_metadata(step, lambda metadata: setattr(tensor(metadata).properties, "dtype", torch.int32))
-    with pytest.raises(UserError, match="holds another tensor"):
+    with pytest.raises(UserError, match="does not match .metadata"):
         open_source(step).read("b.weight")
 
 
@@ -518,7 +518,7 @@ def load_notes(folder: Path) -> None:
     ranks, note = Ranks(dist.group.WORLD), Note()
     for name, message in {
         "bad": "bad cannot be read .JSONDecodeError",
-        "lacking": "lacking was saved without a state 'note'",
+        "lacking": "lacking has no state 'note'",
         "damaged": "damaged/.metadata cannot be read, it is damaged",
     }.items():
         with pytest.raises(UserError, match=message) as caught:
@@ -582,13 +582,13 @@ class TestDamagedFilesOfTorch:
 
         storage = torch.zeros(4)._typed_storage()
         torch.save({"a": Claim()}, tmp_path / "pytorch_model.bin")
-        with pytest.raises(UserError, match="a is not inside it"):
+        with pytest.raises(UserError, match="a is outside the file"):
             open_source(tmp_path)
 
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
     def test_compressed_records_are_refused(self, tmp_path, saved, name):
         (tmp_path / name).write_bytes(compressed(saved))
-        with pytest.raises(UserError, match=f"{name} has compressed records, which torch.save does not write; load it"):
+        with pytest.raises(UserError, match=f"{name} has compressed records, unlike files of torch.save; load it"):
             open_source(tmp_path)
 
     def test_records_of_a_run_that_unpack_to_any_size(self, tmp_path):

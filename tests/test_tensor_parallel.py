@@ -197,9 +197,7 @@ def test_gradients_of_a_model_are_those_of_a_single_process(workers, tmp_path, k
 def forget_an_entry(folder: Path) -> None:
     tensor = {name: style for name, style in DENSE_SHARDING.tensor.items() if not name.endswith("k_norm")}
     plan = dataclasses.replace(DENSE_SHARDING, tensor=tensor)
-    missed = (
-        "does not say what tensor parallelism does with layers.0.attention.k_norm.weight, layers.1.attention.k_norm"
-    )
+    missed = "the sharding plan has no entry for layers.0.attention.k_norm.weight, layers.1.attention.k_norm"
     with pytest.raises(UserError, match=missed):
         apply_tensor_parallel(make_model(Qwen3Model), make_mesh(), plan, disable_loss_parallel=False)
     (folder / str(dist.get_rank())).touch()

@@ -104,7 +104,7 @@ def test_a_parameter_that_nothing_uses_is_named(early, caplog):
     model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
     caplog.clear()
     optimizer.warn_of_idle_parameters()
-    assert caplog.messages == ["trained, but without a gradient: layers.*.unused"]
+    assert caplog.messages == ["trained parameters without a gradient: layers.*.unused"]
 
 
 def test_a_group_that_takes_only_frozen_parameters_warns(caplog):
@@ -115,7 +115,7 @@ def test_a_group_that_takes_only_frozen_parameters_warns(caplog):
     settings = Optimizer.Config(param_groups={"head": ParamGroup(pattern="^output"), **Optimizer.Config().param_groups})
     for names in (None, trained_names(model)):
         settings.build(model_parts=[model], all_names=names)
-    message = "optimizer.param_groups.head takes no parameter: none that is trained is left that matches '^output'"
+    message = "optimizer.param_groups.head is empty: no remaining trained parameter matches '^output'"
     assert caplog.messages == [message] * 2
 
 

@@ -204,7 +204,7 @@ def _print_list(checkpoints: "Sequence[CheckpointInfo]") -> int:
     rows = []
     for info in checkpoints:
         loss = "" if info.validation_loss is None else f"{info.validation_loss:.6g}{' (best)' if info is best else ''}"
-        state = "damaged" if info.damage else "complete" if info.complete else "incomplete"
+        state = "damaged" if info.damage else "complete" if info.is_complete else "incomplete"
         rows.append(
             (str(info.path), str(info.step), info.kind or "", state, loss, f"{sum(info.path.files().values()):,}")
         )
@@ -212,7 +212,7 @@ def _print_list(checkpoints: "Sequence[CheckpointInfo]") -> int:
     for info in checkpoints:
         if wrong := info.damage or info.fault:
             print_error("inspect", f"{info.path}: {wrong}")
-    return 0 if all(info.complete and not info.damage for info in checkpoints) else 3
+    return 0 if all(info.is_complete and not info.damage for info in checkpoints) else 3
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

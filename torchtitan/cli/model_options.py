@@ -154,7 +154,7 @@ def _reject_checkpoint_folder(path: Path) -> None:
     from torchtitan.components.checkpoint.catalog import list_checkpoints
 
     for folder in (path, path / "checkpoint"):
-        if complete := [info for info in list_checkpoints(folder) if info.complete]:
+        if complete := [info for info in list_checkpoints(folder) if info.is_complete]:
             raise UserError(
                 f"--checkpoint: {path} is not a checkpoint but holds some; name one, the newest is {complete[-1].path}"
             )

@@ -1,4 +1,4 @@
-"""`Freeze`: parameters that are not trained, chosen by name."""
+"""`Freeze`: freeze parameters selected by name."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from torchtitan.tools.patterns import check_choice, choose, without_numbers
 
 
 class Freeze(ModelConverter):
-    """Freezes the parameters that the patterns choose: they get no gradient and no optimizer state."""
+    """Freezes the parameters selected by patterns: they get no gradient and no optimizer state."""
 
     freezes = True
 
@@ -21,13 +21,13 @@ class Freeze(ModelConverter):
         """Parameters to freeze."""
 
         include: list[str] = field(default_factory=list)
-        """Regular expressions searched in parameters' names (layers.0.attention.wq.weight): matches are frozen."""
+        """Regular expressions searched in parameter names (layers.0.attention.wq.weight); matches are frozen."""
 
         exclude: list[str] = field(default_factory=list)
-        """Regular expressions: parameters with matching names are trained nevertheless."""
+        """Regular expressions searched in parameter names; matches are trained even if included."""
 
         def validate(self) -> None:
-            consequence = "nothing would be frozen; give patterns of parameters' names (^tok_embeddings)"
+            consequence = "nothing would be frozen; set patterns of parameter names (^tok_embeddings)"
             check_choice(f"--model_converters.{config_key(self)}", self.include, self.exclude, consequence)
 
     config: Config
@@ -42,9 +42,9 @@ class Freeze(ModelConverter):
         parameters = dict(model.named_parameters())
         frozen = choose(option, config.include, config.exclude, list(parameters), "parameters")
         if not frozen:
-            raise UserError(f"{option}: nothing to freeze is left, exclude finds all that include finds")
+            raise UserError(f"{option}: nothing to freeze, since exclude matches all included parameters; change one")
         for name in frozen:
             parameters[name].requires_grad_(False)
-        n_frozen, n_all = (sum(parameters[name].numel() for name in names) for names in (frozen, parameters))
+        n_frozen, n_total = (sum(parameters[name].numel() for name in names) for names in (frozen, parameters))
         names = ", ".join(without_numbers(frozen))
-        logger.info("%s: %s of %s parameters frozen: %s", key, f"{n_frozen:,}", f"{n_all:,}", names)
+        logger.info("%s: %s of %s parameters frozen: %s", key, f"{n_frozen:,}", f"{n_total:,}", names)

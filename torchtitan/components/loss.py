@@ -1,7 +1,7 @@
-"""The training loss: cross entropy summed over valid tokens, without ever holding all logits.
+"""The training loss: cross entropy summed over valid tokens, without materializing all logits.
 
-A loss is a function of the last hidden states and the output weights, passed to the model as its `head`: the logits of
-a large vocabulary, the largest tensor of a training step, need not exist.
+A loss is a function of the last hidden states and the output weights, passed to the model as its `head`. This avoids
+the full logits, the largest tensor of a training step with a large vocabulary.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ IGNORE_INDEX = -100
 
 class CrossEntropyLoss(Configurable):
     """Sum of the negative log-likelihood over valid tokens (label != -100); the caller divides by their number in the
-    *global* batch. A subclass that also sums over tokens overrides only `from_logits`, and is chunked like this one."""
+    *global* batch. A subclass that is also a sum over tokens overrides only `from_logits`; chunking still applies."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """Cross entropy."""
 
         chunk_tokens: int = 512
-        """Number of tokens with logits in memory at a time; 0: all at once (the plain loss)."""
+        """Number of tokens with logits in memory at a time; 0: all at once."""
 
         def validate(self) -> None:
             if self.chunk_tokens < 0:
@@ -46,8 +46,8 @@ class CrossEntropyLoss(Configurable):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Record the losses of single tokens, without a gradient, in the yielded list, chunk by chunk in the order of
-        `labels_BL`. The summed loss stays bitwise the same."""
+        """Record the losses of single tokens, without gradients, in the yielded list: one tensor per chunk, in the
+        order of `labels_BL`. The summed loss is bitwise unchanged."""
         recorded: list[Tensor] = []
         self._recorded = recorded
         try:
@@ -63,8 +63,8 @@ class CrossEntropyLoss(Configurable):
             weight_VD: output weights.
             labels_BL: the token after each position, or -100.
 
-        Under tensor parallelism the first two are DTensors, the weights split by rows; each rank computes the logits of
-        its part of the vocabulary, and `from_logits` gets them as a DTensor.
+        Under tensor parallelism, the first two are DTensors, with the weights sharded by rows. Each rank computes the
+        logits of its vocabulary shard, and `from_logits` gets them as a DTensor.
         """
         from_logits: LogitsLoss = self.from_logits if self._recorded is None else self._from_logits_and_record
         if isinstance(weight_VD, DTensor):
@@ -86,7 +86,7 @@ class CrossEntropyLoss(Configurable):
         return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
 
     def token_losses(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        """Return the loss of each token, (N,) in float32, 0 for label -100; override it together with `from_logits`."""
+        """Return the loss of each token, (N,) in float32, 0 for label -100. Override it together with `from_logits`."""
         return F.cross_entropy(logits_NV.float(), labels_N, reduction="none", ignore_index=IGNORE_INDEX)
 
     def _from_logits_and_record(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
@@ -98,23 +98,23 @@ class CrossEntropyLoss(Configurable):
 
 
 class _ChunkedLinearLoss(torch.autograd.Function):
-    """Linear layer and summed loss over chunks of tokens. Since the loss is a sum, the forward pass computes each
-    chunk's gradient separately: only one chunk's logits exist at a time, and nothing is computed twice."""
+    """Linear layer and summed loss over chunks of tokens. The forward pass also computes each chunk's gradient, so only
+    one chunk's logits are in memory, and nothing is recomputed."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, from_logits: LogitsLoss, chunk_tokens: int
     ) -> Tensor:
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
-        # float32 for any type of weights: a sum over chunks in bfloat16 would lose small terms.
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
+        needs_grad_hidden, needs_grad_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden_ND) if needs_grad_hidden else None
+        # Always float32, since a sum over chunks in bfloat16 would lose small terms.
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_grad_weight else None
         total = hidden_ND.new_zeros((), dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             logits = F.linear(hidden_ND[rows], weight_VD)
             with torch.enable_grad():
-                logits.requires_grad_(wants_hidden or wants_weight)
+                logits.requires_grad_(needs_grad_hidden or needs_grad_weight)
                 loss = from_logits(logits, labels_N[rows])
             total += loss.detach()
             if not logits.requires_grad:
@@ -134,8 +134,7 @@ class _ChunkedLinearLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Not in place: a pipeline schedule that computes the gradients of inputs and weights separately comes here
-        # twice.
+        # Not in place, since pipeline schedules with a split backward pass call this twice.
         if grad_hidden is not None:
             grad_hidden = grad_hidden * scale
         if grad_weight is not None:
@@ -145,23 +144,23 @@ class _ChunkedLinearLoss(torch.autograd.Function):
 
 
 class Measures:
-    """Named weighted means that a loss measures besides itself, such as a preference method's margin. The sums, of type
-    `dtype`, stay on `device`."""
+    """Named weighted means of additional quantities, such as the margin of a preference loss. The sums stay on
+    `device`, in `dtype`."""
 
     def __init__(self, names: Sequence[str], *, device: torch.device, dtype: torch.dtype = torch.float64):
         self.names = list(names)
         self._sums = torch.zeros(len(self.names), 2, device=device, dtype=dtype)
 
     def add(self, name: str, total: Tensor, weight: Tensor) -> None:
-        """Add a batch's sum and its weight, two scalars; raise `ValueError` for an unknown `name`."""
+        """Add the sum and weight of a batch, two scalars. Raise `ValueError` for an unknown `name`."""
         self._sums[self.names.index(name)] += torch.stack((total, weight)).detach().to(self._sums)
 
     def take(self) -> Tensor:
-        """Return this rank's sums and weights since the last call, flat (2 n,), and reset them."""
-        taken, self._sums = self._sums, torch.zeros_like(self._sums)
-        return taken.flatten()
+        """Return this rank's sums and weights since the last call, shape (2 n,), and reset them."""
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        return sums.flatten()
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the means from results of `take` summed over ranks; NaN without any weight."""
+        """Return the means from the results of `take` summed over ranks; NaN for zero weight."""
         pairs = zip(self.names, sums[::2], sums[1::2], strict=True)
         return {name: total / weight if weight else math.nan for name, total, weight in pairs}

@@ -1,4 +1,4 @@
-"""The learning-rate schedule: warm-up, stable, decay (WSD, arXiv:2404.06395), as a function of the step alone."""
+"""Learning-rate schedule with warm-up, stable and decay phases (WSD, arXiv:2404.06395)."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 
 
 class LRScheduler(Configurable):
-    """Sets the rate of every parameter group to its peak rate times `factor(steps taken so far)`.
+    """Sets the learning rate of every parameter group to its peak rate times `factor(steps_taken)`.
 
     A subclass with another curve overrides `factor`. A torch optimizer's peak rates are the `initial_lr` of its groups,
     or their `lr` when the schedule is built. `training_steps` is the schedule's length, unless `total_steps` is set.
@@ -26,7 +26,7 @@ class LRScheduler(Configurable):
         """Learning-rate schedule."""
 
         warmup_steps: int = 200
-        """Steps over which the rate rises linearly; the last of them has the peak rate."""
+        """Steps over which the rate rises linearly to its peak."""
 
         total_steps: int | None = None
         """Length of the schedule in steps. None: training.steps. Set it to stop a run early on the same curve."""
@@ -47,7 +47,7 @@ class LRScheduler(Configurable):
             for name in ("decay_ratio", "min_lr_factor"):
                 value = getattr(self, name)
                 if value is not None and not 0 <= value <= 1:
-                    raise UserError(f"--lr_scheduler.{name} is {value}, and must be in [0, 1]")
+                    raise UserError(f"--lr_scheduler.{name} must be in [0, 1], not {value}")
 
     config: Config
 
@@ -69,14 +69,14 @@ class LRScheduler(Configurable):
         self.warmup_steps = min(config.warmup_steps, self.total_steps)
         if self.warmup_steps < config.warmup_steps:
             logger.warning(
-                "lr_scheduler.warmup_steps (%d) is more than the length of the schedule (%d): the learning rate rises "
-                "until the last step and never decays",
+                "lr_scheduler.warmup_steps (%d) exceeds the length of the schedule (%d): the learning rate rises until "
+                "the last step and never decays",
                 config.warmup_steps,
                 self.total_steps,
             )
         after_warmup = self.total_steps - self.warmup_steps
-        wanted = after_warmup if config.decay_ratio is None else round(self.total_steps * config.decay_ratio)
-        self.decay_steps = min(wanted, after_warmup)
+        decay_steps = after_warmup if config.decay_ratio is None else round(self.total_steps * config.decay_ratio)
+        self.decay_steps = min(decay_steps, after_warmup)
         self._set_steps_taken(self.steps_taken)
 
     def factor(self, steps_taken: int) -> float:
@@ -96,13 +96,13 @@ class LRScheduler(Configurable):
 
     @property
     def lr(self) -> float:
-        """Rate of the next step, of parameters without their own group or of a torch optimizer's first group."""
+        """Learning rate of the next step for parameters outside any group, or of a torch optimizer's first group."""
         if isinstance(self.optimizer, torch.optim.Optimizer):
             return float(self.optimizer.param_groups[0]["lr"])
         return self.optimizer.config.lr * self.factor(self.steps_taken)
 
     def step(self) -> None:
-        """Count a step and set the rates of the next."""
+        """Advance by one step and set the learning rates of the next step."""
         self._set_steps_taken(self.steps_taken + 1)
 
     def _set_steps_taken(self, steps_taken: int) -> None:
@@ -111,7 +111,7 @@ class LRScheduler(Configurable):
             group["lr"] = group["initial_lr"] * self.factor(steps_taken)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps taken; the curve comes from the configuration."""
+        """Return the number of steps taken; everything else comes from the configuration."""
         return {"steps_taken": self.steps_taken}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

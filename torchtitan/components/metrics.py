@@ -1,4 +1,4 @@
-"""`MetricsProcessor`: measures a training run and reports to the console, a file and trackers."""
+"""`MetricsProcessor`: measures a training run and reports to the console, a file and experiment trackers."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ _RESET, _DIM, _GREEN, _BLUE, _MAGENTA, _CYAN = (f"\033[{code}m" for code in (0, 
 
 @dataclass(slots=True)
 class _Interval:
-    """Measurements since the logged step `step`; times in seconds."""
+    """Measurements since the logged step `step`, with times in seconds."""
 
     step: int
     start: float
@@ -56,14 +56,14 @@ class MetricsProcessor(Configurable):
 
     Args:
         dump_folder: the run's folder; `metrics.jsonl` is written there.
-        device: computes on this rank.
-        compute_dtype: type of matrix products; MFU is relative to its peak.
+        device: this rank's device.
+        compute_dtype: dtype of matrix products; MFU is relative to its peak.
         flops_per_token: floating-point operations of a training step (forward and backward) per token.
         total_steps: the last step, for the ETA.
-        world_size: number of devices that share the work.
-        rank: this device's index.
+        world_size: number of ranks.
+        rank: this rank.
         run_config: the run's configuration, for W&B.
-        clock: a monotonic clock in seconds.
+        clock: monotonic clock in seconds.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -110,24 +110,24 @@ class MetricsProcessor(Configurable):
         self._clock = clock
         self._interval = _Interval(0, clock())
         self._unreported: Callable[[], None] | None = None  # reports the last step, if it was not due
-        self._first_line: tuple[int, float] | None = None  # step and time; before it lies the warm-up
-        self._peak: PeakFlops | None = None  # known once started
+        self._first_line: tuple[int, float] | None = None  # step and time of the first log line, after warm-up
+        self._peak: PeakFlops | None = None  # set by `start`
         self._sinks: list[Sink] = []
         self._failed_sinks: list[Sink] = []
         self._reports = rank == 0 or logger.isEnabledFor(logging.INFO)
 
     def start(self, step: int) -> None:
-        """Open the sinks, start the clock and log the peak that MFU is relative to; `step` is the last finished one.
+        """Open the sinks, start the clock and log the peak FLOP/s for MFU; `step` is the last completed step.
 
-        A fresh run (`step` 0) sets aside an earlier run's metrics in the folder; a resumed one drops metrics after
-        `step`, since it repeats those steps. Raise `UserError` if the folder is not writable, or W&B does not start.
+        A new run (`step` 0) moves an earlier run's metrics aside; a resumed run drops metrics after `step`, since it
+        repeats those steps. Raise `UserError` if the folder is not writable, or W&B does not start.
         """
         if self.rank == 0:
             try:
                 durable.make_folder(self.dump_folder)
                 self._sinks = self.make_sinks(step)
             except OSError as error:
-                raise UserError(f"cannot write metrics: {error}; give a writable --dump_folder") from error
+                raise UserError(f"cannot write metrics: {error}; set --dump_folder to a writable folder") from error
         if self._reports:
             self._peak = peak_flops(self.device, self.compute_dtype)
             logger.info(
@@ -137,9 +137,9 @@ class MetricsProcessor(Configurable):
         self._interval = _Interval(step, self._clock())
 
     def make_sinks(self, step: int) -> list[Sink]:
-        """Return rank 0's sinks, opened for a run that starts after `step`. Override to add one."""
+        """Return rank 0's sinks, opened for a run that starts after `step`. Override it to add a sink."""
         sinks: list[Sink] = []
-        if self.config.enable_wandb:  # first: if it refuses, the previous run's files stay unchanged
+        if self.config.enable_wandb:  # first, so that an error leaves the previous run's files unchanged
             sinks.append(WandB(self.dump_folder, step, self.run_config))
         sinks.append(JsonLines(self.dump_folder / "metrics.jsonl", step))
         if self.config.enable_tensorboard:
@@ -148,7 +148,7 @@ class MetricsProcessor(Configurable):
 
     @contextmanager
     def timing_data(self) -> Iterator[None]:
-        """Time the fetch of a batch, during which the step waits for data."""
+        """Measure the time that a step waits for its batch."""
         start = self._clock()
         try:
             yield
@@ -157,9 +157,9 @@ class MetricsProcessor(Configurable):
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
-        """Exclude time and tokens of non-training work (validation, saving a checkpoint) from the metrics. Enter it
-        only if there is such work, since it waits for the device to finish all queued work."""
-        synchronize(self.device)  # training that is still queued on the device belongs to training
+        """Exclude time and tokens of other work (validation, saving a checkpoint) from the metrics. Enter it only when
+        needed, since it synchronizes with the device."""
+        synchronize(self.device)  # queued training work counts as training
         before = dataclasses.replace(self._interval)
         start = self._clock()
         try:
@@ -169,25 +169,25 @@ class MetricsProcessor(Configurable):
             self._interval = before
 
     def count_tokens(self, n_tokens: int) -> None:
-        """Add to the tokens of this step: those of all ranks, including padding, since it is computed too."""
+        """Add to the tokens of this step, over all ranks and including padding."""
         self._interval.n_tokens += n_tokens
 
     def should_log(self, step: int) -> bool:
-        """Return whether `log_step` reports this step; resuming does not change the answer."""
+        """Return whether `log_step` reports this step, independent of interruptions."""
         return step == 1 or step % self.config.log_freq == 0 or step == self.total_steps
 
     def log_step(
         self, step: int, *, loss: float, grad_norm: float, lr: float, n_tokens_seen: int, **extra: float
     ) -> None:
-        """Report a finished step if `should_log`; call it once the loss has been read from the device. Other steps are
-        kept until the next one, in case they are the last, see `flush`.
+        """Report a completed step if `should_log`. Call this after reading the loss from the device. Other steps are
+        kept until the next call, since the last step is always reported (`flush`).
 
         Args:
             step: counted from 1.
             loss: mean over the valid tokens of the global batch.
             grad_norm: norm of the gradient before clipping.
             n_tokens_seen: tokens since step 1 on all ranks, including padding.
-            extra: your own metrics by name.
+            extra: additional metrics by name.
         """
         if not self._reports:
             return
@@ -198,7 +198,7 @@ class MetricsProcessor(Configurable):
             self.flush()
 
     def flush(self) -> None:
-        """Report the step of the last `log_step` if it was not due; call it when training ends."""
+        """Report the last step if it has not been reported. Call this when training ends."""
         report, self._unreported = self._unreported, None
         if report is not None:
             report()
@@ -209,7 +209,7 @@ class MetricsProcessor(Configurable):
         values = values | self._measure(step, end, interval)
         self._for_each_sink(lambda sink: sink.write(step, values | extra))
         eta_seconds = None
-        if self._first_line is not None:  # at the pace since then, validation and checkpoints included
+        if self._first_line is not None:  # from the average pace, including validation and checkpoints
             first_step, first_end = self._first_line
             eta_seconds = (end - first_end) / (step - first_step) * (self.total_steps - step)
         line = self.console_line(step, values, extra, eta_seconds)
@@ -218,11 +218,11 @@ class MetricsProcessor(Configurable):
         self._first_line = self._first_line or (step, end)
 
     def log_validation(self, step: int, validation_loss: float, **extra: float) -> None:
-        """Report a validation after `step` on a separate line, without changing the training timers."""
+        """Report a validation after `step` on a separate line, without affecting the training timers."""
         if not self._reports:
             return
         self._for_each_sink(lambda sink: sink.write(step, {"validation_loss": validation_loss, **extra}))
-        logger.info(f"{self._step_label(step)}  validation loss {validation_loss:.4f}{_listed(extra)}")
+        logger.info(f"{self._step_label(step)}  validation loss {validation_loss:.4f}{_format_extra(extra)}")
 
     def log_evaluation(self, step: int, name: str, numbers: Mapping[str, float | None]) -> None:
         """Report an evaluation task after `step` on a separate line, as `evaluation/NAME/NUMBER`."""
@@ -230,14 +230,14 @@ class MetricsProcessor(Configurable):
             return
         known = {f"evaluation/{name}/{key}": value for key, value in numbers.items() if value is not None}
         self._for_each_sink(lambda sink: sink.write(step, known))
-        logger.info(f"{self._step_label(step)}  evaluation{_listed(known)}")
+        logger.info(f"{self._step_label(step)}  evaluation{_format_extra(known)}")
 
     def sync(self) -> None:
-        """Make all reports survive a power failure; call it before a checkpoint is saved."""
+        """Flush all reports to disk. Call this before saving a checkpoint."""
         self._for_each_sink(lambda sink: sink.sync())
 
     def close(self) -> None:
-        """Report the last step if still pending (an error may have ended the loop), and close the sinks."""
+        """Report the last step if pending (after an error in the loop), and close the sinks."""
         self.flush()
         self._for_each_sink(lambda sink: sink.close())
         self._sinks = []
@@ -245,7 +245,7 @@ class MetricsProcessor(Configurable):
     def console_line(
         self, step: int, values: Mapping[str, float], extra: Mapping[str, float], eta_seconds: float | None
     ) -> str:
-        """Return the line of a logged step: aligned, in color if standard error is a terminal."""
+        """Return the aligned log line of a step, in color if standard error is a terminal."""
         eta = "-" if eta_seconds is None else str(timedelta(seconds=round(eta_seconds)))
         parts = [
             (_CYAN, self._step_label(step)),
@@ -255,14 +255,14 @@ class MetricsProcessor(Configurable):
             (_BLUE, f"{values['tokens_per_second']:7,.0f} tokens/s"),
             (_MAGENTA, f"{values['tflops']:6.2f} TFLOP/s {values['mfu']:5.1f}% MFU"),
             ("", f"{values['memory_gib']:5.2f} GiB"),
-            (_DIM, f"ETA {eta}{_listed(extra)}"),
+            (_DIM, f"ETA {eta}{_format_extra(extra)}"),
         ]
         if not sys.stderr.isatty():
             return "  ".join(text for _, text in parts)
         return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in parts)
 
     def _measure(self, step: int, end: float, interval: _Interval) -> dict[str, float]:
-        """Return the metrics of the interval that ends with a step, training only."""
+        """Return the training metrics of the interval that ends with `step`."""
         if self._peak is None:
             raise RuntimeError("MetricsProcessor.start(step) must be called before log_step")
         seconds = end - interval.start - interval.excluded
@@ -280,15 +280,15 @@ class MetricsProcessor(Configurable):
     def _step_label(self, step: int) -> str:
         return f"step {step:{len(str(self.total_steps))}}/{self.total_steps}"
 
-    def _for_each_sink(self, act: Callable[[Sink], None]) -> None:
+    def _for_each_sink(self, action: Callable[[Sink], None]) -> None:
         for sink in self._sinks:
             try:
-                act(sink)
+                action(sink)
             except OSError as error:
                 if sink not in self._failed_sinks:
                     self._failed_sinks.append(sink)
-                    logger.warning(f"{type(sink).__name__} cannot write metrics: {error}; training goes on")
+                    logger.warning(f"{type(sink).__name__} cannot write metrics: {error}; training continues")
 
 
-def _listed(extra: Mapping[str, float]) -> str:
+def _format_extra(extra: Mapping[str, float]) -> str:
     return "".join(f"  {name} {value:.4g}" for name, value in extra.items())

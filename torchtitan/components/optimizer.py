@@ -1,4 +1,4 @@
-"""Optimizer: torch's own, over parameter groups chosen by name."""
+"""Optimizers from `torch.optim`, with parameter groups selected by name."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ from torchtitan.tools.patterns import check_pattern, without_numbers
 
 @dataclass(kw_only=True, slots=True)
 class ParamGroup:
-    """Settings of the parameters with names that match a pattern."""
+    """Settings of the parameters whose names match a pattern."""
 
     pattern: str
     """Regular expression, searched in the parameter's name (layers.0.attention.wq.weight)."""
@@ -40,12 +40,12 @@ def _default_param_groups() -> dict[str, ParamGroup]:
 
 class Optimizer(Configurable):
     """One or more `torch.optim` optimizers over the parameters of all model parts, used as one. Hyperparameters always
-    come from the configuration, also on resuming; a checkpoint holds only the moments.
+    come from the configuration, even on resume; checkpoints contain only the moments.
 
     Args:
-        model_parts: the model, or this rank's pipeline stages, materialized: the moments go on the same devices.
-            Parameters that require no gradient are skipped; raises `UserError` if none is left.
-        all_names: canonical names of the whole model's trained parameters, if `model_parts` are some of its stages.
+        model_parts: the model, or this rank's pipeline stages, materialized; moments are allocated on the same devices.
+            Frozen parameters are skipped; raises `UserError` if nothing is trained.
+        all_names: canonical names of the whole model's trained parameters, if `model_parts` are pipeline stages.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -74,15 +74,15 @@ class Optimizer(Configurable):
         """Momentum of SGD and Muon. None: 0 for SGD, 0.95 for Muon."""
 
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-        """Computation of an update: in one kernel, operation by operation over all parameters, or parameter by
-        parameter. SGD has no fused one, and uses foreach; Muon's own part has one implementation."""
+        """Computation of updates: in one kernel, in batches over parameters, or parameter by parameter. SGD uses
+        foreach instead of fused; for Muon, this applies only to the parameters of AdamW."""
 
         param_groups: dict[str, ParamGroup] = field(default_factory=_default_param_groups)
-        """Settings for some parameters by name; the first group with a matching pattern takes a parameter."""
+        """Settings of parameters selected by name; a parameter belongs to the first group whose pattern matches."""
 
         early_step_in_backward: bool = False
-        """Update each parameter, and free its gradient, during the backward pass: all gradients never exist at once.
-        Only without gradient accumulation, clipping and pipeline parallelism."""
+        """Update each parameter during the backward pass and free its gradient immediately, which saves memory.
+        Incompatible with gradient accumulation, clipping and pipeline parallelism."""
 
         def validate(self) -> None:
             rates = {"lr": self.lr, "weight_decay": self.weight_decay}
@@ -92,16 +92,16 @@ class Optimizer(Configurable):
                 check_pattern(f"--optimizer.{option}.pattern", group.pattern)
             for name, value in rates.items():
                 if not 0 <= value < math.inf:
-                    raise UserError(f"--optimizer.{name} is {value}, and must be a number of at least 0")
+                    raise UserError(f"--optimizer.{name} must be a number of at least 0, not {value}")
             for name, decay in {"beta1": self.beta1, "beta2": self.beta2, "momentum": self.momentum or 0.0}.items():
                 if not 0 <= decay < 1:
-                    raise UserError(f"--optimizer.{name} is {decay}, and must be in [0, 1)")
+                    raise UserError(f"--optimizer.{name} must be in [0, 1), not {decay}")
             if not 0 < self.eps < math.inf:
-                # An embedding that no token of the batch has used would be updated by 0 / 0.
-                raise UserError(f"--optimizer.eps is {self.eps}, and must be above 0")
+                # With 0, rows of tokens absent from the batch would be updated by 0 / 0.
+                raise UserError(f"--optimizer.eps must be above 0, not {self.eps}")
             if self.momentum is not None and self.name in ("AdamW", "Adam"):
                 raise UserError(
-                    f"--optimizer.momentum {self.momentum} is for SGD and Muon; {self.name} has --optimizer.beta1"
+                    f"--optimizer.momentum {self.momentum} is for SGD and Muon; for {self.name} set --optimizer.beta1"
                 )
 
     config: Config
@@ -111,7 +111,7 @@ class Optimizer(Configurable):
         self.model_parts = list(model_parts)
         names = all_names or [name for part in self.model_parts for name in trained_names(part)]
         if not names:
-            raise UserError("there is nothing to train: no parameter of the model requires a gradient")
+            raise UserError("nothing to train: all parameters of the model are frozen")
         self._warn_of_idle_groups(names)
         self.optimizers_of_part = [self.make_optimizers(self._grouped_parameters(part)) for part in self.model_parts]
         for group in self.param_groups:
@@ -131,16 +131,16 @@ class Optimizer(Configurable):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers, in a fixed order."""
+        """The `torch.optim` optimizers, in a fixed order."""
         return [optimizer for optimizers in self.optimizers_of_part for optimizer in optimizers]
 
     @property
     def param_groups(self) -> Iterable[dict[str, Any]]:
-        """Their parameter groups, each with its peak rate under `initial_lr`."""
+        """Parameter groups of all optimizers; `initial_lr` is the peak learning rate."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """Update the parameters from their gradients; parameters updated in the backward pass have none left."""
+        """Update the parameters that have gradients; parameters updated in the backward pass have none."""
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -151,29 +151,29 @@ class Optimizer(Configurable):
             optimizer.zero_grad(set_to_none=True)
 
     def warn_of_idle_parameters(self) -> None:
-        """Warn of trained parameters, of any rank, without a gradient. A collective; call it before `zero_grad`."""
-        own = [
+        """Warn of trained parameters without a gradient on any rank. A collective; call it before `zero_grad`."""
+        local_names = [
             canonical_name(name)
             for part in self.model_parts
             for name, parameter in part.named_parameters()
             if parameter.requires_grad and parameter.grad is None and parameter not in self._updated_early
         ]
-        if idle := sorted({name for names in gather_objects(own) for name in names}):
-            logger.warning("trained, but without a gradient: %s", ", ".join(without_numbers(idle)))
+        if idle := sorted({name for names in gather_objects(local_names) for name in names}):
+            logger.warning("trained parameters without a gradient: %s", ", ".join(without_numbers(idle)))
 
     def early_grad_norm(self) -> Tensor:
-        """Return the total norm over all ranks of the gradients used since the last `zero_grad`, a scalar tensor: with
-        `early_step_in_backward`, in place of `clip_grad_norm`. A collective."""
+        """Return the total norm of the gradients used in the backward pass since the last `zero_grad`, a scalar tensor.
+        It replaces `clip_grad_norm` with `early_step_in_backward`. A collective."""
         return total_norm(self._row_norms)
 
     @torch.no_grad()
     def _use_gradient(self, optimizer: torch.optim.Optimizer, group_index: int, parameter: nn.Parameter) -> None:
-        """Update one parameter from its complete gradient, and free the gradient."""
+        """Update one parameter from its final gradient, and free the gradient."""
         assert parameter.grad is not None
         parameter.grad = redistribute_like(parameter.grad, parameter)
         self._row_norms.append(row_norms(parameter.grad))
         self._updated_early.add(parameter)
-        # Looked up by index: loading a state replaces the groups, and the schedule changes them.
+        # Looked up by index, since loading a state replaces the groups.
         groups = optimizer.param_groups
         optimizer.param_groups = [{**groups[group_index], "params": [parameter]}]
         optimizer.step()
@@ -181,29 +181,30 @@ class Optimizer(Configurable):
         parameter.grad = None
 
     def make_optimizers(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[torch.optim.Optimizer]:
-        """Return torch optimizers that divide one model part's parameters, with each group's rate at its peak. `groups`
-        maps a group's name ("" for parameters that no pattern matches) to (canonical name, parameter) pairs. A subclass
-        with another optimizer overrides this."""
+        """Return the `torch.optim` optimizers of one model part, with peak learning rates. `groups` maps a group's name
+        ("" for parameters that match no pattern) to (canonical name, parameter) pairs. Override this to use another
+        optimizer."""
         config = self.config
         if config.name == "Muon":
             muon, rest = (
                 self._group_settings(
-                    {key: [m for m in members if _is_for_muon(*m) is chosen] for key, members in groups.items()}
+                    {key: [m for m in members if _is_for_muon(*m) is for_muon] for key, members in groups.items()}
                 )
-                for chosen in (True, False)
+                for for_muon in (True, False)
             )
             momentum = 0.95 if config.momentum is None else config.momentum
-            made: list[torch.optim.Optimizer] = []
+            optimizers: list[torch.optim.Optimizer] = []
             if muon:
-                # Scaled so that its updates have AdamW's size, and one learning rate serves both.
-                made.append(torch.optim.Muon(muon, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
-            return made + ([self._make_adam(torch.optim.AdamW, rest)] if rest else [])
+                # Updates are scaled to AdamW's size, so that both can use the same learning rate.
+                muon_optimizer = torch.optim.Muon(muon, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+                optimizers.append(muon_optimizer)
+            return optimizers + ([self._make_adam(torch.optim.AdamW, rest)] if rest else [])
         settings = self._group_settings(groups)
-        if not settings:  # a pipeline stage in which nothing is trained
+        if not settings:  # a frozen pipeline stage
             return []
         if config.name == "SGD":
             momentum = config.momentum or 0.0
-            # Never fused: torch 2.13 has no fused SGD for sharded parameters.
+            # Never fused, since PyTorch 2.13 has no fused SGD for sharded parameters.
             foreach = config.implementation != "for-loop"
             return [torch.optim.SGD(settings, lr=config.lr, momentum=momentum, foreach=foreach)]
         return [self._make_adam(torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam, settings)]
@@ -212,9 +213,8 @@ class Optimizer(Configurable):
         self, kind: type[torch.optim.AdamW] | type[torch.optim.Adam], groups: list[dict[str, Any]]
     ) -> torch.optim.Optimizer:
         betas = (self.config.beta1, self.config.beta2)
-        chosen = self.config.implementation
-        switches = {"fused": chosen == "fused", "foreach": chosen == "foreach"}
-        return kind(groups, lr=self.config.lr, betas=betas, eps=self.config.eps, **switches)
+        flags = {name: self.config.implementation == name for name in ("fused", "foreach")}
+        return kind(groups, lr=self.config.lr, betas=betas, eps=self.config.eps, **flags)
 
     def _group_of(self, name: str) -> str:
         """Return the key of the first group with a pattern that matches the name, or ""."""
@@ -231,10 +231,10 @@ class Optimizer(Configurable):
 
     def _warn_of_idle_groups(self, names: Sequence[str]) -> None:
         """Warn of a pattern that matches no trained parameter, except in the default groups."""
-        taken, default = {self._group_of(name) for name in names}, _default_param_groups()
+        used, default = {self._group_of(name) for name in names}, _default_param_groups()
         for key, group in self.config.param_groups.items():
-            if key not in taken and group != default.get(key):
-                message = "optimizer.param_groups.%s takes no parameter: none that is trained is left that matches '%s'"
+            if key not in used and group != default.get(key):
+                message = "optimizer.param_groups.%s is empty: no remaining trained parameter matches '%s'"
                 logger.warning(message, key, group.pattern)
 
     def _group_settings(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[dict[str, Any]]:
@@ -250,19 +250,19 @@ class Optimizer(Configurable):
         return settings
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the moments under canonical parameter names; they can be resharded and regrouped."""
+        """Return the moments by canonical parameter name, independent of sharding and parameter groups."""
         entries = (entry for state in self._states for entry in state.state_dict().items())
         return {key: value for key, value in entries if key.startswith("state.")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load moments from `state_dict`; hyperparameters stay as configured."""
+        """Load the moments from `state_dict`; hyperparameters stay as configured."""
         for state in self._states:
             state.load_state_dict(state_dict)
 
 
 class OptimizerState:
-    """Checkpoint state, for `CheckpointManager`'s `states`, of all torch optimizers of a model (wrapped and sharded as
-    it is trained), under canonical parameter names."""
+    """State of all torch optimizers of a model, wrapped and sharded for training, by canonical parameter name. For
+    `CheckpointManager`'s `states`."""
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer):
         self.model = model
@@ -279,7 +279,7 @@ class OptimizerState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the parts of `state_dict` that belong to these optimizers; the rest of their state stays."""
+        """Load the entries of `state_dict` that belong to these optimizers; other entries stay unchanged."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
         options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -289,7 +289,7 @@ class OptimizerState:
 def check_early_step(
     config: Optimizer.Config, training: TrainingConfig, parallelism: ParallelismConfig, data_parallel_degree: int
 ) -> None:
-    """Raise `UserError` for features that need all gradients before the first update, if updates come early."""
+    """Raise `UserError` if `early_step_in_backward` is combined with features that need all gradients at once."""
     if not config.early_step_in_backward:
         return
     one_pass = training.local_batch_size * data_parallel_degree
@@ -297,19 +297,19 @@ def check_early_step(
         f"gradient accumulation (--training.global_batch_size {training.global_batch_size} in passes of {one_pass})": (
             training.resolve_global_batch_size(data_parallel_degree) > one_pass
         ),
-        f"clipping (--training.max_norm {training.max_norm}; inf never clips)": training.max_norm < math.inf,
-        "--training.on_nonfinite skip: the weights are changed already": training.on_nonfinite == "skip",
+        f"clipping (--training.max_norm {training.max_norm}; set inf)": training.max_norm < math.inf,
+        "--training.on_nonfinite skip, since weights are already updated": training.on_nonfinite == "skip",
         f"--parallelism.pipeline_parallel_degree {parallelism.pipeline_parallel_degree}": (
             parallelism.pipeline_parallel_degree > 1
         ),
     }
-    for conflict, is_there in conflicts.items():
-        if is_there:
-            raise UserError(f"--optimizer.early_step_in_backward does not go with {conflict}")
+    for conflict, is_enabled in conflicts.items():
+        if is_enabled:
+            raise UserError(f"--optimizer.early_step_in_backward cannot be combined with {conflict}")
 
 
 def _is_for_muon(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether it is a matrix between spaces, neither a vector nor a table of token vectors."""
+    """Return whether the parameter is a matrix other than the embedding and the output head."""
     return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output)\.", name)
 
 
@@ -319,18 +319,19 @@ def trained_names(model: nn.Module) -> list[str]:
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter without moments zero moments, so that a checkpoint always holds the same tensors. Torch
-    would create them for a `state_dict`, but nonzero if weight decay is part of the gradient, and counted as a step."""
+    """Allocate zero moments for parameters without moments, so that checkpoints always contain the same tensors.
+    PyTorch's own initialization in `state_dict` counts as a step, and yields nonzero moments if weight decay is part of
+    the gradient."""
     groups = optimizer.param_groups
-    without = [[p for p in group["params"] if p.requires_grad and p not in optimizer.state] for group in groups]
-    gradients = {parameter: parameter.grad for parameters in without for parameter in parameters}
+    missing = [[p for p in group["params"] if p.requires_grad and p not in optimizer.state] for group in groups]
+    gradients = {parameter: parameter.grad for parameters in missing for parameter in parameters}
     if not gradients:
         return
     for parameter in gradients:
         parameter.grad = torch.zeros_like(parameter)
     settings = {"lr": 0.0, "weight_decay": 0.0}
     optimizer.param_groups = [
-        {**group, **settings, "params": parameters} for group, parameters in zip(groups, without, strict=True)
+        {**group, **settings, "params": parameters} for group, parameters in zip(groups, missing, strict=True)
     ]
     optimizer.step()
     optimizer.param_groups = groups

@@ -44,10 +44,10 @@ class Profiler(Configurable):
         """Folder of the traces inside the dump folder."""
 
         profile_freq: int = 10
-        """Steps from one trace, or one memory snapshot, to the next."""
+        """Steps between traces or memory snapshots."""
 
         profiler_warmup: int = 1
-        """Steps before each trace in which the profiler runs but keeps nothing, so that its start is not recorded."""
+        """Steps before each trace in which the profiler runs without recording, to exclude its startup cost."""
 
         profiler_active: int = 1
         """Steps in each trace."""
@@ -65,13 +65,13 @@ class Profiler(Configurable):
             require_at_least(0, profiling__profiler_warmup=self.profiler_warmup)
             if self.profiler_warmup + self.profiler_active > self.profile_freq:
                 raise UserError(
-                    f"--profiling.profile_freq is {self.profile_freq}, and must be at least profiler_warmup + "
-                    f"profiler_active = {self.profiler_warmup} + {self.profiler_active}"
+                    f"--profiling.profile_freq must be at least profiler_warmup + profiler_active = "
+                    f"{self.profiler_warmup} + {self.profiler_active}, not {self.profile_freq}"
                 )
             if self.enable_memory_snapshot and device_type() != "cuda":
                 raise UserError(
-                    f"--profiling.enable_memory_snapshot needs CUDA, whose allocator keeps a history, and this is "
-                    f"{device_type()}; use --profiling.enable_profiling: its traces record the memory of each operator"
+                    f"--profiling.enable_memory_snapshot requires CUDA, but the device is {device_type()}; use "
+                    "--profiling.enable_profiling, whose traces record the memory of each operator"
                 )
 
     config: Config
@@ -92,7 +92,7 @@ class Profiler(Configurable):
         return self
 
     def step(self, step: int) -> None:
-        """Record that `step` has ended; every `profile_freq` steps, write a trace and a snapshot."""
+        """Record the end of `step`. Every `profile_freq` steps, write a trace and a memory snapshot."""
         self._step = step
         self._n_steps += 1
         if self._trace is not None:
@@ -119,12 +119,12 @@ class Profiler(Configurable):
             self._trace = None
             if error is None and self._n_steps < self.config.profile_freq:
                 logger.warning(
-                    f"no trace was written: {self._n_steps} steps were run, and profile_freq is "
-                    f"{self.config.profile_freq}"
+                    f"no trace was written, since the run had {self._n_steps} steps; set --profiling.profile_freq "
+                    f"{self.config.profile_freq} lower"
                 )
 
     def _start_trace(self) -> torch.profiler.profile:
-        """Begin one cycle: wait, warm up, record. A new object each time, since torch's own next cycle warns."""
+        """Start a cycle of wait, warm-up and recording. Each cycle has a new profiler, since reuse logs warnings."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -146,14 +146,14 @@ class Profiler(Configurable):
         self._write("memory snapshot", folder, name, "pickle", lambda path: dump(str(path)))
 
     def _write(self, kind: str, folder: str, name: str, suffix: str, write: Callable[[Path], None]) -> None:
-        """Let `write` make a file; log its path, or why there is none."""
+        """Write a file with `write`; log its path or the error."""
         path = self.dump_folder / folder / name / f"rank{self.rank}.{suffix}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with durable.in_place_of(path) as unfinished:
                 write(unfinished)
         except OSError as error:
-            logger.warning(f"the {kind} {path} cannot be written: {error.strerror or error}; training continues")
+            logger.warning(f"could not write the {kind} {path}: {error.strerror or error}; training continues")
         else:
             logger.info(f"wrote the {kind} {path}")
 
@@ -165,11 +165,11 @@ def _record_memory_history(**options: Any) -> None:
 
 
 def _export(trace: torch.profiler.profile, path: Path) -> None:
-    """Write a trace; raise `OSError` if it is incomplete, for which torch (2.13) raises nothing."""
-    written = path.with_name(f"{path.name}.tmp")  # by torch itself, before it gives it its name
-    path.touch()  # if this fails, the error has the reason
+    """Write a trace. Raise `OSError` if it is incomplete, which PyTorch (2.13) does not report."""
+    partial_path = path.with_name(f"{path.name}.tmp")  # PyTorch's temporary file
+    path.touch()  # raises an error with the reason if the file cannot be written
     path.unlink()
     trace.export_chrome_trace(str(path))
-    if written.exists() or not path.exists():
-        written.unlink(missing_ok=True)
-        raise OSError("torch's profiler has not written all of it (is the disk full?)")
+    if partial_path.exists() or not path.exists():
+        partial_path.unlink(missing_ok=True)
+        raise OSError("the profiler wrote an incomplete file (is the disk full?)")

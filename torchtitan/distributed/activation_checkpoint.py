@@ -28,16 +28,16 @@ def check_activation_checkpoint(
     if compile.enable and "model" in compile.components:
         return
     if config.mode == "selective" and config.selective_option == "op" and parallelism.splits_backward:
-        # The first part of the backward pass frees the kept results, and the second asks for them again.
+        # The first part of the backward pass frees saved results that the second part needs.
         raise UserError(
-            "--activation_checkpoint.mode selective, of single results (`op`), does not go with "
-            f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}, whose backward passes "
-            "come in two parts: choose --activation_checkpoint.selective_option 2, mode full, or --compile.enable"
+            "--activation_checkpoint.mode selective with selective_option op cannot be combined with "
+            f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}, which splits the "
+            "backward pass; set --activation_checkpoint.selective_option 2, mode full, or --compile.enable"
         )
     if config.mode == "memory_budget":
         raise UserError(
-            "--activation_checkpoint.mode memory_budget is a setting of the compiler, and needs --compile.enable with "
-            "`model` among --compile.components"
+            "--activation_checkpoint.mode memory_budget is a compiler setting; set --compile.enable with `model` in "
+            "--compile.components"
         )
 
 
@@ -51,9 +51,9 @@ def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpoin
     elif config.mode == "selective" and config.selective_option == "op":
         from torchtitan.tools.torch_private import inductor_config
 
-        # By default torch hides compiled code, such as FlexAttention, from the policy, and would recompute it.
+        # By default, PyTorch hides compiled code such as FlexAttention from the policy, and recomputes it.
         inductor_config.wrap_inductor_compiled_regions = True
-        _wrap_blocks(model, context_fn=_keep_costly_results)
+        _wrap_blocks(model, context_fn=_save_costly_results)
     elif config.mode == "selective":
         _wrap_blocks(model, every=int(config.selective_option))
 
@@ -67,19 +67,19 @@ def _wrap_blocks(model: nn.Module, *, every: int = 1, **checkpoint_options: Any)
 
 
 @functools.cache
-def _always_kept() -> frozenset[Any]:
-    """Return attention and collectives that leave each rank only a part: gathered results are large."""
+def _always_saved() -> frozenset[Any]:
+    """Return attention and reducing collectives, but not gathers, whose results are large."""
     compiled: Any = torch.ops.higher_order.inductor_compiled_code
     return frozenset({*attention_operations(), *communication_operations(), compiled})
 
 
-def _keep_costly_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts of a forward pass and its recomputation: keep `_always_kept` and every second matrix product."""
+def _save_costly_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return contexts of a forward pass and its recomputation: keep `_always_saved` and every second matrix product."""
     products = 0
 
     def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         nonlocal products
-        kept = op in _always_kept()
+        kept = op in _always_saved()
         # Torch asks only in the forward pass, and repeats its decisions in the recomputation.
         if op in _MATRIX_PRODUCTS:
             products += 1

@@ -40,8 +40,8 @@ class SequenceShards:
 
 
 def shard_sequences(batch: Mapping[str, Tensor], shards: SequenceShards, rank: int) -> dict[str, Tensor]:
-    """Return this rank's part of all values per token, shape (B, T, …), and all other values whole. Missing `positions`
-    are added: otherwise the tokens of a part would be taken for neighbors."""
+    """Return a batch with this rank's part of all per-token values, shape (B, T, …); other values are unchanged.
+    Missing `positions` are added, since the tokens of a part are not contiguous."""
     length = batch["input"].shape[1]
     tokens = shards.tokens_of_rank(rank, length).to(batch["input"].device)
     whole = {"positions": torch.arange(length, device=tokens.device).expand_as(batch["input"]), **batch}

@@ -56,7 +56,7 @@ def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None =
 
 
 def redistribute_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Lay out a DTensor like another: tensor parallelism may leave a gradient partial, or whole for a shard."""
+    """Redistribute a DTensor like another, since tensor parallelism may leave gradients partial or replicated."""
     if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)):
         return tensor
     return tensor.redistribute(placements=other.placements)
@@ -76,12 +76,11 @@ def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean norm of gradients on one mesh, in at least float32. A CPU sums a large tensor's squares in
-    one float32 accumulator, with a rounding error up to 1e-4 that depends on the layout, unless rows are summed first.
-    Other devices sum in trees; torch's fused norm is as exact and faster, but it rounds each norm to the gradients'
-    precision."""
+    """Return the Euclidean norm of gradients on one mesh, in at least float32. CPUs sum a large tensor's squares in one
+    float32 accumulator, with a layout-dependent rounding error up to 1e-4, unless rows are summed first. Other devices
+    sum in trees, where PyTorch's fused norm is as accurate and faster, but rounds each norm to the gradients' dtype."""
     if all(gradient.device.type != "cpu" and gradient.dtype == torch.float32 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
-    of_rows = [row_norms(gradient) for gradient in gradients]
-    norms = [torch.linalg.vector_norm(norms) if norms.ndim else norms for norms in of_rows]
+    norms_of_rows = [row_norms(gradient) for gradient in gradients]
+    norms = [torch.linalg.vector_norm(norms) if norms.ndim else norms for norms in norms_of_rows]
     return torch.linalg.vector_norm(torch.stack(norms))

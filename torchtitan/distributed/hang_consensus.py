@@ -1,4 +1,4 @@
-"""Agreement of the ranks on which of them hangs, through the store of the default process group."""
+"""Agreement of the ranks on which rank hangs, through the store of the default process group."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from torchtitan.tools.torch_private import default_store
 TICK_SECONDS = 0.5
 
 _ANSWER_TICKS = 8
-"""Ticks after which a rank without an answer counts as silent."""
+"""Ticks after which a rank that has not answered counts as unresponsive."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Position:
 
 @dataclass(frozen=True)
 class HangReport:
-    """A hang: the report, the rank that prints it, and the ranks that do not answer."""
+    """A hang: the text of the report, the rank that prints it, and the unresponsive ranks."""
 
     text: str
     reporter_rank: int
@@ -56,12 +56,12 @@ class HangReport:
 
 
 class HangConsensus:
-    """Agree with the other ranks on a hang, on a thread of its own.
+    """Thread that agrees with the other ranks on whether the run hangs.
 
-    A rank that suspects a hang sets a key, which all ranks poll twice a second. Each then writes its `position` and
-    waits for the outcome. The calling rank decides once it has all answers, or has waited long enough. If any rank is
-    between two steps, nothing hangs: the others wait for it. If the process that holds the store has stopped, requests
-    never return and this thread, which has its own connection, stalls: readers of `report` must not wait for it.
+    A rank that suspects a hang sets a key, which all ranks poll twice a second. Each rank then writes its `position`
+    and waits for the decision. The calling rank decides when it has all answers, or after a timeout. If any rank is
+    between two steps, the others only wait for it, and there is no hang. If the process that hosts the store has
+    stopped, requests never return, and this thread blocks: readers of `report` must not wait for it.
     """
 
     def __init__(self, rank: int, processes: list[Process], position: Callable[[], Position]):
@@ -74,34 +74,34 @@ class HangConsensus:
         self._position = position
         self._cleared = threading.Event()
         self._closed = threading.Event()
-        # A store may outlive the processes (torchrun's does): the keys belong to this group of processes.
+        # A store may outlive the processes (torchrun's does), so the keys must be unique to these processes.
         prefix = f"hang consensus of {processes[0]}, {processes[0].begun}"
         self._store = dist.PrefixStore(prefix, default_store().clone())
-        self.thread = threading.Thread(target=self._take_part, name="hang consensus", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="hang consensus", daemon=True)
         self.thread.start()
 
     def hear_cleared(self) -> bool:
-        """Return, once, that this rank's suspicion was unfounded; afterwards it may suspect again."""
+        """Return whether this rank's suspicion was unfounded, and reset the flag."""
         cleared = self._cleared.is_set()
         self._cleared.clear()
         return cleared
 
     def close(self) -> None:
-        """Announce that this rank has finished, and wait for the store if it still answers."""
+        """Announce that this rank has finished, and wait up to 5 seconds for the store."""
         self._closed.set()
         self.thread.join(timeout=5)
 
     def report_without_store(self, seconds: float) -> HangReport:
         """Return this rank's own report if the store does not answer because its process has stopped."""
         from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        holder = "torchrun's first agent" if from_agent else f"rank 0 ({self._processes[0]})"
-        finding = f"{holder} does not answer, and holds the store that the ranks talk through"
+        host = "torchrun's first agent" if from_agent else f"rank 0 ({self._processes[0]})"
+        finding = f"{host}, which hosts the ranks' store, does not answer"
         text = f"{headline(seconds)}: {finding}\n  rank {self._rank}: {self._position()}"
         return HangReport(text, self._rank, [] if from_agent else [0])
 
-    def _take_part(self) -> None:
+    def _run(self) -> None:
         number = 0
-        with contextlib.suppress(dist.DistError):  # the store is gone, and the run with it
+        with contextlib.suppress(dist.DistError):  # the store is gone because the run has ended
             while self.report is None and not self._closed.wait(TICK_SECONDS):
                 called = self.suspected_seconds is not None and self._set_once(f"{number}/call", str(self._rank))
                 if called or self._store.check([f"{number}/call"]):
@@ -113,20 +113,20 @@ class HangConsensus:
         return self._store.compare_set(key, "", value).decode() == value
 
     def _answer(self, number: int, called: bool) -> None:
-        """Answer call `number` and wait for the outcome; decide it if this rank `called`."""
+        """Answer call `number` and wait for the decision; decide if this rank `called`."""
         self._store.set(f"{number}/{self._rank}", json.dumps(dataclasses.asdict(self._position())))
-        outcome, n_ticks = f"{number}/outcome", 0
-        # Other ranks decide only if the calling rank is stuck itself.
+        decision, n_ticks = f"{number}/decision", 0
+        # Other ranks decide only if the calling rank hangs itself.
         last_tick = _ANSWER_TICKS if called else 2 * _ANSWER_TICKS
-        while not self._store.check([outcome]):
+        while not self._store.check([decision]):
             complete = called and self._store.check([f"{number}/{rank}" for rank in range(len(self._processes))])
             if complete or n_ticks >= last_tick or (called and self.suspected_seconds is None):
-                report = self._judge(number)
-                self._set_once(outcome, json.dumps(report and dataclasses.asdict(report)))
+                report = self._decide(number)
+                self._set_once(decision, json.dumps(report and dataclasses.asdict(report)))
             elif self._closed.wait(TICK_SECONDS):
                 return
             n_ticks += 1
-        content = json.loads(self._store.get(outcome))
+        content = json.loads(self._store.get(decision))
         if content is not None:
             self.report = HangReport(**content)
         elif self.suspected_seconds is not None:
@@ -134,8 +134,8 @@ class HangConsensus:
             while self._cleared.is_set() and not self._closed.wait(TICK_SECONDS):
                 pass
 
-    def _judge(self, number: int) -> HangReport | None:
-        """Return the report of a hang; None if the step has ended, or ranks wait for one that is between steps."""
+    def _decide(self, number: int) -> HangReport | None:
+        """Return the report of a hang; None if the step has ended, or a rank is between steps."""
         seconds = self.suspected_seconds
         if seconds is None:
             return None
@@ -151,8 +151,8 @@ class HangConsensus:
 
 
 def describe(answers: Mapping[int, Position], silent: Mapping[int, Process], seconds: float) -> str:
-    """Describe the ranks that hold up the others, then each rank's position, furthest behind first. Silent ranks hold
-    up the others; if all answer, the ranks furthest behind do."""
+    """Describe the ranks that block the others, then each rank's position, furthest behind first. Unresponsive ranks
+    block the others; if all ranks answer, the ranks that are furthest behind do."""
     first = min(answers.values())
     behind = [rank for rank, position in answers.items() if position == first]
     if silent:
@@ -163,7 +163,7 @@ def describe(answers: Mapping[int, Position], silent: Mapping[int, Process], sec
         finding = "all ranks are in the same phase"
     lines = [f"{headline(seconds)}: {finding}"]
     for rank, process in silent.items():
-        lines.append(f"rank {rank}: {process}; it is stopped, or a thread never lets go of Python's lock")
+        lines.append(f"rank {rank}: {process}; it is stopped, or a thread never releases the GIL")
     places: dict[str, list[int]] = {}
     for rank, position in sorted(answers.items(), key=lambda item: item[1]):
         places.setdefault(str(position), []).append(rank)

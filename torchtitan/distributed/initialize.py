@@ -61,5 +61,5 @@ def _fill(parameter: Tensor, initializer: Initializer, key: str) -> None:
 
 
 def _stable_seed(key: str) -> int:
-    """Return a seed for a string; Python's `hash` of it differs between processes."""
+    """Return a seed for a string, since Python's `hash` differs between processes."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,4 +1,4 @@
-"""The loss under tensor parallelism: each rank computes and keeps the logits of its part of the vocabulary."""
+"""The loss under tensor parallelism: each rank computes the logits of its vocabulary shard."""
 
 import textwrap
 import traceback
@@ -22,7 +22,7 @@ LogitsLoss = Callable[[Tensor, Tensor], Tensor]
 def shard_vocabulary(
     hidden_BLD: Tensor, weight_VD: DTensor, from_logits: LogitsLoss
 ) -> tuple[Tensor, Tensor, LogitsLoss]:
-    """Split a linear layer and a loss on its outputs so that each rank computes its part.
+    """Shard a linear layer and a loss on its outputs over the vocabulary.
 
     Args:
         hidden_BLD: a DTensor on the mesh of `weight_VD`, with any sharding.
@@ -39,7 +39,7 @@ def shard_vocabulary(
     # Every rank's rows of the weights contribute to the gradient of every hidden state.
     hidden = hidden_BLD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
-    def of_local_logits(local_logits: Tensor, labels: Tensor) -> Tensor:
+    def compute_loss(local_logits: Tensor, labels: Tensor) -> Tensor:
         shape = torch.Size((local_logits.shape[0], vocabulary))
         logits = DTensor.from_local(local_logits, mesh, [Shard(1)], shape=shape, stride=(vocabulary, 1))
         loss = from_logits(logits, labels)
@@ -47,50 +47,50 @@ def shard_vocabulary(
 
     def from_local_logits(local_logits: Tensor, labels: Tensor) -> Tensor:
         try:
-            return _LossWithGradient.apply(local_logits, labels, of_local_logits)
+            return _LossWithGradient.apply(local_logits, labels, compute_loss)
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if _is_of_communication(error):
+            if _is_communication_error(error):
                 raise
-            _try_on_full_logits(from_logits, local_logits, labels, vocabulary)
+            _raise_error_on_full_logits(from_logits, local_logits, labels, vocabulary)
             reason = textwrap.shorten(str(error).partition("\n")[0], _REASON_WIDTH, placeholder=" …")
             raise UserError(
-                "the loss uses an operation that does not work on logits whose vocabulary tensor parallelism shards "
-                f"({reason}): train with --parallelism.disable_loss_parallel, or compute the loss by other operations"
+                f"the loss uses an operation that does not support logits with a sharded vocabulary ({reason}); set "
+                "--parallelism.disable_loss_parallel, or compute the loss with other operations"
             ) from error
 
     return hidden, weight_VD.to_local(), from_local_logits
 
 
-def _is_of_communication(error: Exception) -> bool:
-    """Return whether communication failed, which is another rank's error."""
+def _is_communication_error(error: Exception) -> bool:
+    """Return whether a collective failed, which means that the error is on another rank."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     callers = [file for file in files if not file.endswith("torch/_ops.py")]
     return callers[-1].endswith(("_functional_collectives.py", "distributed_c10d.py"))
 
 
-def _try_on_full_logits(from_logits: LogitsLoss, local_logits: Tensor, labels: Tensor, vocabulary: int) -> None:
-    """Raise the loss's errors on plain tensors of a few tokens too: a mistake that no option fixes."""
-    few = labels[:_TRIED_TOKENS]
+def _raise_error_on_full_logits(from_logits: LogitsLoss, local_logits: Tensor, labels: Tensor, vocabulary: int) -> None:
+    """Raise the error that the loss also raises on a few plain logits, since no option can fix it."""
+    labels = labels[:_TRIED_TOKENS]
     with torch.enable_grad():
-        logits = local_logits.new_zeros(len(few), vocabulary, requires_grad=True)
+        logits = local_logits.new_zeros(len(labels), vocabulary, requires_grad=True)
         try:
-            torch.autograd.grad(from_logits(logits, few), logits)
-        except Exception as own:
-            raise own from None
+            torch.autograd.grad(from_logits(logits, labels), logits)
+        except Exception as error:
+            raise error from None
 
 
 class _LossWithGradient(torch.autograd.Function):
-    """A summed loss with an immediate gradient: torch's `loss_parallel` must be on in its backward pass."""
+    """A summed loss whose gradient is computed in the forward pass, inside PyTorch's `loss_parallel` context."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss_of: LogitsLoss) -> Tensor:
-        wants_gradient = ctx.needs_input_grad[0]
-        logits = logits.detach().requires_grad_(wants_gradient)
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, compute_loss: LogitsLoss) -> Tensor:
+        needs_grad = ctx.needs_input_grad[0]
+        logits = logits.detach().requires_grad_(needs_grad)
         with torch.enable_grad(), loss_parallel(), implicit_replication():
-            loss = loss_of(logits, labels)
-            gradient = torch.autograd.grad(loss, logits)[0] if wants_gradient else None
+            loss = compute_loss(logits, labels)
+            gradient = torch.autograd.grad(loss, logits)[0] if needs_grad else None
         ctx.save_for_backward(gradient)
         return loss.detach()
 
@@ -101,10 +101,10 @@ class _LossWithGradient(torch.autograd.Function):
 
 
 def gather_for_head(head: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make `head(hidden, weight, …)` take DTensors: every rank computes it on whole plain tensors."""
+    """Wrap `head(hidden, weight, …)` so that every rank gathers DTensors and computes it on full tensors."""
 
     def on_full_tensors(hidden_BLD: Tensor, weight_VD: Tensor, **inputs: object) -> Tensor:
-        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in (hidden_BLD, weight_VD)]
-        return head(*whole, **inputs)
+        full = [x.full_tensor() if isinstance(x, DTensor) else x for x in (hidden_BLD, weight_VD)]
+        return head(*full, **inputs)
 
     return on_full_tensors

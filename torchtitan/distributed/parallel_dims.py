@@ -60,7 +60,7 @@ class ParallelDims:
         )
 
     def check_fits(self, model: BaseModel.Config, seq_len: int) -> None:
-        """Raise `UserError` for the first size of the model or the sequence that cannot be split, by name."""
+        """Raise `UserError` for the first size of the model or the sequence that cannot be split."""
         for name, size in model.tensor_parallel_sizes.items():
             if size % self.tp:
                 raise UserError(f"--parallelism.tensor_parallel_degree {self.tp} does not divide --model.{name} {size}")
@@ -70,9 +70,9 @@ class ParallelDims:
             )
         pieces = self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
         if seq_len % pieces:
-            named = _product({"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp})
+            product = _product({"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp})
             doubled = f", doubled by the load balancer `headtail`: {pieces}," if pieces > self.tp * self.cp else ""
-            raise UserError(f"{named}{doubled} does not divide --training.seq_len {seq_len}")
+            raise UserError(f"{product}{doubled} does not divide --training.seq_len {seq_len}")
 
     def __str__(self) -> str:
         """Return the degrees above 1, outermost first: `pp 2 x tp 2`; `one process` if there are none."""
@@ -96,10 +96,10 @@ class ParallelDims:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's position in each dimension of the mesh."""
-        places = {}
+        coordinates = {}
         for name, size in reversed(self.sizes.items()):
-            rank, places[name] = divmod(rank, size)
-        return places
+            rank, coordinates[name] = divmod(rank, size)
+        return coordinates
 
     @property
     def dp_degree(self) -> int:
@@ -118,7 +118,7 @@ class ParallelDims:
 
     @property
     def is_batch_leader(self) -> bool:
-        """True on one of the ranks with the same samples, which counts for all of them."""
+        """True on one of the ranks with the same samples."""
         return all(self.coordinate(name) == 0 for name in ("pp", "cp", "tp"))
 
     @property
@@ -148,7 +148,7 @@ class ParallelDims:
 
 
 def _product(degrees: Mapping[str, int]) -> str:
-    """Name the degrees as options, with their product if several are above 1."""
-    named = {name: degree for name, degree in degrees.items() if degree > 1} or degrees
-    factors = " x ".join(f"--parallelism.{name} {degree}" for name, degree in named.items())
-    return f"{factors} = {prod(named.values())}" if len(named) > 1 else factors
+    """Return the degrees as options, with their product if several are above 1."""
+    shown = {name: degree for name, degree in degrees.items() if degree > 1} or degrees
+    factors = " x ".join(f"--parallelism.{name} {degree}" for name, degree in shown.items())
+    return f"{factors} = {prod(shown.values())}" if len(shown) > 1 else factors

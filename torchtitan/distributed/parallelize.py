@@ -35,8 +35,8 @@ def parallelize_decoder(
     checkpointing, compilation, then FSDP, HSDP or DDP.
 
     Args:
-        model: has its blocks in `layers`, its embedding in `tok_embeddings` and, unless tied, its head in `output`; a
-            pipeline stage lacks some of them.
+        model: a decoder, or a pipeline stage of one, with blocks in `layers`, embedding in `tok_embeddings` and, unless
+            tied, head in `output`.
         mesh: from `parallel_dims.build_mesh`; None in a single process.
         sharding: the family's plan for tensor and context parallelism.
 
@@ -65,8 +65,8 @@ def _apply_data_parallel(
     training: TrainingConfig,
     parallelism: ParallelismConfig,
 ) -> None:
-    """Apply FSDP over all ranks with the same weights and other tokens, HSDP with replicas, or DDP. On a single rank,
-    FSDP still computes in lower precision than the master weights."""
+    """Apply FSDP over all ranks with the same weights and different tokens, HSDP with replicas, or DDP. On a single
+    rank, FSDP provides mixed precision."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
@@ -77,12 +77,12 @@ def _apply_data_parallel(
     if shards == 1 and dims.dp_replicate > 1:
         _apply_ddp(model, mesh["dp_replicate"], precision)
     elif shards > 1 or training.mixed_precision_param != training.dtype:
-        over = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
-        _apply_fsdp(model, over, precision, _reshard(parallelism), _offload_policy(training, mesh))
+        fsdp_mesh = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
+        _apply_fsdp(model, fsdp_mesh, precision, _reshard(parallelism), _offload_policy(training, mesh))
 
 
 def free_gathered_weights(model: nn.Module) -> None:
-    """Free gathered weights that a forward pass kept for a backward pass that will not come."""
+    """Free weights that a forward pass keeps gathered for a backward pass, if there is none."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -101,11 +101,11 @@ def _offload_policy(training: TrainingConfig, mesh: DeviceMesh) -> OffloadPolicy
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """Return the units of communication in forward order. The model itself takes the rest: a tied embedding, used at
-    both ends, and the final norm and the head, whose weights a loss may read outside of its forward."""
+    """Return the FSDP units in forward order. The root unit contains the rest: a tied embedding, the final norm and the
+    head, whose weights the loss may read outside of its forward."""
     config = model.config
-    separate = model.tok_embeddings is not None and not config.tie_embeddings  # type: ignore[union-attr]
-    embedding = [model.tok_embeddings] if separate else []
+    is_separate = model.tok_embeddings is not None and not config.tie_embeddings  # type: ignore[union-attr]
+    embedding = [model.tok_embeddings] if is_separate else []
     return [*embedding, *model.layers.values()]  # type: ignore[list-item,operator]
 
 
@@ -114,14 +114,14 @@ def _apply_fsdp(
 ) -> None:
     units = _units(model)
     for unit in units:
-        # The backward pass begins with the last layer: do not free its weights only to gather them again.
-        frees = reshard == "always" or (reshard == "default" and unit is not units[-1])
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=frees, offload_policy=offload)
-    frees = reshard == "always"
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=frees, offload_policy=offload)
+        # The backward pass needs the last layer first, so keep its weights.
+        should_free = reshard == "always" or (reshard == "default" and unit is not units[-1])
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=should_free, offload_policy=offload)
+    should_free = reshard == "always"
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=should_free, offload_policy=offload)
 
 
 def _apply_ddp(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
-    """Apply DDP through FSDP2: whole weights everywhere, gradients reduced per unit while the next is computed."""
+    """Apply DDP through FSDP2: replicated weights, with gradients reduced per unit during the backward pass."""
     for unit in [*_units(model), model]:
         replicate(unit, mesh=mesh, mp_policy=precision)

@@ -43,8 +43,8 @@ class PipelinePlan:
     def from_config(cls, config: ParallelismConfig, model: BaseModel.Config, local_batch_size: int) -> "PipelinePlan":
         """Divide a model into stages. Raise `UserError` if model, schedule, stages and batch do not fit together."""
         groups = model.pipeline_modules()
-        named = config.module_fqns_per_model_part is not None
-        stages = _stages_by_name(config, groups) if named else _stages_by_weight(config, groups)
+        is_listed = config.module_fqns_per_model_part is not None
+        stages = _stages_by_name(config, groups) if is_listed else _stages_by_weight(config, groups)
         size = config.pipeline_parallel_microbatch_size
         if local_batch_size % size:
             raise UserError(
@@ -69,24 +69,24 @@ class PipelinePlan:
 
     def _check_schedule(self) -> None:
         stages, name = len(self.stages), f"--parallelism.pipeline_parallel_schedule {self.schedule}"
-        single = _is_single(self.schedule)
-        if single and stages != self.degree:
-            raise UserError(f"{name} has one stage per rank, and there are {stages} stages for {self.degree} ranks")
-        if not single and (stages % self.degree or stages < 2 * self.degree):
+        is_single = _is_single(self.schedule)
+        if is_single and stages != self.degree:
+            raise UserError(f"{name} needs one stage per rank, but there are {stages} stages for {self.degree} ranks")
+        if not is_single and (stages % self.degree or stages < 2 * self.degree):
             raise UserError(
-                f"{name} has two or more stages per rank, the same number on each, and there are {stages} stages for "
-                f"{self.degree} ranks"
+                f"{name} needs the same number of stages, at least two, on each rank, but there are {stages} stages "
+                f"for {self.degree} ranks"
             )
         if self.schedule in _V_SCHEDULES and stages != 2 * self.degree:
-            raise UserError(f"{name} has two stages per rank, and there are {stages} stages for {self.degree} ranks")
+            raise UserError(f"{name} needs two stages per rank, but there are {stages} stages for {self.degree} ranks")
         least = stages if self.schedule in ("1F1B", "DualPipeV") else 1
         rounds = max(1, self.n_microbatches // self.degree)
         divisor = rounds if self.schedule in ("Interleaved1F1B", "InterleavedZeroBubble") else 1
         if self.n_microbatches < least or self.n_microbatches % divisor:
             rule = f"at least {least}" if self.n_microbatches < least else f"a multiple of {divisor}"
             raise UserError(
-                f"{name} with {stages} stages on {self.degree} ranks needs {rule} micro-batches, and "
-                f"--training.local_batch_size over --parallelism.pipeline_parallel_microbatch_size gives "
+                f"{name} with {stages} stages on {self.degree} ranks needs {rule} micro-batches, but "
+                f"--training.local_batch_size / --parallelism.pipeline_parallel_microbatch_size is "
                 f"{self.n_microbatches}"
             )
 
@@ -99,26 +99,24 @@ def _stages_by_name(config: ParallelismConfig, groups: Sequence[Sequence[str]]) 
     """Return the stages that the user lists. Raise `UserError` unless they are all modules in order."""
     option, parts = "--parallelism.module_fqns_per_model_part", config.module_fqns_per_model_part or []
     if config.pipeline_parallel_layers_per_stage is not None:
-        raise UserError(
-            f"{option} says what the stages are: leave out --parallelism.pipeline_parallel_layers_per_stage"
-        )
+        raise UserError(f"{option} already defines the stages; remove --parallelism.pipeline_parallel_layers_per_stage")
     stages = tuple(tuple(name.strip() for name in part.split(",") if name.strip()) for part in parts)
     listed = [name for stage in stages for name in stage]
     names = [name for group in groups for name in group]
     if unknown := [name for name in listed if name not in names]:
-        raise UserError(f"{option}: '{unknown[0]}' is no part of the model ({names})")
+        raise UserError(f"{option}: '{unknown[0]}' is not a part of the model ({names})")
     if listed != names:
         raise UserError(f"{option} must list each part of the model once, in this order: {', '.join(names)}")
     for group in groups:
         if not any(set(group) <= set(stage) for stage in stages):
-            raise UserError(f"{option}: {', '.join(group)} belong into one stage")
+            raise UserError(f"{option}: {', '.join(group)} must be in the same stage")
     if not all(stages):
-        raise UserError(f"{option}: a stage without modules")
+        raise UserError(f"{option}: a stage is empty")
     return stages
 
 
 def _stages_by_weight(config: ParallelismConfig, groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Return stages of similar weight: a layer weighs 1; the configuration sets the weights of the ends."""
+    """Return stages of similar cost: a layer costs 1; options set the cost of embedding and head in layers."""
     first = config.pipeline_parallel_first_stage_less_layers
     last = config.pipeline_parallel_last_stage_less_layers
     layers = len(groups) - 2
@@ -145,8 +143,8 @@ def _count_stages(config: ParallelismConfig, weight: int) -> int:
     if stages % degree:
         raise UserError(
             f"--parallelism.pipeline_parallel_layers_per_stage {per_stage} gives {stages} stages (embedding and head "
-            f"count as layers), which pipeline_parallel_degree {degree} does not divide: choose another number, or "
-            "what they count for (--parallelism.pipeline_parallel_first_stage_less_layers, …last_stage_less_layers)"
+            f"count as layers), which pipeline_parallel_degree {degree} does not divide; set another number, or change "
+            "their weights (--parallelism.pipeline_parallel_first_stage_less_layers, …last_stage_less_layers)"
         )
     return stages
 
@@ -166,7 +164,7 @@ def take_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
 
 
 class Pipeline:
-    """The stages of this rank, run together with those of the other ranks in the order of a schedule.
+    """The stages of this rank, run with the other ranks' stages in the order of a schedule.
 
     Args:
         parts: this rank's stages, parallelized and materialized, in the order of `plan.stages_of_rank`.
@@ -216,7 +214,7 @@ class Pipeline:
 
     def _run(self, run: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
         tokens, labels = batch["input"], batch["labels"]
-        # A stage's input may be a part of the sequence only, so that it cannot make up positions itself.
+        # A stage cannot create positions itself, since its input may be only a part of the sequence.
         positions = batch.get("positions", torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
         losses: list[Tensor] = []
         try:
@@ -231,7 +229,7 @@ class Pipeline:
                 labels_BL=labels,
             )
         except RuntimeError as error:
-            # Torch wraps a stage's error in the shapes of its inputs.
+            # PyTorch wraps a stage's error in one that adds input shapes.
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
             raise
@@ -244,7 +242,7 @@ def _unscaled(loss: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _forward_only(schedule: Any) -> Iterator[None]:
-    """Remove backward actions, some of which torch would attempt in evaluation and fail, from a schedule."""
+    """Remove backward actions from a schedule, since PyTorch would run some of them in evaluation and fail."""
     if isinstance(schedule, PipelineScheduleSingle):
         yield
         return
@@ -267,7 +265,7 @@ def _forward_only(schedule: Any) -> Iterator[None]:
 def _make_stage(
     part: nn.Module, index: int, n_stages: int, mesh: DeviceMesh, device: torch.device, hidden: Tensor
 ) -> PipelineStage:
-    """Build a stage with declared shapes; otherwise torch would run the model once more to infer them."""
+    """Build a stage with declared shapes; otherwise, PyTorch would run the model once to infer them."""
     samples, length = hidden.shape[:2]
     tokens = torch.empty(samples, length, dtype=torch.int64, device="meta")
     loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)

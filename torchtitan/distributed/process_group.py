@@ -19,7 +19,7 @@ from torchtitan.tools.torch_private import process_groups, set_group_timeout
 
 _POLL_SECONDS = 0.05
 
-_made_here = False  # if true, this module destroys the process group
+_created_here = False  # if true, this module destroys the process group
 
 
 def world_size() -> int:
@@ -29,7 +29,7 @@ def world_size() -> int:
 
 def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
     """Join the other processes, if any, and return this process's device; use any existing process group."""
-    global _made_here
+    global _created_here
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -44,18 +44,18 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
         on_loopback = _is_loopback(os.environ.get("MASTER_ADDR", ""))
         if on_loopback or os.environ.get("LOCAL_WORLD_SIZE") == str(size):
             _keep_gloo_on_loopback()
-        store = None  # made by PyTorch
+        store = None  # created by PyTorch
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = attempt_store(rank, size, timeout)
         elif on_loopback:
             store = _loopback_store(rank, size, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
-        _made_here = True
+        _created_here = True
     return device
 
 
 def _is_loopback(address: str) -> bool:
-    """Return whether an address shows by itself that all ranks are on this host; the host's own name does not."""
+    """Return whether an address proves that all ranks are on this host, which a host name does not."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -63,18 +63,18 @@ def _is_loopback(address: str) -> bool:
 
 
 def _keep_gloo_on_loopback() -> None:
-    """Let gloo listen on the loopback interface, not on the interface of the host's name, unless the user chose one."""
+    """Make gloo use the loopback interface, unless the user has set another."""
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _loopback_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
-    """Return a store on a loopback address: PyTorch's own (2.13) lets anyone on any interface write to it."""
+    """Return a store that listens only on a loopback address; PyTorch's own (2.13) listens on all interfaces."""
     address, text = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
     place = f"MASTER_ADDR:MASTER_PORT is '{address}:{text}'"
     if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise UserError(f"{place}, and must end with a port, the same for all ranks: a number below 65536")
+        raise UserError(f"{place}, but the port must be a number from 1 to 65535, the same for all ranks")
     port = int(text)
     with _listener(address, port, place) if rank == 0 else contextlib.nullcontext() as listener:
         # Multi-tenant like PyTorch's own, whose server lives as long as a store in this process uses it.
@@ -91,13 +91,13 @@ def _listener(address: str, port: int, place: str) -> Iterator[int]:
         descriptor = socket.create_server((address, port), family=family).detach()
     except OSError as error:
         raise UserError(
-            f"{place}, where rank 0 cannot listen ({os.strerror(error.errno or 0)}); choose another port"
+            f"{place}, but rank 0 cannot listen there ({os.strerror(error.errno or 0)}); choose another port"
         ) from error
     inode = os.fstat(descriptor).st_ino
     try:
         yield descriptor
     except BaseException:
-        # A store that fails late has closed it, and another file may have its number now.
+        # A store that failed late has already closed it, and the number may belong to another file.
         with contextlib.suppress(OSError):
             if os.fstat(descriptor).st_ino == inode:
                 os.close(descriptor)
@@ -109,8 +109,8 @@ def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
     The agent keeps one store over all restarts, and PyTorch (2.13) reuses its keys: a fast rank would find a dead
     predecessor's address, fail to connect, and waste a restart. Restart counts may differ between hosts, so each
-    process sends its own number; rank 0 replies with its number, the prefix, and repeats the sender's number, unknown
-    to a dead rank 0. Raise `TimeoutError` if the other processes do not come.
+    process sends its own id; rank 0 replies with its id, the prefix, and repeats the sender's id, unknown to a dead
+    rank 0. Raise `TimeoutError` if the other processes do not connect.
     """
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     greetings, own = dist.PrefixStore("torchtitan", store), uuid.uuid4().hex
@@ -123,7 +123,7 @@ def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)
-    raise TimeoutError("the processes of this attempt did not all come (--comm.init_timeout_seconds)")
+    raise TimeoutError("not all processes of this attempt connected in time; raise --comm.init_timeout_seconds")
 
 
 def _welcome(store: dist.Store, own: str, world_size: int) -> Iterator[str | None]:
@@ -164,12 +164,12 @@ def set_timeouts(seconds: float) -> None:
 
 
 def destroy_process_group() -> None:
-    """Leave our process group together: an early teardown can abort a rank that is still in a collective."""
-    global _made_here
-    if _made_here:
+    """Leave the process group on all ranks together, since leaving early can abort a collective of another rank."""
+    global _created_here
+    if _created_here:
         dist.barrier()
         dist.destroy_process_group()
-        _made_here = False
+        _created_here = False
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,12 @@ from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
 from torchtitan.tools.errors import UserError
 
-_SHARED_FEATURES: Mapping[TensorSharding, Features] = {"columns": "out", "rows": "in"}
+_SHARDED_FEATURES: Mapping[TensorSharding, Features] = {"columns": "out", "rows": "in"}
 """Split dimension of a linear layer."""
 
 _LAYER_KINDS: Mapping[TensorSharding, type[nn.Module]] = {
     "vocabulary": nn.Embedding,
-    **dict.fromkeys(_SHARED_FEATURES, nn.Linear),
+    **dict.fromkeys(_SHARDED_FEATURES, nn.Linear),
 }
 """Required class of a module; the other shardings accept any module."""
 
@@ -27,23 +27,23 @@ _LAYER_KINDS: Mapping[TensorSharding, type[nn.Module]] = {
 class _Interface(NamedTuple):
     """Placements of a module's first input and output; in hidden states, the sequence is dimension 1."""
 
-    given: Placement
+    input: Placement
     """Placement of the incoming input."""
-    wanted: Placement
+    desired_input: Placement
     """Placement that the module computes with."""
-    returned: Placement | None = None
+    output: Placement | None = None
     """Placement of the output; None: unchanged."""
-    returns_local: bool = True
-    """True if the output is the rank's local part rather than a DTensor."""
+    use_local_output: bool = True
+    """True if the output is the local shard instead of a DTensor."""
 
 
 _INTERFACES: Mapping[TensorSharding, _Interface] = {
-    "vocabulary": _Interface(Replicate(), Replicate(), returned=Shard(1)),
-    "sequence": _Interface(Shard(1), Shard(1), returns_local=False),
+    "vocabulary": _Interface(Replicate(), Replicate(), output=Shard(1)),
+    "sequence": _Interface(Shard(1), Shard(1), use_local_output=False),
     "heads": _Interface(Shard(2), Shard(2)),
     "whole sequence": _Interface(Shard(1), Replicate()),
-    "columns": _Interface(Replicate(), Replicate(), returned=Shard(-1)),
-    "rows": _Interface(Shard(-1), Shard(-1), returned=Shard(1)),
+    "columns": _Interface(Replicate(), Replicate(), output=Shard(-1)),
+    "rows": _Interface(Shard(-1), Shard(-1), output=Shard(1)),
 }
 
 
@@ -53,31 +53,36 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, features: Features | N
     for name, parameter in list(module.named_parameters(recurse=False)):
         dimensions = features_of(module)[name] if features else ()
         placement = Shard(dimensions.index(features)) if features in dimensions else Replicate()
-        shared = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(shared, requires_grad=parameter.requires_grad))
+        sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) -> None:
-    """Apply the plan to one module, in place. Torch's `ParallelStyle`s support only a weight and a bias, unlike
+    """Apply the plan to one module, in place. PyTorch's `ParallelStyle`s support only a weight and a bias, unlike
     converted layers, and unfreeze a norm's weight."""
-    given, wanted, returned, returns_local = _INTERFACES[sharding]
-    features: Features | None = "in" if sharding == "vocabulary" else _SHARED_FEATURES.get(sharding)
+    interface = _INTERFACES[sharding]
+    features: Features | None = "in" if sharding == "vocabulary" else _SHARDED_FEATURES.get(sharding)
 
-    def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+    def prepare_input(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
         first, *others = inputs
         if not isinstance(first, DTensor):
-            first = DTensor.from_local(first, mesh, [given], run_check=False)
-        return (first if given == wanted else first.redistribute(placements=[wanted]), *others)
+            first = DTensor.from_local(first, mesh, [interface.input], run_check=False)
+        if interface.input != interface.desired_input:
+            first = first.redistribute(placements=[interface.desired_input])
+        return first, *others
 
-    def give(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        if returned is not None and output.placements != (returned,):
-            output = output.redistribute(placements=[returned], async_op=True)
-        return output.to_local() if returns_local else output
+    def prepare_output(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        if interface.output is not None and output.placements != (interface.output,):
+            output = output.redistribute(placements=[interface.output], async_op=True)
+        return output.to_local() if interface.use_local_output else output
 
-    if sharding == "whole sequence":  # its parts have entries of their own
-        module.register_forward_pre_hook(lambda module, inputs: take(module, inputs, mesh))
+    def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
+        shard_parameters(part, mesh, features)
+
+    if sharding == "whole sequence":  # its submodules have their own entries
+        module.register_forward_pre_hook(lambda module, inputs: prepare_input(module, inputs, mesh))
     else:
-        distribute_module(module, mesh, lambda _, part, mesh: shard_parameters(part, mesh, features), take, give)
+        distribute_module(module, mesh, partition, prepare_input, prepare_output)
 
 
 def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
@@ -87,8 +92,8 @@ def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
         parts = list(_parts(model, pattern))
         _check_entry(f"the sharding plan's entry '{pattern}': '{sharding}'", sharding, parts)
         for name, module in parts:
-            if module is not None and sharding in _SHARED_FEATURES:
-                _check_parts_of(name, module, _SHARED_FEATURES[sharding], degree)
+            if module is not None and sharding in _SHARDED_FEATURES:
+                _check_parts_of(name, module, _SHARDED_FEATURES[sharding], degree)
 
 
 def _check_entry(entry: str, sharding: TensorSharding, parts: list[tuple[str, nn.Module | None]]) -> None:
@@ -124,29 +129,28 @@ def _check_parts_of(name: str, layer: nn.Module, features: Features, degree: int
             continue
         size, multiple = parameter.shape[dimensions.index(features)], getattr(layer, "part_multiple", 1)
         if multiple > 1 and size % (degree * multiple):
-            raise UserError(f"{option} shares out the {size} {ends}, in multiples of {multiple} only; {advice}")
+            raise UserError(f"{option} cannot split the {size} {ends} into multiples of {multiple}; {advice}")
         if features == "in" and size % degree:  # outputs may be split unevenly
-            pieces = "one piece" if size == 1 else f"{size} pieces"
-            raise UserError(f"{option} shares out the {ends}, which lie in {pieces} in its {own_name}; {advice}")
+            raise UserError(f"{option} does not divide the size {size} of its {own_name} ({ends}); {advice}")
 
 
 def apply_tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, *, disable_loss_parallel: bool
 ) -> None:
-    """Shard the modules that `plan` names over `mesh`, in place, except those that a pipeline stage lacks.
+    """Shard the modules in `plan` over `mesh`, in place; modules absent from a pipeline stage are skipped.
 
     The model is on the meta device, or has the same weights on every rank. With `disable_loss_parallel`, its head gets
-    whole tensors. Raise `UserError` like `check_parts`, or naming a parameter whose module is not in `plan`.
+    full tensors. Raise `UserError` like `check_parts`, or naming a parameter whose module is not in `plan`.
     """
     check_parts(model, plan, mesh.size())
     for pattern, sharding in plan.tensor.items():
         for _, module in list(_parts(model, pattern)):
             if module is not None:
                 _parallelize(module, mesh, sharding)
-    missed = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if missed:
-        # Each rank would train its own copy of it, from its own part of the sequence.
-        raise UserError(f"the sharding plan does not say what tensor parallelism does with {', '.join(missed)}")
+    uncovered = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if uncovered:
+        # Each rank would train its own copy from its part of the sequence.
+        raise UserError(f"the sharding plan has no entry for {', '.join(uncovered)}; add it for tensor parallelism")
     if disable_loss_parallel:
         model.register_forward_pre_hook(_use_full_tensors, with_kwargs=True)
 

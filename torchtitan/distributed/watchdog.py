@@ -1,4 +1,4 @@
-"""`Watchdog`: end a run whose step hangs, after reporting every rank's position and the rank that hangs."""
+"""`Watchdog`: ends a hanging run after reporting every rank's position and the ranks that hang."""
 
 import contextlib
 import faulthandler
@@ -20,16 +20,16 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.process import exit_process, is_launched, report_failure
 
 HANG_EXIT_CODE = 3
-"""As for any run that failed for a stated reason."""
+"""Exit code of all runs that fail for a reported reason."""
 
 _CONSENSUS_SECONDS = 10.0
-"""Time for the ranks to agree; after that, the store that they use has stopped."""
+"""Time for the ranks to agree; after that, the store counts as stopped."""
 
 _PRINTING_SECONDS = 2.0
-"""Time for the others to read the report and to print their positions, before this rank ends."""
+"""Time for the other ranks to read the report and print their positions before this rank exits."""
 
-_LAST_SECONDS = 10.0
-"""Time after which a rank with the report ends, even if it could not print the report."""
+_EXIT_SECONDS = 10.0
+"""Time after which a rank with the report exits, even if it could not print the report."""
 
 _STDERR = 2  # the file itself: a hanging thread may hold the lock of its stream
 
@@ -43,7 +43,7 @@ class _Step:
 
 
 class Watchdog:
-    """Watch the steps of a training loop, in one process or in all ranks of the default process group.
+    """Watches the steps of a training loop, in one process or in all ranks of the default process group.
 
         with Watchdog(first_step_seconds=1800, step_seconds=600) as watchdog:
             for number in range(1, steps + 1):
@@ -55,26 +55,26 @@ class Watchdog:
                 save()  # not watched between steps: the timeouts of collectives apply
 
     When a step exceeds its limit, every rank prints its step, its phase and the stacks of its threads to standard
-    error; one rank then prints which ranks hold up the others or do not answer. The process ends with exit code 3,
-    whatever its threads do. A rank that does not answer (stopped, or holding Python's lock) is made to print its stacks
-    and ended by another rank on its host (Linux).
+    error; one rank then prints which ranks hold up the others or do not answer. The process exits with code 3, whatever
+    its threads do. On Linux, another rank on the same host makes an unresponsive rank (stopped, or holding the GIL)
+    print its stacks, and ends it.
 
-    No step is ended while a rank is between two steps, because the others rightly wait for it. Time in which the
-    process was stopped, or the host asleep, does not count.
+    A step is not ended while a rank is between two steps, since the others wait for it as intended. Time in which the
+    process was stopped or the host suspended does not count.
 
     All ranks enter and leave the watchdog together. Within it, SIGQUIT (Ctrl-\\) prints the stacks before it ends the
     process.
 
     Args:
         first_step_seconds: limit of the first step, which compiles and connects to the other ranks.
-        step_seconds: limit of each later step; 0: watch nothing, not even the first step.
+        step_seconds: limit of each later step; 0: disabled, including the first step.
     """
 
     def __init__(self, *, first_step_seconds: float, step_seconds: float):
         self._step_seconds = step_seconds
         self._next_step_seconds = first_step_seconds
         self._step: _Step | None = None  # in progress
-        self._last_step = 0  # the last finished one
+        self._last_step = 0  # the last completed step
         self._rank = 0
         self._processes: list[Process] = []
         self._consensus: HangConsensus | None = None
@@ -85,12 +85,12 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self._step_seconds == 0:
             return self
-        own = Process(host=socket.gethostname(), pid=os.getpid(), begun=time.time())
-        self._processes = gather_objects(own)
-        self._rank = self._processes.index(own)
+        this_process = Process(host=socket.gethostname(), pid=os.getpid(), begun=time.time())
+        self._processes = gather_objects(this_process)
+        self._rank = self._processes.index(this_process)
         if len(self._processes) > 1:
             self._consensus = HangConsensus(self._rank, self._processes, self._position)
-        # Shells start background processes with this signal ignored; then it would not end the process.
+        # Shells start background processes with this signal ignored, so it would not end the process.
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         faulthandler.register(signal.SIGQUIT, file=_STDERR, chain=True)
         self._closed.clear()
@@ -120,7 +120,7 @@ class Watchdog:
             self._next_step_seconds = self._step_seconds
 
     def phase(self, name: str) -> None:
-        """Name the current phase of the step; ignored outside of a step."""
+        """Set the name of the step's current phase. Ignored outside a step."""
         if self._step:
             self._step.phase = name
             self._step.n_phases += 1
@@ -135,7 +135,7 @@ class Watchdog:
         return Position(step=step.number, n_phases=step.n_phases, phase=step.phase, line=line)
 
     def _watch(self) -> None:
-        """Count wake-ups of this thread rather than clock time: a stopped process or a sleeping host does not hang."""
+        """Count wake-ups of this thread instead of clock time, to exclude stopped processes and suspended hosts."""
         watched, n_ticks = None, 0
         while not self._closed.wait(TICK_SECONDS):
             cleared = self._consensus is not None and self._consensus.hear_cleared()
@@ -157,7 +157,7 @@ class Watchdog:
     def _end(self, report: HangReport) -> None:
         """Print this rank's stacks and, once, the report; end the ranks that do not answer, then this one."""
         stacks = self._stacks()
-        timer = threading.Timer(_LAST_SECONDS, os._exit, [HANG_EXIT_CODE])
+        timer = threading.Timer(_EXIT_SECONDS, os._exit, [HANG_EXIT_CODE])
         timer.daemon = True
         timer.start()
         os.write(_STDERR, stacks.encode(errors="replace"))
@@ -171,19 +171,19 @@ class Watchdog:
         exit_process(HANG_EXIT_CODE)
 
     def _stacks(self) -> str:
-        """Return this rank's position and the stacks of its threads: the main thread first, the watchdog's left out."""
+        """Return this rank's position and the stacks of its threads, main thread first, without the watchdog's."""
         frames = sys._current_frames()
         threads = [self._main_thread, *(one for one in threading.enumerate() if one is not self._main_thread)]
-        own = (self._thread, self._consensus.thread if self._consensus else None)
+        excluded = (self._thread, self._consensus.thread if self._consensus else None)
         lines = [f"rank {self._rank} ({self._processes[self._rank]}) is {self._position()}\n"]
         for thread in threads:
             frame = frames.get(thread.ident or 0)
-            if frame and thread not in own:
+            if frame and thread not in excluded:
                 lines += [f"{thread.name} (most recent call last):\n", *traceback.format_stack(frame)]
         return "".join(lines)
 
     def _end_silent_ranks(self, silent: list[int]) -> None:
-        """End the silent ranks on this host by a signal that prints their stacks; its first answering rank does so."""
+        """On the first responsive rank of a host, end the unresponsive ranks there with a signal that prints stacks."""
         host = self._processes[self._rank].host
         here = {rank for rank, process in enumerate(self._processes) if process.host == host}
         if self._rank != min(here - set(silent)):
@@ -197,7 +197,7 @@ class Watchdog:
 
 
 def _is_sibling(pid: int) -> bool:
-    """Return whether a process has the same parent, which proves that it is a rank of this run; False without /proc."""
+    """Return whether a process has the same parent and so is a rank of this run; False without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Interfaces of plug-ins: a model, its specification and sharding plan, its other formats, a converter."""
+"""Interfaces to extend: models, their specifications, sharding plans and formats, and converters."""
 
 from torchtitan.protocols.converter import LayerConverter, ModelConverter
 from torchtitan.protocols.model import BaseModel, ConvertedModule

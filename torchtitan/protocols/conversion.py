@@ -1,4 +1,4 @@
-"""Apply a run's converters to its model, describe them for a checkpoint, and restore them from it."""
+"""Applying converters to a model, recording them in a checkpoint, and restoring them from it."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ def convert_model(
     for converter in converters:
         converter.convert(model)
     if converters and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("the model_converters leave nothing to train: all parameters are frozen")
+        raise UserError("the model_converters leave nothing to train, since they freeze all parameters")
     if frozen_dtype is not None and any(converter.freezes for converter in converters):
         for layer in model.modules():
             if isinstance(layer, nn.Linear):
@@ -41,17 +41,17 @@ def convert_model(
 
 def _cast_frozen(layer: nn.Linear, dtype: torch.dtype) -> None:
     for name, parameter in layer.named_parameters(recurse=False):
-        if name in ("weight", "bias") and not parameter.requires_grad:  # not a converted layer's own additions
-            # Replaced: through `.data`, a wrapper tensor, such as weights gathered in float8, would keep its type.
+        if name in ("weight", "bias") and not parameter.requires_grad:  # not parameters added by a converter
+            # Assigning to `.data` would not change the dtype of a wrapper tensor, such as weights gathered in float8.
             layer.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
 
 
 def converted_model(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> BaseModel:
-    """Return a model on the meta device, silently converted by all `converters` that change weights."""
-    return _converted(config, [converter for converter in converters if converter.changes_weights])
+    """Return a model on the meta device, converted by all `converters` that change weights."""
+    return _build_converted(config, [converter for converter in converters if converter.changes_weights])
 
 
-def _converted(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> BaseModel:
+def _build_converted(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> BaseModel:
     with torch.device("meta"):
         model: BaseModel = config.build()
     with only_warnings():
@@ -61,12 +61,12 @@ def _converted(config: BaseModel.Config, converters: Sequence[ModelConverter]) -
 
 def check_plain_state(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> None:
     """Raise `UserError`, naming the tensors, if a converter changes the model's tensors without declaring it."""
-    models = (_converted(config, converters), converted_model(config, converters))
-    ours, known = (tensor_shapes(model).items() for model in models)
-    if unknown := sorted({name for name, _ in ours ^ known}):
+    models = (_build_converted(config, converters), converted_model(config, converters))
+    actual, declared = (tensor_shapes(model).items() for model in models)
+    if undeclared := sorted({name for name, _ in actual ^ declared}):
         raise UserError(
-            f"the model_converters change the model's tensors ({', '.join(unknown[:5])}), and the one that does has no "
-            "changes_weights = True, so that the plain model could not be made of the weights"
+            f"a model converter changes the model's tensors ({', '.join(undeclared[:5])}), so the plain model cannot "
+            "be restored; set changes_weights = True in its class"
         )
 
 
@@ -76,12 +76,12 @@ def tensor_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def converter_records(configs: Iterable[Configurable.Config]) -> list[ConverterRecord]:
-    """Describe, in order, the converters needed to make a plain model of a run's weights."""
+    """Describe, in order, the converters needed to convert a run's weights to the plain model's."""
     return [_converter_record(config) for config in configs if _class_of(config).changes_weights]
 
 
 def simulation_records(configs: Iterable[Configurable.Config]) -> list[ConverterRecord]:
-    """Describe, in order, the converters needed to compute as the run does."""
+    """Describe, in order, the converters that simulate quantization."""
     return [_converter_record(config) for config in configs if _class_of(config).simulates]
 
 
@@ -97,39 +97,39 @@ def _converter_record(config: Configurable.Config) -> ConverterRecord:
 
 def saved_config(saved: Iterable[ConverterRecord], converter: ModelConverter) -> Configurable.Config | None:
     """Return the configuration in `saved` for this converter's class, or None. Raise `UserError` for unknown fields."""
-    configs = [said.get("config", {}) for said in saved if said.get("class") == import_path(type(converter))]
+    configs = [record.get("config", {}) for record in saved if record.get("class") == import_path(type(converter))]
     return type(converter).Config.from_dict(configs[0]) if configs else None
 
 
 def differences(saved: Sequence[ConverterRecord], converters: Iterable[ModelConverter]) -> list[str]:
-    """Explain differences in meaning between `saved` weights and the run's `converters`, by options alone. Raise
-    `UserError` like `saved_config`."""
-    ours = {import_path(type(converter)): converter for converter in converters if converter.changes_weights}
-    theirs = {str(said.get("class")) for said in saved}
-    found = [f"the run lacks {path}" for path in sorted(theirs - ours.keys())]
-    found += [f"the run has {path} besides" for path in sorted(ours.keys() - theirs)]
-    for converter in ours.values():
+    """Describe the differences between the converters of `saved` weights and the run's `converters`, from their options
+    alone. Raise `UserError` like `saved_config`."""
+    configured = {import_path(type(converter)): converter for converter in converters if converter.changes_weights}
+    saved_paths = {str(record.get("class")) for record in saved}
+    described = [f"the run does not use {path}" for path in sorted(saved_paths - configured.keys())]
+    described += [f"the run adds {path}" for path in sorted(configured.keys() - saved_paths)]
+    for converter in configured.values():
         if (config := saved_config(saved, converter)) is None:
             continue
-        then, now = meaning_of(config), meaning_of(converter.config)
-        found += [
-            f"--model_converters.{config_key(config)}.{name} was {then[name]} and is {now[name]}"
+        before, now = weight_options(config), weight_options(converter.config)
+        described += [
+            f"--model_converters.{config_key(config)}.{name} was {before[name]} and is {now[name]}"
             for name in now
-            if then[name] != now[name]
+            if before[name] != now[name]
         ]
-    return found
+    return described
 
 
-def meaning_of(config: Configurable.Config) -> dict[str, Any]:
-    """Return the options of a converter that decide what its weights mean: all except its `run_options`."""
+def weight_options(config: Configurable.Config) -> dict[str, Any]:
+    """Return the options of a converter that determine the meaning of its weights: all except its `run_options`."""
     run_options = _class_of(config).run_options
     return {name: value for name, value in config.to_dict().items() if name not in run_options}
 
 
-def converters_from_records(records: Iterable[ConverterRecord], said_by: str) -> list[ModelConverter]:
-    """Restore converters from the result of `converter_records`, held by `said_by`. Raise `UserError`, naming a class
-    that must not be imported (`config.registry.trusted_module`), cannot be, or is no longer a converter."""
-    return [_converter_from_record(record, said_by) for record in records]
+def converters_from_records(records: Iterable[ConverterRecord], origin: str) -> list[ModelConverter]:
+    """Restore converters from the result of `converter_records`, read from `origin`. Raise `UserError` if a class must
+    not be imported (`config.registry.trusted_module`), cannot be imported, or is not a converter."""
+    return [_converter_from_record(record, origin) for record in records]
 
 
 def import_path(owner: type) -> str:
@@ -137,23 +137,23 @@ def import_path(owner: type) -> str:
     return f"{owner.__module__}:{owner.__qualname__}"
 
 
-def _converter_from_record(record: ConverterRecord, said_by: str) -> ModelConverter:
+def _converter_from_record(record: ConverterRecord, origin: str) -> ModelConverter:
     path = str(record.get("class"))
-    said = f"{said_by} was saved with the converter {path}"
+    prefix = f"{origin} was saved with the converter {path}"
     module, _, name = path.partition(":")
     try:
         owner: Any = trusted_module(module)
     except UserError as error:
-        raise UserError(f"{said}: {error}") from error
+        raise UserError(f"{prefix}: {error}") from error
     if owner is None:
         raise UserError(
-            f"{said}, which is not built in; if you trust it, name the module whose config_registry.py imports it: "
-            "--module PATH"
+            f"{prefix}, which is not built in; if you trust it, set --module to the module whose config_registry.py "
+            "imports it"
         )
     for part in name.split("."):
-        owner = inspect.getattr_static(owner, part, None)  # runs no code of the module
+        owner = inspect.getattr_static(owner, part, None)  # does not run the module's code
     is_converter = isinstance(owner, type) and issubclass(owner, ModelConverter)
     if not (is_converter and (owner.changes_weights or owner.simulates)):
-        raise UserError(f"{said}, which is not a ModelConverter that checkpoints name")
+        raise UserError(f"{prefix}, which is not a ModelConverter that changes or simulates weights")
     converter: ModelConverter = owner.Config.from_dict(record.get("config", {})).build()
     return converter

@@ -1,4 +1,4 @@
-"""Rewrites of a model's modules that compose with everything else: `ModelConverter`, and `LayerConverter` by name."""
+"""`ModelConverter`, which rewrites a model's modules, and `LayerConverter`, which replaces layers by name."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_choice, choose, without_numbers
 
 _HEAD = "output"
-"""The loss reads this layer's weights, so that the layer is never called (`Decoder.output_weight`)."""
+"""Layer that is never called, since the loss reads its weights (`Decoder.output_weight`)."""
 
 _CONVERTED_BY = "converted_by"
 
@@ -32,14 +32,14 @@ class ModelConverter(Configurable):
     """True if tensors differ from the plain model's (`ConvertedModule`): checkpoints then name the converters."""
 
     simulates: ClassVar[bool] = False
-    """True if the run computes as its model after quantization by `torchtitan convert`: checkpoints describe how."""
+    """True if the run simulates quantization by `torchtitan convert`: checkpoints then record the options."""
 
     run_options: ClassVar[frozenset[str]] = frozenset()
     """Config fields that may change when a run resumes: training, initial values, and facts visible in names and
     shapes. All others determine the meaning of the weights."""
 
     freezes: ClassVar[bool] = False
-    """True if untrained weights never change: linear layers keep them in the type of the computation."""
+    """True if some weights are frozen: linear layers store them in the compute dtype."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -51,29 +51,29 @@ class ModelConverter(Configurable):
             """Raise `UserError`, before any process starts, for an option that this converter does not support."""
 
         def check_device(self) -> None:
-            """Raise `UserError`, before any process starts, if this machine's device is unsuitable; not in dry runs."""
+            """Raise `UserError`, before any process starts, if this device is unsupported; not called in dry runs."""
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise `UserError`, before any process starts, if a temporary model on the meta device cannot be converted;
-        later converters get it as this leaves it."""
+        """Raise `UserError`, before any process starts, if a temporary model on the meta device cannot be converted.
+        Changes made here are visible to later converters."""
 
-    def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
+    def check_initial_weights(self, spec: ModelSpec, saved: Configurable.Config | None) -> None:
         """Raise `UserError`, before any process starts, if `load_initial_weights` would fail for the plain model
-        `spec`; not called if the run starts from a checkpoint of this converter, with the configuration `given`."""
+        `spec`; not called if the run starts from a checkpoint of this converter, with the configuration `saved`."""
 
     def convert(self, model: nn.Module) -> None:
-        """Rewrite a model on the meta device, before parallelization. Raise `UserError` if nothing is to convert."""
+        """Rewrite a model on the meta device, before parallelization. Raise `UserError` if there is nothing to do."""
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
         """Load additional initial values from files at the start of a run, after the plain model's weights. A resumed
-        run calls this only if the checkpoint lacks frozen weights (`checkpoint.save_trainable_only`)."""
+        run calls this only if the checkpoint omits frozen weights (`checkpoint.save_trainable_only`)."""
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
         """Act once before training, after weights are initialized or loaded."""
 
     def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
-        """Act before each step, numbered from 1 over all resumptions. After a step without data, the last number (or 0)
-        comes again, so that a final validation computes like that step."""
+        """Act before each step, counted from 1 over all resumptions. If a step has no data, this is called again with
+        the previous number (or 0), so that a final validation computes like that step."""
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
         """Act after each optimizer step."""
@@ -87,10 +87,10 @@ class ModelConverter(Configurable):
 
 
 class LayerConverter(ModelConverter):
-    """Replace layers chosen by name patterns, in `convert_layer`; a second converter for the same layer is refused."""
+    """Replace layers selected by name patterns, in `convert_layer`. A layer cannot be converted twice."""
 
     layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
-    """Layers that can be converted, of exactly these classes."""
+    """Classes of layers that can be converted, without subclasses."""
 
     converts_head: ClassVar[bool] = False
     """True if the output head can be converted, although it is never called."""
@@ -116,40 +116,40 @@ class LayerConverter(ModelConverter):
             self.convert(model)
 
     def convert(self, model: nn.Module) -> None:
-        """Replace the chosen layers of a model on the meta device, in place, and log them. Raise `UserError` if a
-        pattern matches no layer, nothing is left to convert, or a layer is converted already."""
-        key, chosen = config_key(self.config), self.select(model)
-        for name, layer in chosen.items():
+        """Replace the selected layers of a model on the meta device, in place, and log them. Raise `UserError` if a
+        pattern matches no layer, no layer is selected, or a layer is already converted."""
+        key, selected = config_key(self.config), self.select(model)
+        for name, layer in selected.items():
             converted = self.convert_layer(name, layer)
             setattr(converted, _CONVERTED_BY, key)
             model.set_submodule(name, converted, strict=True)
         with_weights = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
-        remaining = _in_words(name for name in with_weights if name not in chosen) or "none"
-        logger.info("%s: %d layers converted: %s; as they were: %s", key, len(chosen), _in_words(chosen), remaining)
+        unchanged = _join(name for name in with_weights if name not in selected) or "none"
+        logger.info("%s: %d layers converted: %s; unchanged: %s", key, len(selected), _join(selected), unchanged)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the layers that the patterns choose, by name. Raise `UserError` like `convert`."""
+        """Return the layers selected by the patterns, by name. Raise `UserError` like `convert`."""
         config, key = self.config, config_key(self.config)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, self.layer_types)}
         if not self.converts_head:
             layers.pop(_HEAD, None)
-        tied = self.converts_head and getattr(model, _HEAD, layers) is None
-        kind = f"layers (the head is tied to the embedding, so that there is no '{_HEAD}')" if tied else "layers"
+        is_tied = self.converts_head and getattr(model, _HEAD, layers) is None
+        kind = f"layers (the head is tied to the embedding, so there is no '{_HEAD}')" if is_tied else "layers"
         names = choose(f"--model_converters.{key}", config.include, config.exclude, list(layers), kind)
         for name in names:
             if type(layers[name]) not in self.layer_types:
                 other = converter_of(layers[name]) or type(layers[name]).__name__
                 raise UserError(
-                    f"model_converters: {name} is converted by {other} already, and {key} does not go on top of that; "
-                    f"exclude it from one of the two (--model_converters.{key}.exclude)"
+                    f"model_converters: {name} is already converted by {other}, and {key} cannot convert it again; "
+                    f"exclude it from one of them (--model_converters.{key}.exclude)"
                 )
-        chosen = {name: layers[name] for name in names if self.accepts(name, layers[name])}
-        if not chosen:
-            raise UserError(f"--model_converters.{key}: nothing to convert is left of the layers {_in_words(layers)}")
-        return chosen
+        selected = {name: layers[name] for name in names if self.accepts(name, layers[name])}
+        if not selected:
+            raise UserError(f"--model_converters.{key}: no layer is left to convert ({_join(layers)})")
+        return selected
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
-        """Return whether to convert a chosen layer. Overrides raise `UserError` if skipping it silently is wrong."""
+        """Return whether to convert a selected layer. Raise `UserError` if it should not be skipped silently."""
         return True
 
     @abstractmethod
@@ -158,7 +158,7 @@ class LayerConverter(ModelConverter):
 
 
 def converter_of(layer: nn.Module) -> str | None:
-    """Return the option name of the converter that made `layer`, or None."""
+    """Return the option name of the converter that created `layer`, or None."""
     return getattr(layer, _CONVERTED_BY, None)
 
 
@@ -173,5 +173,5 @@ def only_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _in_words(names: Iterable[str]) -> str:
+def _join(names: Iterable[str]) -> str:
     return ", ".join(without_numbers(names))

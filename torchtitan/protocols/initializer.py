@@ -1,4 +1,4 @@
-"""Initial distributions of parameters, as data that travels with the module that owns them.
+"""Initial distributions of parameters, stored in the modules that own them.
 
 Modules may be built on the meta device and sharded before their weights exist; `torchtitan.distributed.initialize` then
 fills them in, with the same values for any layout.
@@ -35,7 +35,7 @@ class TruncatedNormal:
 
 @dataclass(frozen=True)
 class Constant:
-    """The same value everywhere."""
+    """A constant."""
 
     value: float
 
@@ -79,7 +79,7 @@ def initializer_of(module: nn.Module, parameter: str) -> Initializer:
     initializers = initializers_of(module)
     if parameter not in initializers:
         raise LookupError(
-            f"{type(module).__name__} does not say how its parameter or buffer '{parameter}' starts; "
-            "give it to torchtitan.protocols.initializer.with_initializers"
+            f"{type(module).__name__} has no initializer for its parameter or buffer '{parameter}'; "
+            "attach one with torchtitan.protocols.initializer.with_initializers"
         )
     return initializers[parameter]

@@ -39,8 +39,9 @@ class BaseModel(nn.Module, Configurable):
             return {}
 
         def pipeline_modules(self) -> list[list[str]]:
-            """Return the model's parts in order, in groups to cut between. Raise `UserError` if it cannot be cut."""
-            raise UserError(f"{type(self).__qualname__} does not say where a pipeline can cut it")
+            """Return module names in order, in groups that a pipeline must not split. Raise `UserError` if the model
+            cannot be split."""
+            raise UserError(f"{type(self).__qualname__} does not support pipeline parallelism (pipeline_modules)")
 
         def validate(self) -> None:
             """Raise `UserError` for an impossible combination of sizes."""
@@ -50,7 +51,7 @@ class BaseModel(nn.Module, Configurable):
         Configurable.__init__(self, config)
 
     def num_parameters(self) -> int:
-        """Return the number of parameters, each counted once, even if used several times."""
+        """Return the number of parameters; shared ones count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -59,7 +60,7 @@ class BaseModel(nn.Module, Configurable):
 
 
 class ConvertedModule(nn.Module):
-    """Replace a plain module, holding its weights in another form or with additional weights.
+    """Replacement of a plain module, with its weights in another form or with additional weights.
 
     Mixed in before the plain module's class. Checkpoints of the plain model can be loaded, and the plain model
     restored. Own parameters are the plain module's, under the same names; derived from them (`derived`); or additional

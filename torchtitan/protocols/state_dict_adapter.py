@@ -27,7 +27,7 @@ def model_tensor_specs(config: BaseModel.Config) -> dict[str, TensorSpec]:
 
 
 class Transform(ABC):
-    """Bit-exact rearrangement of a row's tensors, without its own memory; meta tensors give the other side's shapes."""
+    """Bit-exact, stateless rearrangement of a row's tensors; with meta tensors, it computes only shapes."""
 
     rows_only: ClassVar[bool] = False
     """True if this only moves rows between two tensors, and so also applies to a weight's adapter or row norms."""
@@ -172,17 +172,17 @@ class StateDictAdapter:
         specs: dict[str, TensorSpec] = {}
         for step in self.steps:
             tensors = [torch.empty(internal[n].shape, dtype=internal[n].dtype, device="meta") for n in step.internal]
-            made = step.transform.to_external(tensors)
-            specs |= {name: TensorSpec.of(tensor) for name, tensor in zip(step.external, made, strict=True)}
+            converted = step.transform.to_external(tensors)
+            specs |= {name: TensorSpec.of(tensor) for name, tensor in zip(step.external, converted, strict=True)}
         return specs
 
     def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> list[TensorConversion]:
-        """Return the steps that convert a checkpoint (`external`) to a model (`internal`), from both specs. Raise
-        `UserError`, naming missing, unknown or misshapen tensors."""
+        """Return the steps that convert a checkpoint with the specs `external` to a model with the specs `internal`.
+        Raise `UserError`, naming missing and unexpected tensors and tensors of the wrong shape."""
         expected = self.external_specs(internal)
         _check_names("the checkpoint", external, list(expected), allowed={*self._ignored, *self.tied})
         misshapen = [
-            f"{name} is {list(external[name].shape)} and must be {list(spec.shape)}"
+            f"{name} has shape {list(external[name].shape)} instead of {list(spec.shape)}"
             for name, spec in expected.items()
             if external[name].shape != spec.shape
         ]
@@ -195,8 +195,8 @@ def check_tied(name: str, tensor: Tensor, tied_to: str, original: Tensor) -> Non
     """Raise `UserError` unless a checkpoint's tensor equals the tensor that the model uses in its place."""
     if tensor.shape != original.shape or not torch.equal(tensor, original):
         raise UserError(
-            f"the checkpoint's {name} differs from {tied_to}, and the model has the same weights for both; "
-            "to keep them apart, set tie_word_embeddings to false in config.json (--model.no_tie_embeddings)"
+            f"the checkpoint's {name} differs from {tied_to}, but the model ties these weights; to untie them, set "
+            "tie_word_embeddings to false in config.json (--model.no_tie_embeddings)"
         )
 
 
@@ -230,10 +230,10 @@ def _expand_row(row: KeyMapping, n_layers: int) -> list[TensorConversion]:
 
 
 def _check_names(owner: str, found: Iterable[str], expected: Sequence[str], allowed: Iterable[str]) -> None:
-    there, known = set(found), {*expected, *allowed}
-    missing = [name for name in expected if name not in there]
-    surplus = [name for name in found if name not in known]
+    present, known = set(found), {*expected, *allowed}
+    missing = [name for name in expected if name not in present]
+    unexpected = [name for name in found if name not in known]
     faults = [f"missing from {owner}: {summarize_names(missing)}"] if missing else []
-    faults += [f"in {owner}, and not in the model: {summarize_names(surplus)}"] if surplus else []
+    faults += [f"in {owner}, but not in the model: {summarize_names(unexpected)}"] if unexpected else []
     if faults:
         raise UserError("; ".join(faults))

@@ -15,7 +15,7 @@ Slices = tuple[slice, ...]
 """Part of a tensor: start and stop for each dimension, without steps."""
 
 MakeTensor = Callable[[str], Tensor]
-"""Name → tensor, made on demand, so that a writer never holds two tensors."""
+"""Function that creates a tensor by name on demand, so that a writer needs memory for only one tensor."""
 
 _CHUNK_BYTES = 64 * 2**20
 _NAMED_IN_ERRORS = 5
@@ -70,9 +70,9 @@ def as_type(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     converted = tensor.to("cpu", dtype)
     floats = dtype.is_floating_point and tensor.dtype.is_floating_point
     if floats and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
-        lost = converted.isfinite().logical_not_() & tensor.isfinite().cpu()
-        if lost.any():
-            largest = tensor[lost].abs().max().item()
+        overflow = converted.isfinite().logical_not_() & tensor.isfinite().cpu()
+        if overflow.any():
+            largest = tensor[overflow].abs().max().item()
             raise UserError(
                 f"{name} has values up to {largest:g}, which {str(dtype).removeprefix('torch.')} cannot hold "
                 f"(at most {torch.finfo(dtype).max:g}); export another type"

@@ -12,7 +12,7 @@ import torch
 import tyro
 
 from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.checkpoint.identity import RunIdentity, content
+from torchtitan.components.checkpoint.identity import RunIdentity, identify_content
 from torchtitan.components.checkpoint.resume import check_owner
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.dataloader import PretrainDataLoader
@@ -40,7 +40,7 @@ from torchtitan.distributed.compile import check_compile
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
-from torchtitan.protocols.conversion import check_plain_state, converter_records, import_path, meaning_of
+from torchtitan.protocols.conversion import check_plain_state, converter_records, import_path, weight_options
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -166,7 +166,7 @@ class RunConfig(Configurable.Config):
             return self.resolve(tokenizer).identity(tokenizer)
 
         if self.checkpoint.enable and not dry_run:
-            check_owner(self.checkpoint, self.checkpoint.place(self.dump_folder), identity)
+            check_owner(self.checkpoint, self.checkpoint.resolve_folder(self.dump_folder), identity)
         start = self.checkpoint.find_start(self.dump_folder)
         if start is None and self.checkpoint.initial_load_in_hf:
             format_of(self.checkpoint.initial_load_path)  # raises if there are no weights
@@ -252,10 +252,10 @@ class RunConfig(Configurable.Config):
         described = [config for config in self.model_converters if converter_records([config])]
         properties["model_converters"] = [config_key(config) for config in described]
         for config in described:
-            properties |= leaves({"model_converters": {config_key(config): meaning_of(config)}})
+            properties |= leaves({"model_converters": {config_key(config): weight_options(config)}})
         properties["base weights"] = base_weights(self.checkpoint.initial_load_path)
         folder = str(tokenizer.folder.resolve()) if tokenizer.folder else "no folder"
-        properties["tokenizer"] = content(folder, tokenizer.fingerprint)
+        properties["tokenizer"] = identify_content(folder, tokenizer.fingerprint)
         training = self.training
         length = {"steps": training.steps} if training.epochs is None else {"epochs": training.epochs}
         return RunIdentity(properties | self.dataloader.identity(), length)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
 from torchtitan.components.checkpoint.filesystem import is_url
-from torchtitan.components.checkpoint.identity import RunIdentity, content
+from torchtitan.components.checkpoint.identity import RunIdentity, identify_content
 from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX, Measures
 from torchtitan.components.metrics import MetricsProcessor
@@ -565,7 +565,7 @@ class Trainer(RunBuilder):
         properties = dict(identity.properties)
         for name, model in self.models.items():
             if name != "model" and (model.weights or not model.saved):
-                drawn = content(f"drawn with --debug.seed {self.config.debug.seed}", "")
+                drawn = identify_content(f"drawn with --debug.seed {self.config.debug.seed}", "")
                 properties[f"weights of {name}"] = base_weights(model.weights) if model.weights else drawn
         return dataclasses.replace(identity, properties=properties)
 

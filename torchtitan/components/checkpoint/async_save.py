@@ -1,13 +1,14 @@
-"""Writes checkpoints, each complete or not at all: in the foreground, in a thread, or in a separate process.
+"""Atomic checkpoint saves: in the foreground, in a background thread, or in a separate process.
 
-For a background save, `stage` first copies the states to CPU memory; training waits only for that. `WriterProcess`
-writes a rank's files from memory shared with the rank. Planning, digests and the commit stay with the rank, so if the
-process dies the save fails, but no other rank waits for it.
+A background save blocks training only while `stage` copies the states to CPU memory. `WriterProcess` writes a rank's
+files from memory shared with the rank. The rank itself plans, computes digests and commits, so if the process dies,
+the save fails without blocking the other ranks.
 
-`torch.distributed.checkpoint.async_save` with `AsyncCheckpointerType.PROCESS` (torch 2.13) was rejected: it reruns
+`torch.distributed.checkpoint.async_save` with `AsyncCheckpointerType.PROCESS` (torch 2.13) is not used: it reruns
 scripts without a `__main__` guard, needs a process group even for one process, fails every save after its process is
 killed, and keeps writing into the folder after the rank is killed; if one writer dies, the others wait half an hour.
-`DefaultStager` copies whole storages of slices, and shares memory through /dev/shm (64 MB in a container by default).
+`DefaultStager` copies the whole storage of a slice, and shares memory through /dev/shm (64 MB in a container by
+default).
 """
 
 import contextlib
@@ -35,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.config import AsyncMode
 from torchtitan.components.checkpoint.filesystem import Folder, folder_at
-from torchtitan.components.checkpoint.manifest import Kind, Marker, in_words
+from torchtitan.components.checkpoint.manifest import Kind, Marker, describe_kind
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import Entries
 from torchtitan.tools.errors import RunFailure
@@ -51,35 +52,35 @@ if TYPE_CHECKING:
     _Data = dict[MetadataIndex, "SharedBufferRef | bytes"]
 
 Export = Callable[[Path, Path, Ranks], None]
-"""Called on every rank with the folder of a model-only checkpoint, an empty folder to fill with the exported files, and
-the ranks. An error on one rank is raised on all."""
+"""Function called on every rank with the folder of a model-only checkpoint, an empty folder for the exported files, and
+the ranks. An error on one rank is raised on all ranks."""
 
-_MISTAKES = (TypeError, AssertionError)
+_PROGRAMMING_ERRORS = (TypeError, AssertionError)
 _ALIGNMENT = 64
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _POLL_SECONDS = 1.0
 
 
 class CheckpointSaveError(RunFailure):
-    """The last save of a run failed; the message names the checkpoint and the cause."""
+    """Raised if the last save of a run fails; the message names the checkpoint and the cause."""
 
 
 class Assets(Protocol):
-    """Files of a checkpoint, besides the states, that make it usable without the run that wrote it."""
+    """Additional files that make a checkpoint usable without the run that wrote it."""
 
     def write(self, folder: Path, /) -> None:
-        """Write the files into the folder of a step."""
+        """Write the files into a checkpoint folder."""
 
 
 @dataclasses.dataclass
 class Saver:
-    """Writes, commits and reports the saves of a `CheckpointManager`, one at a time. Every rank makes the same calls. A
+    """Writes and commits the checkpoints of a `CheckpointManager`, one at a time. All ranks make the same calls. A
     failed save sets `failure` until the next save begins; only `TypeError` and `AssertionError` are raised."""
 
     folder: Folder
 
     ranks: Ranks
-    """The saving ranks. A background save uses their group too, so nothing else may use it meanwhile."""
+    """The saving ranks. Their group must not be used for anything else during a background save."""
 
     async_mode: AsyncMode
 
@@ -93,37 +94,37 @@ class Saver:
     """Called on rank 0 with the step that was saved."""
 
     step: int = 0
-    """Step of the run's newest complete checkpoint."""
+    """Step of the newest complete checkpoint of the run."""
 
     kind: Kind = "full"
     """Contents of that checkpoint."""
 
     failure: str = ""
-    """Reason why the most recent save failed."""
+    """Error of the most recent save, if it failed."""
 
     def __post_init__(self) -> None:
         self._executor = _background_thread()
         self._in_flight: Future[None] | None = None
         self._process: WriterProcess | None = None
 
-    def save(self, marker: Marker, entries: Mapping[str, Entries], begun: float, *, in_background: bool) -> None:
-        """Write a checkpoint of `entries`; return once they are copied if `in_background`, else once they are written.
-        `begun` is the time (`time.perf_counter()`) at which training was blocked."""
-        assert self._in_flight is None, "two saves at a time"
+    def save(self, marker: Marker, entries: Mapping[str, Entries], start_time: float, *, in_background: bool) -> None:
+        """Write a checkpoint of `entries`. Return as soon as they are copied if `in_background`, otherwise after they
+        are written. `start_time` is the `time.perf_counter()` at which training was blocked."""
+        assert self._in_flight is None, "a save is in progress"
         self.failure = ""
         if not in_background:
-            self._write(marker, entries, begun)
+            self._write(marker, entries, start_time)
             return
         staged: dict[str, Entries] = {}
         try:
-            # On all ranks together, so that no rank waits for one that runs out of memory.
+            # All ranks stage together, so that no rank waits for one that ran out of memory.
             self.ranks.all_ranks_or_raise(lambda: staged.update(self._stage(entries)))
-        except _MISTAKES:
+        except _PROGRAMMING_ERRORS:
             raise
         except Exception as error:
             self._fail(marker.step, error)
             return
-        self._in_flight = self._executor.submit(self._write, marker, staged, begun, time.perf_counter())
+        self._in_flight = self._executor.submit(self._write, marker, staged, start_time, time.perf_counter())
 
     def wait(self) -> None:
         """Wait for the background save, if any."""
@@ -132,7 +133,7 @@ class Saver:
             in_flight.result()
 
     def close(self) -> None:
-        """Wait for the background save and release the thread, the process and the memory."""
+        """Wait for the background save, then release the thread, the process and the memory."""
         try:
             self.wait()
         finally:
@@ -142,7 +143,7 @@ class Saver:
                 self._process = None
 
     def raise_failure(self) -> None:
-        """Raise the failure of the most recent save, once, as `CheckpointSaveError`."""
+        """Raise `CheckpointSaveError` if the most recent save failed, and clear the failure."""
         failure, self.failure = self.failure, ""
         if failure:
             raise CheckpointSaveError(failure)
@@ -156,20 +157,20 @@ class Saver:
         return stage(entries, self._process.memory.empty_like)
 
     def _write(
-        self, marker: Marker, entries: Mapping[str, Entries], begun: float, unblocked: float | None = None
+        self, marker: Marker, entries: Mapping[str, Entries], start_time: float, unblocked: float | None = None
     ) -> None:
-        """Write, commit and prune; in the background if training resumed at `unblocked`."""
+        """Write, commit and prune. `unblocked` is the time at which training resumed, None for a foreground save."""
         try:
             path = self._write_complete(marker, entries, self._process if unblocked else None)
-        except _MISTAKES:
+        except _PROGRAMMING_ERRORS:
             raise
-        except Exception as error:  # a store's library may raise anything
+        except Exception as error:  # fsspec back ends raise their own exception classes
             self._fail(marker.step, error)
             return
         self.step, self.kind, self.failure = marker.step, marker.kind, ""
-        blocked = (unblocked or time.perf_counter()) - begun
-        held = "" if marker.kind == "full" else f" ({in_words(marker.kind)}: a run resumes from a full one)"
-        logger.info("saved %s%s; training was blocked for %.2f s", path, held, blocked)
+        blocked = (unblocked or time.perf_counter()) - start_time
+        contents = "" if marker.kind == "full" else f" ({describe_kind(marker.kind)}; runs cannot resume from it)"
+        logger.info("saved %s%s; training was blocked for %.2f s", path, contents, blocked)
         if self.ranks.rank == 0:
             self.prune(marker.step)
 
@@ -185,7 +186,7 @@ class Saver:
         return self._commit(partial, marker)
 
     def _write_exported(self, partial: Folder, marker: Marker, entries: Mapping[str, Entries]) -> Folder:
-        """Save the model in our format next to `partial`, and let `export` fill `partial` from it."""
+        """Save the model in DCP format next to `partial`, then fill `partial` with `export`."""
         from torchtitan.components.checkpoint import dcp
 
         assert self.export, "checked by the manager"
@@ -194,26 +195,26 @@ class Saver:
         try:
             self.export(Path(str(dcp_folder)), Path(str(partial)), self.ranks)
             path = self._commit(partial, marker)
-        except Exception as error:  # all of them: the weights are at stake
+        except Exception as error:  # whatever the error, keep the weights
             if marker.step == self.step and self.kind == "full":
-                raise  # the run's own checkpoint of this step is still there, and a run can resume from it
+                raise  # the full checkpoint of this step still exists
             self.ranks.broadcast_from_rank0(lambda: catalog.remove_checkpoint(partial) if partial.exists() else None)
             self._commit(dcp_folder, dataclasses.replace(marker, kind="model_only"))
             raise _ExportError(
-                f"{type(error).__name__}: {error}; the weights are kept there in our own format, "
-                "and torchtitan convert makes Hugging Face files of them"
+                f"{type(error).__name__}: {error}; the weights were saved there in DCP format instead; use "
+                "`torchtitan convert` to export them"
             ) from error
         if self.ranks.rank == 0:
             try:
                 catalog.remove_checkpoint(dcp_folder)
             except OSError as error:
-                logger.warning("%s could not be removed: %s", dcp_folder, error)
+                logger.warning("could not remove %s: %s", dcp_folder, error)
         return path
 
     def _commit(self, partial: Folder, marker: Marker) -> Folder:
         def write_assets() -> None:
             if self.assets:
-                with partial.filling() as folder:
+                with partial.fill() as folder:
                     self.assets.write(folder)
 
         self.ranks.broadcast_from_rank0(write_assets)
@@ -223,40 +224,40 @@ class Saver:
         path = self.folder / f"step-{step}"
         reason = str(cause) if isinstance(cause, _ExportError) else f"{type(cause).__name__}: {cause}"
         self.failure = f"{path} could not be saved: {reason}"
-        logger.warning("%s; older checkpoints are as they were", self.failure)
+        logger.warning("%s; older checkpoints are unchanged", self.failure)
         if self.ranks.rank == 0:
-            # Files that cannot be removed now are removed when the step is saved again or the run restarts.
+            # If this fails, the next save of the step or the next start of the run removes the files.
             with contextlib.suppress(OSError):
                 catalog.discard_incomplete(self.folder, step)
 
 
 class _ExportError(Exception):
-    """The model was saved, but not in the requested format; the message has the cause."""
+    """Raised if the model was saved, but not in the requested format; the message gives the cause."""
 
 
 def _background_thread() -> ThreadPoolExecutor:
-    """One-thread executor on the caller's CUDA device; on the default device, 0, DCP would open a context."""
-    in_thread: Callable[[], None] | None = None
+    """Return a one-thread executor on the caller's CUDA device. Otherwise, DCP would create a context on device 0."""
+    initializer: Callable[[], None] | None = None
     if torch.cuda.is_initialized():
-        in_thread = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=in_thread)
+        initializer = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=initializer)
 
 
-# Copies in CPU memory
+# Staging in CPU memory
 
 
 def stage(
     states: Mapping[str, Entries], empty_like: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor | str]]:
-    """Return a copy of `states` with this rank's tensor shards in CPU memory; complete on return. `empty_like` returns
-    an uninitialized, contiguous CPU tensor of the shape and dtype of its argument."""
+    """Return a copy of `states` with this rank's tensor shards in CPU memory. The copy is complete on return.
+    `empty_like` returns an uninitialized, contiguous CPU tensor with the shape and dtype of its argument."""
 
     def copy(value: torch.Tensor | str) -> torch.Tensor | str:
         if isinstance(value, str):
             return value
         local = _local(value)
         staged = empty_like(local).copy_(local, non_blocking=True)
-        # `from_local` would move the copy to the device of the mesh.
+        # `DTensor.from_local` would move the copy to the mesh's device.
         return dtensor_like(staged, value) if isinstance(value, DTensor) else staged
 
     with torch.no_grad():
@@ -268,7 +269,7 @@ def stage(
 
 @dataclasses.dataclass(frozen=True)
 class SharedBufferRef:
-    """Contiguous tensor in `SharedMemory`, `offset` bytes from its start."""
+    """Location of a contiguous tensor in `SharedMemory`; `offset` is in bytes."""
 
     offset: int
     shape: torch.Size
@@ -282,8 +283,8 @@ class SharedBufferRef:
 
 
 class SharedMemory:
-    """CPU memory shared with another process by file descriptor; pinned if CUDA is available. Linux only. It grows to
-    the size of the largest staged states and is reused: pinning takes far longer than copying."""
+    """CPU memory shared with another process by file descriptor, pinned if CUDA is available. Linux only. It grows as
+    needed and is reused between saves, since pinning takes far longer than copying."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("checkpoint")
@@ -294,12 +295,12 @@ class SharedMemory:
         self._pinned = False
 
     def reserve(self, states: Mapping[str, Entries]) -> None:
-        """Make room for a copy of `states`, replacing the previous one."""
+        """Make room for a copy of `states`, which overwrites the previous copy."""
         values = [value for entries in states.values() for value in entries.values()]
         needed = sum(_aligned(_local(value).nbytes) for value in values if not isinstance(value, str))
         self._used = 0
         if needed > self.n_bytes:
-            # Mapped before the old memory is released, which is kept if there is not enough memory.
+            # Map the new memory first: if that fails, the old memory is still usable.
             os.ftruncate(self.descriptor, needed)
             memory = mmap.mmap(self.descriptor, needed)
             self._unpin()
@@ -309,23 +310,23 @@ class SharedMemory:
             self.n_bytes = needed
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized tensor of the shape and dtype of `tensor` in the reserved memory."""
+        """Return an uninitialized tensor in the reserved memory, with the shape and dtype of `tensor`."""
         buffer = SharedBufferRef(self._used, tensor.shape, tensor.dtype)
         self._used += _aligned(tensor.nbytes)
-        assert self._used <= self.n_bytes, "more than was reserved"
+        assert self._used <= self.n_bytes, "the reserved memory is too small"
         return buffer.tensor(self._memory)
 
     def locate(self, tensor: torch.Tensor) -> SharedBufferRef:
-        """Return the location of `tensor`, which must come from `empty_like`."""
+        """Return the location of a tensor that `empty_like` returned."""
         assert tensor.is_contiguous()
         offset = tensor.data_ptr() - self._address if tensor.numel() else 0
-        assert 0 <= offset <= self.n_bytes, "not in this memory"
+        assert 0 <= offset <= self.n_bytes, "the tensor is not in this memory"
         return SharedBufferRef(offset, tensor.shape, tensor.dtype)
 
     def close(self) -> None:
         """Release the memory; its tensors must no longer be used."""
         self._unpin()
-        self._memory = None  # not closed: tensors may still point into it
+        self._memory = None  # not closed, since tensors may still point into it
         os.close(self.descriptor)
 
     def _pin(self, n_bytes: int) -> None:
@@ -352,11 +353,11 @@ def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-# The process that writes
+# Writer process
 
 
 class WriterProcess:
-    """Writes checkpoint files in another process, started on demand. `memory` must not change while `write` runs."""
+    """Writes checkpoint files in a separate process, started on demand. `memory` must not change during `write`."""
 
     def __init__(self) -> None:
         self.memory = SharedMemory()
@@ -368,63 +369,63 @@ class WriterProcess:
         return self._process.pid if self._process else None
 
     def write(self, path: str, plan: "SavePlan", planner: "SavePlanner") -> "list[WriteResult]":
-        """Write the items of `plan` into the folder `path` and wait for them. Raise `ChildProcessError` if the process
-        ended early. The next call starts another."""
+        """Write the items of `plan` into the folder `path` and wait. Raise `ChildProcessError` if the process exits
+        early; the next call starts a new one."""
         data: _Data = {}
         for item in plan.items:
             value = planner.resolve_data(item)
             data[item.index] = value.getvalue() if isinstance(value, io.BytesIO) else self.memory.locate(value)
         items = dataclasses.replace(plan, planner_data=None)
-        answer = self._ask((path, items, data, self.memory.n_bytes))
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        reply = self._request((path, items, data, self.memory.n_bytes))
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     def close(self) -> None:
-        """End the process and release the memory."""
+        """Stop the process and release the memory."""
         if self._process and self._connection:
             self._connection.close()
             self._process.kill()
             self._process.wait()
         self.memory.close()
 
-    def _ask(self, request: "tuple[str, SavePlan, _Data, int]") -> Any:
+    def _request(self, request: "tuple[str, SavePlan, _Data, int]") -> Any:
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._process and self._connection
         try:
             self._connection.send(request)
-            # Another process forked here may hold the pipe open, so the end of the pipe is not a sufficient test.
+            # A process forked from this one may keep the pipe open, so waiting for EOF is not enough.
             while not self._connection.poll(_POLL_SECONDS):
                 if self._process.poll() is not None:
                     raise EOFError
             return self._connection.recv()
         except (EOFError, ConnectionError) as error:
             code = self._process.wait()
-            raise ChildProcessError(f"the process that writes checkpoints ended with exit code {code}") from error
+            raise ChildProcessError(f"the checkpoint writer process exited with code {code}") from error
 
     def _start(self) -> None:
         if self._connection:
             self._connection.close()
-        self._connection, theirs = Pipe()
-        descriptors = (theirs.fileno(), self.memory.descriptor)
+        self._connection, child_end = Pipe()
+        descriptors = (child_end.fileno(), self.memory.descriptor)
         arguments = [str(number) for number in (*descriptors, os.getpid())]
-        # The writer needs no GPU, and would take memory on the first one.
+        # The writer needs no GPU, and would otherwise allocate memory on the first one.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-        # -P: leave out the working directory, which may hold a file named like a module.
+        # -P: do not import from the working directory, whose files may shadow modules.
         command = [sys.executable, "-P", "-c", f"import {__name__} as writer; writer.serve()", *arguments]
         self._process = subprocess.Popen(command, env=environment, pass_fds=descriptors, stdin=subprocess.DEVNULL)
-        theirs.close()
+        child_end.close()
 
 
 def serve() -> None:
-    """Serve the requests of a `WriterProcess` until it closes the connection or its process dies."""
+    """Serve requests of a `WriterProcess` until it closes the connection or its process dies."""
     descriptor, memory, parent = (int(argument) for argument in sys.argv[1:])
-    # If the rank is killed, this process must not keep writing into a folder that the rank's successor uses.
+    # If the rank is killed, stop writing: a restarted run may use the same folder.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    # Stop signals may go to all processes of the terminal or job; the rank handles them.
+    # A terminal or scheduler may signal all processes of the job; the rank handles these signals.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -434,15 +435,15 @@ def serve() -> None:
             request = connection.recv()
         except (EOFError, ConnectionError):
             return
-        answer: Any
+        reply: Any
         try:
-            answer = _write_items(memory, *request)
-        except Exception as error:  # all of them: the rank reports it
-            answer = error
+            reply = _write_items(memory, *request)
+        except Exception as error:  # the rank reports any error
+            reply = error
         try:
-            connection.send(answer)
+            connection.send(reply)
         except (pickle.PicklingError, TypeError, AttributeError):
-            connection.send(RuntimeError(repr(answer)))
+            connection.send(RuntimeError(repr(reply)))
 
 
 def _write_items(descriptor: int, path: str, plan: "SavePlan", data: "_Data", n_bytes: int) -> "list[WriteResult]":

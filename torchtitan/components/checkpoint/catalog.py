@@ -1,8 +1,8 @@
-"""Finds, names, commits and removes the checkpoints in a folder.
+"""Finding, committing and removing the checkpoints in a folder.
 
-A save is written into `step-N.partial`, which is renamed to `step-N`; the marker, put in place last, makes it count.
-If the store cannot rename, files go into `step-N`, and the marker alone decides. An interrupted save leaves a folder
-without a marker, which is never taken for a checkpoint.
+A save is written into `step-N.partial`, which is renamed to `step-N`. The marker file, added last, makes the
+checkpoint complete. In a store that cannot rename, files are written into `step-N` directly. A folder left by an
+interrupted save has no marker and is never loaded.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from torchtitan.components.checkpoint.manifest import (
     Marker,
     MarkerError,
     UnreadMarkerError,
+    describe_kind,
     find_faults,
-    in_words,
     marker_content,
     read_marker,
     write_manifest,
@@ -42,16 +42,16 @@ class CheckpointInfo:
     path: Folder
 
     marker: Marker | None
-    """None if the checkpoint is incomplete and cannot be loaded."""
+    """None if the checkpoint is incomplete."""
 
     fault: str = ""
-    """Reason why a folder that should be complete is not."""
+    """Reason why a folder that should be complete cannot be loaded."""
 
     damage: str = ""
-    """Damage that a run found when it tried to resume. The checkpoint is not used, nor removed unless requested."""
+    """Damage found when a run tried to resume. A damaged checkpoint is neither loaded nor pruned."""
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return self.marker is not None
 
     @property
@@ -64,12 +64,12 @@ class CheckpointInfo:
 
     @property
     def ends_run(self) -> bool:
-        """True if a run with a `RunIdentity` ended in it and cannot be resumed from it."""
+        """True for the final, not resumable checkpoint of a run with a `RunIdentity`."""
         return self.marker is not None and self.marker.kind != "full" and bool(self.marker.identity)
 
     @property
-    def holds(self) -> str:
-        return in_words(self.marker.kind) if self.marker else "nothing that is complete"
+    def contents(self) -> str:
+        return describe_kind(self.marker.kind) if self.marker else "an incomplete checkpoint"
 
     @property
     def validation_loss(self) -> float | None:
@@ -78,7 +78,7 @@ class CheckpointInfo:
 
 def list_checkpoints(folder: AnyFolder) -> list[CheckpointInfo]:
     """Return the checkpoints in `folder`, complete or not, by step; none if the folder does not exist. A checkpoint
-    with a damaged marker, or a marker of an unknown layout, is not complete."""
+    with a damaged marker or an unknown layout is incomplete."""
     folder = folder_at(folder)
     found = [(int(match[1]), name) for name in folder.folders() if (match := _NAME.fullmatch(name))]
     return [_inspect(step, folder / name) for step, name in sorted(found)]
@@ -90,70 +90,72 @@ def find_step(folder: Folder, step: int) -> CheckpointInfo:
     same_step = [info for info in checkpoints if info.step == step]
     if full := [info for info in same_step if info.kind == "full"]:
         return full[0]
-    if complete := [info for info in same_step if info.complete]:
+    if complete := [info for info in same_step if info.is_complete]:
         raise UserError(
-            f"checkpoint.load_step: step {step} in {folder} holds {complete[0].holds}, so a run cannot resume from it; "
-            f"to start a new run from its weights, name {complete[0].path} as checkpoint.initial_load_path"
+            f"checkpoint.load_step: step {step} in {folder} holds {complete[0].contents}, so a run cannot resume from "
+            f"it; to start a new run from its weights, set --checkpoint.initial_load_path {complete[0].path}"
         )
-    fault = "is not complete" if same_step else "is not there"
+    fault = "is incomplete" if same_step else "does not exist"
     fault = next((f"cannot be loaded: {info.fault}" for info in same_step if info.fault), fault)
     steps = [str(info.step) for info in checkpoints if info.kind == "full"]
-    raise UserError(f"checkpoint.load_step: step {step} in {folder} {fault}; complete: {', '.join(steps) or 'none'}")
+    raise UserError(
+        f"checkpoint.load_step: step {step} in {folder} {fault}; complete steps: {', '.join(steps) or 'none'}"
+    )
 
 
 def resumable(folder: Folder) -> list[CheckpointInfo]:
     """Return the complete, full checkpoints in `folder` that are not known to be damaged, by step. Raise `UserError` if
-    there are only damaged ones: starting over would lose the run."""
+    all of them are damaged: starting over would lose the run."""
     checkpoints = list_checkpoints(folder)
-    sound = [info for info in checkpoints if info.kind == "full" and not info.damage]
-    lost = {info.step: info.fault for info in checkpoints if info.fault}
-    lost |= {
+    usable = [info for info in checkpoints if info.kind == "full" and not info.damage]
+    faults = {info.step: info.fault for info in checkpoints if info.fault}
+    faults |= {
         info.step: f"it was found damaged: {info.damage}" for info in checkpoints if info.kind == "full" and info.damage
     }
-    if lost and not sound:
-        raise no_usable_checkpoint(folder, lost)
-    return sound
+    if faults and not usable:
+        raise no_usable_checkpoint_error(folder, faults)
+    return usable
 
 
-def no_usable_checkpoint(folder: Folder, lost: Mapping[int, str]) -> UserError:
-    """Return the error for a run whose checkpoints are all unusable; `lost` maps step to reason."""
-    lines = "".join(f"\n  step {step}: {lost[step]}" for step in sorted(lost))
+def no_usable_checkpoint_error(folder: Folder, faults: Mapping[int, str]) -> UserError:
+    """Return the error for a run without a usable checkpoint; `faults` maps each step to the reason."""
+    lines = "".join(f"\n  step {step}: {faults[step]}" for step in sorted(faults))
     note = f" and remove its {_DAMAGE}" if any(info.damage for info in list_checkpoints(folder)) else ""
     return UserError(
-        f"no checkpoint in {folder} can be resumed from:{lines}\n"
-        f"repair one{note}, or start anew with another checkpoint.folder"
+        f"no checkpoint in {folder} can be loaded:{lines}\n"
+        f"repair one{note}, or set --checkpoint.folder to start a new run"
     )
 
 
 def open_checkpoint(path: AnyFolder, option: str = "") -> CheckpointInfo:
-    """Return the complete checkpoint in the folder `path`, which may have any name. Raise `UserError` if `path`, given
-    by `option`, is no folder, no checkpoint, incomplete or has a damaged marker."""
-    folder, named = folder_at(path), f"{option}: " if option else ""
+    """Return the complete checkpoint in the folder `path`, which may have any name. Raise `UserError` if `path`, the
+    value of `option`, is not a folder or not a checkpoint, is incomplete, or has a damaged marker."""
+    folder, prefix = folder_at(path), f"{option}: " if option else ""
     if not folder.exists():
-        raise UserError(f"{named}{path} is not a folder; name the step-N folder of a checkpoint")
+        raise UserError(f"{prefix}{path} is not a folder; use the step-N folder of a checkpoint")
     try:
         marker = read_marker(folder)
     except MarkerError as error:
-        raise UserError(f"{named}{error}; name another one") from error
+        raise UserError(f"{prefix}{error}; use another checkpoint") from error
     if marker:
         return CheckpointInfo(marker.step, folder, marker)
-    for outer in (folder, folder / "checkpoint"):
-        if complete := [info for info in list_checkpoints(outer) if info.complete]:
+    for parent in (folder, folder / "checkpoint"):
+        if complete := [info for info in list_checkpoints(parent) if info.is_complete]:
             raise UserError(
-                f"{named}{path} is not a checkpoint but holds some; name one of them, for example {complete[-1].path}"
+                f"{prefix}{path} is not a checkpoint but contains some; use one of them, such as {complete[-1].path}"
             )
-    fault = "is not complete: its save was cut short" if _NAME.fullmatch(folder.name) else "is not a checkpoint"
-    raise UserError(f"{named}{path} {fault} (there is no {MARKER} in it); name another one")
+    fault = "is incomplete: its save was interrupted" if _NAME.fullmatch(folder.name) else "is not a checkpoint"
+    raise UserError(f"{prefix}{path} {fault} (it has no {MARKER}); use another checkpoint")
 
 
 def verify(path: AnyFolder, ranks: Ranks | None = None) -> list[str]:
-    """Return the faults of the files of the checkpoint in `path`, one line each; empty if there are none. `ranks` call
-    this together and divide the work; None: this process alone."""
+    """Return the faults in the files of the checkpoint in `path`, one line each. All `ranks` call this together and
+    divide the work; None: this process alone."""
     return find_damage(folder_at(path), ranks or Ranks()).lines
 
 
 def find_damage(folder: Folder, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
-    """As `verify`, but separate damaged files from unreadable ones; `only` names the files to check."""
+    """Like `verify`, but distinguish damaged files from unreadable ones; `only` names the files to check."""
     try:
         marker = ranks.broadcast_from_rank0(lambda: read_marker(folder))
     except UnreadMarkerError as error:
@@ -164,13 +166,13 @@ def find_damage(folder: Folder, ranks: Ranks, *, only: Collection[str] | None = 
 
 
 def raise_if_damaged(path: AnyFolder, ranks: Ranks | None = None, *, only: Collection[str] | None = None) -> None:
-    """Raise `UserError` if a file of the checkpoint in `path` differs from what was written, or cannot be read."""
+    """Raise `UserError` if a file of the checkpoint in `path` has changed since it was written, or cannot be read."""
     if faults := find_damage(folder_at(path), ranks or Ranks(), only=only):
-        raise UserError(f"{path} {faults.in_words()}; load another checkpoint")
+        raise UserError(f"{path} {faults.describe()}; load another checkpoint")
 
 
 def record_damage(checkpoint: CheckpointInfo, faults: Sequence[str]) -> None:
-    """Record the damage in the checkpoint, so that later runs neither use nor remove it."""
+    """Record the damage in the checkpoint folder, so that later runs neither use nor remove the checkpoint."""
     checkpoint.path.write(_DAMAGE, json.dumps({"faults": faults}, indent=1).encode())
 
 
@@ -180,34 +182,34 @@ def has_marker(path: AnyFolder) -> bool:
 
 
 def start_partial(folder: AnyFolder, step: int) -> Folder:
-    """Return an empty folder for the checkpoint of `step`, removing the remains of earlier attempts. In a store that
-    cannot rename, it has the final name, and a complete checkpoint of that name is removed."""
+    """Return an empty folder for the checkpoint of `step`, after removing the remains of earlier attempts. In a store
+    that cannot rename, it has the final name, and a complete checkpoint of that name is removed."""
     folder = folder_at(folder)
     discard_incomplete(folder, step)
-    partial = folder / (f"step-{step}.partial" if folder.renames else f"step-{step}")
+    partial = folder / (f"step-{step}.partial" if folder.can_rename else f"step-{step}")
     if partial.exists():
         remove_checkpoint(partial)
-    partial.make()
+    partial.create()
     return partial
 
 
 def start_dcp(partial: Folder) -> Folder:
-    """Return the empty folder `step-N.dcp.partial` next to `partial`, for the files to convert from."""
+    """Return the empty folder `step-N.dcp.partial` next to `partial`, for the files to export from."""
     dcp_folder = partial.parent / f"{partial.name.removesuffix('.partial')}.dcp.partial"
-    dcp_folder.make()
+    dcp_folder.create()
     return dcp_folder
 
 
 def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, name: str = "") -> Folder:
-    """Write the manifest of the fully written folder `partial`, make it a complete checkpoint and return it. It
-    replaces a checkpoint of the same name that a run left before it went back to an earlier one. `marker` gets its
-    `manifest`; `ranks` call this together; `name` is "step-N", by default the name of `partial`.
+    """Write the manifest and marker of the fully written folder `partial`, rename it, and return the checkpoint. It
+    replaces a checkpoint of the same name, left by a run that then resumed from an earlier step. `marker.manifest` is
+    filled in; all `ranks` call this together; `name` defaults to the name of `partial` without ".partial".
 
     Raises:
         OSError: on every rank, if a file cannot be written or read.
     """
     folder, ranks = folder_at(partial), ranks or Ranks()
-    assert folder.name.endswith(".partial") or not folder.renames, "commit takes what is to be renamed"
+    assert folder.name.endswith(".partial") or not folder.can_rename, "the folder must end in .partial"
     marker = dataclasses.replace(marker, manifest=write_manifest(folder, ranks))
     final = name or folder.name.removesuffix(".partial")
     return ranks.broadcast_from_rank0(lambda: folder.publish(final, MARKER, marker_content(marker)))
@@ -216,18 +218,18 @@ def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, na
 def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
     """Return the earliest checkpoint with the lowest validation loss; None if none was measured."""
     measured = [(info.validation_loss, info) for info in checkpoints if info.validation_loss is not None]
-    numbers = [(loss, info) for loss, info in measured if loss == loss]  # NaN is not
+    numbers = [(loss, info) for loss, info in measured if loss == loss]  # without NaN
     return min(numbers, key=lambda pair: pair[0])[1] if numbers else None
 
 
 def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[int], bool] | None = None) -> None:
     """Keep the newest `keep_latest_k` (0: all) complete checkpoints up to `step`, the one just saved; remove the rest.
 
-    The newest full checkpoint always stays, since the run resumes from it. So do the end of a run
-    (`CheckpointInfo.ends_run`), the lowest validation loss among the steps that `best_of` accepts, damaged checkpoints
-    (as evidence), and later steps, which a run that went back replaces as it reaches them.
+    Also keep the newest full checkpoint, from which the run resumes; the final checkpoint of a run
+    (`CheckpointInfo.ends_run`); the lowest validation loss among the steps that `best_of` accepts; damaged checkpoints,
+    for diagnosis; and steps after `step`, which a run resumed from an earlier step overwrites when it reaches them.
     """
-    complete = [info for info in list_checkpoints(folder) if info.complete and not info.damage and info.step <= step]
+    complete = [info for info in list_checkpoints(folder) if info.is_complete and not info.damage and info.step <= step]
     kept = [info for info in complete if info.kind == "full"][-1:]
     kept += [info for info in complete if info.ends_run]
     if best_of and (lowest := best([info for info in complete if best_of(info.step)])):
@@ -238,25 +240,25 @@ def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[i
 
 
 def discard_incomplete(folder: Folder, step: int) -> None:
-    """Remove the remains of an unfinished save of `step` in `folder`; a complete checkpoint stays."""
+    """Remove the remains of an unfinished save of `step` in `folder`, but not a complete checkpoint."""
     for info in list_checkpoints(folder):
-        if info.step == step and not info.complete:
+        if info.step == step and not info.is_complete:
             remove_checkpoint(info.path)
 
 
 def remove_checkpoint(path: Folder) -> None:
-    """Remove a checkpoint. If interrupted, the remains do not look like one."""
+    """Remove a checkpoint. If interrupted, the remaining files do not count as a checkpoint."""
     path.remove(first=MARKER)
 
 
 def _inspect(step: int, folder: Folder) -> CheckpointInfo:
     if folder.name.endswith(UNFINISHED):
-        return CheckpointInfo(step, folder, None)  # with a marker, it is being removed
+        return CheckpointInfo(step, folder, None)  # a folder with a marker is being removed
     try:
         marker = read_marker(folder)
-        # A save that renames complete folders never leaves a folder with a manifest but no marker.
-        is_whole = marker or not folder.renames or not folder.has_file(MANIFEST)
-        fault = "" if is_whole or folder.has_file(MARKER + UNPUBLISHED) else f"{folder}/{MARKER} is missing"
+        # If folders are renamed, an interrupted save never leaves a folder with a manifest but no marker.
+        is_consistent = marker or not folder.can_rename or not folder.has_file(MANIFEST)
+        fault = "" if is_consistent or folder.has_file(MARKER + UNPUBLISHED) else f"{folder}/{MARKER} is missing"
         return CheckpointInfo(step, folder, marker, fault, _read_damage(folder))
     except MarkerError as error:
         return CheckpointInfo(step, folder, None, fault=str(error))
@@ -270,4 +272,4 @@ def _read_damage(folder: Folder) -> str:
     try:
         return "; ".join(json.loads(folder.read(_DAMAGE))["faults"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return f"{_DAMAGE} says so, but cannot be read"
+        return f"{_DAMAGE} exists, but cannot be read"

@@ -1,23 +1,23 @@
-"""Options of checkpoints, and the checks that need no file."""
+"""Options of checkpoints, and the checks that read no files."""
 
 import dataclasses
 import sys
 from typing import Literal
 
-from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder, folder_at, inside, is_url
+from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder, folder_at, is_url, resolve_folder
 from torchtitan.components.checkpoint.manifest import Kind
 from torchtitan.config.configurable import Configurable
 from torchtitan.tools.errors import UserError
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 
-_OF_SAVES = {
+_SAVE_OPTIONS = {
     "last_save_in_hf": "no_last_save_in_hf",
     "last_save_model_only": "no_last_save_model_only",
     "export_dtype": "export_dtype None",
     "keep_best": "no_keep_best",
 }
-"""Option that says what to save → option that reverts it."""
+"""Option that affects saves → option that reverts it."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -28,35 +28,35 @@ class CheckpointConfig(Configurable.Config):
     """Save checkpoints, and resume from the newest one in the folder."""
 
     folder: str = "checkpoint"
-    """The checkpoints' folder, inside the dump folder; or a URL, such as s3://bucket/run."""
+    """Folder for checkpoints, inside the dump folder, or a URL such as s3://bucket/run."""
 
     interval: int = 500
-    """Steps between saves; the last step is always saved."""
+    """Steps between saves. The last step is always saved."""
 
     initial_load_path: str = ""
-    """Start from this checkpoint (the step-N folder of another run, or its URL) if the run has none of its own."""
+    """Checkpoint to start from if the run has none of its own: the step-N folder of another run, or its URL."""
 
     initial_load_model_only: bool = True
-    """From initial_load_path, load only the weights and start at step 0; otherwise load everything, even the step."""
+    """Load only the weights from initial_load_path and start at step 0; otherwise, load everything, even the step."""
 
     initial_load_in_hf: bool = False
-    """initial_load_path is a folder of pretrained weights, such as Hugging Face's, not a checkpoint of a run."""
+    """initial_load_path is a folder of pretrained weights, such as a Hugging Face model, not a run's checkpoint."""
 
     last_save_model_only: bool = False
-    """After the last step, save only the weights. A run cannot resume from such a checkpoint."""
+    """After the last step, save only the weights. A run cannot resume from them."""
 
     last_save_in_hf: bool = False
-    """After the last step, save only the weights, as a Hugging Face folder. A run cannot resume from it."""
+    """After the last step, save only the weights, in Hugging Face format. A run cannot resume from them."""
 
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights that last_save_model_only and last_save_in_hf write; None: the type used in training."""
+    """Type of the weights written by last_save_model_only and last_save_in_hf; None: the type used in training."""
 
     async_mode: AsyncMode = "disabled"
-    """Write while training continues, from a copy in CPU memory: in a thread (async), or in a separate process from
-    pinned memory, which is faster to copy to (async_with_pinned_mem; without CUDA, it is not pinned)."""
+    """Copy the state to CPU memory and write it while training continues: in a thread (async), or in a separate process
+    from pinned memory, which is faster to copy to (async_with_pinned_mem; not pinned without CUDA)."""
 
     save_trainable_only: bool = False
-    """Leave frozen weights out of the checkpoints a run resumes from; they come from initial_load_path or the seed."""
+    """Omit frozen weights from full checkpoints; on resume they come from initial_load_path or the seed."""
 
     keep_latest_k: int = 10
     """Keep only this many of the newest checkpoints (0: keep all)."""
@@ -68,13 +68,13 @@ class CheckpointConfig(Configurable.Config):
     """Resume from this step (-1: the newest)."""
 
     exclude_from_loading: list[str] = dataclasses.field(default_factory=list)
-    """States not to load, by name, such as optimizer, lr_scheduler, dataloader."""
+    """Names of states not to load, such as optimizer, lr_scheduler or dataloader."""
 
     enable_first_step_checkpoint: bool = False
-    """Save after step 1 too, to see early that saving works."""
+    """Also save after step 1, to test early that saving works."""
 
     load_only: bool = False
-    """Resume from checkpoints, but neither save nor remove any."""
+    """Resume from checkpoints, but do not save or remove any."""
 
     @property
     def saves(self) -> bool:
@@ -90,38 +90,36 @@ class CheckpointConfig(Configurable.Config):
         if self.interval < 1:
             raise UserError(f"checkpoint.interval must be at least 1 step, not {self.interval}")
         if self.keep_latest_k < 0:
-            raise UserError(f"checkpoint.keep_latest_k must be 0 (keep all) or more, not {self.keep_latest_k}")
+            raise UserError(f"checkpoint.keep_latest_k must be at least 0 (keep all), not {self.keep_latest_k}")
         if self.load_step != -1 and not self.enable:
-            raise UserError(f"checkpoint.load_step {self.load_step} needs --checkpoint.enable")
+            raise UserError(f"checkpoint.load_step {self.load_step} requires --checkpoint.enable")
         _check_initial_load(self)
         _check_saves(self)
-        _check_place(self)
+        _check_folder(self)
 
-    def place(self, dump_folder: str) -> Folder:
-        """Return the folder of the checkpoints of a run in `dump_folder`."""
-        return inside(dump_folder, self.folder)
+    def resolve_folder(self, dump_folder: str) -> Folder:
+        """Return the checkpoint folder of a run in `dump_folder`."""
+        return resolve_folder(dump_folder, self.folder)
 
 
 def _check_saves(config: CheckpointConfig) -> None:
-    """Report together all options that say what to save if nothing is saved."""
-    given = [option for option in _OF_SAVES if getattr(config, option)]
-    if config.saves or not given:
+    """Raise one `UserError` for all options that affect saves if the run does not save."""
+    options = [option for option in _SAVE_OPTIONS if getattr(config, option)]
+    if config.saves or not options:
         if config.export_dtype and config.last_kind == "full":
             raise UserError(
-                f"checkpoint.export_dtype {config.export_dtype} needs --checkpoint.last_save_model_only or "
-                "--checkpoint.last_save_in_hf: what a run resumes from is saved as it is trained "
-                "(--checkpoint.export_dtype None)"
+                f"checkpoint.export_dtype {config.export_dtype} requires --checkpoint.last_save_model_only or "
+                "--checkpoint.last_save_in_hf, since full checkpoints keep the training type; otherwise set "
+                "--checkpoint.export_dtype None"
             )
         return
-    named = ", ".join(f"checkpoint.{option}" for option in given)
+    names = ", ".join(f"checkpoint.{option}" for option in options)
     if config.enable:
-        raise UserError(
-            f"{named} {'do' if len(given) > 1 else 'does'} not go with checkpoint.load_only, which saves nothing"
-        )
-    without = " ".join(f"--checkpoint.{_OF_SAVES[option]}" for option in given)
+        raise UserError(f"{names} cannot be combined with checkpoint.load_only, which saves nothing")
+    reverted = " ".join(f"--checkpoint.{_SAVE_OPTIONS[option]}" for option in options)
     raise UserError(
-        f"{named} {'need' if len(given) > 1 else 'needs'} --checkpoint.enable: without it nothing is saved; "
-        f"to try the run without, add {without}"
+        f"{names} {'require' if len(options) > 1 else 'requires'} --checkpoint.enable; "
+        f"to run without checkpoints, add {reverted}"
     )
 
 
@@ -129,32 +127,34 @@ def _check_initial_load(config: CheckpointConfig) -> None:
     path = config.initial_load_path
     if path and "model" in config.exclude_from_loading and not config.initial_load_in_hf:
         raise UserError(
-            f"checkpoint.exclude_from_loading model does not go with checkpoint.initial_load_path {path}, "
-            "which is there to load it"
+            "checkpoint.exclude_from_loading model cannot be combined with checkpoint.initial_load_path "
+            f"{path}, which loads the model"
         )
     if not config.initial_load_in_hf:
         return
     if not path:
-        raise UserError("checkpoint.initial_load_in_hf needs checkpoint.initial_load_path, the folder to load")
+        raise UserError("checkpoint.initial_load_in_hf requires --checkpoint.initial_load_path, the folder to load")
     if is_url(path):
         raise UserError(
-            f"checkpoint.initial_load_path: {path} is a URL, and with checkpoint.initial_load_in_hf weights "
-            "are read from a disk; download the folder and give its path"
+            f"checkpoint.initial_load_path: {path} is a URL, but checkpoint.initial_load_in_hf needs a local folder; "
+            "download it and set its path"
         )
     if not config.initial_load_model_only:
         raise UserError(
-            "checkpoint.initial_load_model_only False does not go with checkpoint.initial_load_in_hf: "
-            "such a folder holds the model only"
+            "checkpoint.initial_load_model_only False cannot be combined with checkpoint.initial_load_in_hf: "
+            "a Hugging Face folder contains only the model"
         )
 
 
-def _check_place(config: CheckpointConfig) -> None:
-    place = folder_at(config.folder)
-    if config.last_save_in_hf and not isinstance(place, LocalFolder):
-        raise UserError(f"checkpoint.last_save_in_hf writes to a disk, and checkpoint.folder is {place}")
+def _check_folder(config: CheckpointConfig) -> None:
+    folder = folder_at(config.folder)
+    if config.last_save_in_hf and not isinstance(folder, LocalFolder):
+        raise UserError(f"checkpoint.last_save_in_hf needs a local checkpoint.folder, not {folder}")
     if config.async_mode != "async_with_pinned_mem":
         return
     if not sys.platform.startswith("linux"):
-        raise UserError("checkpoint.async_mode async_with_pinned_mem needs Linux; use async")
-    if str(place).startswith("memory://"):
-        raise UserError(f"checkpoint.async_mode async_with_pinned_mem: no other process sees {place}; use async")
+        raise UserError("checkpoint.async_mode async_with_pinned_mem requires Linux; use async")
+    if str(folder).startswith("memory://"):
+        raise UserError(
+            f"checkpoint.async_mode async_with_pinned_mem: other processes cannot access {folder}; use async"
+        )

@@ -1,8 +1,8 @@
-"""The interface to torch.distributed.checkpoint (DCP): save and load states, read and write single tensors.
+"""Interface to torch.distributed.checkpoint (DCP): save and load states, read and write single tensors.
 
-The tensors of a state are entries under their own names, so that DCP can shard and reshard them. All other values are
-one JSON string, so their structure may differ between the saved state and the loading one. DCP takes a second to
-import: import this module inside the functions that use it.
+Each tensor of a state is an entry of its own, so that DCP can shard and reshard it. All other values share one JSON
+string, so their structure may differ between saving and loading. DCP takes a second to import, so import this module
+inside the functions that use it.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ from torchtitan.protocols.tensor_source import (
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import FsspecReader, FsspecWriter, PyTorchFileReader, StorageInfo, set_element
 
-# DCP gives this warning at each save and load of a single process, although nothing is wrong.
+# DCP gives this harmless warning at each save and load of a single process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 _SHOWN_PROBLEMS = 5
@@ -58,19 +58,21 @@ _SHOWN_PROBLEMS = 5
 
 
 def encode(name: str, state_dict: Mapping[str, Any]) -> Entries:
-    """Return the entries of the state `name`: its tensors, and all other values as one JSON string. The key of the
-    string contains its digest: equal strings of several ranks are saved once, different ones (such as optimizer
+    """Return the entries of the state `name`: its tensors, and all other values as one JSON string. The string's key
+    contains its digest, so that equal strings of several ranks are saved once, and different ones (such as optimizer
     settings of pipeline stages) separately. Raise `TypeError` if a value is neither a tensor nor JSON-serializable."""
     tensors = dict(_tensors(state_dict))
     try:
         text = json.dumps({key: value for key, value in state_dict.items() if key not in tensors})
     except TypeError as error:
-        raise TypeError(f"state {name!r} must be a flat dict of tensors and JSON-ready values: {error}") from error
+        raise TypeError(
+            f"state {name!r} must be a flat dict of tensors and JSON-serializable values: {error}"
+        ) from error
     return {**tensors, f"json-{hashlib.sha256(text.encode()).hexdigest()[:16]}": text}
 
 
 def decode(entries: Entries, template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict that `entries` encode, with tuples (absent from JSON) where `template` has tuples."""
+    """Return the state dict encoded in `entries`. Lists become tuples for keys that are tuples in `template`."""
     state_dict: dict[str, Any] = {}
     for key, value in sorted(entries.items()):
         state_dict.update(json.loads(value) if isinstance(value, str) else {key: value})
@@ -78,7 +80,7 @@ def decode(entries: Entries, template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rank_key(name: str, rank: int) -> str:
-    """Return the name under which the state `name` of `rank` alone is saved."""
+    """Return the key under which the state `name` of one rank is saved."""
     return f"{name}.rank{rank}"
 
 
@@ -95,39 +97,39 @@ def save(
     group: dist.ProcessGroup | None,
     write_items: Callable[[str, SavePlan, SavePlanner], list[WriteResult]] | None = None,
 ) -> None:
-    """Write `states`, name → entries, into the empty `folder`, each rank of `group` its part; `write_items` replaces
-    DCP's writing of this rank's plan into the path. Raise the error of the first failed rank on every rank."""
-    writer = _writer_into(folder)
+    """Write `states` (name → entries) into the empty `folder`; each rank of `group` writes its part. `write_items`
+    replaces DCP's own code for writing this rank's plan. Raise the error of the first failed rank on every rank."""
+    writer = _make_writer(folder)
     writer.write_items = write_items
-    _run(lambda: dcp.save(dict(states), storage_writer=writer, process_group=group, no_dist=group is None))
+    _call_dcp(lambda: dcp.save(dict(states), storage_writer=writer, process_group=group, no_dist=group is None))
 
 
 def write_dcp(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) -> None:
-    """Write tensors one at a time as the state "model" of a checkpoint; the caller commits it (`catalog.commit`).
+    """Write tensors one at a time as the state "model" of a checkpoint. The caller commits it (`catalog.commit`).
 
     Args:
         path: an existing folder.
-        specs: name → spec to write; values of another dtype are converted.
-        make: returns the tensor of a name, called just before it is written.
+        specs: name → spec to write; tensors of other dtypes are converted.
+        make: returns a tensor by name, called just before the tensor is written.
 
     Raises:
         UserError: if a dtype is too narrow for a value.
         OSError: if a file cannot be written.
     """
     templates = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
-    # One file per tensor: DCP keeps all tensors of a file until it closes the file.
+    # One file per tensor, since DCP keeps all tensors of a file in memory until it closes the file.
     writer = _Writer(path, single_file_per_rank=False)
     states, planner = {"model": encode("model", templates)}, _LazyPlanner(specs, make)
-    _run(lambda: dcp.save(states, storage_writer=writer, planner=planner, no_dist=True))
+    _call_dcp(lambda: dcp.save(states, storage_writer=writer, planner=planner, no_dist=True))
 
 
 def write_staged(folder: Folder, plan: SavePlan, data: Mapping[MetadataIndex, Tensor | bytes]) -> list[WriteResult]:
-    """Write the items of `plan`, with values from `data`, into `folder`: one rank's part of a save."""
-    return _writer_into(folder).write_data(plan, _StagedPlanner(data)).wait()
+    """Write the items of `plan` (one rank's part of a save), with values from `data`, into `folder`."""
+    return _make_writer(folder).write_data(plan, _StagedPlanner(data)).wait()
 
 
-def _run(operation: Callable[[], object]) -> None:
-    """Call DCP; raise the error of the first failed rank instead of DCP's error for all ranks."""
+def _call_dcp(operation: Callable[[], object]) -> None:
+    """Call DCP. Raise the error of the first failed rank instead of DCP's `CheckpointException`."""
     try:
         operation()
     except dcp.CheckpointException as error:
@@ -135,19 +137,19 @@ def _run(operation: Callable[[], object]) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, which raises system errors unchanged and can leave the writing to another process."""
+    """DCP's file writer, which raises `OSError`s unchanged and can delegate writing to another process."""
 
     write_items: Callable[[str, SavePlan, SavePlanner], list[WriteResult]] | None = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if self.write_items:
-            written: Future[list[WriteResult]] = Future()
-            written.set_result(self.write_items(str(self.path), plan, planner))
-            return written
+            future: Future[list[WriteResult]] = Future()
+            future.set_result(self.write_items(str(self.path), plan, planner))
+            return future
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # torch.save raises its own error, which hides the system's, such as "No space left on device".
+            # torch.save hides the system's error, such as "No space left on device"; raise the original.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -157,10 +159,10 @@ class _RemoteWriter(_Writer, FsspecWriter):
     pass
 
 
-def _writer_into(folder: Folder) -> _Writer:
+def _make_writer(folder: Folder) -> _Writer:
     if isinstance(folder, LocalFolder):
         return _Writer(folder.path)
-    # Not synced: a store has the data once the file is closed, and DCP would sync every disk of this host.
+    # No sync: a store has the data once the file is closed, and DCP would sync every disk of this host.
     return _RemoteWriter(str(folder), sync_files=False)
 
 
@@ -175,19 +177,19 @@ class _StagedPlanner(DefaultSavePlanner):
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Saves meta-device tensors, making each one when its values are needed."""
+    """Saves meta-device tensors, creating each one when its values are needed."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], make: MakeTensor):
         super().__init__()
-        self._to_make = specs
+        self._specs = specs
         self._make = make
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         name = str(self.mappings[index.fqn][-1])
-        if name not in self._to_make:
+        if name not in self._specs:
             return super().lookup_object(index)
-        spec, tensor = self._to_make[name], self._make(name)
-        assert tensor.shape == spec.shape, f"{name} had another shape than its spec"
+        spec, tensor = self._specs[name], self._make(name)
+        assert tensor.shape == spec.shape, f"{name} has shape {tensor.shape}, but its spec {spec.shape}"
         return as_type(name, tensor, spec.dtype)
 
 
@@ -203,20 +205,22 @@ def load(
     *,
     optional: Collection[str] = (),
 ) -> set[str]:
-    """Load the checkpoint in `path` into `states`, which must fit it, and `rank_states`, which accept any content;
-    return the names of the loaded states, all except `optional` ones that the checkpoint lacks.
+    """Load the checkpoint in `path` and return the names of the loaded states; states in `optional` may be missing.
 
-    Each rank reads its shards of the tensors of `states` in place; `rank_states` get the states of `saved_rank`. Raise
-    `UserError` on every rank if the checkpoint lacks a state, does not fit or cannot be read.
+    Each rank reads its shards of the tensors of `states` in place; names and shapes must match. `rank_states` receive
+    the states of `saved_rank`, whatever their contents. Raise `UserError` on every rank if a state is missing, or if
+    the checkpoint does not fit or cannot be read.
     """
     metadata = ranks.broadcast_from_rank0(lambda: read_metadata(path))
     saved = _saved_states(metadata)
     states = {name: state for name, state in states.items() if name in saved or name not in optional}
     keys = {name: name for name in states} | {name: rank_key(name, saved_rank) for name in rank_states}
-    lacking = [name for of_rank in ranks.gather([name for name in keys if keys[name] not in saved]) for name in of_rank]
-    if lacking:
-        excluded = f"to go on without, list {lacking[0]} in checkpoint.exclude_from_loading"
-        raise UserError(f"{path} was saved without a state {lacking[0]!r}; {excluded}")
+    missing = [name for names in ranks.gather([name for name in keys if keys[name] not in saved]) for name in names]
+    if missing:
+        raise UserError(
+            f"{path} has no state {missing[0]!r}; to continue without it, add {missing[0]} to "
+            "--checkpoint.exclude_from_loading"
+        )
     specs = {state: _specs(metadata, entries) for state, entries in saved.items()}
     templates = {name: state.state_dict() for name, state in states.items()}
     _check_tensors(path, templates, specs, ranks)
@@ -234,22 +238,22 @@ def load(
             no_dist=ranks.group is None,
         )
     except dcp.CheckpointException as error:
-        raise _unreadable(path, error.failures[min(error.failures)][0]) from error
+        raise _unreadable_error(path, error.failures[min(error.failures)][0]) from error
     decoded: dict[str, dict[str, Any]] = {}
 
     def decode_all() -> None:
         try:
             decoded.update({name: decode(request[key], templates.get(name, {})) for name, key in keys.items()})
-        except (TypeError, ValueError, RecursionError) as error:  # of JSON that no run has written
-            raise _unreadable(path, error) from error
+        except (TypeError, ValueError, RecursionError) as error:  # JSON not written by a run
+            raise _unreadable_error(path, error) from error
 
-    ranks.all_ranks_or_raise(decode_all)  # each has a state of its own
+    ranks.all_ranks_or_raise(decode_all)  # rank states differ, so any rank may fail
     for name, state in {**states, **rank_states}.items():
         state.load_state_dict(decoded[name])
     return set(keys)
 
 
-def _unreadable(path: Folder, error: BaseException) -> UserError:
+def _unreadable_error(path: Folder, error: BaseException) -> UserError:
     return UserError(f"{path} cannot be read ({short_error(error)}); load another checkpoint")
 
 
@@ -259,30 +263,30 @@ def _check_tensors(
     saved: Mapping[str, Mapping[str, TensorSpec]],
     ranks: Ranks,
 ) -> None:
-    """Compare names and shapes of the tensors before loading any; a tensor that no rank has is surplus."""
-    wanted = {f"{state}.{entry}": tensor.shape for state in templates for entry, tensor in _tensors(templates[state])}
+    """Compare tensor names and shapes before loading. Saved tensors that no rank needs are also an error."""
+    expected = {f"{state}.{entry}": tensor.shape for state in templates for entry, tensor in _tensors(templates[state])}
     stored = {f"{state}.{entry}": spec.shape for state in templates for entry, spec in saved[state].items()}
-    problems = [_problem(name, stored.get(name), size) for name, size in wanted.items() if stored.get(name) != size]
-    of_ranks = ranks.gather((problems, [name in wanted for name in stored]))
-    problems = list(dict.fromkeys(problem for rank_problems, _ in of_ranks for problem in rank_problems))
-    held = [any(held_by_rank) for held_by_rank in zip(*(rank_held for _, rank_held in of_ranks), strict=True)]
-    problems += [_problem(name, stored[name], None) for name, is_held in zip(stored, held, strict=True) if not is_held]
+    local = [_describe(name, stored.get(name), shape) for name, shape in expected.items() if stored.get(name) != shape]
+    gathered = ranks.gather((local, [name in expected for name in stored]))
+    problems = list(dict.fromkeys(problem for rank_problems, _ in gathered for problem in rank_problems))
+    needed = [any(flags) for flags in zip(*(flags for _, flags in gathered), strict=True)]
+    problems += [_describe(name, stored[name], None) for name, keep in zip(stored, needed, strict=True) if not keep]
     if problems:
         shown = "".join(f"\n  {problem}" for problem in problems[:_SHOWN_PROBLEMS])
         raise UserError(
-            f"{path} does not fit this run; tensors that differ: {len(problems)}, among them{shown}\n"
-            "use the settings of model and optimizer that it was saved with, "
-            "or list a state to leave out in checkpoint.exclude_from_loading"
+            f"{path} does not fit this run; {len(problems)} tensors differ, including{shown}\n"
+            "use the model and optimizer settings of the saved run, "
+            "or add a state to --checkpoint.exclude_from_loading"
         )
 
 
-def _problem(name: str, saved: torch.Size | None, here: torch.Size | None) -> str:
-    sizes = ["absent" if size is None else str(list(size)) for size in (saved, here)]
-    return f"{name}: {sizes[0]} in the checkpoint, {sizes[1]} in this run"
+def _describe(name: str, saved: torch.Size | None, current: torch.Size | None) -> str:
+    shapes = ["absent" if shape is None else str(list(shape)) for shape in (saved, current)]
+    return f"{name}: {shapes[0]} in the checkpoint, {shapes[1]} in this run"
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader for a local or remote folder, which never runs code from the files."""
+    """DCP's reader for local and remote folders, which never runs code from the files."""
 
     def __init__(self, folder: Folder, metadata: Metadata):
         super().__init__(str(folder))
@@ -292,9 +296,9 @@ class _Reader(dcp.FileSystemReader):
         self.metadata = metadata
 
     def _slice_file(self, file: Any, sinfo: StorageInfo) -> IO[bytes]:
-        """Return an entry's part of a file; refuse records that would unpack to more than its length."""
+        """Return an entry's slice of a file. Reject records that would unpack to more than its length."""
         entry = super()._slice_file(file, sinfo)
-        if entry.read(4) == b"PK\3\4":  # as torch.load tells a zip file
+        if entry.read(4) == b"PK\3\4":  # the test in torch.load for a zip file
             entry.seek(0)
             records: Any = PyTorchFileReader(entry)
             n_bytes = sum(records.get_record_size(name) for name in records.get_all_records())
@@ -307,19 +311,19 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _TextPlanner(DefaultLoadPlanner):
-    """DCP's planner, restricted to text in entries that are not tensors."""
+    """DCP's planner, which rejects entries that are neither tensors nor text."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name, text = read_item.dest_index.fqn, torch.load(value, weights_only=True)
-        require(isinstance(text, str), f"{name} holds a {type(text).__name__} instead of text")
+        require(isinstance(text, str), f"{name} is a {type(text).__name__} instead of text")
         set_element(self.original_state_dict, self.mappings[name], text)
 
 
-# Tensor by tensor
+# Single tensors
 
 
 class DcpSource(TensorSource):
-    """The tensors of one state of a checkpoint; raises `UserError` if it cannot be read or has no such state."""
+    """Tensors of one state of a checkpoint. Raises `UserError` if it cannot be read or has no such state."""
 
     def __init__(self, path: str | Path, state: str = "model"):
         self.path = Path(path)
@@ -327,41 +331,39 @@ class DcpSource(TensorSource):
         self._reader = _Reader(LocalFolder(self.path), self._metadata)
         states = _saved_states(self._metadata)
         if state not in states:
-            raise UserError(
-                f"{self.path} was saved without a state {state!r}; it has {summarize_names(sorted(states))}"
-            )
+            raise UserError(f"{self.path} has no state {state!r}; its states are {summarize_names(sorted(states))}")
         self._keys = states[state]
         self.specs = _specs(self._metadata, self._keys)
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         spec, key = self.specs[name], self._keys[name]
-        wanted = slices if slices is not None else full_slices(spec.shape)
-        shape = slice_shape(wanted)
+        bounds = slices if slices is not None else full_slices(spec.shape)
+        shape = slice_shape(bounds)
         out = torch.empty(shape, dtype=spec.dtype)
-        chunk = ChunkStorageMetadata(torch.Size(part.start for part in wanted), torch.Size(shape))
+        chunk = ChunkStorageMetadata(torch.Size(part.start for part in bounds), torch.Size(shape))
         saved = self._metadata.state_dict_metadata[key]
-        assert isinstance(saved, TensorStorageMetadata), "a spec is a tensor's"
+        assert isinstance(saved, TensorStorageMetadata), "only tensors have a spec"
         items = create_read_items_for_chunk_list(key, saved, [chunk])
         try:
             if slices is None and len(items) == len(saved.chunks) == 1:
-                return self._load(items[0], spec)
+                return self._load_whole(items[0], spec)
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-            self._reader.read_data(LoadPlan(items), _ReadInto(out)).wait()
-        except Exception as error:  # there is no end to what damaged bytes lead to
+            self._reader.read_data(LoadPlan(items), _SliceReader(out)).wait()
+        except Exception as error:  # damaged bytes may raise any error
             raise damaged_file_error(self.path, f"{name}: {short_error(error)}") from error
         return out
 
-    def _load(self, item: ReadItem, spec: TensorSpec) -> Tensor:
-        """Return a tensor stored in one piece; DCP's reader would hold it twice."""
-        place = self._metadata.storage_data[item.storage_index]
-        with open(self.path / place.relative_path, "rb") as file:
-            tensor: Tensor = torch.load(self._reader._slice_file(file, place), map_location="cpu", weights_only=True)
+    def _load_whole(self, item: ReadItem, spec: TensorSpec) -> Tensor:
+        """Return a tensor stored as one chunk; DCP's reader would keep two copies in memory."""
+        location = self._metadata.storage_data[item.storage_index]
+        with open(self.path / location.relative_path, "rb") as file:
+            tensor: Tensor = torch.load(self._reader._slice_file(file, location), map_location="cpu", weights_only=True)
         if TensorSpec.of(tensor) != spec or tensor.is_meta or tensor.layout != torch.strided:
-            raise ValueError(f"{place.relative_path} holds another tensor than .metadata says")
+            raise ValueError(f"the tensor in {location.relative_path} does not match .metadata")
         return tensor
 
 
-class _ReadInto(DefaultLoadPlanner):
+class _SliceReader(DefaultLoadPlanner):
     def __init__(self, tensor: Tensor):
         super().__init__()
         self._tensor = tensor
@@ -374,19 +376,19 @@ class _ReadInto(DefaultLoadPlanner):
 
 
 def state_tensor_specs(path: AnyFolder) -> dict[str, dict[str, TensorSpec]]:
-    """Return state → tensor → spec, without reading tensors; raise `UserError` if the checkpoint cannot be read."""
+    """Return state → tensor → spec without reading tensors. Raise `UserError` if the checkpoint cannot be read."""
     metadata = read_metadata(folder_at(path))
     return {state: _specs(metadata, keys) for state, keys in sorted(_saved_states(metadata).items())}
 
 
 def optimized_names(path: AnyFolder) -> set[str]:
-    """Return the parameters with optimizer state in the checkpoint; raise `UserError` as `state_tensor_specs` does."""
+    """Return the names of parameters with optimizer state. Raise `UserError` if the checkpoint cannot be read."""
     keys = state_tensor_specs(path).get("optimizer", {})
     return {key.removeprefix("state.").rpartition(".")[0] for key in keys if key.startswith("state.")}
 
 
 def _saved_states(metadata: Metadata) -> dict[str, dict[str, str]]:
-    """Return state → entry → key under which it was saved."""
+    """Return state → entry → key in the checkpoint."""
     states: dict[str, dict[str, str]] = {}
     for key in metadata.state_dict_metadata:
         state, entry = metadata.planner_data[key]

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: on a disk, or anywhere fsspec can reach (s3://, gs://, memory://, …)."""
+"""Checkpoint folders on a disk or in any fsspec store (s3://, gs://, memory://, …)."""
 
 import contextlib
 import dataclasses
@@ -16,19 +16,19 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 DCP_METADATA = ".metadata"
-"""File that torch.distributed.checkpoint (DCP) writes last into a folder."""
+"""File that torch.distributed.checkpoint (DCP) writes last."""
 
 UNFINISHED = ".partial"
 """Suffix of a folder that is being written or removed."""
 
 UNPUBLISHED = ".tmp"
-"""Suffix of a marker that is written but not yet in place."""
+"""Suffix of a marker that does not count yet."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def folder_at(path: "AnyFolder") -> "Folder":
-    """Return the folder of a path or URL, existing or not; raise `UserError` for a URL that cannot be opened here."""
+    """Return the folder at a path or URL, existing or not. Raise `UserError` if no installed library opens the URL."""
     if isinstance(path, Folder):
         return path
     text = os.fspath(path)
@@ -42,19 +42,19 @@ def is_url(path: str) -> bool:
     return bool(_URL.match(path))
 
 
-def inside(dump_folder: str, folder: str) -> "Folder":
-    """Return `folder` in `dump_folder`; a URL or an absolute path is used as is."""
+def resolve_folder(dump_folder: str, folder: str) -> "Folder":
+    """Return `folder` inside `dump_folder`; a URL or an absolute path is used as is."""
     return folder_at(folder) if is_url(folder) else LocalFolder(Path(dump_folder) / folder)
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalFolder:
-    """Folder in a file system, with the operations a checkpoint needs; also an `os.PathLike`."""
+    """Folder on a disk, with the operations that checkpoints need; also an `os.PathLike`."""
 
     path: Path
 
-    renames: ClassVar[bool] = True
-    """True if a folder can be renamed atomically."""
+    can_rename: ClassVar[bool] = True
+    """True if folders can be renamed atomically."""
 
     def __str__(self) -> str:
         return str(self.path)
@@ -77,11 +77,11 @@ class LocalFolder:
         return self.path.is_dir()
 
     def folders(self) -> list[str]:
-        """Return the names of its subfolders; none if it does not exist."""
+        """Return the names of the subfolders; none if the folder does not exist."""
         return [entry.name for entry in self.path.iterdir() if entry.is_dir()] if self.exists() else []
 
     def files(self) -> dict[str, int]:
-        """Return the size in bytes of every file in it and its subfolders, by relative name."""
+        """Return relative name → bytes of every file in the folder and its subfolders."""
         files = (path for path in sorted(self.path.rglob("*")) if path.is_file())
         return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in files}
 
@@ -89,9 +89,9 @@ class LocalFolder:
         return (self.path / name).is_file()
 
     def open(self, name: str) -> io.BufferedIOBase:
-        """Open the file `name` for reading; errors while it is open are `OSError`s."""
+        """Open the file `name` for reading. Errors while it is open are `OSError`s."""
         path = self.path / name
-        if path.exists() and not path.is_file():  # a pipe would never end
+        if path.exists() and not path.is_file():  # reading a pipe would block
             raise OSError(f"{path} is not a file")
         return open(path, "rb")
 
@@ -100,51 +100,51 @@ class LocalFolder:
             return file.read()
 
     def write(self, name: str, content: bytes) -> None:
-        """Write the file `name` atomically; on return it survives a power failure."""
+        """Write the file `name` atomically and durably."""
         durable.write(self.path / name, content)
 
-    def make(self) -> None:
-        """Create it and its parents."""
+    def create(self) -> None:
+        """Create the folder and its parents."""
         durable.make_folder(self.path)
 
     def remove(self, first: str) -> None:
-        """Remove it with its contents. If interrupted, it is renamed or lacks the file `first`."""
+        """Remove the folder. If interrupted, the folder has been renamed, or the file `first` removed."""
         shutil.rmtree(self.path if self.name.endswith(UNFINISHED) else self._set_aside())
 
     def sync(self, name: str) -> None:
-        """Make the file `name`, written by other code, survive a power failure."""
+        """Flush the file `name`, written by other code, to the disk."""
         durable.sync(self.path / name)
 
     def publish(self, name: str, marker: str, content: bytes) -> "LocalFolder":
-        """Rename it to `name`, replacing any folder of that name, and put the file `marker` into it last."""
-        # Written before the rename, so that a full disk shows while the checkpoint to replace still exists.
+        """Rename the folder to `name`, replacing any folder of that name; the file `marker` appears last."""
+        # Written before the rename, so that a full disk is noticed before a checkpoint is replaced.
         self.write(f"{marker}{UNPUBLISHED}", content)
         for folder in [path for path in self.path.rglob("*") if path.is_dir()]:
             durable.sync_folder(folder)
         final = self.parent / name
-        former = final._set_aside() if final.exists() else None
+        replaced = final._set_aside() if final.exists() else None
         try:
             self.path.rename(final.path)
             (final.path / f"{marker}{UNPUBLISHED}").replace(final.path / marker)
         except BaseException:
             if final.exists():
                 final.path.rename(self.path)
-            if former:
-                former.rename(final.path)
+            if replaced:
+                replaced.rename(final.path)
             raise
-        # It is now complete. If the names cannot be synced, a power failure may still lose it: the save counts as
+        # The checkpoint is complete. If this sync fails, a power failure may still lose it, so the save counts as
         # failed, and no older checkpoint is removed.
         for changed in (final, final.parent):
             durable.sync_folder(changed.path)
-        if former:
+        if replaced:
             try:
-                shutil.rmtree(former)
+                shutil.rmtree(replaced)
             except OSError as error:
-                logger.warning("%s is saved, but: %s", final, error)
+                logger.warning("%s is saved, but the checkpoint it replaces could not be removed: %s", final, error)
         return final
 
     def _set_aside(self) -> Path:
-        """Rename it as a folder under removal, in case the removal is interrupted; return the new path."""
+        """Rename the folder to its name during removal, in case the removal is interrupted; return the new path."""
         aside = self.path.with_name(f"{self.name}.removed{UNFINISHED}")
         if aside.exists():
             shutil.rmtree(aside)
@@ -152,18 +152,18 @@ class LocalFolder:
         return aside
 
     @contextlib.contextmanager
-    def filling(self) -> Iterator[Path]:
-        """Yield a folder on this host's disk; its contents are in this folder when the block ends."""
+    def fill(self) -> Iterator[Path]:
+        """Yield a local folder whose contents are in this folder when the block ends."""
         yield self.path
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFolder:
-    """As `LocalFolder`, at a URL. It cannot be renamed: its marker alone says whether it is complete."""
+    """Like `LocalFolder`, but at a URL. It cannot be renamed, so only its marker tells whether it is complete."""
 
     url: str
 
-    renames: ClassVar[bool] = False
+    can_rename: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._open()
@@ -193,8 +193,8 @@ class RemoteFolder:
 
     def files(self) -> dict[str, int]:
         with self._store() as (store, root):
-            found = store.find(root, detail=True)
-            return {path.removeprefix(root).lstrip("/"): found[path]["size"] for path in sorted(found)}
+            files = store.find(root, detail=True)
+            return {path.removeprefix(root).lstrip("/"): files[path]["size"] for path in sorted(files)}
 
     def has_file(self, name: str) -> bool:
         with self._store() as (store, root):
@@ -213,7 +213,7 @@ class RemoteFolder:
         with self._store() as (store, root):
             store.pipe_file(f"{root}/{name}", content)
 
-    def make(self) -> None:
+    def create(self) -> None:
         with self._store() as (store, root):
             store.makedirs(root, exist_ok=True)
 
@@ -224,7 +224,7 @@ class RemoteFolder:
             store.rm(root, recursive=True)
 
     def sync(self, name: str) -> None:
-        """Do nothing: a store reports a file only once it holds it."""
+        """Do nothing: files in a store are durable as soon as they are visible."""
 
     def publish(self, name: str, marker: str, content: bytes) -> "RemoteFolder":
         assert name == self.name
@@ -232,7 +232,7 @@ class RemoteFolder:
         return self
 
     @contextlib.contextmanager
-    def filling(self) -> Iterator[Path]:
+    def fill(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as temporary:
             yield Path(temporary)
             for name in LocalFolder(Path(temporary)).files():
@@ -240,8 +240,8 @@ class RemoteFolder:
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[tuple[Any, str]]:
-        """Yield fsspec's file system and the folder's path in it, uncached: other processes change it too. Errors of a
-        store's own library become `OSError`, as from a disk."""
+        """Yield fsspec's file system and the folder's path in it. The cache is cleared, since other processes change
+        the store. Errors of the store's library become `OSError`s."""
         try:
             store, root = self._open()
             store.invalidate_cache()
@@ -257,7 +257,7 @@ class RemoteFolder:
         try:
             return url_to_fs(self.url)
         except (ImportError, ValueError) as error:
-            raise UserError(f"{self.url} cannot be opened by what is installed here: {error}") from error
+            raise UserError(f"{self.url} cannot be opened with the installed libraries: {error}") from error
 
 
 Folder = LocalFolder | RemoteFolder

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: decides when a run saves, what it resumes from, and which older checkpoints stay."""
+"""`CheckpointManager`: when a run saves, what it resumes from, and which older checkpoints it keeps."""
 
 import dataclasses
 import difflib
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
     # Deferred at run time: torch.distributed.checkpoint takes a second to import.
     from torch.distributed.checkpoint.stateful import Stateful
 
-_THE_SEED = BaseWeights("the seed")
+_SEED_WEIGHTS = BaseWeights("the seed")
 
 
 class CheckpointManager(Configurable):
-    """Saves the states of a run as `{dump_folder}/{folder}/step-N` and restores them.
+    """Saves the states of a run to `{dump_folder}/{folder}/step-N` and restores them.
 
     With a process group, all ranks of the default group construct it and call each method together, on a shared file
-    system or store; rank 0 decides what to load, renames and removes. Without a group it works in one process.
+    system or store; rank 0 chooses what to load, and renames and removes folders. Without one, it uses one process.
 
     Args:
         dump_folder: the run's folder.
         states: name → state of the whole run. `state_dict()` returns a flat dict of (D)Tensors, which are loaded in
             place, and JSON-serializable values, equal on all ranks or with different keys; a torch optimizer is wrapped
-            in `OptimizerState`. A model-only checkpoint holds each `ModelState`; `initial_load_path` is for "model".
-        rank_states: name → state of this rank alone, in the same form: random numbers, positions in the data. Loaded by
-            the rank of the same number; a rank that the saved run did not have loads the state of rank 0.
-        initial_loads: name of a state → function that sets its initial weights. `load` calls it on every rank if the
-            state comes from no checkpoint: the run begins, the checkpoint lacks the state, or the state is excluded.
-            The one for "model" also verifies and loads `initial_load_path`, if nothing else of it is loaded.
-        assets: files that rank 0 writes into each checkpoint besides the states.
-        export: turns a model-only checkpoint into Hugging Face files, for `last_save_in_hf`.
+            in `OptimizerState`. Model-only checkpoints contain each `ModelState`; `initial_load_path` is for "model".
+        rank_states: name → state of this rank, in the same form, such as random numbers and data positions. Loaded by
+            the rank of the same number; ranks beyond the saved world size load the state of rank 0.
+        initial_loads: name of a state → function that sets its initial weights. `load` calls it on every rank if no
+            checkpoint provides the state: in a new run, or if the state is excluded or absent from the checkpoint.
+            The function for "model" also verifies and loads `initial_load_path` if only the model is loaded from it.
+        assets: additional files that rank 0 writes into each checkpoint.
+        export: converts a model-only checkpoint to Hugging Face files, for `last_save_in_hf`.
         base_model: origin of the frozen weights, for `save_trainable_only`; `initial_loads` load them before resuming.
-        identity: returns the run's identity; called on rank 0. Checkpoints carry it, and checkpoints of another run are
-            refused. None: every checkpoint in the folder counts as the run's own.
+        identity: returns the run's identity; called on rank 0. It is saved in checkpoints, and checkpoints of other
+            runs are rejected. None: every checkpoint in the folder belongs to the run.
 
     Raises:
         UserError: if the configuration does not fit the states.
@@ -61,8 +61,8 @@ class CheckpointManager(Configurable):
         """When to save, what to keep and what to start from."""
 
         def find_start(self, dump_folder: str) -> Start | None:
-            """As `resume.find_start`; `CheckpointManager.load` also verifies the files."""
-            return find_start(self, self.place(dump_folder))
+            """Return the result of `resume.find_start`; `CheckpointManager.load` also verifies the files."""
+            return find_start(self, self.resolve_folder(dump_folder))
 
     def __init__(
         self,
@@ -74,19 +74,19 @@ class CheckpointManager(Configurable):
         initial_loads: Mapping[str, Callable[[], None]] | None = None,
         assets: Assets | None = None,
         export: Export | None = None,
-        base_model: BaseWeights = _THE_SEED,
+        base_model: BaseWeights = _SEED_WEIGHTS,
         identity: Callable[[], RunIdentity] | None = None,
     ):
         self.config: CheckpointManager.Config = config
-        self.folder = config.place(dump_folder)
+        self.folder = config.resolve_folder(dump_folder)
         self.states = {name: with_parameter_names(name, state, states) for name, state in states.items()}
         self.rank_states = dict(rank_states or {})
         self.initial_loads = dict(initial_loads or {})
-        # A separate CPU group, so that background saves never mix with the communication of training.
+        # A separate CPU group, so that background saves do not interfere with training's collectives.
         self._ranks = Ranks(dist.new_group(backend="gloo") if dist.is_initialized() else None)
         self._base_model = base_model
-        self._check(can_export=export is not None)
-        # Digested now: by the first save, the files may have been replaced.
+        self._validate_states(can_export=export is not None)
+        # Computed now, since the files may have been replaced by the time of the first save.
         self._base_digest = self._ranks.broadcast_from_rank0(base_model.digest) if config.save_trainable_only else ""
         self._identity = self._ranks.broadcast_from_rank0(identity) if identity and config.enable else None
         self._saver = Saver(
@@ -98,139 +98,140 @@ class CheckpointManager(Configurable):
             prune=self._prune,
         )
         # Lowest validation loss of a complete checkpoint, now and before the most recent save.
-        self._best_loss = self._former_best_loss = math.inf
-        # Steps with the final checkpoint of an earlier leg of this run.
+        self._best_loss = self._previous_best_loss = math.inf
+        # Steps at which this run ended before it was extended.
         self._finished_steps = set[int]()
-        # The run's own past: steps up to the one it resumed from, and steps saved since.
+        # This run's history: the step it resumed from, and the steps saved since.
         self._resumed_step, self._saved_steps = 0, set[int]()
 
     def is_due(self, step: int, *, last: bool = False, validation_loss: float | None = None) -> bool:
-        """Return whether `save` with these arguments saves, if the checkpoint of `step` does not exist yet; the same on
-        every rank. With `keep_best` and a validation loss it waits for the background save, since only a successful
-        save's loss counts; otherwise it touches no file, process or device."""
+        """Return whether `save` with these arguments would write a checkpoint, if `step` has none yet; the same on
+        every rank. With `keep_best` and a validation loss, wait for the background save, since only the losses of
+        successful saves count; otherwise access no file, process or device."""
         if not self.config.saves:
             return False
-        best = False
+        is_best = False
         if self.config.keep_best and validation_loss is not None:
             self.wait()
-            best = validation_loss < self._best_loss
-        first = step == 1 and self.config.enable_first_step_checkpoint
-        return last or first or best or step % self.config.interval == 0
+            is_best = validation_loss < self._best_loss
+        is_first = step == 1 and self.config.enable_first_step_checkpoint
+        return last or is_first or is_best or step % self.config.interval == 0
 
     def save(
         self, step: int, *, last: bool = False, stopped: bool = False, validation_loss: float | None = None
     ) -> None:
-        """Save the checkpoint of `step` if one is due and not yet there. A failure is a warning: training continues.
+        """Save a checkpoint of `step` if one is due and does not exist. Log a warning if it fails.
 
         Args:
-            last: training is done; save, only the model if so configured.
-            stopped: training stops here to be resumed later; save.
-            validation_loss: measured after `step`, equal on all ranks; with `keep_best`, the lowest makes a save due.
+            last: training is complete; always save, only the model if so configured.
+            stopped: training stops and can be resumed later; always save.
+            validation_loss: loss after `step`, equal on all ranks; with `keep_best`, a new minimum is always saved.
 
         Raises:
-            CheckpointSaveError: if the save fails and is the last or stopped one.
+            CheckpointSaveError: if the save fails and `last` or `stopped` is true.
         """
-        begun = time.perf_counter()
-        ends = last or stopped
-        # A NumPy number, for example, would make an unreadable marker.
+        start_time = time.perf_counter()
+        is_final = last or stopped
+        # For example, a NumPy number would make the marker unreadable.
         validation_loss = None if validation_loss is None else float(validation_loss)
-        if not self.is_due(step, last=ends, validation_loss=validation_loss):
+        if not self.is_due(step, last=is_final, validation_loss=validation_loss):
             return
         self.wait()
         kind = self.config.last_kind if last else "full"
-        # Only full weights convert to other forms. A store that cannot rename would remove the checkpoint first.
-        replaces = self.config.save_trainable_only and kind != self._saver.kind and self.folder.renames
-        if step == self._saver.step and not replaces:
+        # Only checkpoints with all weights can be converted. A store that cannot rename would remove this one first.
+        should_replace = self.config.save_trainable_only and kind != self._saver.kind and self.folder.can_rename
+        if step == self._saver.step and not should_replace:
             if kind != self._saver.kind:
                 # It may be the only checkpoint that the run can resume from.
-                held = "with trained weights only" if self.config.save_trainable_only else "in full"
-                logger.warning("step %d is saved %s, and stays so; torchtitan convert makes other forms", step, held)
+                contents = "trained weights only" if self.config.save_trainable_only else "in full"
+                message = "step %d is already saved (%s) and is kept; use `torchtitan convert` for other formats"
+                logger.warning(message, step, contents)
             return
         if step in self._finished_steps:
             path = self.folder / f"step-{step}"
-            logger.warning("%s is the end of a finished run and stays; step %d is not saved", path, step)
+            logger.warning("step %d is not saved, since %s is the final checkpoint of a finished run", step, path)
             return
-        leaves_out = self.config.save_trainable_only and kind == "full"
+        omits_frozen = self.config.save_trainable_only and kind == "full"
         marker = Marker(
             step=step,
             kind=kind,
             world_size=self._ranks.size,
             validation_loss=validation_loss,
-            base_model=self._base_model.words if leaves_out else "",
-            base_digest=self._base_digest if leaves_out else "",
+            base_model=self._base_model.description if omits_frozen else "",
+            base_digest=self._base_digest if omits_frozen else "",
             identity=self._identity.properties if self._identity else {},
             length=self._identity.length if self._identity else {},
         )
         entries = self._encode(kind)
-        # Set before the save ends, so that it is the same on every rank; reset if the save fails.
-        self._former_best_loss = self._best_loss
+        # Set now, so that it is the same on every rank; reset if the save fails.
+        self._previous_best_loss = self._best_loss
         if validation_loss is not None:
             self._best_loss = min(self._best_loss, validation_loss)
-        in_background = not ends and self.config.async_mode != "disabled"
-        self._saver.save(marker, entries, begun, in_background=in_background)
-        self._forget_failed_loss()
-        if ends:
+        in_background = not is_final and self.config.async_mode != "disabled"
+        self._saver.save(marker, entries, start_time, in_background=in_background)
+        self._reset_loss_if_failed()
+        if is_final:
             self._saver.raise_failure()
 
     def load(self) -> int:
-        """Restore the configured state and return the run's step, 0 if it begins. Data is verified before it is loaded;
-        if the newest checkpoint of the run is damaged or unreadable, a warning says so and an older one is used.
+        """Restore the configured state and return the run's step, 0 for a new run. Files are verified before they are
+        loaded. If the run's newest checkpoint is damaged or unreadable, log a warning and fall back to an older one.
 
         Raises:
-            UserError: if a named checkpoint is damaged or cannot be loaded, all of the run's own are damaged, one does
-                not fit the states, or the folder holds checkpoints of another run.
+            UserError: if a requested checkpoint is damaged or cannot be loaded, all checkpoints of the run are damaged,
+                the checkpoint does not fit the states, or the folder holds checkpoints of another run.
             RunComplete: if the run has ended in a checkpoint that it cannot resume from.
         """
-        is_model_given = self.config.initial_load_model_only and "model" in self.initial_loads
+        has_model_loader = self.config.initial_load_model_only and "model" in self.initial_loads
         start = choose_start(
-            self.config, self.folder, self._ranks, identity=self._identity, verifies_initial=not is_model_given
+            self.config, self.folder, self._ranks, identity=self._identity, verify_initial=not has_model_loader
         )
         self._finished_steps = self._ranks.broadcast_from_rank0(self._find_finished_steps)
         self._ranks.broadcast_from_rank0(lambda: check_frozen(self.config, start, self._base_model))
         needs_base_model = start is not None and start.resumes and bool(start.checkpoint.base_model)
-        for give_weights in self.initial_loads.values() if needs_base_model else []:
-            give_weights()
-        loaded = self._restore(start) if start and (start.resumes or not is_model_given) else set()
-        for name, give_weights in self.initial_loads.items():
+        for initialize in self.initial_loads.values() if needs_base_model else []:
+            initialize()
+        loaded = self._restore(start) if start and (start.resumes or not has_model_loader) else set()
+        for name, initialize in self.initial_loads.items():
             if name not in loaded:
                 if start and start.resumes and name in self.states:
-                    logger.info("state %s is not loaded from %s and is initialized", name, start.checkpoint.path)
+                    logger.info("initialized state %s instead of loading it from %s", name, start.checkpoint.path)
                 if not needs_base_model:
-                    give_weights()
+                    initialize()
         if start is None:
             return 0
         if start.resumes:
             self._saver.step = self._resumed_step = start.checkpoint.step
-            self._best_loss = self._ranks.broadcast_from_rank0(lambda: self._best_loss_until(start.checkpoint.step))
+            self._best_loss = self._ranks.broadcast_from_rank0(lambda: self._find_best_loss(start.checkpoint.step))
         return start.checkpoint.step if start.resumes or not self.config.initial_load_model_only else 0
 
     def wait(self) -> None:
         """Wait for the background save, if any."""
         self._saver.wait()
-        self._forget_failed_loss()
+        self._reset_loss_if_failed()
 
     def close(self) -> None:
-        """Wait for the background save and release threads and memory; call it before the process group is destroyed.
-        Raise `CheckpointSaveError` if the run's most recent save failed."""
+        """Wait for the background save and release threads and memory. Call this before destroying the process group.
+        Raise `CheckpointSaveError` if the most recent save failed."""
         self._saver.close()
         self._saver.raise_failure()
 
-    def _check(self, *, can_export: bool) -> None:
+    def _validate_states(self, *, can_export: bool) -> None:
         names = [*self.states, *self.rank_states]
-        assert len(names) == len(set(names)), "a name in states and rank_states"
+        assert len(names) == len(set(names)), "states and rank_states share a name"
         for name in self.config.exclude_from_loading:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+                matches = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {matches[0]}?" if matches else f"the states are {', '.join(names)}"
                 raise UserError(f"checkpoint.exclude_from_loading: there is no state {name!r}; {hint}")
         if self.config.last_save_in_hf and not can_export:
-            raise UserError("checkpoint.last_save_in_hf: this model has no Hugging Face form")
+            raise UserError("checkpoint.last_save_in_hf: this model cannot be exported to Hugging Face format")
         if self.config.initial_load_in_hf and "model" not in self.initial_loads:
-            raise UserError("checkpoint.initial_load_in_hf: this model cannot be loaded from a Hugging Face form")
+            raise UserError("checkpoint.initial_load_in_hf: this model cannot be loaded from Hugging Face format")
 
         has_frozen = any(isinstance(state, ModelState) and state.frozen for state in self.states.values())
         if self.config.save_trainable_only and not any(self._ranks.gather(has_frozen)):
-            raise UserError("checkpoint.save_trainable_only: all weights are trained, so that none can be left out")
+            raise UserError("checkpoint.save_trainable_only: all weights are trained; remove this option")
 
     def _restore(self, start: Start) -> set[str]:
         from torchtitan.components.checkpoint import dcp
@@ -240,81 +241,82 @@ class CheckpointManager(Configurable):
         saved_rank = self._ranks.rank if self._ranks.rank < checkpoint.marker.world_size else 0
         names = {"model"} if model_only else {*self.states, *self.rank_states}
         names -= set(self.config.exclude_from_loading)
-        held = without_frozen(self.states) if checkpoint.base_model else self.states
-        states = {name: state for name, state in held.items() if name in names}
+        saved_states = without_frozen(self.states) if checkpoint.base_model else self.states
+        states = {name: state for name, state in saved_states.items() if name in names}
         rank_states = {name: state for name, state in self.rank_states.items() if name in names}
         loaded = dcp.load(
             checkpoint.path, states, rank_states, saved_rank, self._ranks, optional=self.initial_loads.keys()
         )
-        left_out = ", ".join(name for name in (*self.states, *self.rank_states) if name not in loaded)
-        exception = ", the model only" if loaded == {"model"} else f", without {left_out}"
-        logger.info("loaded %s%s", checkpoint.path, exception if left_out else "")
+        skipped = ", ".join(name for name in (*self.states, *self.rank_states) if name not in loaded)
+        note = " (model only)" if loaded == {"model"} else f" (without {skipped})"
+        logger.info("loaded %s%s", checkpoint.path, note if skipped else "")
         return loaded
 
     def _encode(self, kind: Kind) -> dict[str, Entries]:
         from torchtitan.components.checkpoint import dcp
 
         if kind == "full":
-            held = without_frozen(self.states) if self.config.save_trainable_only else self.states
-            states = {name: state.state_dict() for name, state in held.items()}
+            saved_states = without_frozen(self.states) if self.config.save_trainable_only else self.states
+            states = {name: state.state_dict() for name, state in saved_states.items()}
             states |= {
                 dcp.rank_key(name, self._ranks.rank): state.state_dict() for name, state in self.rank_states.items()
             }
         else:
             models = {name: state for name, state in self.states.items() if isinstance(state, ModelState)}
-            assert "model" in models, "the weights to save are a ModelState"
-            states = {name: self._as_exported(state, kind) for name, state in models.items()}
+            assert "model" in models, 'the state "model" must be a ModelState'
+            states = {name: self._convert_dtypes(state, kind) for name, state in models.items()}
         return {name: dcp.encode(name, state_dict) for name, state_dict in states.items()}
 
-    def _as_exported(self, state: ModelState, kind: Kind) -> dict[str, torch.Tensor]:
+    def _convert_dtypes(self, state: ModelState, kind: Kind) -> dict[str, torch.Tensor]:
         weights: dict[str, torch.Tensor] = state.state_dict()
         if self.config.export_dtype is None:
             return weights
-        # Weights merged during the Hugging Face export get their type there; other forms have their own types.
-        kept = state.of_converted if kind == "huggingface" else state.derived
+        # The Hugging Face export converts merged weights itself; derived weights keep their own types.
+        unchanged = state.converted if kind == "huggingface" else state.derived
         dtype = getattr(torch, self.config.export_dtype)
-        exported = {
-            name: value.to(dtype) if value.is_floating_point() and name not in kept else value
+        converted = {
+            name: value.to(dtype) if value.is_floating_point() and name not in unchanged else value
             for name, value in weights.items()
         }
-        here = [name for name, value in weights.items() if _becomes_infinite(value, exported[name])]
-        lost = sorted({name for names in self._ranks.gather(here) for name in names})
-        if not lost:
-            return exported
+        local = [name for name, value in weights.items() if _has_overflow(value, converted[name])]
+        overflowing = sorted({name for names in self._ranks.gather(local) for name in names})
+        if not overflowing:
+            return converted
         if self._ranks.rank == 0:
             logger.warning(
-                "checkpoint.export_dtype: %s cannot hold values of %s; the weights are saved as they are trained",
+                "checkpoint.export_dtype: values of %s overflow in %s; the weights are saved in their training type",
+                ", ".join(overflowing),
                 self.config.export_dtype,
-                ", ".join(lost),
             )
         return weights
 
     def _prune(self, step: int) -> None:
         self._saved_steps.add(step)
         try:
-            # The steps this run passed through, without those after a step it went back to.
-            own_past = range(self._resumed_step + 1), self._saved_steps
-            best_of = (lambda step: any(step in steps for steps in own_past)) if self.config.keep_best else None
+            # Without the steps that an earlier attempt saved after the step from which this run resumed.
+            history = range(self._resumed_step + 1), self._saved_steps
+            best_of = (lambda step: any(step in steps for steps in history)) if self.config.keep_best else None
             catalog.prune(self.folder, step, self.config.keep_latest_k, best_of=best_of)
         except OSError as error:
-            logger.warning("an old checkpoint in %s could not be removed: %s", self.folder, error)
+            logger.warning("could not remove an old checkpoint in %s: %s", self.folder, error)
 
     def _find_finished_steps(self) -> set[int]:
-        # A user who returns to an earlier step wants to repeat the rest of the run.
-        keeps = self.config.saves and self.config.load_step == -1
-        return {info.step for info in catalog.list_checkpoints(self.folder) if info.ends_run} if keeps else set()
+        # With --checkpoint.load_step, the user wants to repeat the rest of the run.
+        if not self.config.saves or self.config.load_step != -1:
+            return set()
+        return {info.step for info in catalog.list_checkpoints(self.folder) if info.ends_run}
 
-    def _forget_failed_loss(self) -> None:
+    def _reset_loss_if_failed(self) -> None:
         if self._saver.failure:
-            self._best_loss = self._former_best_loss
+            self._best_loss = self._previous_best_loss
 
-    def _best_loss_until(self, step: int) -> float:
-        complete = [info for info in catalog.list_checkpoints(self.folder) if info.complete and not info.damage]
+    def _find_best_loss(self, step: int) -> float:
+        complete = [info for info in catalog.list_checkpoints(self.folder) if info.is_complete and not info.damage]
         best = catalog.best([info for info in complete if info.step <= step])
         return best.validation_loss if best and best.validation_loss is not None else math.inf
 
 
-def _becomes_infinite(value: torch.Tensor, converted: torch.Tensor) -> bool:
-    """Return whether this rank's part has finite values that the conversion made infinite."""
+def _has_overflow(value: torch.Tensor, converted: torch.Tensor) -> bool:
+    """Return whether the conversion made finite values of this rank's shard infinite."""
     before, after = (x.to_local() if isinstance(x, DTensor) else x for x in (value, converted))
     return bool((before.isfinite() & after.isinf()).any())

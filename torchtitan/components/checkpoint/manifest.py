@@ -1,7 +1,7 @@
-"""The marker, `complete.json`, which makes a folder a checkpoint, and `manifest.json`, which detects damage.
+"""The marker `complete.json`, which makes a folder a checkpoint, and `manifest.json`, which reveals damage.
 
 The marker is written last and describes the checkpoint. The manifest holds {"algorithm": "sha256", "files": {relative
-name: {"bytes": n, "digest": hex}}}; the marker contains the manifest's digest and its own.
+name: {"bytes": n, "digest": hex}}}. The marker contains the digests of the manifest and of itself.
 """
 
 import dataclasses
@@ -27,34 +27,34 @@ _FORMAT_VERSION = 2
 _OPTIONAL = ("base_model", "base_digest", "identity", "length")
 """Fields omitted if empty."""
 
-_KINDS_IN_WORDS = {"full": "everything", "model_only": "the model only", "huggingface": "a Hugging Face model only"}
+_KIND_DESCRIPTIONS = {"full": "everything", "model_only": "the model only", "huggingface": "a Hugging Face model only"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Marker:
-    """Content of the file that makes a checkpoint complete."""
+    """Content of `complete.json`."""
 
     step: int
 
     kind: Kind
 
     world_size: int
-    """Number of processes that saved it."""
+    """Number of processes that saved the checkpoint."""
 
     validation_loss: float | None = None
-    """Validation loss at that step, if measured."""
+    """Validation loss at `step`, if measured."""
 
     base_model: str = ""
-    """Origin of the frozen weights that it lacks; empty if it has all weights."""
+    """Origin of the omitted frozen weights; empty if the checkpoint has all weights."""
 
     base_digest: str = ""
-    """Digest of the weights that it lacks (`BaseWeights.digest`)."""
+    """Digest of the omitted weights (`BaseWeights.digest`)."""
 
     identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Properties of the run that saved it (`RunIdentity`); empty if the run has none."""
+    """Properties of the run (`RunIdentity`); empty if the run has no identity."""
 
     length: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Configured `steps` or `epochs` of that run."""
+    """Configured `steps` or `epochs` of the run."""
 
     manifest: str = ""
     """Digest of manifest.json, set by `commit`."""
@@ -66,19 +66,19 @@ class Marker:
 
 
 class MarkerError(Exception):
-    """A marker cannot be used; the message says which and why."""
+    """Raised if a marker cannot be used; the message names the file and the reason."""
 
 
 class UnreadMarkerError(MarkerError):
-    """The marker could not be read, and may be intact."""
+    """Raised if a marker, possibly intact, could not be read."""
 
 
-def in_words(kind: Kind) -> str:
-    return _KINDS_IN_WORDS[kind]
+def describe_kind(kind: Kind) -> str:
+    return _KIND_DESCRIPTIONS[kind]
 
 
 def read_marker(folder: Folder) -> Marker | None:
-    """Return the marker in `folder`, None if there is none; raise `MarkerError` if it cannot be used."""
+    """Return the marker in `folder`, None if it has none. Raise `MarkerError` if the marker cannot be used."""
     file = f"{folder}/{MARKER}"
     try:
         if not folder.has_file(MARKER):
@@ -93,8 +93,8 @@ def read_marker(folder: Folder) -> Marker | None:
     version = content.get("format_version", _FORMAT_VERSION) if isinstance(content, dict) else _FORMAT_VERSION
     if version != _FORMAT_VERSION:
         raise MarkerError(
-            f"{folder} is in layout {version}, and this version of torchtitan reads layout {_FORMAT_VERSION}; "
-            "it can be loaded by the version that wrote it"
+            f"{folder} has layout version {version}, but this version of torchtitan reads layout version "
+            f"{_FORMAT_VERSION}; load it with the version of torchtitan that wrote it"
         )
     try:
         content.pop("digest")
@@ -103,11 +103,11 @@ def read_marker(folder: Folder) -> Marker | None:
             return marker
     except (UserError, AttributeError, TypeError, KeyError):
         pass
-    raise MarkerError(f"{file} is damaged (its content is not that of a marker)")
+    raise MarkerError(f"{file} is damaged (its content is not a valid marker)")
 
 
 def marker_content(marker: Marker) -> bytes:
-    """Return the marker's file content: its fields and their digest, since no manifest covers them."""
+    """Return the marker's file content: its fields and a digest, since the manifest does not cover the marker."""
     fields = {name: value for name, value in dataclasses.asdict(marker).items() if value or name not in _OPTIONAL}
     digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
     return json.dumps({**fields, "digest": digest}).encode()
@@ -115,13 +115,13 @@ def marker_content(marker: Marker) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """Faults in the files of a checkpoint, one line each; false if there are none."""
+    """Faults in the files of a checkpoint, one line each. Falsy if there are none."""
 
     damage: Sequence[str] = ()
     """Missing or changed files."""
 
     unread: Sequence[str] = ()
-    """Files that could not be read now, and may be intact."""
+    """Files that could not be read, but may be intact."""
 
     def __bool__(self) -> bool:
         return bool(self.damage or self.unread)
@@ -130,17 +130,17 @@ class Faults:
     def lines(self) -> list[str]:
         return [*self.damage, *self.unread]
 
-    def in_words(self, shown: int = 5) -> str:
-        """Summarize the damage in one sentence, or else the unreadable files."""
+    def describe(self, shown: int = 5) -> str:
+        """Summarize the damage, or the unreadable files if there is no damage, in one sentence."""
         lines = self.damage or self.unread
         more = f"; and {len(lines) - shown} more" if len(lines) > shown else ""
         return f"{'is damaged' if self.damage else 'could not be read'}: {'; '.join(lines[:shown])}{more}"
 
 
 def write_manifest(folder: Folder, ranks: Ranks) -> str:
-    """Write the manifest of all files in `folder`, each rank digesting its share; return the manifest's digest. The
-    files then survive a power failure. Raise `OSError` on every rank if a file cannot be read or written."""
-    sizes = _files_of_all(folder, ranks)
+    """Sync all files in `folder` to disk, write their manifest, and return its digest. Each rank processes a share of
+    the files. Raise `OSError` on every rank if a file cannot be read or written."""
+    sizes = _list_on_all_ranks(folder, ranks)
     share = split_by_size(sizes, ranks.size)[ranks.rank]
 
     def digest_share() -> dict[str, str]:
@@ -156,7 +156,7 @@ def write_manifest(folder: Folder, ranks: Ranks) -> str:
 
 
 def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
-    """Compare the files in `folder` with its manifest, each rank digesting its share; unlisted files are no fault.
+    """Compare the files in `folder` with its manifest and ignore unlisted files. Each rank checks a share of the files.
     `manifest_digest` comes from the marker; `only` names the files to check."""
     try:
         content = ranks.broadcast_from_rank0(lambda: folder.read(MANIFEST))
@@ -164,17 +164,17 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
     except FileNotFoundError:
         return Faults(damage=[f"{MANIFEST} is missing"])
     except OSError as error:
-        return Faults(unread=[_unreadable(MANIFEST, error)])
+        return Faults(unread=[_describe_unreadable(MANIFEST, error)])
     if hashlib.sha256(content).hexdigest() != manifest_digest:
         return Faults(damage=[f"{MANIFEST} is damaged (its digest differs)"])
-    files = _listed(content)
+    files = _parse_manifest(content)
     if files is None:
         return Faults(damage=[f"{MANIFEST} is damaged (it lists no files)"])
     expected = {name: files[name] for name in files if only is None or name in only}
     damage = {name: f"{name} is missing" for name in expected if name not in sizes}
     for name in expected.keys() & sizes.keys():
         if sizes[name] != expected[name]["bytes"]:
-            damage[name] = f"{name} has {sizes[name]} bytes, and not {expected[name]['bytes']}"
+            damage[name] = f"{name} has {sizes[name]} bytes instead of {expected[name]['bytes']}"
     unread: dict[str, str] = {}
     share = split_by_size({name: sizes[name] for name in expected if name not in damage}, ranks.size)[ranks.rank]
 
@@ -185,7 +185,7 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
                 if _digest(folder, name) != expected[name]["digest"]:
                     differ[name] = f"{name} is damaged (its digest differs)"
             except OSError as error:
-                failed[name] = _unreadable(name, error)
+                failed[name] = _describe_unreadable(name, error)
         return differ, failed
 
     for differ, failed in ranks.all_ranks_or_raise(check_share):
@@ -194,8 +194,8 @@ def find_faults(folder: Folder, manifest_digest: str, ranks: Ranks, *, only: Col
     return Faults([damage[name] for name in sorted(damage)], [unread[name] for name in sorted(unread)])
 
 
-def _listed(content: bytes) -> dict[str, Any] | None:
-    """Return the files that a manifest lists; None if it is malformed, which a digest forged to match would hide."""
+def _parse_manifest(content: bytes) -> dict[str, Any] | None:
+    """Return the files listed in a manifest; None if it is malformed, which is possible with a forged digest."""
     try:
         files = json.loads(content)["files"]
         return {name: {"bytes": file["bytes"], "digest": file["digest"]} for name, file in files.items()}
@@ -204,7 +204,7 @@ def _listed(content: bytes) -> dict[str, Any] | None:
 
 
 def split_by_size(sizes: Mapping[str, int], n_shares: int) -> list[list[str]]:
-    """Split the names into shares of about equal bytes: the largest remaining one goes to the smallest share."""
+    """Split the names into shares of about equal bytes: the largest remaining file goes to the smallest share."""
     shares: list[list[str]] = [[] for _ in range(n_shares)]
     totals = [0] * n_shares
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -214,14 +214,14 @@ def split_by_size(sizes: Mapping[str, int], n_shares: int) -> list[list[str]]:
     return shares
 
 
-def _files_of_all(folder: Folder, ranks: Ranks) -> dict[str, int]:
-    """Return the bytes of every file that any rank sees, since other ranks' files may appear late in a listing."""
+def _list_on_all_ranks(folder: Folder, ranks: Ranks) -> dict[str, int]:
+    """Return the sizes of the files listed on any rank: in some stores, files of other ranks appear with a delay."""
     sizes = {name: n_bytes for listing in ranks.all_ranks_or_raise(folder.files) for name, n_bytes in listing.items()}
 
     def check_shared() -> None:
         for name in sizes:
             if not folder.has_file(name):
-                raise FileNotFoundError(f"rank 0 does not see {name}: all processes must see one {folder.parent}")
+                raise FileNotFoundError(f"rank 0 cannot see {name}; put {folder.parent} on a shared file system")
 
     ranks.broadcast_from_rank0(check_shared)
     return dict(sorted(sizes.items()))
@@ -232,5 +232,5 @@ def _digest(folder: Folder, name: str) -> str:
         return hashlib.file_digest(file, _ALGORITHM).hexdigest()
 
 
-def _unreadable(name: str, error: OSError) -> str:
+def _describe_unreadable(name: str, error: OSError) -> str:
     return f"{name} cannot be read ({error})"

@@ -1,4 +1,4 @@
-"""The processes that save and load a checkpoint together, and their agreement on results and errors."""
+"""The processes that save and load a checkpoint together, with collectives that also propagate errors."""
 
 import pickle
 from collections.abc import Callable
@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a process group that communicates from the host; without a group, this process alone. An error that
-    cannot be pickled for other ranks becomes an `OSError` (or a `UserError`) of the same text."""
+    """The ranks of a CPU process group; this process alone if there is no group. An error that cannot be pickled is
+    raised as an `OSError` (or `UserError`) with the same text."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
@@ -28,37 +28,35 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def broadcast_from_rank0(self, decide: Callable[[], T]) -> T:
-        """Return the result of `decide` on rank 0 to every rank; an error there is raised on every rank."""
-        outcome = self._attempt(decide) if self.rank == 0 else (None, None)
+    def broadcast_from_rank0(self, function: Callable[[], T]) -> T:
+        """Call `function` on rank 0 and return its result, or raise its error, on every rank."""
+        results: list[Any] = [self._call(function) if self.rank == 0 else (None, None)]
         if self.group:
-            outcomes: list[Any] = [outcome]
-            dist.broadcast_object_list(outcomes, group_src=0, group=self.group)
-            [outcome] = outcomes
-        return self._results([outcome])[0]
+            dist.broadcast_object_list(results, group_src=0, group=self.group)
+        return self._unwrap(results)[0]
 
-    def all_ranks_or_raise(self, act: Callable[[], T]) -> list[T]:
-        """Return the result of `act` on every rank, in rank order; an error on any rank is raised on all."""
-        return self._results(self.gather(self._attempt(act)))
+    def all_ranks_or_raise(self, function: Callable[[], T]) -> list[T]:
+        """Return the results of `function` on all ranks, in rank order; an error on any rank is raised on all."""
+        return self._unwrap(self.gather(self._call(function)))
 
-    def _attempt(self, act: Callable[[], T]) -> tuple[Any, Exception | None]:
+    def _call(self, function: Callable[[], T]) -> tuple[Any, Exception | None]:
         try:
-            return act(), None
-        except Exception as error:  # all of them: the other ranks wait for an answer
-            return None, self._sendable(error)
+            return function(), None
+        except Exception as error:  # any error, since the other ranks wait for the result
+            return None, self._make_picklable(error)
 
     @staticmethod
-    def _results(outcomes: list[tuple[Any, Exception | None]]) -> list[Any]:
-        for _, raised in outcomes:
-            if raised:
-                raise raised
-        return [result for result, _ in outcomes]
+    def _unwrap(results: list[tuple[Any, Exception | None]]) -> list[Any]:
+        for _, error in results:
+            if error:
+                raise error
+        return [result for result, _ in results]
 
-    def _sendable(self, error: Exception) -> Exception:
+    def _make_picklable(self, error: Exception) -> Exception:
         if self.group is None:
             return error
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:  # whatever the error's own class does there
+        except Exception:  # the error's class may raise anything here
             return UserError(str(error)) if isinstance(error, UserError) else OSError(repr(error))
         return error

@@ -1,4 +1,4 @@
-"""Start of a run: from its own checkpoint or another's, verified before it is loaded."""
+"""Choosing and verifying the checkpoint that a run starts from."""
 
 import contextlib
 import dataclasses
@@ -17,11 +17,11 @@ from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.logging import logger
 
-WAY_ON = (
-    "take one of its run that holds all weights, as the one after the last step does, or any with "
-    "--checkpoint.no_trained_only; of a LoRA run, torchtitan convert --to peft makes an adapter of it"
+MISSING_WEIGHTS_ADVICE = (
+    "use a checkpoint of the run with all weights, such as the final one, or any saved with "
+    "--checkpoint.no_save_trainable_only; to get the adapter of a LoRA run, use `torchtitan convert --to peft`"
 )
-"""Advice if a checkpoint of only trained weights does not suffice."""
+"""Advice if a checkpoint contains only trained weights, but all are needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,36 +29,36 @@ class Start:
     """Checkpoint that a run starts from."""
 
     checkpoint: CheckpointInfo
-    """Always complete."""
+    """A complete checkpoint."""
 
     resumes: bool
     """True for the run's own checkpoint, false for `initial_load_path`."""
 
 
 def check_owner(config: CheckpointConfig, folder: Folder, get_identity: Callable[[], RunIdentity]) -> None:
-    """Raise if a run must not train into `folder`; looks only at markers, and needs the identity only if there are any.
+    """Check from the markers that a run may save into `folder`. `get_identity` is called only if there are checkpoints.
 
     Raises:
-        UserError: if the folder holds checkpoints of another run, or if this run has steps left but has ended in a
+        UserError: if the folder holds checkpoints of another run, or if this run has steps left but ended in a
             checkpoint that it cannot resume from.
-        RunComplete: if this run has ended in such a checkpoint, and nothing is left to train.
+        RunComplete: if this run ended in such a checkpoint and is complete.
     """
-    with _looking_through(folder):
-        checkpoints = [info for info in catalog.list_checkpoints(folder) if info.complete]
+    with _report_unreadable(folder):
+        checkpoints = [info for info in catalog.list_checkpoints(folder) if info.is_complete]
     if not checkpoints:
         return
     identity = get_identity()
     for info in reversed(checkpoints):
-        assert info.marker is not None, "it is complete"
+        assert info.marker is not None, "the checkpoint is complete"
         if info.kind != "full" and not info.marker.identity:
             raise UserError(
-                f"{info.path} holds {info.holds} and does not say which run it belongs to; so that it is not replaced, "
-                "give this run its own folder with --dump_folder"
+                f"{info.path} holds {info.contents} of an unknown run; to avoid overwriting it, choose another folder "
+                "with --dump_folder"
             )
-        if different := identity.differences(info.marker.identity):
+        if differences := identity.describe_differences(info.marker.identity):
             raise UserError(
-                f"{info.path} belongs to another run, and two runs cannot share a folder: {'; '.join(different)}. "
-                "Give this run its own with --dump_folder"
+                f"{info.path} belongs to another run, and two runs cannot share a folder: {'; '.join(differences)}; "
+                "choose another folder with --dump_folder"
             )
     if config.load_step == -1:
         _stop_if_finished(config, [info for info in checkpoints if not info.damage], identity)
@@ -71,26 +71,27 @@ def _stop_if_finished(config: CheckpointConfig, checkpoints: Sequence[Checkpoint
         return
     last = ends[-1]
     marker = last.marker
-    assert marker is not None, "it is complete"
+    assert marker is not None, "the checkpoint is complete"
     if identity.is_finished(last.step, marker.length):
         if last.kind == config.last_kind:
-            raise RunComplete(f"complete at step {last.step}: {last.path} (another --dump_folder trains again)")
+            raise RunComplete(f"complete at step {last.step}: {last.path} (to train again, set another --dump_folder)")
         raise UserError(
-            f"this run ended at step {last.step}, and {last.path} holds {last.holds}; torchtitan convert makes other "
-            "forms of it, and another --dump_folder trains again"
+            f"this run ended at step {last.step}, and {last.path} holds {last.contents}; use `torchtitan convert` for "
+            "other formats, or set another --dump_folder to train again"
         )
     if not own:
         in_hf = " --checkpoint.initial_load_in_hf" if last.kind == "huggingface" else ""
         raise UserError(
-            f"{last.path} is the end of this run and holds {last.holds}, so no further steps can follow; to train on, "
-            f"begin a new run from it: another --dump_folder and --checkpoint.initial_load_path {last.path}{in_hf}"
+            f"this run ended in {last.path}, which holds {last.contents} and cannot be resumed; to continue training, "
+            f"start a new run with another --dump_folder and --checkpoint.initial_load_path {last.path}{in_hf}"
         )
 
 
 def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
-    """Return the checkpoint that a run with checkpoints in `folder` would start from, judging by the markers alone.
-    Raise `UserError` if a named one cannot be loaded, all of the run's own are damaged, or nothing can be read."""
-    with _looking_through(folder):
+    """Return the checkpoint that a run with checkpoints in `folder` would start from; reads only markers. Raise
+    `UserError` if a requested checkpoint cannot be loaded, all of the run's checkpoints are damaged, or reading
+    fails."""
+    with _report_unreadable(folder):
         if config.load_step != -1:
             return Start(catalog.find_step(folder, config.load_step), resumes=True)
         if config.enable and (own := catalog.resumable(folder)):
@@ -101,45 +102,46 @@ def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
     if start.checkpoint.kind == "huggingface":
         raise UserError(
             f"checkpoint.initial_load_path: {config.initial_load_path} holds a Hugging Face model; "
-            "add --checkpoint.initial_load_in_hf"
+            "set --checkpoint.initial_load_in_hf"
         )
     if start.checkpoint.base_model:
         raise UserError(
-            f"checkpoint.initial_load_path: {config.initial_load_path} {describe_missing(start.checkpoint)}; {WAY_ON}"
+            f"checkpoint.initial_load_path: {config.initial_load_path} {describe_missing(start.checkpoint)}; "
+            f"{MISSING_WEIGHTS_ADVICE}"
         )
     if start.checkpoint.kind == "model_only" and not config.initial_load_model_only:
         raise UserError(
-            f"checkpoint.initial_load_path: {config.initial_load_path} holds the model only, "
-            "so it cannot be loaded with checkpoint.initial_load_model_only False"
+            f"checkpoint.initial_load_path: {config.initial_load_path} holds the model only; "
+            "remove checkpoint.initial_load_model_only False"
         )
     return start
 
 
 def check_frozen(config: CheckpointConfig, start: Start | None, base: BaseWeights) -> None:
-    """Raise `UserError` unless `base`, this run's frozen weights, are the weights that `start` lacks."""
+    """Raise `UserError` if `start` omits frozen weights other than `base`, this run's."""
     if start is None or not start.resumes:
         return
     checkpoint = start.checkpoint
     if checkpoint.base_model:
         assert checkpoint.marker
-        digest, lacking = base.digest(), f"{checkpoint.path} {describe_missing(checkpoint)}"
+        digest, reason = base.digest(), f"{checkpoint.path} {describe_missing(checkpoint)}"
         # The same weights are accepted from any location.
-        if digest != checkpoint.marker.base_digest or not digest and base.words != checkpoint.base_model:
+        if digest != checkpoint.marker.base_digest or not digest and base.description != checkpoint.base_model:
             raise UserError(
-                f"{lacking} as they were then, which have changed since: put them back"
-                if base.words == checkpoint.base_model
-                else f"{lacking}, and in this run they would be those of {base.words}, which differ: set the former"
+                f"{reason}, which have changed since; restore the original files"
+                if base.description == checkpoint.base_model
+                else f"{reason}, but this run uses different weights from {base.description}; use the original ones"
             )
     elif config.save_trainable_only:
         raise UserError(
-            f"checkpoint.save_trainable_only: {checkpoint.path} holds all weights, but not the source of the frozen "
+            f"checkpoint.save_trainable_only: {checkpoint.path} holds all weights, without the origin of the frozen "
             "ones; resume without this option"
         )
 
 
 def describe_missing(checkpoint: CheckpointInfo) -> str:
-    """Describe the weights that a checkpoint of trained weights lacks."""
-    return f"holds trained weights only; the others are those of {checkpoint.base_model}"
+    """Describe the weights omitted from a checkpoint of trained weights."""
+    return f"holds trained weights only; the frozen ones come from {checkpoint.base_model}"
 
 
 def choose_start(
@@ -148,26 +150,26 @@ def choose_start(
     ranks: Ranks,
     *,
     identity: RunIdentity | None = None,
-    verifies_initial: bool,
+    verify_initial: bool,
 ) -> Start | None:
-    """Return the verified result of `find_start`; every rank calls it and digests its share. Raise as `check_owner` and
-    `find_start`, and `UserError` if every candidate is damaged.
+    """Return the verified result of `find_start`. All ranks call this together and divide the work. Raise the errors of
+    `check_owner` and `find_start`, and `UserError` if every candidate is damaged.
 
-    The checkpoint of another run is verified only if `verifies_initial`; otherwise its loader does so. Warn about other
-    contents of the folder, remove the remains of unfinished saves, and fall back, with a warning, from a damaged or
-    unreadable checkpoint of the run to the next older one.
+    A checkpoint of another run is verified only if `verify_initial`; otherwise its loader verifies it. Log warnings
+    about other contents of the folder, remove the remains of unfinished saves, and fall back, with a warning, from a
+    damaged or unreadable checkpoint of the run to the next older one.
     """
-    start = ranks.broadcast_from_rank0(lambda: _find_and_tidy(config, folder, identity))
+    start = ranks.broadcast_from_rank0(lambda: _find_start_and_clean_up(config, folder, identity))
     if start is None:
         if config.initial_load_path and config.initial_load_in_hf:
-            given = folder_at(config.initial_load_path)
-            # A Hugging Face folder saved by one of our runs; others have nothing to verify.
-            if ranks.broadcast_from_rank0(lambda: catalog.has_marker(given)):
-                catalog.raise_if_damaged(given, ranks)
+            initial = folder_at(config.initial_load_path)
+            # Hugging Face folders have a marker only if a torchtitan run saved them.
+            if ranks.broadcast_from_rank0(lambda: catalog.has_marker(initial)):
+                catalog.raise_if_damaged(initial, ranks)
         return None
     if start.resumes and config.load_step == -1:
         return Start(_newest_usable(config, folder, ranks), resumes=True)
-    if start.resumes or verifies_initial:
+    if start.resumes or verify_initial:
         catalog.raise_if_damaged(start.checkpoint.path, ranks)
     return start
 
@@ -175,9 +177,9 @@ def choose_start(
 def load_model_state(
     path: AnyFolder, state: ModelState, *, saved_name: str = "model", group: dist.ProcessGroup | None = None
 ) -> None:
-    """Verify the checkpoint in `path` and load the weights of its model `saved_name` into `state`, sharded or not. The
-    ranks of `group` call this together; None: the default process group, or this process if there is none. Raise
-    `UserError` on every rank if the checkpoint is damaged or does not fit."""
+    """Verify the checkpoint in `path` and load its model `saved_name` into `state`, sharded or not. All ranks of
+    `group` call this together; None: the default process group, or this process if there is none. Raise `UserError` on
+    every rank if the checkpoint is damaged or does not fit."""
     from torchtitan.components.checkpoint import dcp
 
     if group is None and dist.is_initialized():
@@ -186,64 +188,64 @@ def load_model_state(
     checkpoint = ranks.broadcast_from_rank0(lambda: catalog.open_checkpoint(path))
     catalog.raise_if_damaged(checkpoint.path, ranks)
     dcp.load(checkpoint.path, {saved_name: state}, {}, 0, ranks)
-    logger.info("loaded %s of %s", saved_name, checkpoint.path)
+    logger.info("loaded %s from %s", saved_name, checkpoint.path)
 
 
-def _find_and_tidy(config: CheckpointConfig, folder: Folder, identity: RunIdentity | None) -> Start | None:
+def _find_start_and_clean_up(config: CheckpointConfig, folder: Folder, identity: RunIdentity | None) -> Start | None:
     if identity:
         check_owner(config, folder, lambda: identity)
     start = find_start(config, folder)
     resumed = start.checkpoint.step if start and start.resumes else -1
     for info in catalog.list_checkpoints(folder) if config.enable else []:
-        # If folders cannot be renamed, a killed save leaves one without a marker.
-        if info.path.name.endswith(UNFINISHED) or not (info.complete or info.fault or folder.renames):
-            logger.warning("%s was left by a save, or a removal, that did not end", info.path)
+        # In a store that cannot rename, a killed save leaves a folder without a marker.
+        if info.path.name.endswith(UNFINISHED) or not (info.is_complete or info.fault or folder.can_rename):
+            logger.warning("%s was left by an interrupted save or removal", info.path)
             if not config.load_only:
-                _or_warn(functools.partial(catalog.remove_checkpoint, info.path), f"{info.path} could not be removed")
-        elif not info.complete:
-            logger.warning("skipped %s: %s", info.path, info.fault or "it is not complete")
+                _try_or_warn(functools.partial(catalog.remove_checkpoint, info.path), f"could not remove {info.path}")
+        elif not info.is_complete:
+            logger.warning("skipped %s: %s", info.path, info.fault or "it is incomplete")
         elif info.step > resumed:
             logger.warning("skipped %s: %s", info.path, _skip_reason(info))
     return start
 
 
-def _or_warn(act: Callable[[], None], failure: str) -> None:
+def _try_or_warn(action: Callable[[], None], message: str) -> None:
     try:
-        act()
+        action()
     except OSError as error:
-        logger.warning("%s: %s", failure, error)
+        logger.warning("%s: %s", message, error)
 
 
 def _skip_reason(info: CheckpointInfo) -> str:
     if info.damage:
         return f"it was found damaged: {info.damage}"
     if info.kind != "full":
-        return f"it holds {info.holds}, so a run cannot resume from it"
-    return "an older step was asked for"
+        return f"it holds {info.contents}, so a run cannot resume from it"
+    return "an older step was requested"
 
 
 def _newest_usable(config: CheckpointConfig, folder: Folder, ranks: Ranks) -> CheckpointInfo:
-    with _looking_through(folder):
+    with _report_unreadable(folder):
         own = ranks.broadcast_from_rank0(lambda: catalog.resumable(folder))
-    lost: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for checkpoint in reversed(own):
         faults = catalog.find_damage(checkpoint.path, ranks)
         if not faults:
             return checkpoint
-        lost[checkpoint.step] = f"it {faults.in_words()}"
+        reasons[checkpoint.step] = f"it {faults.describe()}"
         if ranks.rank == 0:
-            logger.warning("skipped %s: %s", checkpoint.path, lost[checkpoint.step])
-            # Unreadable files are not noted: the next run may be able to read them.
+            logger.warning("skipped %s: %s", checkpoint.path, reasons[checkpoint.step])
+            # Unreadable files are not recorded, since the next run may be able to read them.
             if faults.damage and not config.load_only:
-                note = functools.partial(catalog.record_damage, checkpoint, faults.damage)
-                _or_warn(note, f"the damage to {checkpoint.path} could not be noted in it")
-    with _looking_through(folder):
-        raise ranks.broadcast_from_rank0(lambda: catalog.no_usable_checkpoint(folder, lost))
+                record = functools.partial(catalog.record_damage, checkpoint, faults.damage)
+                _try_or_warn(record, f"could not record the damage in {checkpoint.path}")
+    with _report_unreadable(folder):
+        raise ranks.broadcast_from_rank0(lambda: catalog.no_usable_checkpoint_error(folder, reasons))
 
 
 @contextlib.contextmanager
-def _looking_through(folder: Folder) -> Iterator[None]:
+def _report_unreadable(folder: Folder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"the checkpoints in {folder} cannot be looked through: {error}") from error
+        raise UserError(f"cannot read the checkpoints in {folder}: {error}") from error

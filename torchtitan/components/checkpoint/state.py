@@ -1,4 +1,4 @@
-"""States without a suitable `state_dict` in torch: a wrapped model, random number generators."""
+"""States of wrapped models and random number generators, which have no suitable `state_dict` in PyTorch."""
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,56 +16,56 @@ if TYPE_CHECKING:
 
 
 Entries = dict[str, torch.Tensor | str]
-"""Saved form of a state: its tensors under their names, and everything else in one string."""
+"""Saved form of a state: its tensors by name, and everything else in one string."""
 
 
 class ModelState:
-    """Weights of a model, or of this process's pipeline stages, under their canonical names. The names omit the
-    prefixes of DDP, `torch.compile` and activation checkpointing, and sharded parameters are DTensors, so a checkpoint
-    fits the model under any wrapper or layout."""
+    """Weights of a model, or of this process's pipeline stages, under their canonical names. Names omit the prefixes of
+    DDP, `torch.compile` and activation checkpointing, and sharded parameters are DTensors, so a checkpoint is
+    independent of wrappers and layout."""
 
     def __init__(self, model_parts: Sequence[nn.Module]):
         self.model_parts = model_parts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return canonical name → parameter or persistent buffer, not copied."""
+        """Return canonical name → parameter or persistent buffer, without copying."""
         return {name: value for part in self._part_state_dicts() for name, value in part.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy `state_dict` into the model; raise `UserError` if a name is missing or unknown."""
+        """Copy `state_dict` into the model. Raise `UserError` if names are missing or unknown."""
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
         part_names = [part.keys() for part in self._part_state_dicts()]
         differing = set(state_dict) ^ set().union(*part_names)
         if differing:
-            raise UserError(f"the names of the model and of the weights to load differ: {', '.join(sorted(differing))}")
+            raise UserError(f"the weights to load and the model have different names: {', '.join(sorted(differing))}")
         for part, names in zip(self.model_parts, part_names, strict=True):
             set_model_state_dict(part, {name: state_dict[name] for name in names})
 
     @property
     def added(self) -> set[str]:
         """Names of the tensors absent from the plain model (`ConvertedModule.added`)."""
-        return self._names_in(lambda module: module.added)
+        return self._collect_names(lambda module: module.added)
 
     @property
     def derived(self) -> set[str]:
-        """Names of the tensors in another form than the plain model's (`ConvertedModule.derived`)."""
-        return self._names_in(lambda module: module.derived)
+        """Names of the tensors that differ in form from the plain model's (`ConvertedModule.derived`)."""
+        return self._collect_names(lambda module: module.derived)
 
     @property
-    def of_converted(self) -> set[str]:
+    def converted(self) -> set[str]:
         """Names of all tensors of a `ConvertedModule`."""
-        return self._names_in(lambda module: module.state_dict())
+        return self._collect_names(lambda module: module.state_dict())
 
     @property
     def frozen(self) -> set[str]:
-        """Names of the frozen parameters that the plain model's weights fully determine."""
+        """Names of the frozen parameters that follow from the plain model's weights."""
         named = [pair for part in self.model_parts for pair in part.named_parameters()]
         return {canonical_name(name) for name, parameter in named if not parameter.requires_grad} - self.added
 
-    def _names_in(self, own_names: Callable[[ConvertedModule], Collection[str]]) -> set[str]:
+    def _collect_names(self, get_names: Callable[[ConvertedModule], Collection[str]]) -> set[str]:
         modules = [pair for part in self.model_parts for pair in converted_modules(part)]
-        names = [f"{prefix}.{name}" if prefix else name for prefix, module in modules for name in own_names(module)]
+        names = [f"{prefix}.{name}" if prefix else name for prefix, module in modules for name in get_names(module)]
         return {canonical_name(name) for name in names}
 
     def _part_state_dicts(self) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ class ModelState:
 
 
 class TrainedState:
-    """The weights of a model without its `frozen` ones, for a checkpoint if they can be loaded from elsewhere."""
+    """The weights of a model without its `frozen` ones, for checkpoints that omit them."""
 
     def __init__(self, state: ModelState):
         self._state = state
@@ -89,10 +89,10 @@ class TrainedState:
 
 
 class RandomState:
-    """Random number generators of this process (torch's, NumPy's, Python's), as one of the `rank_states`."""
+    """Random number generators of this process (PyTorch, NumPy and Python), as one of the `rank_states`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return generator → state: byte tensors for torch (an accelerator's under its type, "cuda"), else lists."""
+        """Return generator → state: byte tensors for PyTorch ("cpu", "cuda", …), lists for NumPy and Python."""
         import numpy
 
         state: dict[str, Any] = {"cpu": torch.get_rng_state()}
@@ -106,7 +106,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore `state_dict`; an accelerator of another type than the saved one keeps its state."""
+        """Restore `state_dict`. An accelerator of another type than the saved one is left unchanged."""
         import numpy
 
         torch.set_rng_state(state_dict["cpu"])
@@ -125,8 +125,8 @@ def without_frozen(states: "Mapping[str, Stateful]") -> "dict[str, Stateful]":
 
 
 def with_parameter_names(name: str, state: "Stateful", states: "Mapping[str, Stateful]") -> "Stateful":
-    """Wrap a torch optimizer, which numbers its parameters, in an `OptimizerState` over its model; return others as is.
-    Raise `UserError` if none of the models has the optimizer's parameters."""
+    """Wrap a torch optimizer, whose state numbers the parameters, in an `OptimizerState` of its model; return other
+    states as is. Raise `UserError` if no model has the optimizer's parameters."""
     if not isinstance(state, torch.optim.Optimizer):
         return state
     from torchtitan.components.optimizer import OptimizerState
@@ -137,6 +137,6 @@ def with_parameter_names(name: str, state: "Stateful", states: "Mapping[str, Sta
         if updated <= set(part.parameters()):
             return OptimizerState(part, state)
     raise UserError(
-        f"state {name!r} is a torch.optim.{type(state).__name__}, and no ModelState among the states has its "
-        "parameters: add the model's, or give OptimizerState(model, optimizer) of torchtitan.components.optimizer"
+        f"state {name!r} is a torch.optim.{type(state).__name__}, but no ModelState among the states has its "
+        "parameters; add the model's, or use torchtitan.components.optimizer.OptimizerState(model, optimizer)"
     )

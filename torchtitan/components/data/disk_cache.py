@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from torchtitan.components.checkpoint.identity import content
+from torchtitan.components.checkpoint.identity import identify_content
 from torchtitan.components.data.sources.paths import location
 from torchtitan.components.data.sources.source import Source, StreamSource
 from torchtitan.tools import durable
@@ -259,7 +259,7 @@ def data_identity(
         local = [source for source in sources if isinstance(source, Source)]
         identities = [source.identity(remembered) for source in local]
         digest = digest_of(of_files or identities) if len(local) == len(sources) else ""
-    return content(", ".join(map(location, datasets)), digest)
+    return identify_content(", ".join(map(location, datasets)), digest)
 
 
 def content_digest(folder: Path, names: Sequence[str]) -> str:

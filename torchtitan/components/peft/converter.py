@@ -1,4 +1,4 @@
-"""`LoRA` and `QLoRA`: converters that add adapters to the weights of a model and train nothing else."""
+"""`LoRA` and `QLoRA`: converters that add adapters to a model and freeze everything else."""
 
 import math
 from collections.abc import Callable
@@ -23,10 +23,10 @@ from torchtitan.tools.logging import logger
 
 _HEAD = "output"
 
-_MOST_RANKS = 2**24
+_MAX_RANK = 2**24
 
 EXPORTED = "adapter"
-"""Subfolder of an exported model with the separate adapter."""
+"""Subfolder of an exported model that contains the adapter in PEFT format."""
 
 
 class LoRA(LayerConverter):
@@ -43,30 +43,30 @@ class LoRA(LayerConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LayerConverter.Config):
-        """Adapters: size and location."""
+        """Size and location of adapters."""
 
         include: list[str] = field(default_factory=lambda: [r"\blayers\."])
-        """Regular expressions, each searched in the layers' names (layers.0.attention.wq, output, tok_embeddings):
-        layers that match get an adapter. By default, all linear layers inside the blocks."""
+        """Regular expressions searched in the layers' names (layers.0.attention.wq, output, tok_embeddings); matching
+        layers get an adapter. Default: all linear layers inside the blocks."""
 
         rank: int = 16
-        """Rank of the adapters, at most the smaller side of every adapted layer."""
+        """Rank of the adapters, at most the smaller dimension of every adapted layer."""
 
         alpha: float = 32.0
-        """An adapter's output is multiplied by alpha / rank."""
+        """Adapter outputs are scaled by alpha / rank."""
 
         rslora: bool = False
-        """Multiply by alpha / sqrt(rank) instead, so that large ranks learn as fast (rsLoRA)."""
+        """Scale by alpha / sqrt(rank) instead, so that large ranks learn as fast (rsLoRA)."""
 
         dropout: float = 0.0
-        """Fraction of an adapter's inputs set to 0 in training."""
+        """Dropout probability of the adapters' inputs."""
 
         dora: bool = False
-        """Train the length of each row of the weights separately from its direction (DoRA)."""
+        """Train the magnitude of each row of the weights separately from its direction (DoRA)."""
 
         adapter_path: str = ""
-        """Folder with an adapter in PEFT's files (adapter_model.safetensors, adapter_config.json) to start from, of the
-        same layers, rank, alpha and kind. Empty: a new adapter, which has no effect yet."""
+        """Folder with a PEFT adapter (adapter_model.safetensors, adapter_config.json) to start from, with the same
+        layers, rank, alpha and kind. Empty: a new adapter, which has no effect initially."""
 
         @property
         def scaling(self) -> float:
@@ -75,12 +75,12 @@ class LoRA(LayerConverter):
         def validate(self) -> None:
             LayerConverter.Config.validate(self)
             option = f"--model_converters.{config_key(self)}"
-            if not 1 <= self.rank <= _MOST_RANKS:
-                raise UserError(f"{option}.rank is {self.rank}, and must be at least 1 and at most {_MOST_RANKS}")
+            if not 1 <= self.rank <= _MAX_RANK:
+                raise UserError(f"{option}.rank must be from 1 to {_MAX_RANK}, not {self.rank}")
             if not 0 < self.alpha < math.inf:
-                raise UserError(f"{option}.alpha is {self.alpha}, and must be a number above 0")
+                raise UserError(f"{option}.alpha must be a number above 0, not {self.alpha}")
             if not 0 <= self.dropout < 1:
-                raise UserError(f"{option}.dropout is {self.dropout}, and must be in [0, 1)")
+                raise UserError(f"{option}.dropout must be in [0, 1), not {self.dropout}")
 
     config: Config
 
@@ -93,31 +93,32 @@ class LoRA(LayerConverter):
         freeze_all_but_adapters(model)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        chosen = super().select(model)
-        tied = getattr(model, _HEAD, None) is None
-        for name, layer in chosen.items():
-            if tied and isinstance(layer, nn.Embedding):
-                raise self._refusal(name, "its weights are the output head's too (--model.tie_embeddings)")
-        return chosen
+        selected = super().select(model)
+        is_tied = getattr(model, _HEAD, None) is None
+        for name, layer in selected.items():
+            if is_tied and isinstance(layer, nn.Embedding):
+                raise self._layer_error(name, "it shares its weights with the output head (--model.tie_embeddings)")
+        return selected
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
         config = self.config
         assert isinstance(layer, (nn.Linear, nn.Embedding))
         shape = tuple(layer.weight.shape)
         if config.rank > min(shape):
-            why = f"rank {config.rank} is above the smaller side of its weights, {shape}"
-            raise self._refusal(name, why, way_on=f"set rank to at most {min(shape)}, or ")
+            reason = f"rank {config.rank} is larger than the smaller dimension of its weights, {shape}"
+            raise self._layer_error(name, reason, advice=f"set rank to at most {min(shape)}, or ")
         if config.dora and isinstance(layer, nn.Embedding):
-            raise self._refusal(name, "DoRA is for linear layers")
+            raise self._layer_error(name, "DoRA supports only linear layers")
         if config.dropout and isinstance(layer, nn.Embedding):
-            raise self._refusal(name, f"dropout {config.dropout} is of a layer's inputs, and an embedding's are tokens")
+            raise self._layer_error(name, f"dropout {config.dropout} cannot apply to an embedding's inputs, the tokens")
         if config.dropout and name == _HEAD:
-            raise self._refusal(name, f"dropout {config.dropout} needs a layer's inputs, and the loss has its weights")
+            reason = f"dropout {config.dropout} cannot apply to the head's inputs, since the loss reads its weights"
+            raise self._layer_error(name, reason)
         return True
 
-    def _refusal(self, name: str, why: str, *, way_on: str = "") -> UserError:
+    def _layer_error(self, name: str, reason: str, *, advice: str = "") -> UserError:
         option = f"--model_converters.{config_key(self.config)}"
-        return UserError(f"{option}: {name} cannot have an adapter: {why}; {way_on}leave it out ({option}.exclude)")
+        return UserError(f"{option}: {name} cannot have an adapter: {reason}; {advice}exclude it ({option}.exclude)")
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         config = self.config
@@ -128,16 +129,16 @@ class LoRA(LayerConverter):
             layer, rank=config.rank, scaling=config.scaling, dropout=config.dropout, dora=config.dora
         )
 
-    def check_initial_weights(self, spec: ModelSpec, given: Configurable.Config | None) -> None:
+    def check_initial_weights(self, spec: ModelSpec, saved: Configurable.Config | None) -> None:
         path = self.config.adapter_path
-        if path and given is None:
+        if path and saved is None:
             AdapterSource(Path(path), self.config, converted_model(spec.model, [self]), spec)
             return
-        assert given is None or isinstance(given, LoRA.Config)
-        if path and given and Path(path).resolve() != Path(given.adapter_path).resolve():
+        assert saved is None or isinstance(saved, LoRA.Config)
+        if path and saved and Path(path).resolve() != Path(saved.adapter_path).resolve():
             raise UserError(
-                f"--model_converters.{config_key(self.config)}.adapter_path {path}: checkpoint.initial_load_path has "
-                "adapters already, which the run goes on with; leave out one of the two"
+                f"--model_converters.{config_key(self.config)}.adapter_path {path}: checkpoint.initial_load_path "
+                "already has adapters; set only one of the two options"
             )
 
     def load_initial_weights(self, model_parts: list[nn.Module], spec: ModelSpec) -> None:
@@ -146,19 +147,19 @@ class LoRA(LayerConverter):
             read_adapter(Path(self.config.adapter_path), self.config, model, spec, model_parts)
 
     def post_init_hook(self, model_parts: list[nn.Module]) -> None:
-        """Remember everything the run trains, including other parameters than this adapter's."""
+        """Record the names of all trained parameters, including those outside this adapter."""
         self._trained.update(*gather_objects([name for part in model_parts for name in trained_names(part)]))
 
     def write_export_files(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
-        """Write the adapter alone, in PEFT's files, into `adapter`; warn if they cannot hold all trained parameters."""
+        """Write the adapter in PEFT format into `adapter`; log a warning if other parameters were trained too."""
         adapted = converted_model(spec.model, [self])
         try:
             check_complete(adapted, self._trained.union(trained_names(model)))
             write_adapter(folder / EXPORTED, self.config, adapted, spec, read)
         except UserError as error:
-            logger.warning("no adapter by itself in %s: %s", folder, error)
+            logger.warning("%s is exported without a separate adapter: %s", folder, error)
 
 
 class QLoRA(LoRA):
@@ -168,19 +169,19 @@ class QLoRA(LoRA):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoRA.Config):
-        """Adapters of weights in 4 bits (NF4): size and location."""
+        """Size and location of adapters on 4-bit (NF4) weights."""
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
         if isinstance(layer, nn.Linear) and layer.in_features % BLOCK_SIZE:
-            why = f"weights in 4 bits need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
-            raise self._refusal(name, why)
+            reason = f"4-bit weights need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
+            raise self._layer_error(name, reason)
         return super().accepts(name, layer)
 
 
 def check_complete(adapted: nn.Module, trained: set[str]) -> None:
-    """Raise `UserError` if parameters in `trained`, which a run has trained, are not of the adapter in `adapted`."""
+    """Raise `UserError` if a run `trained` parameters outside the adapter in `adapted`."""
     if others := sorted(trained.difference(trained_names(adapted))):
-        raise UserError(f"more was trained than one adapter, and PEFT's files hold no more: {summarize_names(others)}")
+        raise UserError(f"PEFT files hold only one adapter, but other weights were trained: {summarize_names(others)}")
 
 
 def freeze_all_but_adapters(model: nn.Module) -> None:

@@ -51,15 +51,15 @@ class Normal:
 
 
 class AdaptedLayer(ConvertedModule):
-    """A layer with an adapter: the plain layer's parameters, frozen, and `lora_A` and `lora_B`, which are trained.
-    `adapter` names all trained parameters; `scaling` multiplies the adapter's output."""
+    """A layer with the plain layer's parameters, frozen, and an adapter with the trained parameters `lora_A` and
+    `lora_B`. `adapter` names all trained parameters; `scaling` multiplies the adapter's output."""
 
     weight: Tensor
     lora_A: nn.Parameter
     lora_B: nn.Parameter
 
     def __init__(self, rank: int, scaling: float):
-        nn.Module.__init__(self)  # not the plain class's own, which would make the parameters that are taken over
+        nn.Module.__init__(self)  # the plain class's __init__ would create new parameters
         self.rank, self.scaling = rank, scaling
         self.adapter: tuple[str, ...] = ("lora_A", "lora_B")
 
@@ -91,7 +91,7 @@ class AdaptedLayer(ConvertedModule):
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         """Return the adapted matrix in the type of the plain `weight`; `adapter` has the trained parameters by name."""
 
-    def _start_with(self, **initializers: Initializer) -> None:
+    def _add_initializers(self, **initializers: Initializer) -> None:
         with_initializers(self, **initializers_of(self), **initializers)
 
 
@@ -102,10 +102,10 @@ class LoRALinear(AdaptedLayer, nn.Linear):
     rank); with DoRA, `magnitude` (out,).
 
     Args:
-        linear: the plain layer; its parameters are taken over, with their initial distributions, and frozen.
+        linear: the plain layer; its parameters are reused, with their initializers, and frozen.
         scaling: factor of the adapter's output.
-        dropout: fraction of the adapter's inputs set to 0 in training; the others grow by 1 / (1 - dropout).
-        dora: also train the lengths of the rows.
+        dropout: dropout probability of the adapter's inputs.
+        dora: also train the magnitudes of the rows.
     """
 
     magnitude: nn.Parameter | None
@@ -119,47 +119,47 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         self.bias = linear.bias
         if linear.bias is not None:
             linear.bias.requires_grad_(False)
-            self._start_with(bias=initializer_of(linear, "bias"))
+            self._add_initializers(bias=initializer_of(linear, "bias"))
         self.lora_A = nn.Parameter(plain.new_empty(rank, self.in_features))
         self.lora_B = nn.Parameter(plain.new_empty(self.out_features, rank))
         # As in peft: A starts like a linear layer in torch, Kaiming uniform with a = √5.
-        self._start_with(lora_A=Uniform(self.in_features**-0.5), lora_B=Constant(0.0))
+        self._add_initializers(lora_A=Uniform(self.in_features**-0.5), lora_B=Constant(0.0))
         with_features(self, lora_A=(None, "in"), lora_B=("out", None))
         self.register_parameter("magnitude", None)
         if dora:
             self.adapter += ("magnitude",)
             self.magnitude = nn.Parameter(plain.new_empty(self.out_features))
             start = DerivedRows("weight", plain.shape, initializer_of(linear, "weight"), self._base_row_norms)
-            self._start_with(magnitude=start)
+            self._add_initializers(magnitude=start)
             with_features(self, magnitude=("out",))
 
     def _adopt_base_layer(self, linear: nn.Linear) -> None:
-        """Take over the plain layer's weight, with its initial distribution."""
+        """Reuse and freeze the plain layer's weight, with its initializer."""
         self.weight = linear.weight.requires_grad_(False)
-        self._start_with(weight=initializer_of(linear, "weight"))
+        self._add_initializers(weight=initializer_of(linear, "weight"))
 
     def base_output(self, x: Tensor) -> Tensor:
         """Return the plain layer's output with bias: (..., in) → (..., out)."""
         return F.linear(x, self.weight, self.bias)
 
     def base_rows(self, rows: Tensor) -> Tensor:
-        """Return rows of the plain weight, (n, in), rounded as this layer keeps them; both in float32."""
+        """Return rows of the plain weight, (n, in) in float32, rounded to this layer's storage precision."""
         return rows.to(self.weight.dtype).float()
 
     def _base_row_norms(self, rows: Tensor) -> Tensor:
         return row_norms(self.base_rows(rows))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in) to (..., out). DoRA adds to the plain layer's output, so it starts as exactly that output. As
-        in peft, dropout applies to everything that is added."""
+        """Map (..., in) to (..., out). DoRA is computed as a change of the plain layer's output, so that the initial
+        output is exactly the same. As in peft, dropout applies to the whole change."""
         base = self.base_output(x)
-        inputs = _drop_out(x, self.dropout) if self.training and self.dropout else x
+        inputs = _apply_dropout(x, self.dropout) if self.training and self.dropout else x
         lora_A, lora_B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
         added = F.linear(F.linear(inputs, lora_A), lora_B) * self.scaling
         if self.magnitude is None:
             return base + added
         with torch.no_grad():
-            adapted = self._adapted(self.base_weight(), self.lora_A, self.lora_B)
+            adapted = self._add_adapter(self.base_weight(), self.lora_A, self.lora_B)
         scale = _row_scale(self.magnitude, adapted)
         product = base if inputs is x else self.base_output(redistribute_like(inputs, x))
         if self.bias is not None:
@@ -167,12 +167,12 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         return base + (scale - 1).to(base.dtype) * product + scale.to(base.dtype) * added
 
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
-        adapted = self._adapted(weight, adapter["lora_A"], adapter["lora_B"])
+        adapted = self._add_adapter(weight, adapter["lora_A"], adapter["lora_B"])
         if self.magnitude is None:
             return adapted
         return (_row_scale(adapter["magnitude"], adapted.detach())[:, None] * adapted).to(adapted.dtype)
 
-    def _adapted(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
+    def _add_adapter(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
         return torch.addmm(weight, lora_B.to(weight.dtype), lora_A.to(weight.dtype), alpha=self.scaling)
 
     def extra_repr(self) -> str:
@@ -194,7 +194,7 @@ class QLoRALinear(LoRALinear):
         plain, start = linear.weight, initializer_of(linear, "weight")
         for name, tensor in pack(plain)._asdict().items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-            self._start_with(**{name: DerivedRows("weight", plain.shape, start, partial(_packed, name))})
+            self._add_initializers(**{name: DerivedRows("weight", plain.shape, start, partial(_pack_tensor, name))})
         with_features(self, packed=("out", "in"), scales=("out", "in"), scale_ranges=("out", None))
 
     def base_weight(self) -> Tensor:
@@ -216,7 +216,7 @@ class QLoRALinear(LoRALinear):
         return {**super().plain_types(own), "weight": torch.bfloat16}
 
 
-def _packed(name: str, rows: Tensor) -> Tensor:
+def _pack_tensor(name: str, rows: Tensor) -> Tensor:
     tensor: Tensor = getattr(pack(rows), name)
     return tensor
 
@@ -224,8 +224,8 @@ def _packed(name: str, rows: Tensor) -> Tensor:
 class LoRAEmbedding(AdaptedLayer, nn.Embedding):
     """An embedding of V tokens in D features with an adapter: the rows of `W + scaling · (B A)ᵀ`.
 
-    Parameters: `weight` (V, D), taken over from the plain layer with its initial distribution, frozen; `lora_A`
-    (rank, V) and `lora_B` (D, rank).
+    Parameters: `weight` (V, D), the plain layer's with its initializer, frozen; `lora_A` (rank, V) and `lora_B` (D,
+    rank).
     """
 
     def __init__(self, embedding: nn.Embedding, *, rank: int, scaling: float):
@@ -234,8 +234,8 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
         self.weight = embedding.weight.requires_grad_(False)
         self.lora_A = nn.Parameter(self.weight.new_empty(rank, self.num_embeddings))
         self.lora_B = nn.Parameter(self.weight.new_empty(self.embedding_dim, rank))
-        # As in peft; the other way round, a token's gradient would start at 0 together with all others.
-        self._start_with(weight=initializer_of(embedding, "weight"), lora_A=Constant(0.0), lora_B=Normal(1.0))
+        # As in peft. With B = 0 instead, the gradients of all rows of A would initially be 0.
+        self._add_initializers(weight=initializer_of(embedding, "weight"), lora_A=Constant(0.0), lora_B=Normal(1.0))
         with_features(self, lora_A=(None, "in"), lora_B=("out", None))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -253,24 +253,24 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
 
 
 def _row_scale(magnitude: Tensor, adapted: Tensor) -> Tensor:
-    """Return the factor of each row of an adapted matrix, (out,) in float32. The row's length is constant in the
-    backward pass (DoRA, section 4.3) and rounded like the magnitude, so equal values cancel. Zero rows stay zero."""
+    """Return the scale of each row of an adapted matrix, (out,) in float32. Row norms are constants in the backward
+    pass (DoRA, section 4.3) and rounded like the magnitude, so equal values cancel. Zero rows stay zero."""
     lengths = row_norms(adapted).to(magnitude.dtype).float()
     return magnitude.float() / lengths.masked_fill(lengths == 0, 1.0)
 
 
-def _drop_out(x: Tensor, probability: float) -> Tensor:
-    """Drop out a layer's inputs (B, L, in). Under tensor parallelism each rank draws for its own shard or, for
-    replicated inputs, for its part of the sequence; otherwise the copies would differ between ranks."""
+def _apply_dropout(x: Tensor, probability: float) -> Tensor:
+    """Apply dropout to a layer's inputs (B, L, in). Under tensor parallelism, each rank draws for its own shard or, for
+    replicated inputs, for its part of the sequence, so that all replicas get the same mask."""
     if not isinstance(x, DTensor):
         return F.dropout(x, probability)
     placements = [Shard(1)] if x.placements == (Replicate(),) else x.placements
-    own = F.dropout(x.redistribute(placements=placements).to_local(), probability)
-    return DTensor.from_local(own, x.device_mesh, placements, shape=x.shape, stride=x.stride())
+    local = F.dropout(x.redistribute(placements=placements).to_local(), probability)
+    return DTensor.from_local(local, x.device_mesh, placements, shape=x.shape, stride=x.stride())
 
 
 def _look_up(tokens: Tensor, table: Tensor) -> Tensor:
-    """Return rows of `table` by token id: (B, L) → (B, L, …). Under tensor parallelism the ranks' partial results are
-    summed at once, each keeping its part of the sequence: torch has no product with such partial sums."""
-    found = F.embedding(tokens, table)
-    return found.redistribute(placements=[Shard(1)]) if isinstance(found, DTensor) else found
+    """Return rows of `table` by token id: (B, L) → (B, L, …). Under tensor parallelism, the ranks' partial results are
+    reduce-scattered along the sequence immediately, since PyTorch cannot multiply such partial sums."""
+    rows = F.embedding(tokens, table)
+    return rows.redistribute(placements=[Shard(1)]) if isinstance(rows, DTensor) else rows

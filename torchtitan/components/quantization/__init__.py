@@ -1,4 +1,4 @@
-"""Low precision and quantization by torchao, an optional library that is noisy when imported."""
+"""Low precision and quantization with torchao, an optional dependency."""
 
 import importlib
 import importlib.util
@@ -9,15 +9,15 @@ from torchtitan.tools.errors import UserError
 
 
 def check_torchao(option: str) -> None:
-    """Raise `UserError` if torchao, which `option` needs, is not installed."""
+    """Raise `UserError` if torchao, which `option` requires, is not installed."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError(
-            f"{option} needs torchao: pip install 'torchtitan[quantization]', or EXTRA=quantization ./run_train.sh"
+            f"{option} requires torchao: pip install 'torchtitan[quantization]', or EXTRA=quantization ./run_train.sh"
         )
 
 
 def import_torchao(module: str) -> Any:
-    """Import the module of that name, without torchao's warnings about its other parts."""
+    """Import a torchao module without torchao's log messages."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -83,40 +83,40 @@ def unpack(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dt
 
 
 def unpack_weight(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack a weight, also if tensor parallelism has sharded it: each rank unpacks its part."""
+    """Unpack a weight; under tensor parallelism, each rank unpacks its shard."""
     if not isinstance(packed, DTensor):
         return unpack(packed, scales, scale_ranges, dtype)
     assert isinstance(scales, DTensor) and isinstance(scale_ranges, DTensor)
-    own = unpack(packed.to_local(), scales.to_local(), scale_ranges.to_local(), dtype)
+    local = unpack(packed.to_local(), scales.to_local(), scale_ranges.to_local(), dtype)
     shape = torch.Size((packed.shape[0], 2 * packed.shape[1]))
     return DTensor.from_local(
-        own, packed.device_mesh, packed.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+        local, packed.device_mesh, packed.placements, run_check=False, shape=shape, stride=(shape[1], 1)
     )
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the compute type of a product with `tensor`: autocast's if enabled, else its own."""
+    """Return the compute dtype of a product with `tensor`: autocast's if enabled, otherwise its own."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def quantized_linear(x: Tensor, packed: Tensor, scales: Tensor, scale_ranges: Tensor) -> Tensor:
     """Return `x (…, in)` times the transpose of a 4-bit weight, (…, out), with a gradient for `x`. The weight is
-    unpacked for the product and again in the backward pass, and kept in 4 bits between them. If tensor parallelism has
-    sharded it, by outputs or inputs, each rank multiplies its own part."""
+    unpacked for the product and again in the backward pass. Under tensor parallelism, it is sharded by outputs or
+    inputs, and each rank multiplies its shard."""
     x = x.to(compute_dtype(x))
     if not isinstance(packed, DTensor):
-        return _product(x, packed, scales, scale_ranges)
+        return _multiply(x, packed, scales, scale_ranges)
     assert isinstance(x, DTensor) and isinstance(scales, DTensor) and isinstance(scale_ranges, DTensor)
-    outputs_shared = packed.placements == (Shard(0),)
+    is_colwise = packed.placements == (Shard(0),)
     last = Shard(x.ndim - 1)
-    assert x.placements == ((Replicate(),) if outputs_shared else (last,)), f"{x.placements} times {packed.placements}"
-    own_x = x.to_local(grad_placements=[Partial() if outputs_shared else last])
-    own_y = _product(own_x, packed.to_local(), scales.to_local(), scale_ranges.to_local())
-    return DTensor.from_local(own_y, packed.device_mesh, [last if outputs_shared else Partial()], run_check=False)
+    assert x.placements == ((Replicate(),) if is_colwise else (last,)), f"{x.placements} times {packed.placements}"
+    local_x = x.to_local(grad_placements=[Partial() if is_colwise else last])
+    local_y = _multiply(local_x, packed.to_local(), scales.to_local(), scale_ranges.to_local())
+    return DTensor.from_local(local_y, packed.device_mesh, [last if is_colwise else Partial()], run_check=False)
 
 
-def _product(x: Tensor, *weight: Tensor) -> Tensor:
+def _multiply(x: Tensor, *weight: Tensor) -> Tensor:
     y: Tensor = _QuantizedLinear.apply(x, *weight)
     return y
 
@@ -138,8 +138,8 @@ class _QuantizedLinear(torch.autograd.Function):
 
 @torch.library.custom_op("torchtitan::copy_after", mutates_args=())
 def _copy_after(tensor: Tensor, earlier: Tensor) -> Tensor:
-    """Return a copy of `tensor` that depends on `earlier`. A compiler that sees the same weight unpacked twice would do
-    it once, in the forward pass, and keep all of it for the backward pass."""
+    """Return a copy of `tensor` that depends on `earlier`. Otherwise, the compiler would unpack a weight only once, in
+    the forward pass, and keep it for the backward pass."""
     return tensor.clone()
 
 
@@ -162,7 +162,7 @@ def _pack(rows: Tensor) -> NF4:
     step = (top - offset) / _LARGEST_CODE
     codes = ((largest - offset) / _or_one(step)).round().to(torch.uint8)
     ranges = torch.cat([offset, step], dim=1).view(torch.uint8)
-    # With the scale that will be used, not the exact one.
+    # Divide by the rounded scale, which `unpack` multiplies with.
     relative = blocks / _or_one(_decode(codes, ranges))[..., None]
     indices = torch.bucketize(relative, _MIDPOINTS.to(rows.device), out_int32=True).to(torch.uint8)
     first, second = indices.view(rows.shape[0], -1, 2).unbind(-1)
@@ -176,5 +176,5 @@ def _decode(codes: Tensor, ranges: Tensor) -> Tensor:
 
 
 def _or_one(divisors: Tensor) -> Tensor:
-    """Replace 0 by 1: a row or block of zeros has the scale 0 and divides only zeros."""
+    """Replace 0 by 1, since the scale of a row or block of zeros is 0."""
     return torch.where(divisors == 0, 1.0, divisors)

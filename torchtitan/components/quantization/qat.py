@@ -1,7 +1,7 @@
-"""`QAT`: quantization-aware training, which sees the rounding of the quantized model.
+"""`QAT`: quantization-aware training, which simulates the rounding of the quantized model.
 
-The scheme is int8 dynamic activations and int4 weights, as torchao computes it, in the type of the tensor and rounding
-half to even:
+The scheme is torchao's int8 dynamic activations and int4 weights, computed in the tensor's dtype and rounded half to
+even:
 
 - a matrix of weights in groups of `group_size` neighbors within a row. Scale s = max |w| / 7.5; w becomes
   s clamp(round(w / s), -8, 7);
@@ -9,8 +9,8 @@ half to even:
   s = (high - low) / 255, zero point z = clamp(-128 - round(low / s), -128, 127); x becomes
   s (clamp(round(x / s) + z, -128, 127) - z).
 
-Backward, rounding counts as the identity, and clamped values get no gradient (the straight-through estimator,
-arXiv:1308.3432). Weights and optimizer stay in full precision, and checkpoints are the plain model's.
+In the backward pass, rounding is the identity, and clamped values get no gradient (the straight-through estimator,
+arXiv:1308.3432). Weights and optimizer states stay in full precision, and checkpoints are the plain model's.
 """
 
 import functools
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 class QAT(LayerConverter):
-    """Makes linear layers compute as if quantized, so that training adapts."""
+    """Simulates quantization in linear layers, so that training adapts to it."""
 
     simulates = True
 
     @dataclass(kw_only=True, slots=True)
     class Config(LayerConverter.Config):
-        """Layers to quantize, granularity and start."""
+        """Layers, granularity and start of simulated quantization."""
 
         group_size: int = 32
         """Neighboring weights of a row that share a scale; must divide the inputs of each layer."""
@@ -57,38 +57,38 @@ class QAT(LayerConverter):
     config: Config
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        chosen = super().select(model)
+        selected = super().select(model)
         size = self.config.group_size
-        unfit = [name for name, layer in chosen.items() if _n_inputs(layer) % size]
-        if unfit:
+        indivisible = [name for name, layer in selected.items() if _n_inputs(layer) % size]
+        if indivisible:
             key = f"--model_converters.{config_key(self.config)}"
-            sizes = sorted({_n_inputs(chosen[name]) for name in unfit})
+            sizes = sorted({_n_inputs(selected[name]) for name in indivisible})
             raise UserError(
                 f"{key}.group_size {size} does not divide the inputs ({', '.join(map(str, sizes))}) of "
-                f"{', '.join(without_numbers(unfit))}; choose another size, or leave these layers out ({key}.exclude)"
+                f"{', '.join(without_numbers(indivisible))}; set another size, or exclude these layers ({key}.exclude)"
             )
-        return chosen
+        return selected
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         scheme = inference_config(self.config.group_size)
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig
 
-        holder = nn.ModuleDict({"layer": layer})  # torchao replaces what is inside of a module
+        holder = nn.ModuleDict({"layer": layer})  # torchao replaces only submodules
         quantize_(holder, QATConfig(scheme, step="prepare"))
         converted = holder["layer"]
-        # On the meta device torchao makes new parameters, which are not frozen.
+        # On the meta device, torchao creates new, unfrozen parameters.
         converted.weight, converted.bias = layer.weight, layer.bias
         _simulate(converted, self.config.start_step == 0)
         return with_initializers(converted, **initializers_of(layer))
 
     def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
-        """Simulate quantization only in the steps after `start_step`; validation follows the last step."""
+        """Simulate quantization only after `start_step`; validation computes like the last step."""
         start_step = self.config.start_step
         for part in model_parts:
             _simulate(part, step > start_step)
         if start_step and step == start_step + 1:
-            logger.info("%s: quantization is simulated from step %d on", config_key(self.config), step)
+            logger.info("%s: simulating quantization from step %d", config_key(self.config), step)
 
 
 def _simulate(module: nn.Module, enabled: bool) -> None:
@@ -98,7 +98,7 @@ def _simulate(module: nn.Module, enabled: bool) -> None:
 
 
 def inference_config(group_size: int) -> "Int8DynamicActivationIntxWeightConfig":
-    """Return torchao's config of the scheme of training and export; raise `UserError` if torchao is not installed."""
+    """Return torchao's config for training and export. Raise `UserError` if torchao is not installed."""
     check_torchao("quantization to 4-bit weights and 8-bit activations")
     library = import_torchao("torchao.quantization")
     int4 = torch.int4  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""A Hugging Face folder with quantized weights, which transformers opens with torchao.
+"""Export of quantized weights as a Hugging Face folder, which transformers loads with torchao.
 
-Each quantized matrix is three tensors: 4-bit values, one per byte (torchao's only form of this scheme for safetensors),
-the scales of its groups, and their zero points, all 0. The metadata of the files link them, and `quantization_config`
-in config.json says which layers are quantized.
+Each quantized matrix is three tensors: 4-bit values, one per byte (torchao's only layout of this scheme for
+safetensors), the scales of its groups, and their zero points, all 0. The metadata of the files link these tensors, and
+`quantization_config` in config.json lists the layers that are not quantized.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,17 +33,17 @@ def export_quantized(
     max_file_bytes: int = MAX_FILE_BYTES,
     advance: Callable[[int], None] = lambda n_bytes: None,
 ) -> None:
-    """Write a model into `folder` for inference, quantized as simulated by `QAT` in training. The other
-    parameters are as in `export_checkpoint`.
+    """Write a model into `folder` for inference, quantized as simulated by `QAT`. Other parameters are as in
+    `export_checkpoint`.
 
     Args:
         quantization: layers and granularity.
-        dtype: of the other weights, the scales and the computation. None: the weights' type.
-        max_file_bytes: largest file of weights; a whole file is held in memory.
+        dtype: dtype of the scales, the unquantized weights and the computation; None: the weights' dtype.
+        max_file_bytes: maximum size of a weights file; each file is built in memory.
 
     Raises:
-        UserError: if torchao is missing, the layers cannot be quantized so, or `dtype` cannot hold a value.
-        OSError: if it cannot be written.
+        UserError: if torchao is missing, the layers cannot be quantized this way, or a value overflows in `dtype`.
+        OSError: if a file cannot be written.
     """
     adapter = format_for(spec, "hf").adapter(spec.model)
     view = ExternalView(source, adapter)
@@ -52,15 +52,15 @@ def export_quantized(
     }
     quantized = _weights_to_quantize(spec, adapter, quantization)
 
-    def as_written(name: str, tensor: Tensor) -> Tensor:
+    def maybe_quantize(name: str, tensor: Tensor) -> Tensor:
         return _quantize(tensor, quantization.group_size) if name in quantized else tensor
 
     def make(name: str) -> Tensor:
         tensor = as_type(name, view.read(name), specs[name].dtype)
         advance(view.specs[name].n_bytes)
-        return as_written(name, tensor)
+        return maybe_quantize(name, tensor)
 
-    # In the tensor_spec that transformers' `TorchAoConfig` reads.
+    # The format of transformers' `TorchAoConfig`.
     config_to_dict = import_torchao("torchao.core.config").config_to_dict
     plain = [name for name in (*specs, *adapter.tied) if name not in quantized]
     entry = {
@@ -75,16 +75,18 @@ def export_quantized(
         assets,
         lambda ids: {**config_json(spec, ids, dtype), "quantization_config": entry},
     )
-    like = {name: as_written(name, torch.empty(f.shape, dtype=f.dtype, device="meta")) for name, f in specs.items()}
-    _write_weights(folder, like, make, max_file_bytes)
+    meta_tensors = {
+        name: maybe_quantize(name, torch.empty(f.shape, dtype=f.dtype, device="meta")) for name, f in specs.items()
+    }
+    _write_weights(folder, meta_tensors, make, max_file_bytes)
 
 
 def _weights_to_quantize(spec: ModelSpec, adapter: StateDictAdapter, quantization: QAT.Config) -> set[str]:
-    """Return the names of Hugging Face's tensors that consist of weights of the chosen layers."""
+    """Return the names of Hugging Face's tensors that consist of weights of the selected layers."""
     with torch.device("meta"):
         layers = quantization.build().select(spec.model.build())
-    chosen = {f"{name}.weight" for name in layers}
-    return {name for step in adapter.steps if chosen.issuperset(step.internal) for name in step.external}
+    weights = {f"{name}.weight" for name in layers}
+    return {name for step in adapter.steps if weights.issuperset(step.internal) for name in step.external}
 
 
 def _quantize(matrix: Tensor, group_size: int) -> Tensor:
@@ -95,13 +97,13 @@ def _quantize(matrix: Tensor, group_size: int) -> Tensor:
     return layer.weight.detach()
 
 
-def _write_weights(folder: Path, like: Mapping[str, Tensor], make: MakeTensor, max_file_bytes: int) -> None:
-    """Write the weights from `make`, with metadata from `like`, and the index if there are several files."""
+def _write_weights(folder: Path, meta_tensors: Mapping[str, Tensor], make: MakeTensor, max_file_bytes: int) -> None:
+    """Write the weights from `make`, with metadata from `meta_tensors`, and an index if there are several files."""
     flatten_tensor_state_dict = import_torchao(
         "torchao.prototype.safetensors.safetensors_support"
     ).flatten_tensor_state_dict
-    _, metadata = flatten_tensor_state_dict(like)  # of all weights in every file: its reader joins them
-    parts = {name: _specs(flatten_tensor_state_dict({name: tensor})[0]) for name, tensor in like.items()}
+    _, metadata = flatten_tensor_state_dict(meta_tensors)  # every file has the metadata of all weights
+    parts = {name: _specs(flatten_tensor_state_dict({name: tensor})[0]) for name, tensor in meta_tensors.items()}
     n_bytes = {name: sum(tensor_spec.n_bytes for tensor_spec in specs.values()) for name, specs in parts.items()}
     written: dict[str, dict[str, TensorSpec]] = {}
     for file, names in assign_to_files(n_bytes, max_file_bytes).items():

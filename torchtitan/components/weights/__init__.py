@@ -1,7 +1,8 @@
-"""Weights in files: DCP, Hugging Face and Meta checkpoints, read and written tensor by tensor, and loaded into models.
+"""Reading, writing and loading DCP, Hugging Face and Meta checkpoints, one tensor at a time.
 
-A source has the names and shapes of its files; a family's adapter (`torchtitan.protocols.state_dict_adapter`), applied
-by `InternalView` and `ExternalView`, maps them to our models. `components.checkpoint` does not use this package.
+A tensor source has the names and shapes of its files. `InternalView` and `ExternalView` apply a family's state-dict
+adapter (`torchtitan.protocols.state_dict_adapter`) to map them to our models. `components.checkpoint` does not use this
+package.
 """
 
 from torchtitan.components.weights.export import export_checkpoint

@@ -1,4 +1,4 @@
-"""Checkpoint contents besides the weights: the model description, the tokenizer and the chat files."""
+"""Files of a checkpoint other than weights: the model description, the tokenizer and the chat template."""
 
 import json
 import shutil
@@ -20,11 +20,11 @@ FOLDER = "assets"
 """Subfolder of a checkpoint."""
 
 DESCRIPTION = f"{FOLDER}/model.json"
-"""File of a checkpoint that names its model and any conversion of its weights."""
+"""File of a checkpoint that describes its model and the converters applied to it."""
 
 _MODEL_KEYS = {
-    "module": (str, "the import path of a family of models"),
-    "flavor": (str, "a name"),
+    "module": (str, "the import path of a model family"),
+    "flavor": (str, "a string"),
     "config": (dict, "an object"),
 }
 
@@ -39,10 +39,10 @@ FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""Files next to a model's weights that are copied unchanged from checkpoint to checkpoint."""
+"""Files next to a model's weights that are copied unchanged between checkpoints."""
 
 AssetFile = Path | bytes
-"""File to copy, or content to write."""
+"""A file to copy, or bytes to write."""
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -50,14 +50,14 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True)
 class CheckpointAssets:
-    """Contents of a checkpoint's `assets` folder."""
+    """Files in the `assets` folder of a checkpoint."""
 
     model: Mapping[str, Any]
-    """`module` (the family's import path), `flavor` and model `config`; `converters` (`ConverterRecord`s) if the
-    weights are not the plain model's; `simulated` if they were trained for quantization."""
+    """`module` (the family's import path), `flavor` and model `config`; also `converters` (`ConverterRecord`s) for a
+    converted model, and `simulated` for weights trained with simulated quantization."""
 
     files: Mapping[str, AssetFile]
-    """File name → content."""
+    """File name → file or content."""
 
     @classmethod
     def of(
@@ -68,59 +68,59 @@ class CheckpointAssets:
         converters: Sequence[ConverterRecord] = (),
         simulated: Sequence[ConverterRecord] = (),
     ) -> "CheckpointAssets":
-        """Describe a model, with the results of `converter_records` and `simulation_records`."""
+        """Describe a model. `converters` and `simulated` come from `converter_records` and `simulation_records`."""
         model = {"module": spec.module, "flavor": spec.flavor, "config": spec.model.to_dict()}
-        said = {"converters": list(converters), "simulated": list(simulated)}
-        return cls({**model, **{key: descriptions for key, descriptions in said.items() if descriptions}}, files)
+        records = {"converters": list(converters), "simulated": list(simulated)}
+        return cls({**model, **{key: value for key, value in records.items() if value}}, files)
 
     def write(self, folder: Path) -> None:
         """Write the assets into the checkpoint's `folder`."""
         assets = folder / FOLDER
         assets.mkdir(exist_ok=True)
         write_files(assets, self.files)
-        # A Hugging Face folder always has the plain model.
-        left_out = {"converters"} if (folder / "config.json").is_file() else set()
-        content = {key: value for key, value in self.model.items() if key not in left_out}
+        # A Hugging Face folder always contains the plain model.
+        omitted = {"converters"} if (folder / "config.json").is_file() else set()
+        content = {key: value for key, value in self.model.items() if key not in omitted}
         (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def asset_folder(checkpoint: Path) -> Path:
-    """Return the folder of the `FILES` of a checkpoint of any format: `assets`, or the checkpoint itself. Raise
+    """Return the folder with the `FILES` of a checkpoint in any format: `assets`, or the checkpoint itself. Raise
     `UserError` if `assets` is a link out of the checkpoint."""
     is_external = (checkpoint / "config.json").is_file() or not (checkpoint / FOLDER).is_dir()
     return checkpoint if is_external else file_to_copy(checkpoint, FOLDER)
 
 
 def token_ids(folder: Path, config: Path) -> dict[str, Any]:
-    """Return `bos_token_id`, `eos_token_id` (one or several) and `pad_token_id` of the model with files in `folder`:
-    from generation_config.json, `config` (a config.json, which may be absent) or else the tokenizer. Unknown ids are
-    omitted, with a warning if the tokenizer cannot be read. Raise `UserError` for a JSON file that cannot be read."""
-    found: dict[str, Any] = {}
-    for file in (config, folder / "generation_config.json"):  # the second wins: it has all ids that end a text
+    """Return `bos_token_id`, `eos_token_id` (an id or a list) and `pad_token_id` of the model with files in `folder`,
+    from generation_config.json, `config` (a config.json, which may be absent) or the tokenizer, in this order. Unknown
+    ids are omitted, with a warning if the tokenizer cannot be read. Raise `UserError` if a JSON file cannot be read."""
+    ids: dict[str, Any] = {}
+    for file in (config, folder / "generation_config.json"):  # the second overrides: it lists all end tokens
         content = read_object(file)
-        found |= {key: content[key] for key in _TOKEN_IDS if content.get(key) is not None}
+        ids |= {key: content[key] for key in _TOKEN_IDS if content.get(key) is not None}
     has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
-    if not {"bos_token_id", "eos_token_id"} <= found.keys() and has_tokenizer:
-        found = _ids_of_tokenizer(folder) | found
-    return {key: found[key] for key in _TOKEN_IDS if key in found}
+    if not {"bos_token_id", "eos_token_id"} <= ids.keys() and has_tokenizer:
+        ids = _read_tokenizer_ids(folder) | ids
+    return {key: ids[key] for key in _TOKEN_IDS if key in ids}
 
 
 def read_model_json(checkpoint: str | Path) -> dict[str, Any]:
-    """Return the model description of a checkpoint; raise `UserError` if it cannot be used."""
+    """Return the model description of a checkpoint. Raise `UserError` if it is missing or invalid."""
     path = Path(checkpoint) / DESCRIPTION
     if not path.is_file():
-        raise UserError(f"{checkpoint} does not say which model it is of (there is no {DESCRIPTION} in it)")
+        raise UserError(f"{checkpoint} has no model description ({DESCRIPTION})")
     content = read_object(path)
-    for key, (type_, must_be) in _MODEL_KEYS.items():
+    for key, (type_, description) in _MODEL_KEYS.items():
         if not isinstance(content.get(key), type_):
-            raise UserError(f"{path}: {key} is {content.get(key)!r}, and must be {must_be}")
+            raise UserError(f"{path}: {key} must be {description}, not {content.get(key)!r}")
     return content
 
 
 def read_converters(
     checkpoint: str | Path, key: Literal["converters", "simulated"] = "converters"
 ) -> list[ConverterRecord]:
-    """Return the `converters` (or `simulated`) of `CheckpointAssets.model` of the checkpoint in a folder or at a URL.
+    """Return the `converters` (or `simulated`) in `CheckpointAssets.model` of a checkpoint in a folder or at a URL.
     Raise `UserError` if they cannot be read."""
     folder, name = folder_at(checkpoint), DESCRIPTION
     try:
@@ -129,22 +129,22 @@ def read_converters(
         raise UserError(f"{checkpoint}/{name} cannot be read: {error}") from error
     converters = content.get(key, []) if isinstance(content, dict) else None
     if not (isinstance(converters, list) and all(isinstance(converter, dict) for converter in converters)):
-        raise UserError(f"{checkpoint}/{name}: {key} is {converters!r}, and must be a list of objects")
+        raise UserError(f"{checkpoint}/{name}: {key} must be a list of objects, not {converters!r}")
     return converters
 
 
 def files_in(folder: Path | None) -> dict[str, AssetFile]:
     """Return the `FILES` in `folder` by name; none if `folder` is None. Raise `UserError` if one is a link out of the
-    folder, or a damaged JSON file, which must not be copied."""
-    found = [] if folder is None else [file_to_copy(folder, name) for name in FILES if (folder / name).is_file()]
-    for file in found:
+    folder or a damaged JSON file."""
+    files = [] if folder is None else [file_to_copy(folder, name) for name in FILES if (folder / name).is_file()]
+    for file in files:
         if file.suffix == ".json":
             read_object(file)
-    return {file.name: file for file in found}
+    return {file.name: file for file in files}
 
 
 def write_files(folder: Path, files: Mapping[str, AssetFile]) -> None:
-    """Copy or write `files`, by name, into `folder`."""
+    """Copy or write `files` (name → file or content) into `folder`."""
     for name, file in files.items():
         if isinstance(file, bytes):
             (folder / name).write_bytes(file)
@@ -152,51 +152,51 @@ def write_files(folder: Path, files: Mapping[str, AssetFile]) -> None:
             shutil.copyfile(file, folder / name)
 
 
-def _ids_of_tokenizer(folder: Path) -> dict[str, int]:
+def _read_tokenizer_ids(folder: Path) -> dict[str, int]:
     try:
         tokenizer = PretrainedTokenizer.Config().build(path=folder)
     except UserError as error:
-        logger.warning("the ids of BOS and EOS are not known: %s", error)
+        logger.warning("BOS and EOS ids are unknown: %s", error)
         return {}
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     return {key: value for key, value in ids.items() if value is not None}
 
 
 def chat_assets(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
-    """Return the files, name → text, with which other tools continue conversations in a model's training format: the
-    template and, unless the tokenizer's files already have them, the end-of-turn token as an end of generation and the
-    tokens of the template's `bos_token` and `eos_token`. Raise `UserError` if a JSON file there is unreadable."""
+    """Return the files (name → text) that let other tools chat in a model's training format: the template and, unless
+    the tokenizer's files already have them, the end-of-turn token as an EOS token and the template's `bos_token` and
+    `eos_token`. Raise `UserError` if one of the tokenizer's JSON files is unreadable."""
     files = {"chat_template.jinja": template.source}
-    files |= _generation_config(tokenizer, template)
-    files |= _tokenizer_config(tokenizer.folder, template)
+    files |= _make_generation_config(tokenizer, template)
+    files |= _make_tokenizer_config(tokenizer.folder, template)
     return files
 
 
-def _generation_config(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
-    """Return generation_config.json if the end-of-turn token is not among its EOS tokens."""
-    (of_end,) = tokenizer.tokenize([template.end_of_turn()], allow_special=True)
-    known = token_ids(tokenizer.folder, tokenizer.folder / "config.json") if tokenizer.folder else {}
-    said = known.get("eos_token_id", tokenizer.eos_id)
-    ends = said if isinstance(said, list) else [] if said is None else [said]
-    if not of_end or of_end[0] not in tokenizer.special_ids or of_end[0] in ends:
+def _make_generation_config(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
+    """Return generation_config.json if it must be extended with the end-of-turn token."""
+    (end_of_turn,) = tokenizer.tokenize([template.end_of_turn()], allow_special=True)
+    ids = token_ids(tokenizer.folder, tokenizer.folder / "config.json") if tokenizer.folder else {}
+    eos = ids.get("eos_token_id", tokenizer.eos_id)
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not end_of_turn or end_of_turn[0] not in tokenizer.special_ids or end_of_turn[0] in eos_ids:
         return {}
-    settings = _read_from(tokenizer.folder, "generation_config.json")
-    return {"generation_config.json": _as_text({**settings, **known, "eos_token_id": [*ends, of_end[0]]})}
+    settings = _read_json(tokenizer.folder, "generation_config.json")
+    return {"generation_config.json": _to_json({**settings, **ids, "eos_token_id": [*eos_ids, end_of_turn[0]]})}
 
 
-def _tokenizer_config(folder: Path | None, template: ChatTemplate) -> dict[str, str]:
-    """Return tokenizer_config.json if no file names a token that the template writes by its role."""
-    settings = _read_from(folder, "tokenizer_config.json")
-    named = settings.keys() | _read_from(folder, "special_tokens_map.json").keys()
-    unnamed = {k: text for k, text in template.variables.items() if text and k in template.source and k not in named}
-    if not unnamed:
+def _make_tokenizer_config(folder: Path | None, template: ChatTemplate) -> dict[str, str]:
+    """Return tokenizer_config.json if it must be extended with special tokens that the template uses."""
+    settings = _read_json(folder, "tokenizer_config.json")
+    known = settings.keys() | _read_json(folder, "special_tokens_map.json").keys()
+    missing = {k: text for k, text in template.variables.items() if text and k in template.source and k not in known}
+    if not missing:
         return {}
-    return {"tokenizer_config.json": _as_text({**settings, **unnamed})}
+    return {"tokenizer_config.json": _to_json({**settings, **missing})}
 
 
-def _read_from(folder: Path | None, name: str) -> dict[str, Any]:
+def _read_json(folder: Path | None, name: str) -> dict[str, Any]:
     return read_object(folder / name) if folder else {}
 
 
-def _as_text(document: dict[str, Any]) -> str:
+def _to_json(document: dict[str, Any]) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""Export of a whole checkpoint in any format: weights, model description and tokenizer."""
+"""Export of complete checkpoints in any format: weights, model description and tokenizer."""
 
 import json
 from collections import Counter
@@ -47,24 +47,25 @@ def export_checkpoint(
     advance: Callable[[int], None] = lambda n_bytes: None,
     ranks: Ranks | None = None,
 ) -> None:
-    """Write a model into `folder` in the format `to`, tensor by tensor; the converters' additional files come last.
+    """Write a model into `folder` in the format `to`, one tensor at a time, then the converters' additional files.
 
     Args:
-        folder: existing and empty; a DCP folder is completed by the caller (`catalog.commit`).
+        folder: an existing, empty folder; the caller commits a DCP checkpoint (`catalog.commit`).
         source: the weights under our names; a `PlainView` for a converted model.
         assets: folder with the files to copy (`assets.FILES`) and, for a Hugging Face checkpoint, a config.json.
-        changed_files: name → content of files that replace or complement the files in `assets`.
-        dtype: of the written floating-point weights. None: unchanged.
-        max_file_bytes: largest file of weights, in Hugging Face's format.
-        advance: called with the bytes of each tensor once it is read.
-        ranks: share the work, calling this together, each with a source of the whole model. None: this process alone.
+        changed_files: name → content of files that override or extend the files in `assets`.
+        dtype: dtype of the written floating-point weights; None: unchanged.
+        max_file_bytes: maximum size of a Hugging Face weights file.
+        advance: called with the number of bytes after each tensor is read.
+        ranks: processes that call this together and divide the work, each with a source of the whole model; None: this
+            process alone.
 
     Raises:
-        UserError: for a format or a type that cannot hold the model; it names the tensor with too large values.
-        OSError: if it cannot be written.
+        UserError: if the format or dtype cannot represent the model; names the tensor whose values are too large.
+        OSError: if a file cannot be written.
     """
     view = source if to == "dcp" else ExternalView(source, format_for(spec, to).adapter(spec.model))
-    specs = {name: _converted(tensor_spec, dtype) for name, tensor_spec in view.specs.items()}
+    specs = {name: _convert_spec(tensor_spec, dtype) for name, tensor_spec in view.specs.items()}
 
     def make(name: str) -> Tensor:
         tensor = view.read(name)
@@ -96,13 +97,13 @@ def export_huggingface(
     converters: Sequence[ModelConverter] = (),
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Fill `target` with the Hugging Face folder of a model; every rank calls this and writes some of the files. The
-    other parameters are as in `export_checkpoint`.
+    """Write a model into `target` in Hugging Face format. All ranks call this together and divide the files. Other
+    parameters are as in `export_checkpoint`.
 
     Args:
-        source: checkpoint of the model in our own format.
-        converters: applied to the model. The plain model is written, and the converters' additional files.
-        dtype: of the floating-point weights of a converted model; None: as derived for the plain model.
+        source: DCP checkpoint of the model.
+        converters: converters applied to the model; the plain model and the converters' additional files are written.
+        dtype: dtype of the floating-point weights of a converted model; None: the types of the plain model.
     """
     from torchtitan.components.checkpoint.dcp import DcpSource  # deferred: DCP takes a second to import
 
@@ -113,15 +114,15 @@ def export_huggingface(
 
 
 def format_for(spec: ModelSpec, to: Format) -> ExternalFormat:
-    """Return the format `to` of the family of `spec`; raise `UserError` if there is none."""
+    """Return the format `to` of the family of `spec`. Raise `UserError` if the family does not support it."""
     if to not in spec.formats:
-        raise UserError(f"{spec.name} has no format '{to}' (there are: {', '.join(['dcp', *spec.formats])})")
+        raise UserError(f"{spec.name} does not support the format '{to}'; use {' or '.join(['dcp', *spec.formats])}")
     return spec.formats[to]
 
 
 def config_json(spec: ModelSpec, ids: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a model's config.json, for old and new versions of transformers. `ids` come from `assets.token_ids`;
-    `dtype` is the type of the weights."""
+    """Return a model's config.json, for transformers 4 and 5. `ids` come from `assets.token_ids`; `dtype` is the type
+    of the weights."""
     name = str(dtype).removeprefix("torch.")
     return {**format_for(spec, "hf").to_external(spec.model), **ids, "dtype": name, "torch_dtype": name}
 
@@ -149,7 +150,7 @@ def _write_description(
 def write_hf_description(
     folder: Path, files: Mapping[str, AssetFile], assets: Path | None, config: Callable[[Mapping[str, Any]], Any]
 ) -> None:
-    """Write `files` and config.json of a Hugging Face folder; `config` makes it from `token_ids`."""
+    """Write `files` and config.json of a Hugging Face folder; `config` creates the latter from `token_ids`."""
     write_files(folder, files)
     _write_json(folder / "config.json", config(_write_token_ids(folder, assets)))
     make_loadable_by_auto_tokenizer(folder)
@@ -163,14 +164,14 @@ def _write_token_ids(folder: Path, assets: Path | None) -> Mapping[str, Any]:
 
 
 def prevailing_dtype(specs: Mapping[str, TensorSpec]) -> torch.dtype:
-    """Return the dtype of most values."""
-    values: Counter[torch.dtype] = Counter()
+    """Return the dtype with the most elements."""
+    n_elements: Counter[torch.dtype] = Counter()
     for tensor_spec in specs.values():
-        values[tensor_spec.dtype] += tensor_spec.shape.numel()
-    return values.most_common(1)[0][0]
+        n_elements[tensor_spec.dtype] += tensor_spec.shape.numel()
+    return n_elements.most_common(1)[0][0]
 
 
-def _converted(tensor_spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
+def _convert_spec(tensor_spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
     return TensorSpec(tensor_spec.shape, dtype) if dtype and tensor_spec.dtype.is_floating_point else tensor_spec
 
 

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: safetensors files, and an index if there are several.
 
-File format (https://github.com/huggingface/safetensors#format): the header length in 8 bytes, little endian; the
-header, a JSON object of name → dtype, shape and position of the values; then the values, tensor after tensor.
+File format (https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes, little endian; the
+header, a JSON object of name → dtype, shape and offsets; then the data of all tensors.
 """
 
 import json
@@ -29,7 +29,7 @@ from torchtitan.tools.files import read_object
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 2**30
-"""Largest file written by default."""
+"""Default maximum size of a file."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -50,7 +50,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 class HuggingFaceSource(TensorSource):
     """Tensors of `model.safetensors`, or of the files listed in `model.safetensors.index.json`. Raises `UserError` if a
-    file is missing, damaged or outside the folder `path`, or lacks tensors that the index lists."""
+    file is missing, damaged or outside the folder `path`, or if tensors listed in the index are missing."""
 
     def __init__(self, path: str | Path):
         self._files: dict[str, Path] = {}
@@ -60,36 +60,36 @@ class HuggingFaceSource(TensorSource):
 
     def _add(self, path: Path, names: list[str] | None) -> None:
         with _open(path) as file:
-            held = list(file.keys())
-            if missing := [name for name in names or [] if name not in set(held)]:
-                raise UserError(f"{path} lacks tensors that {INDEX} says are in it: {summarize_names(missing)}")
-            for name in held if names is None else names:
+            stored = list(file.keys())
+            if missing := [name for name in names or [] if name not in set(stored)]:
+                raise UserError(f"{path} has no tensors {summarize_names(missing)}, which {INDEX} lists in it")
+            for name in stored if names is None else names:
                 part = file.get_slice(name)
                 if part.get_dtype() not in _DTYPES:
-                    raise UserError(f"{path}: {name} is of type {part.get_dtype()}, which is not supported")
+                    raise UserError(f"{path}: {name} has the unsupported type {part.get_dtype()}")
                 self.specs[name] = TensorSpec(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
                 self._files[name] = path
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        # Reopened each time: the library maps the file into memory, and pages once read would stay resident.
+        # Reopened each time, since pages of the memory-mapped file stay resident once read.
         with _open(self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name) if slices is None else file.get_slice(name)[slices]
         return tensor
 
 
 def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | None]:
-    """Return file → its tensors according to the file `index` (None: all), or only `weights` if it exists. Raise
-    `UserError` if files are missing or outside the folder, or the index is damaged."""
+    """Return file → names of its tensors in the file `index`; only `weights` → None (all tensors) if that file exists.
+    Raise `UserError` if files are missing or outside the folder, or the index is damaged."""
     if (folder / weights).is_file():
         return {folder / weights: None}
     if not (folder / index).is_file():
-        raise UserError(f"{folder} holds neither {weights} nor {index}")
+        raise UserError(f"{folder} has neither {weights} nor {index}")
     weight_map = _read_index(folder / index)
     files: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         files.setdefault(file, []).append(name)
     if missing := sorted(file for file in files if not (folder / file).is_file()):
-        raise UserError(f"{folder} is incomplete: {index} names files that are not there: {summarize_names(missing)}")
+        raise UserError(f"{folder} is incomplete: {index} lists missing files: {summarize_names(missing)}")
     return {folder / file: files[file] for file in sorted(files)}
 
 
@@ -101,21 +101,21 @@ def write_huggingface(
     max_file_bytes: int = MAX_FILE_BYTES,
     ranks: Ranks | None = None,
 ) -> None:
-    """Write tensors as safetensors files into the existing folder `path`, holding one tensor at a time. A file gets its
-    name once it is complete, and the index comes last: an interrupted export cannot be opened. Raise `UserError` for a
-    dtype that the format lacks, or that is too narrow for a value.
+    """Write tensors as safetensors files into the existing folder `path`, with one tensor in memory at a time. Files
+    are renamed once complete, and the index is written last, so an interrupted export cannot be opened. Raise
+    `UserError` if safetensors does not support a dtype, or a dtype is too narrow for a value.
 
     Args:
-        specs: name → spec to write; values of another dtype are converted.
-        make: returns the tensor of a name, called just before it is written.
-        max_file_bytes: limit at which a new file begins (one tensor may be larger).
-        ranks: share the files, calling this together; None: this process alone.
+        specs: name → spec to write; tensors of other dtypes are converted.
+        make: returns a tensor by name, called just before the tensor is written.
+        max_file_bytes: maximum size of a file, unless a single tensor is larger.
+        ranks: processes that call this together and divide the files; None: this process alone.
     """
     for name, spec in specs.items():
         if spec.dtype not in _DTYPE_NAMES:
-            raise UserError(f"{name} is of type {spec.dtype}, which safetensors files do not have; export another one")
-    shared = assign_to_files({name: spec.n_bytes for name, spec in specs.items()}, max_file_bytes)
-    files = {file: {name: specs[name] for name in names} for file, names in shared.items()}
+            raise UserError(f"{name} has type {spec.dtype}, which safetensors does not support; export another type")
+    assignment = assign_to_files({name: spec.n_bytes for name, spec in specs.items()}, max_file_bytes)
+    files = {file: {name: specs[name] for name in names} for file, names in assignment.items()}
     ranks = ranks or Ranks()
 
     def write_share() -> None:
@@ -127,7 +127,7 @@ def write_huggingface(
 
 
 def write_index(path: Path, files: Mapping[str, Mapping[str, TensorSpec]]) -> None:
-    """Write the index of `files`, name → contents, into the folder `path`; a single file has none."""
+    """Write the index of `files` (name → contents) into the folder `path`, unless there is only one file."""
     if len(files) == 1:
         return
     total = sum(spec.n_bytes for members in files.values() for spec in members.values())
@@ -137,15 +137,15 @@ def write_index(path: Path, files: Mapping[str, Mapping[str, TensorSpec]]) -> No
 
 
 def assign_to_files(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """Return file name → names of its tensors, filled in the given order."""
+    """Return file name → names of its tensors, in the order of `n_bytes`."""
     groups: list[list[str]] = [[]]
-    size = 0
-    for name, more in n_bytes.items():
-        if groups[-1] and size + more > max_file_bytes:
+    total = 0
+    for name, size in n_bytes.items():
+        if groups[-1] and total + size > max_file_bytes:
             groups.append([])
-            size = 0
+            total = 0
         groups[-1].append(name)
-        size += more
+        total += size
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
@@ -154,9 +154,9 @@ def assign_to_files(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str
 def write_file(
     path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write one safetensors file, which gets its name once it is complete. `make` is called for wide types first;
-    `metadata` extends the header; other arguments are as in `write_huggingface`."""
-    # Wide types first, as in the library, so that all values are aligned to their size.
+    """Write one safetensors file and rename it once complete. `make` is called for wide dtypes first; `metadata`
+    extends the header; other arguments are as in `write_huggingface`."""
+    # Wide dtypes first, as in the safetensors library, so that all values are aligned.
     names = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -173,7 +173,7 @@ def write_file(
         for name in names:
             for chunk in value_chunks(name, make(name), specs[name].dtype):
                 file.write(chunk)
-        assert file.tell() == 8 + len(encoded) + end, f"{path}: a tensor had another shape than its spec"
+        assert file.tell() == 8 + len(encoded) + end, f"{path}: a tensor does not match its spec"
 
 
 def _open(path: Path) -> Any:
@@ -191,9 +191,9 @@ def _read_index(path: Path) -> dict[str, str]:
     except UserError as error:
         raise damaged_file_error(path, error) from error
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise damaged_file_error(path, "it has no weight_map from tensors to files")
-    # By name, not by link target: in the hub's cache every file is a link out of the folder.
+        raise damaged_file_error(path, "it has no valid weight_map")
+    # Names are checked, not link targets, since all files in the hub's cache are links out of the folder.
     outside = {file for file in weight_map.values() if Path(file).is_absolute() or ".." in Path(file).parts}
     if outside:
-        raise UserError(f"{path} names files outside of its folder: {summarize_names(sorted(outside))}")
+        raise UserError(f"{path} lists files outside its folder: {summarize_names(sorted(outside))}")
     return weight_map

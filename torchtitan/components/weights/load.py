@@ -1,4 +1,4 @@
-"""Loading of weights from a source into a model of any layout."""
+"""Loading weights from a tensor source into a model of any layout."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -13,33 +13,33 @@ from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec,
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
-_QUANTIZED = "of a type for quantized weights, where at least 16 bits of floating point are needed"
+_QUANTIZED = "quantized (at least 16-bit floating point is required)"
 
 
 def load_weights(
     source: TensorSource, model_parts: Sequence[nn.Module], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Copy all tensors of `source` into a model, one at a time, each process reading its own part of each. Tensors that
-    a converted module has added keep their values if `source` lacks them. Raise `UserError` on every process, as
-    `check_fit`, or if tensors cannot be read.
+    """Copy all tensors of `source` into a model, one at a time; each process reads only its shards. Tensors added by a
+    converted module keep their values if `source` does not have them. Raise `UserError` on every process if the weights
+    do not fit (`check_fit`) or cannot be read.
 
     Args:
-        source: weights under the model's own names; values are converted to the parameters' dtypes.
-        model_parts: one model, or the pipeline stages of this process; materialized, sharded or not.
-        group: the processes that hold the model, able to send Python objects; None: this one has all of it.
+        source: weights under the model's names; they are converted to the parameters' dtypes.
+        model_parts: a model, or the pipeline stages of this process; materialized, sharded or not.
+        group: CPU process group of the model's processes; None: this process has the whole model.
     """
     state, ranks = ModelState(model_parts), Ranks(group)
     tensors = state.state_dict()
-    assert not any(tensor.is_meta for tensor in tensors.values()), "the model has memory"
+    assert not any(tensor.is_meta for tensor in tensors.values()), "the model must be materialized"
     check_fit(source.specs, tensors, ranks, optional=state.added)
-    # In the source's order, which keeps related tensors together.
+    # The source's order keeps related tensors together.
     names = [name for name in source.specs if name in tensors]
-    ranks.all_ranks_or_raise(lambda: [_fill(tensors[name], name, source) for name in names])
+    ranks.all_ranks_or_raise(lambda: [_load_tensor(tensors[name], name, source) for name in names])
 
 
-def quantized(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the tensors, with their types, that are floating-point only in the model, or have fewer than 16 bits in
-    `specs`: without their scales they are not the weights."""
+def find_quantized(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return names and types of floating-point tensors that `specs` store as integers or with fewer than 16 bits, and
+    which are therefore useless without their scales."""
     return [
         f"{name} ({str(specs[name].dtype).removeprefix('torch.')})"
         for name, tensor in tensors.items()
@@ -56,38 +56,39 @@ def check_fit(
     *,
     optional: Collection[str] = (),
 ) -> None:
-    """Check that weights with these `specs` fit a model. `tensors` are the model's (with `ranks`, which call this
-    together, this rank's part); `optional` ones may be absent. Raise `UserError` on every process, naming missing,
-    surplus, misshapen and quantized tensors."""
-    misshapen = [
-        f"{name} {list(specs[name].shape)} where the model has {list(tensor.shape)}"
+    """Check that weights with these `specs` fit the model with these `tensors` (this rank's, if `ranks` call this
+    together); `optional` names may be absent. Raise `UserError` on every process, naming the tensors that are missing,
+    unexpected, quantized or of the wrong shape."""
+    local_mismatches = [
+        f"{name} {list(specs[name].shape)} (the model has {list(tensor.shape)})"
         for name, tensor in tensors.items()
         if name in specs and specs[name].shape != tensor.shape
     ]
-    needed = [name for name in tensors if name not in optional]
-    of_ranks = (ranks or Ranks()).gather((list(tensors), needed, misshapen, quantized(specs, tensors)))
-    wanted, required, differing, of_type = (
-        list(dict.fromkeys(name for names in column for name in names)) for column in zip(*of_ranks, strict=True)
+    local_required = [name for name in tensors if name not in optional]
+    local = (list(tensors), local_required, local_mismatches, find_quantized(specs, tensors))
+    expected, required, mismatched, quantized = (
+        list(dict.fromkeys(name for names in column for name in names))
+        for column in zip(*(ranks or Ranks()).gather(local), strict=True)
     )
     faults = {
         "missing": sorted(set(required) - specs.keys()),
-        "not in the model": sorted(specs.keys() - set(wanted)),
-        "of another shape": differing,
-        _QUANTIZED: of_type,
+        "not in the model": sorted(specs.keys() - set(expected)),
+        "of the wrong shape": mismatched,
+        _QUANTIZED: quantized,
     }
-    found = [f"{summarize_names(names)} {fault}" for fault, names in faults.items() if names]
-    if found:
-        raise UserError(f"the weights do not fit the model: {'; '.join(found)}")
+    problems = [f"{summarize_names(names)} {fault}" for fault, names in faults.items() if names]
+    if problems:
+        raise UserError(f"the weights do not fit the model: {'; '.join(problems)}")
 
 
 def check_types(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> None:
-    """Raise `UserError` for quantized weights, before a model of their type exists."""
-    if found := quantized(specs, tensors):
-        raise UserError(f"the weights do not fit the model: {summarize_names(found)} {_QUANTIZED}")
+    """Raise `UserError` for quantized weights."""
+    if names := find_quantized(specs, tensors):
+        raise UserError(f"the weights do not fit the model: {summarize_names(names)} {_QUANTIZED}")
 
 
 @torch.no_grad()
-def _fill(tensor: Tensor, name: str, source: TensorSource) -> None:
+def _load_tensor(tensor: Tensor, name: str, source: TensorSource) -> None:
     slices: Slices | None = None
     if isinstance(tensor, DTensor):
         slices, tensor = local_slices(tensor), tensor.to_local()
@@ -96,6 +97,6 @@ def _fill(tensor: Tensor, name: str, source: TensorSource) -> None:
 
 
 def local_slices(tensor: DTensor) -> Slices:
-    """Return the part of the whole tensor held by this process."""
+    """Return the slices of the full tensor that this process's shard covers."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

@@ -1,4 +1,4 @@
-"""Pretrained weights: found, checked, converted and loaded into a model of any layout."""
+"""Checking, converting and loading pretrained weights into a model of any layout."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from torchtitan.components.checkpoint import CheckpointInfo, CheckpointManager, 
 from torchtitan.components.checkpoint.filesystem import DCP_METADATA, is_url
 from torchtitan.components.checkpoint.identity import BaseWeights
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.resume import WAY_ON, Start, check_frozen, describe_missing
+from torchtitan.components.checkpoint.resume import MISSING_WEIGHTS_ADVICE, Start, check_frozen, describe_missing
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.weights.assets import DESCRIPTION, asset_folder, read_converters, read_model_json
 from torchtitan.components.weights.export import format_for
@@ -37,15 +37,15 @@ from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
-_LOOKED_AT = (DESCRIPTION, DCP_METADATA)
+_READ_BEFORE_VERIFICATION = (DESCRIPTION, DCP_METADATA)
 """Files of our checkpoints that are read before the whole checkpoint is verified."""
 
-Forms = Callable[[BaseModel.Config], Mapping[str, TensorSpec]]
-"""Model → its tensors by name, in some format."""
+GetSpecs = Callable[[BaseModel.Config], Mapping[str, TensorSpec]]
+"""Function that returns the names and specs of a model's tensors in some format."""
 
 
 def check_digests(path: str | Path) -> None:
-    """Raise `UserError` if a checkpoint of our runs or `torchtitan convert` has changed; others have no digests."""
+    """Raise `UserError` if a file of a checkpoint saved by torchtitan has changed; others have no digests to check."""
     if format_of(path) == "dcp" or catalog.has_marker(path):
         catalog.raise_if_damaged(path)
 
@@ -53,55 +53,56 @@ def check_digests(path: str | Path) -> None:
 def internal_source(
     path: str | Path, spec: ModelSpec, *, added: range = range(0), base: Path | None = None
 ) -> TensorSource:
-    """Return the weights of the checkpoint in `path`, in any format, with the names and layout of the model `spec`.
-    Weights saved in another form, or with adapters, become plain. Reads names and shapes, and compares tied weights.
+    """Return the weights of the checkpoint in `path` (any format) with the names and layout of the plain model `spec`.
+    Converted weights and adapters are merged. Only names, shapes and tied weights are read.
 
     Args:
-        spec: the model; a vocabulary size that comes from the tokenizer is filled in.
-        added: ids of tokens added to the tokenizer. If the checkpoint's tokenizer lacks them, their rows, absent or
-            padding there, become the mean of the rows below.
-        base: folder, in any format, of the weights that a checkpoint of only trained weights lacks; None: its run's.
+        spec: the model, with its vocabulary size set.
+        added: ids of tokens added to the tokenizer. If the checkpoint's tokenizer does not have them, their rows
+            (missing or padding) are set to the mean of the preceding rows.
+        base: folder, in any format, of the frozen weights omitted from the checkpoint; None: the folder that its run
+            used.
 
     Raises:
-        UserError: for a missing or unreadable checkpoint, one of another model (naming the tensors), or if the weights
-            that it omits are absent or have changed.
+        UserError: if the checkpoint is missing, unreadable or of another model (naming the tensors), or if the weights
+            that it omits are missing or have changed.
     """
-    found, model = format_of(path), spec.model
-    checkpoint = catalog.open_checkpoint(path) if found == "dcp" and catalog.has_marker(path) else None
-    lacking = checkpoint if checkpoint and checkpoint.base_model else None
-    if base and not lacking:
-        raise UserError(f"{path} holds all weights of its model; leave out --base {base}")
+    source_format, model = format_of(path), spec.model
+    checkpoint = catalog.open_checkpoint(path) if source_format == "dcp" and catalog.has_marker(path) else None
+    partial = checkpoint if checkpoint and checkpoint.base_model else None
+    if base and not partial:
+        raise UserError(f"{path} holds all weights of its model; remove --base {base}")
     added = _unknown_ids(Path(path), added)
-    if found == "dcp":
-        source = _plain_source(Path(path), spec, lacking, base)
+    if source_format == "dcp":
+        source = _plain_source(Path(path), spec, partial, base)
     else:
-        source, adapter = open_source(path), format_for(spec, found).adapter
-        saved = _saved_model(source, model, lambda of: adapter(of).external_specs(model_tensor_specs(of)), added)
+        source, adapter = open_source(path), format_for(spec, source_format).adapter
+        saved = _saved_model(source, model, lambda m: adapter(m).external_specs(model_tensor_specs(m)), added)
         source = InternalView(source, adapter(saved), model_tensor_specs(saved))
-    return ResizedEmbedding(source, _names_of_tokens(model, model_tensor_specs), added) if added else source
+    return ResizedEmbedding(source, _find_token_tensors(model, model_tensor_specs), added) if added else source
 
 
 def is_as_saved(
     path: str | Path, spec: ModelSpec, converters: Sequence[ModelConverter], *, added: range = range(0)
 ) -> bool:
-    """Return whether the weights of the checkpoint in the folder or URL `path` are loaded unchanged. That needs a
-    checkpoint of ours with the names, shapes and meanings of the run's tensors and the same tokens. Raise `UserError`
-    if there is no checkpoint, or if `path` is a URL and the answer is no."""
+    """Return whether the checkpoint in the folder or URL `path` can be loaded without conversion: it is a DCP
+    checkpoint with the same tensor names and shapes, converters and tokens as the run. Raise `UserError` if there is no
+    checkpoint, or if `path` is a URL and conversion is needed."""
     if not is_url(str(path)) and (format_of(path) != "dcp" or _unknown_ids(Path(path), added)):
         return False
     saved = read_converters(path)
-    same = not differences(saved, converters)
-    if same and saved:
+    is_same = not differences(saved, converters)
+    if is_same and saved:
         from torchtitan.components.checkpoint.dcp import state_tensor_specs  # deferred: DCP takes a second to import
 
         shapes = {name: tensor_spec.shape for name, tensor_spec in state_tensor_specs(path).get("model", {}).items()}
-        same = shapes == tensor_shapes(converted_model(spec.model, converters))
-    if is_url(str(path)) and not same:
+        is_same = shapes == tensor_shapes(converted_model(spec.model, converters))
+    if is_url(str(path)) and not is_same:
         raise UserError(
-            f"{path} was saved with other model_converters or another model, and weights are converted from a disk "
-            "only; download it"
+            f"{path} was saved with other model_converters or another model, and only local weights can be converted; "
+            "download it"
         )
-    return same
+    return is_same
 
 
 def load_pretrained(
@@ -112,18 +113,18 @@ def load_pretrained(
     added: range = range(0),
     converters: Sequence[ModelConverter] = (),
 ) -> None:
-    """Load a model from a checkpoint in any format, each process of the default group its part. Raise `UserError` on
-    every process if the checkpoint cannot be read, is damaged or is one of another model.
+    """Load a model from a checkpoint in any format; each process of the default group loads its shards. Raise
+    `UserError` on every process if the checkpoint cannot be read, is damaged or belongs to another model.
 
-    A checkpoint of our runs is verified first; with the same converters, it is loaded unchanged. Otherwise tensors
-    added by a converter keep their values, and the rest follows from the plain model's weights.
+    Checkpoints of our runs are verified first. With the same converters, they are loaded unchanged. Otherwise, tensors
+    added by a converter keep their values, and the others are computed from the plain model's weights.
 
     Args:
-        path: the checkpoint's folder; or its URL, if it `is_as_saved`.
-            spec: as in `internal_source`.
+        path: the checkpoint's folder, or its URL if `is_as_saved`.
+        spec: as in `internal_source`.
+        model_parts: the model in this process, materialized, sharded or not.
         added: as in `internal_source`.
-            model_parts: the model in this process, materialized, sharded or not.
-        converters: applied to the model.
+        converters: converters applied to the model.
     """
     if is_as_saved(path, spec, converters, added=added):
         load_model_state(path, ModelState(model_parts))
@@ -135,9 +136,9 @@ def load_pretrained(
         catalog.raise_if_damaged(ranks.broadcast_from_rank0(lambda: catalog.open_checkpoint(path)).path, ranks)
     plain = internal_source(path, spec, added=added)
     load_weights(_converted(plain, spec.model, converters, ModelState(model_parts)), model_parts, group)
-    logger.info("loaded %s, pre-trained weights", path)
+    logger.info("loaded pretrained weights from %s", path)
     if isinstance(plain, ResizedEmbedding):
-        logger.info("%s: those of added tokens, each the mean of the rows below", plain.growth)
+        logger.info("initialized %s (added tokens) to the mean of the preceding rows", plain.growth)
 
 
 def load_initial_weights(
@@ -148,17 +149,17 @@ def load_initial_weights(
     *,
     added: range = range(0),
 ) -> None:
-    """Load the weights in `path`, if any, and the converters' own weights; arguments as in `load_pretrained`."""
-    has_theirs = bool(path) and is_as_saved(path, spec, converters, added=added)
+    """Load the weights in `path`, if any, and the converters' own weights. Arguments are as in `load_pretrained`."""
+    has_converter_weights = bool(path) and is_as_saved(path, spec, converters, added=added)
     if path:
         load_pretrained(path, spec, model_parts, added=added, converters=converters)
     for converter in converters:
-        if not (has_theirs and converter.changes_weights):
+        if not (has_converter_weights and converter.changes_weights):
             converter.load_initial_weights(model_parts, spec)
 
 
 def frozen_weights(config: CheckpointManager.Config, seed: int) -> BaseWeights:
-    """Return the origin of a run's frozen weights; `seed` is the run's."""
+    """Return the origin of a run's frozen weights."""
     return weights_at(config.initial_load_path) if config.initial_load_path else BaseWeights.of_seed(seed)
 
 
@@ -171,20 +172,20 @@ def check_start(
     added: range,
     seed: int,
 ) -> None:
-    """Reject a checkpoint that a run cannot start from, before any process starts; reads names and shapes. `start` is
-    the result of `config.find_start`, `seed` the run's; other arguments are as in `load_pretrained`. Raise `UserError`
-    as `check_frozen`, `is_as_saved`, `internal_source` and `ModelConverter.check_initial_weights`."""
+    """Check, before processes start, that a run can start from its checkpoint; reads only names and shapes. `start` is
+    the result of `config.find_start`; other arguments are as in `load_pretrained`. Raise the errors of `check_frozen`,
+    `is_as_saved`, `internal_source` and `ModelConverter.check_initial_weights`."""
     check_frozen(config, start, frozen_weights(config, seed))
     resumes = start and start.resumes and "model" not in config.exclude_from_loading
     if start and resumes and not start.checkpoint.base_model:
         return
     path = config.initial_load_path
     if path and catalog.has_marker(path):
-        catalog.raise_if_damaged(path, only=_LOOKED_AT)
-    has_theirs = bool(path) and is_as_saved(path, spec, converters, added=added)
-    if path and not has_theirs:
+        catalog.raise_if_damaged(path, only=_READ_BEFORE_VERIFICATION)
+    has_converter_weights = bool(path) and is_as_saved(path, spec, converters, added=added)
+    if path and not has_converter_weights:
         _check_pretrained(config, spec, converters, added)
-    saved = read_converters(path) if has_theirs else []
+    saved = read_converters(path) if has_converter_weights else []
     for converter in converters:
         converter.check_initial_weights(spec, saved_config(saved, converter))
 
@@ -196,7 +197,7 @@ def _check_pretrained(
     if not config.initial_load_model_only:
         raise UserError(
             f"checkpoint.initial_load_model_only False: {path} was saved with other model_converters or tokens, so "
-            "that only its weights can be loaded"
+            "only its weights can be loaded; remove this option"
         )
     _converted(internal_source(path, spec, added=added), spec.model, converters)
 
@@ -204,8 +205,8 @@ def _check_pretrained(
 def _converted(
     plain: TensorSource, model: BaseModel.Config, converters: Sequence[ModelConverter], state: ModelState | None = None
 ) -> TensorSource:
-    """Return the plain model's weights in the converted model's form, without a converter's additions, in the types of
-    `state`. Raise `UserError` if they are not the plain model's, or are quantized."""
+    """Return the converted model's weights, computed from the plain ones, without tensors added by a converter, in the
+    dtypes of `state`. Raise `UserError` if the weights do not fit the plain model or are quantized."""
     if not any(converter.changes_weights for converter in converters):
         return plain
     check_fit(plain.specs, converted_model(model, []).state_dict())
@@ -221,46 +222,46 @@ def _warn_of_merging(path: str | Path, converters: Sequence[ModelConverter]) -> 
     saved = read_converters(path) if format_of(path) == "dcp" else []
     if saved and any(converter.changes_weights for converter in converters):
         logger.warning(
-            "%s was saved with other model_converters (%s): what it has of theirs is merged into the weights, and what "
-            "this run's add begins anew",
+            "%s was saved with other model_converters (%s): its adapters are merged into the weights, and tensors "
+            "added by this run's converters are newly initialized",
             path,
             "; ".join(differences(saved, converters)) or "for other layers or sizes",
         )
 
 
-def _plain_source(path: Path, spec: ModelSpec, lacking: CheckpointInfo | None, base: Path | None) -> TensorSource:
-    """Return the weights in `path` as the plain model's; `lacking` is the checkpoint if it has only trained weights."""
-    source, descriptions = open_source(path), read_converters(path)
-    if not descriptions and not lacking:
+def _plain_source(path: Path, spec: ModelSpec, partial: CheckpointInfo | None, base: Path | None) -> TensorSource:
+    """Return the plain model's weights from `path`; `partial` is the checkpoint if it has only trained weights."""
+    source, records = open_source(path), read_converters(path)
+    if not records and not partial:
         return source
-    converters = converters_from_records(descriptions, str(path))
+    converters = converters_from_records(records, str(path))
     saved = dataclasses.replace(spec, model=type(spec.model).from_dict(read_model_json(path)["config"]))
-    if lacking:
-        source = ChainedSource(source, _frozen_source(path, _frozen_folder(lacking, base), saved, converters))
-    if not descriptions:
+    if partial:
+        source = ChainedSource(source, _frozen_source(path, _frozen_folder(partial, base), saved, converters))
+    if not records:
         return source
     converted = converted_model(saved.model, converters)
-    _let_train(converted, path)
+    _mark_trained(converted, path)
     return PlainView(source, converted, converters)
 
 
 def _frozen_folder(checkpoint: CheckpointInfo, base: Path | None) -> Path:
-    """Return the folder of the weights that a checkpoint lacks; raise `UserError` if they are not in it."""
+    """Return the folder of the weights omitted from a checkpoint. Raise `UserError` if it is missing or has changed."""
     assert checkpoint.marker
-    origin, lacking = BaseWeights(checkpoint.base_model), f"{checkpoint.path} {describe_missing(checkpoint)}"
+    origin, reason = BaseWeights(checkpoint.base_model), f"{checkpoint.path} {describe_missing(checkpoint)}"
     if not origin.path:
-        raise UserError(f"{lacking}, and not in it; {WAY_ON}")
+        raise UserError(f"{reason}; {MISSING_WEIGHTS_ADVICE}")
     folder = base or Path(origin.path)
     if not folder.is_dir():
-        where = base or origin.path  # a URL would not survive as a Path
-        raise UserError(f"{lacking}, and {where} is not a folder here; name the one they are in with --base DIR")
+        location = base or origin.path  # a Path would change a URL
+        raise UserError(f"{reason}, but {location} is not a local folder; set the folder of these weights with --base")
     if weights_at(str(folder)).digest() != checkpoint.marker.base_digest:
-        raise UserError(f"{lacking} as they were then, and those in {folder} differ; name the folder with --base DIR")
+        raise UserError(f"{reason}, but the weights in {folder} are different; set the original folder with --base")
     return folder
 
 
 def _frozen_source(path: Path, base: Path, spec: ModelSpec, converters: Sequence[ModelConverter]) -> TensorSource:
-    """Return the weights in `base` in the tensor_spec `path`'s run started with, without a converter's additions."""
+    """Return the weights in `base` in the form that the run of `path` loaded, without converters' additions."""
     check_digests(base)
     tokenizers = [asset_folder(folder) for folder in (path, base)]
     has_both = all((folder / "tokenizer.json").is_file() for folder in tokenizers)
@@ -271,8 +272,8 @@ def _frozen_source(path: Path, base: Path, spec: ModelSpec, converters: Sequence
     return _converted(internal_source(base, spec, added=added), spec.model, converters)
 
 
-def _let_train(converted: nn.Module, path: Path) -> None:
-    """Mark the parameters that the checkpoint's run trained: its description omits converters that change no form."""
+def _mark_trained(converted: nn.Module, path: Path) -> None:
+    """Mark the parameters that the checkpoint's run trained. Converters that only freeze are not in its description."""
     from torchtitan.components.checkpoint.dcp import optimized_names  # deferred: DCP takes a second to import
 
     names = optimized_names(path)
@@ -282,27 +283,27 @@ def _let_train(converted: nn.Module, path: Path) -> None:
 
 
 def _unknown_ids(path: Path, added: range) -> range:
-    """Return the `added` ids that the checkpoint's tokenizer lacks; all, if it has none."""
+    """Return the `added` ids that are not in the checkpoint's tokenizer; all if it has no tokenizer."""
     files = asset_folder(path)
-    if not added or not (files / "tokenizer.json").is_file():  # files of the other format cannot be added to
+    if not added or not (files / "tokenizer.json").is_file():  # tokens cannot be added to other formats
         return added
-    known = PretrainedTokenizer.Config().build(path=files).vocab_size
-    return range(max(added.start, known), added.stop)
+    vocab_size = PretrainedTokenizer.Config().build(path=files).vocab_size
+    return range(max(added.start, vocab_size), added.stop)
 
 
-def _names_of_tokens(model: BaseModel.Config, specs: Forms) -> list[str]:
-    """Return the tensors with a row per token; `specs` returns all of a model's."""
-    assert model.vocab_size is not None, "filled in"
-    larger = specs(dataclasses.replace(model, vocab_size=model.vocab_size + 1))
-    return [name for name, tensor_spec in specs(model).items() if tensor_spec.shape != larger[name].shape]
+def _find_token_tensors(model: BaseModel.Config, get_specs: GetSpecs) -> list[str]:
+    """Return the names of the tensors with one row per token."""
+    assert model.vocab_size is not None, "the vocabulary size must be set"
+    larger = get_specs(dataclasses.replace(model, vocab_size=model.vocab_size + 1))
+    return [name for name, tensor_spec in get_specs(model).items() if tensor_spec.shape != larger[name].shape]
 
 
-def _saved_model(source: TensorSource, model: BaseModel.Config, specs: Forms, added: range) -> BaseModel.Config:
-    """Return `model` with the vocabulary rows of `source`, if only `added` ones are missing there."""
+def _saved_model(source: TensorSource, model: BaseModel.Config, get_specs: GetSpecs, added: range) -> BaseModel.Config:
+    """Return `model` with the vocabulary size of `source`, if only `added` rows are missing there."""
     if not added or model.vocab_size != added.stop:
         return model
-    saved = {source.specs[name].shape[0] for name in _names_of_tokens(model, specs) if name in source.specs}
-    # If the tensors disagree, or lack more, the checkpoint is of another model, which its reader reports.
+    saved = {source.specs[name].shape[0] for name in _find_token_tensors(model, get_specs) if name in source.specs}
+    # Otherwise the checkpoint belongs to another model, and `InternalView` raises an error.
     if len(saved) == 1 and (rows := saved.pop()) in added:
         return dataclasses.replace(model, vocab_size=rows)
     return model

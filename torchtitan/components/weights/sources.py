@@ -8,7 +8,7 @@ import torch
 
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.filesystem import DCP_METADATA, LocalFolder, folder_at
-from torchtitan.components.checkpoint.identity import BASE_PATH, BaseWeights, content
+from torchtitan.components.checkpoint.identity import BASE_PATH, BaseWeights, identify_content
 from torchtitan.components.weights import huggingface, torch_files
 from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, full_slices, summarize_names
 from torchtitan.tools.errors import UserError
@@ -26,38 +26,37 @@ _PICKLED = (torch_files.PICKLED_WEIGHTS, torch_files.PICKLED_INDEX)
 
 
 def format_of(path: str | Path) -> Format:
-    """Return the format of the checkpoint in the folder `path`. Raise `UserError` if there is none (it names the files
-    present and missing), or more than one."""
+    """Return the format of the checkpoint in the folder `path`. Raise `UserError` if there is none (naming the files
+    present and expected), or more than one."""
     folder = Path(path)
     if not folder.is_dir():
         raise missing_folder_error(path)
-    found = formats_in(folder)
-    if len(found) > 1:
-        named = " and ".join(f"{FORMAT_NAMES[format]} ({file})" for format, file in found.items())
+    formats = formats_in(folder)
+    if len(formats) > 1:
+        names = " and ".join(f"{FORMAT_NAMES[format]} ({file})" for format, file in formats.items())
         raise UserError(
-            f"{folder} holds weights in {len(found)} formats, {named}, and only one can be meant: move the other files "
-            "into a folder of their own"
+            f"{folder} holds weights in {len(formats)} formats: {names}; keep one of them and move the other files to "
+            "another folder"
         )
-    if found:
-        return next(iter(found))
+    if formats:
+        return next(iter(formats))
     if (folder / ADAPTER_CONFIG).is_file():
         outer = folder.absolute().parent
         is_merged = any((outer / name).is_file() for name in _SAFETENSORS)
-        merged = outer if is_merged else "the step-N folder of its run, or what torchtitan convert made of that"
-        raise UserError(f"{folder} holds an adapter alone, which is no model; name the merged one ({merged})")
+        merged = outer if is_merged else "the step-N folder of its run, or that folder converted"
+        raise UserError(f"{folder} holds only an adapter, not a model; use the merged model ({merged})")
     if catalog.has_marker(folder):
         catalog.raise_if_damaged(folder)
-    has = summarize_names(sorted(item.name for item in folder.iterdir())) or "nothing"
+    names = summarize_names(sorted(item.name for item in folder.iterdir())) or "nothing"
     raise UserError(
-        f"{folder} holds no checkpoint: it has {has}, and no weights: no {DCP_METADATA} (DCP), no "
-        f"{' or '.join(_SAFETENSORS)}, no {' or '.join(_PICKLED)} (Hugging Face), "
-        f"and no {torch_files.META_FILES} (Meta)"
+        f"{folder} holds no checkpoint; it contains {names}, but neither {DCP_METADATA} (DCP), "
+        f"{', '.join((*_SAFETENSORS, *_PICKLED))} (Hugging Face) nor {torch_files.META_FILES} (Meta)"
     )
 
 
 def formats_in(folder: Path) -> dict[Format, str]:
-    """Return the formats with files in `folder`, each with the name of one. Safetensors and pytorch_model.bin count as
-    one format: many models on the hub have both."""
+    """Return each format with files in `folder` and the name of one file. Safetensors and pytorch_model.bin count as
+    one format, since many models on the hub have both."""
     huggingface_files = (name for name in (*_SAFETENSORS, *_PICKLED) if (folder / name).is_file())
     files: dict[Format, str | None] = {
         "dcp": DCP_METADATA if (folder / DCP_METADATA).is_file() else None,
@@ -68,13 +67,13 @@ def formats_in(folder: Path) -> dict[Format, str]:
 
 
 def open_source(path: str | Path) -> TensorSource:
-    """Return the weights of the checkpoint in the folder `path`, with its own names and shapes. Raise `UserError` if
-    there is no checkpoint, or one that cannot be read."""
-    found = format_of(path)
-    if found == "hf":
+    """Return the weights of the checkpoint in the folder `path`, with the names and shapes of its files. Raise
+    `UserError` if there is no checkpoint, or if it cannot be read."""
+    source_format = format_of(path)
+    if source_format == "hf":
         is_pickled = formats_in(Path(path))["hf"] in _PICKLED
         return torch_files.PickledSource(path) if is_pickled else huggingface.HuggingFaceSource(path)
-    if found == "meta":
+    if source_format == "meta":
         return torch_files.MetaSource(path)
     # Deferred: DCP takes a second to import.
     from torchtitan.components.checkpoint.dcp import DcpSource
@@ -90,35 +89,35 @@ def weights_at(path: str) -> BaseWeights:
 
 
 def base_weights(initial_load_path: str) -> dict[str, str]:
-    """Return a run's initial weights as an identity property; they may be gone when it resumes."""
+    """Return a run's initial weights as an identity property. The files may no longer exist when the run resumes."""
     if not initial_load_path:
-        return content("none", "")
+        return identify_content("none", "")
     base = weights_at(initial_load_path)
     try:
-        return content(base.path, base.digest())
+        return identify_content(base.path, base.digest())
     except (UserError, OSError):
-        return content(base.path, "")
+        return identify_content(base.path, "")
 
 
 def _digest(path: str) -> str:
-    """Return the digest of a checkpoint. For ours, it is the manifest's, which covers all files. For others, it covers
-    names, shapes and types of all tensors and some rows of each: enough to tell models, revisions and further training
-    apart without reading whole files."""
+    """Return the digest of a checkpoint. For checkpoints of our runs, it is the manifest's, which covers all files. For
+    others, it covers the names, shapes and dtypes of all tensors and some rows of each, which distinguishes models,
+    revisions and further training without reading whole files."""
     folder = folder_at(path)
     if not isinstance(folder, LocalFolder) or (folder.exists() and format_of(folder.path) == "dcp"):
         marker = catalog.open_checkpoint(folder).marker
-        assert marker is not None, "it was opened"
+        assert marker is not None, "the checkpoint is complete"
         return marker.manifest
     source, digest = open_source(path), hashlib.sha256()
     for name, spec in sorted(source.specs.items()):
         digest.update(f"{name} {list(spec.shape)} {spec.dtype}\n".encode())
-        for slices in _sampled(spec):
+        for slices in _sample_slices(spec):
             digest.update(source.read(name, slices).reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _sampled(spec: TensorSpec) -> list[Slices]:
-    """Return all of a vector; the first, middle and last row of other tensors."""
+def _sample_slices(spec: TensorSpec) -> list[Slices]:
+    """Return slices for a whole vector, or for the first, middle and last row of another tensor."""
     if spec.shape.numel() == 0:
         return []
     if len(spec.shape) < 2:

@@ -1,8 +1,8 @@
 """Files written by `torch.save`: Hugging Face's `pytorch_model.bin`, and Meta's `consolidated.00.pth`.
 
-Only tensors are ever created from such a file, and no tensor is read to find its position. Several Meta files are the
-shards of tensor parallelism, dicts with the same names. As in Meta's reference code, linear layers are cut along their
-outputs or inputs, the embedding along the vocabulary (Llama 3) or the features (Llama 1 and 2), and norms not at all.
+Only tensors are loaded from these files, and they are located without reading their values. Multiple Meta files are
+tensor-parallel shards, dicts with the same names. As in Meta's reference code, linear layers are sharded along their
+outputs or inputs, the embedding along the vocabulary (Llama 3) or the features (Llama 1 and 2); norms are replicated.
 """
 
 import pickle
@@ -37,21 +37,21 @@ META_FILES = "consolidated.*.pth"
 META_PARAMETERS = "params.json"
 
 _AXES = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}
-"""Module → dimension along which its weight is cut."""
+"""Module → dimension along which its weight is sharded."""
 
 _EMBEDDING = "tok_embeddings"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tensor with contiguous values in a file."""
+class TensorLocation:
+    """Location of a contiguous tensor in a file."""
 
     file: Path
     offset: int
     spec: TensorSpec
 
     def read(self, slices: Slices) -> Tensor:
-        """Return the part in `slices`; reads whole rows."""
+        """Return the part of the tensor in `slices`. Whole rows are read."""
         rows, *columns = slices or (slice(0, 1),)
         n_rows, *row_shape = self.spec.shape or (1,)
         values = torch.empty([rows.stop - rows.start, *row_shape], dtype=self.spec.dtype)
@@ -59,79 +59,79 @@ class Piece:
         with open(self.file, "rb") as file:
             file.seek(self.offset + rows.start * (self.spec.n_bytes // max(1, n_rows)))
             if file.readinto(buffer) != len(buffer):
-                raise damaged_file_error(self.file, "it ends too early")
+                raise damaged_file_error(self.file, "the file is too short")
         return values[(slice(None), *columns)] if slices else values[0]
 
 
 class PickledSource(TensorSource):
     """Tensors of `pytorch_model.bin`, or of the files in its index. Raises `UserError` if a file is missing, damaged or
-    outside the folder `path`, holds anything but tensors, or lacks tensors that the index lists."""
+    outside the folder `path`, holds other objects, or does not have all tensors listed in the index."""
 
     def __init__(self, path: str | Path):
-        self._pieces: dict[str, Piece] = {}
+        self._locations: dict[str, TensorLocation] = {}
         for file, names in files_of(Path(path), PICKLED_WEIGHTS, PICKLED_INDEX).items():
-            pieces = tensors_in(file)
-            if missing := [name for name in names or [] if name not in pieces]:
-                raise UserError(f"{file} lacks tensors that {PICKLED_INDEX} says are in it: {summarize_names(missing)}")
-            self._pieces |= {name: pieces[name] for name in names or pieces}
-        self.specs = {name: piece.spec for name, piece in self._pieces.items()}
+            locations = locate_tensors(file)
+            if missing := [name for name in names or [] if name not in locations]:
+                raise UserError(f"{file} has no tensors {summarize_names(missing)}, which {PICKLED_INDEX} lists in it")
+            self._locations |= {name: locations[name] for name in names or locations}
+        self.specs = {name: location.spec for name, location in self._locations.items()}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        return self._pieces[name].read(slices or full_slices(self.specs[name].shape))
+        return self._locations[name].read(slices or full_slices(self.specs[name].shape))
 
 
-def tensors_in(file: Path) -> dict[str, Piece]:
-    """Return the positions of the tensors in a file written by `torch.save`, without reading the tensors: storages
-    loaded as fake tensors know their offset in the file ("Serialization semantics" in PyTorch's notes). Raise
-    `UserError` if the file is damaged, or holds anything but a dict of tensors."""
+def locate_tensors(file: Path) -> dict[str, TensorLocation]:
+    """Locate the tensors in a file written by `torch.save` without reading them. Storages loaded as fake tensors record
+    their offset in the file (PyTorch notes, "Serialization semantics"). Raise `UserError` if the file is damaged, or is
+    not a dict of tensors."""
     from torchtitan.tools.torch_private import FakeTensorMode
 
     try:
-        _check_stored(file)
+        _check_uncompressed(file)
         with FakeTensorMode():
             tensors = torch.load(file, weights_only=True)
     except UserError:
         raise
     except pickle.UnpicklingError as error:
-        # torch's first line advises loading the file anyway; the second one names the object.
+        # The first line of PyTorch's message advises loading the file anyway; the second names the object.
         reason = [line for line in str(error).splitlines() if line.strip()][:2][-1]
         raise unreadable_file_error(
             file,
-            f"{file} does not hold tensors alone, and is not loaded, since other objects could run code ({reason}); "
+            f"{file} contains objects other than tensors, which could run code, and is not loaded ({reason}); "
             "use safetensors files",
         ) from error
-    except Exception as error:  # there is no end to what damaged bytes lead to
+    except Exception as error:  # damaged bytes may raise any error
         raise damaged_file_error(file, str(error).split("\n")[0] or type(error).__name__) from error
     is_named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
     if not is_named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise UserError(f"{file} is not a file of weights: it must hold a dict of tensors")
-    pieces, n_bytes = {}, file.stat().st_size
+        raise UserError(f"{file} is not a weights file: it must contain a dict of tensors")
+    locations, n_bytes = {}, file.stat().st_size
     for name, tensor in tensors.items():
         is_dense = tensor.layout == torch.strided
         start = offset_in_file(tensor.untyped_storage()) if is_dense else None
         if start is None or not tensor.is_contiguous():
-            raise UserError(f"{file}: {name} does not lie in one piece; load the file and torch.save it again")
-        piece = Piece(file, start + tensor.storage_offset() * tensor.itemsize, TensorSpec.of(tensor))
-        if not 0 <= piece.offset <= n_bytes - piece.spec.n_bytes:
-            raise damaged_file_error(file, f"{name} is not inside it")
-        pieces[name] = piece
-    return pieces
+            raise UserError(f"{file}: {name} is not contiguous; load the file with PyTorch and save it again")
+        location = TensorLocation(file, start + tensor.storage_offset() * tensor.itemsize, TensorSpec.of(tensor))
+        if not 0 <= location.offset <= n_bytes - location.spec.n_bytes:
+            raise damaged_file_error(file, f"{name} is outside the file")
+        locations[name] = location
+    return locations
 
 
-def _check_stored(file: Path) -> None:
-    """Refuse compressed records: their tensors have no offset in the file, and could unpack to any size."""
+def _check_uncompressed(file: Path) -> None:
+    """Reject compressed records: their tensors have no offset in the file, and may unpack to any size."""
     if not zipfile.is_zipfile(file):
         return
     with zipfile.ZipFile(file) as records:
         if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
             raise UserError(
-                f"{file} has compressed records, which torch.save does not write; load it with torch and save it again"
+                f"{file} has compressed records, unlike files of torch.save; load it with PyTorch and save it again"
             )
 
 
 class MetaSource(TensorSource):
-    """Tensors of the `consolidated.*.pth` files in the folder `path`, with the shards joined. Raises `UserError` if a
-    file is missing or damaged, or files do not fit each other."""
+    """Tensors of the `consolidated.*.pth` files in the folder `path`, with shards joined. Raises `UserError` if a file
+    is missing or damaged, or files are inconsistent."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -140,80 +140,78 @@ class MetaSource(TensorSource):
         if files != expected:
             missing = [file.name for file in expected if file not in files]
             raise UserError(
-                f"{self.path} is incomplete: there is no {summarize_names(missing)} (there are {len(files)} files)"
+                f"{self.path} is incomplete: {summarize_names(missing)} is missing (it has {len(files)} files)"
             )
-        if odd := [file.name for file in files if not file.is_file()]:
-            raise UserError(f"{self.path} is incomplete: {summarize_names(odd)} is not a file")
-        shards = [tensors_in(file) for file in files]
+        if invalid := [file.name for file in files if not file.is_file()]:
+            raise UserError(f"{self.path} is incomplete: {summarize_names(invalid)} is not a file")
+        shards = [locate_tensors(file) for file in files]
         for file, shard in zip(files, shards, strict=True):
             if differing := sorted(shards[0].keys() ^ shard.keys()):
-                raise UserError(f"{file} and {files[0]} do not hold the same tensors: {summarize_names(differing)}")
-        self._pieces = {name: [shard[name] for shard in shards] for name in shards[0]}
-        self._axes = {name: self._axis(name) for name in self._pieces}
-        self.specs = {name: self._joined_spec(name) for name in self._pieces}
+                raise UserError(f"{file} and {files[0]} contain different tensors: {summarize_names(differing)}")
+        self._locations = {name: [shard[name] for shard in shards] for name in shards[0]}
+        self._axes = {name: self._find_axis(name) for name in self._locations}
+        self.specs = {name: self._join_specs(name) for name in self._locations}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """As `TensorSource.read`; also raise `UserError` if replicas of a tensor differ between files."""
-        wanted = slices or full_slices(self.specs[name].shape)
-        pieces, axis = self._pieces[name], self._axes[name]
+        """Like `TensorSource.read`; also raise `UserError` if replicas of a tensor differ between files."""
+        bounds = slices or full_slices(self.specs[name].shape)
+        locations, axis = self._locations[name], self._axes[name]
         if axis is None:
-            return self._read_replicated(name, wanted)
-        out = torch.empty(slice_shape(wanted), dtype=self.specs[name].dtype)
+            return self._read_replicated(name, bounds)
+        out = torch.empty(slice_shape(bounds), dtype=self.specs[name].dtype)
         begin = 0
-        for piece in pieces:
-            size = piece.spec.shape[axis]
-            first, last = max(wanted[axis].start, begin), min(wanted[axis].stop, begin + size)
+        for location in locations:
+            size = location.spec.shape[axis]
+            first, last = max(bounds[axis].start, begin), min(bounds[axis].stop, begin + size)
             if first < last:
                 part = slice(first - begin, last - begin)
-                values = piece.read((*wanted[:axis], part, *wanted[axis + 1 :]))
-                out.narrow(axis, first - wanted[axis].start, last - first).copy_(values)
+                values = location.read((*bounds[:axis], part, *bounds[axis + 1 :]))
+                out.narrow(axis, first - bounds[axis].start, last - first).copy_(values)
             begin += size
         return out
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding, which a params.json may omit; raises `UserError` if there is no embedding."""
+        """Number of rows of the embedding, since params.json may omit it. Raises `UserError` without an embedding."""
         name = f"{_EMBEDDING}.weight"
         if name not in self.specs or len(self.specs[name].shape) != 2:
-            raise UserError(f"{self.path}: there is no matrix {name}, which would say the size of the vocabulary")
+            raise UserError(f"{self.path}: unknown vocabulary size, since there is no matrix {name}")
         return self.specs[name].shape[0]
 
     def _read_replicated(self, name: str, slices: Slices) -> Tensor:
-        first, *others = self._pieces[name]
+        first, *others = self._locations[name]
         values = first.read(slices)
         for other in others:
             if not torch.equal(values, other.read(slices)):
-                raise UserError(f"{name} differs between {first.file} and {other.file}, which must hold the same")
+                raise UserError(f"{name} must be the same in {first.file} and {other.file}, but differs")
         return values
 
-    def _axis(self, name: str) -> int | None:
-        """Return the dimension along which the files' tensors are joined; None: each file has the whole tensor."""
-        pieces = self._pieces[name]
-        shape = pieces[0].spec.shape
-        if len(pieces) == 1 or len(shape) < 2:
+    def _find_axis(self, name: str) -> int | None:
+        """Return the dimension along which the tensor is sharded; None if it is replicated."""
+        locations = self._locations[name]
+        shape = locations[0].spec.shape
+        if len(locations) == 1 or len(shape) < 2:
             return None
         module = name.split(".")[-2] if "." in name else name
         if module == _EMBEDDING:
             return 0 if shape[1] == self._dim() else 1
         if module not in _AXES:
-            raise UserError(f"{self.path}: it is not known along which dimension {name} was cut into {len(pieces)}")
+            raise UserError(f"{self.path}: the sharded dimension of {name} ({len(locations)} shards) is unknown")
         return _AXES[module]
 
     def _dim(self) -> int:
         dim = read_object(self.path / META_PARAMETERS).get("dim")
         if type(dim) is not int:
-            raise UserError(
-                f"{self.path / META_PARAMETERS} must say the model's `dim`, a whole number; it says {dim!r}"
-            )
+            raise UserError(f"{self.path / META_PARAMETERS}: dim must be an integer, not {dim!r}")
         return dim
 
-    def _joined_spec(self, name: str) -> TensorSpec:
-        specs, axis = [piece.spec for piece in self._pieces[name]], self._axes[name]
+    def _join_specs(self, name: str) -> TensorSpec:
+        specs, axis = [location.spec for location in self._locations[name]], self._axes[name]
         if any(spec.dtype != specs[0].dtype for spec in specs):
-            raise UserError(f"{self.path}: the files hold {name} in different types")
-        rest = [[size for dim, size in enumerate(spec.shape) if dim != axis] for spec in specs]
-        if any(sizes != rest[0] for sizes in rest):
-            raise UserError(f"{self.path}: the shapes of {name} in the files do not fit each other")
+            raise UserError(f"{self.path}: {name} has different types in different files")
+        other_sizes = [[size for dim, size in enumerate(spec.shape) if dim != axis] for spec in specs]
+        if any(sizes != other_sizes[0] for sizes in other_sizes):
+            raise UserError(f"{self.path}: the shapes of {name} in the files are inconsistent")
         shape = list(specs[0].shape)
         if axis is not None:
             shape[axis] = sum(spec.shape[axis] for spec in specs)
@@ -221,10 +219,10 @@ class MetaSource(TensorSource):
 
 
 def write_meta(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) -> None:
-    """Write tensors as `consolidated.00.pth` into the folder `path`; arguments as in `write_huggingface`.
+    """Write tensors as `consolidated.00.pth` into the folder `path`; arguments are as in `write_huggingface`.
 
-    Tensors are held one at a time. `torch.load` opens the file, memory-mapped or not. The checksums in its zip
-    directory are of a file without values; torch ignores them, other zip tools would not.
+    One tensor is in memory at a time. `torch.load` opens the file, memory-mapped or not. The checksums in its zip
+    directory do not match the values; PyTorch ignores them, but other zip tools do not.
 
     Raises:
         UserError: if a dtype is too narrow for a value.
@@ -238,11 +236,11 @@ def write_meta(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) ->
         try:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(tensors, partial)
-        except RuntimeError as error:  # as which torch tells the system's errors
+        except RuntimeError as error:  # torch.save's class for system errors
             raise OSError(f"{partial} cannot be written ({str(error).splitlines()[0]}); is the disk full?") from error
         with open(partial, "r+b") as file:
-            for name, piece in tensors_in(partial).items():
-                file.seek(piece.offset)
-                for chunk in value_chunks(name, make(name), piece.spec.dtype):
+            for name, location in locate_tensors(partial).items():
+                file.seek(location.offset)
+                for chunk in value_chunks(name, make(name), location.spec.dtype):
                     file.write(chunk)
-                assert file.tell() == piece.offset + piece.spec.n_bytes, f"{name} had another shape than its spec"
+                assert file.tell() == location.offset + location.spec.n_bytes, f"{name} does not match its spec"

@@ -1,4 +1,4 @@
-"""Sources derived from other sources: other names and layouts, plain or converted models, joined sources, more rows."""
+"""Tensor sources computed from other sources: renamed, converted, merged, chained or resized."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -28,12 +28,12 @@ class Recipe(NamedTuple):
     outputs: Sequence[str]
 
     compute: Callable[[list[Tensor]], Iterable[Tensor]] | None
-    """None: a single tensor, unchanged."""
+    """None for a single, unchanged tensor."""
 
 
 class View(TensorSource):
-    """Reads another source by recipes. The outputs of the last recipe are kept until they have been read, since they
-    are read in sequence and each needs all inputs."""
+    """Computes tensors from another source by recipes. The outputs of the last recipe are cached, since they are
+    usually read one after another and each requires all inputs."""
 
     def __init__(self, source: TensorSource, specs: Mapping[str, TensorSpec], recipes: Iterable[Recipe]):
         self.specs = specs
@@ -46,10 +46,10 @@ class View(TensorSource):
         if compute is None:
             return self._source.read(inputs[0], slices)
         if name not in self._last:
-            self._last = {}  # before, so that not both are held
+            self._last = {}  # free the memory first
             with torch.no_grad():
-                made = compute([self._source.read(each) for each in inputs])
-            self._last = dict(zip(outputs, made, strict=True))
+                tensors = compute([self._source.read(each) for each in inputs])
+            self._last = dict(zip(outputs, tensors, strict=True))
         tensor = self._last[name]
         if len(self._last) == 1:
             self._last = {}
@@ -57,8 +57,8 @@ class View(TensorSource):
 
 
 class InternalView(View):
-    """An external format's tensors under our names, in our layout (`internal_specs`), with `source`'s dtypes. Raises
-    `UserError` if tensors are missing, unknown or of another shape, or tied ones differ; it names them."""
+    """An external format's tensors with our names and layout (`internal_specs`) and the dtypes of `source`. Raises
+    `UserError`, naming the tensors, if any are missing, unexpected or of the wrong shape, or if tied ones differ."""
 
     def __init__(self, source: TensorSource, adapter: StateDictAdapter, internal_specs: Mapping[str, TensorSpec]):
         specs: dict[str, TensorSpec] = {}
@@ -72,12 +72,12 @@ class InternalView(View):
         super().__init__(source, specs, recipes)
         for name, tied_to in adapter.tied.items():
             if name in source.specs:
-                _compare(source, name, tied_to)
+                _check_tied_tensors(source, name, tied_to)
 
 
 class ExternalView(View):
-    """A source of all tensors of one of our models in another format. Raises `UserError` if `source` lacks tensors of
-    the adapter's table or has others; it names them."""
+    """All tensors of one of our models in another format. Raises `UserError`, naming the tensors, if `source` does not
+    have exactly the tensors in the adapter's table."""
 
     def __init__(self, source: TensorSource, adapter: StateDictAdapter):
         recipes = [
@@ -87,7 +87,7 @@ class ExternalView(View):
         super().__init__(source, adapter.external_specs(source.specs), recipes)
 
 
-def _compare(source: TensorSource, name: str, tied_to: str) -> None:
+def _check_tied_tensors(source: TensorSource, name: str, tied_to: str) -> None:
     shape = source.specs[name].shape
     rows = max(1, _COMPARED_ELEMENTS // max(1, torch.Size(shape[1:]).numel()))
     for start in range(0, shape[0], rows):
@@ -96,16 +96,16 @@ def _compare(source: TensorSource, name: str, tied_to: str) -> None:
 
 
 class PlainView(View):
-    """Tensors of a plain model, computed from a converted one, module by module. Values may be more precise than the
-    types in `specs`, the default types to write.
+    """Tensors of a plain model, computed from a converted one, module by module. They may be more precise than the
+    dtypes in `specs`, which are the default dtypes to write.
 
     Args:
-        source: the converted model's tensors, under its names.
-        model: the converted model, on the meta device; it marks trained parameters, as far as known.
-        converters: applied to the model.
+        source: the converted model's tensors.
+        model: the converted model on the meta device, with trained parameters marked if known.
+        converters: converters applied to the model.
 
     Raises:
-        UserError: if `source` lacks some of the model's tensors; it names them.
+        UserError: if `source` does not fit the model; names the tensors.
     """
 
     def __init__(self, source: TensorSource, model: nn.Module, converters: Sequence[ModelConverter]):
@@ -124,35 +124,38 @@ class PlainView(View):
                 specs[name] = source.specs[name]
                 recipes.append(Recipe([name], [name], None))
             elif name == members[prefix][0]:
-                made, recipe = _plain_recipe(prefix, modules[prefix], members[prefix], source.specs)
-                specs |= made
+                plain_specs, recipe = _make_recipe(prefix, modules[prefix], members[prefix], source.specs)
+                specs |= plain_specs
                 recipes.append(recipe)
         super().__init__(source, specs, recipes)
 
     def write_extra_files(self, folder: Path, spec: ModelSpec) -> None:
-        """Let the converters write their additional files next to the plain model in Hugging Face's format."""
+        """Write the converters' additional files next to the plain model in Hugging Face format."""
         for converter in self._converters:
             converter.write_export_files(folder, spec, self._model, self._source.read)
 
 
-def _plain_recipe(
+def _make_recipe(
     prefix: str, module: ConvertedModule, inputs: Sequence[str], specs: Mapping[str, TensorSpec]
 ) -> tuple[dict[str, TensorSpec], Recipe]:
-    """Return the specs of the plain module's tensors, and how to compute them from `inputs`, the converted module's."""
+    """Return the specs of the plain module's tensors, and the recipe that computes them from the converted module's
+    tensors `inputs`."""
 
-    def named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    def add_names(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return {_split(name)[1]: tensor for name, tensor in zip(inputs, tensors, strict=True)}
 
-    own = named([torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta") for name in inputs])
-    plain, types = module.plain_state(own), module.plain_types(own)
-    made = {_join(prefix, name): TensorSpec(tensor.shape, types[name]) for name, tensor in plain.items()}
-    return made, Recipe(inputs, list(made), lambda tensors: module.plain_state(named(tensors)).values())
+    state = add_names([torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta") for name in inputs])
+    plain, types = module.plain_state(state), module.plain_types(state)
+    plain_specs = {_join(prefix, name): TensorSpec(tensor.shape, types[name]) for name, tensor in plain.items()}
+    return plain_specs, Recipe(
+        inputs, list(plain_specs), lambda tensors: module.plain_state(add_names(tensors)).values()
+    )
 
 
 class ConvertedView(TensorSource):
-    """Tensors of a converted model that follow from the plain one: all except the `added` ones. `source` has all
-    tensors of the plain model; `model` is the converted one on the meta device. Only the requested rows of a derived
-    tensor are computed, from the same rows of the plain tensor."""
+    """Tensors of a converted model, except the `added` ones, computed from the plain model in `source`. `model` is the
+    converted model on the meta device. Only the requested rows of a derived tensor are computed, from the same rows of
+    the plain tensor."""
 
     def __init__(self, source: TensorSource, model: nn.Module):
         self._source = source
@@ -160,13 +163,13 @@ class ConvertedView(TensorSource):
         specs: dict[str, TensorSpec] = {}
         modules = dict(converted_modules(model))
         for name, tensor in model.state_dict().items():
-            prefix, own = _split(name)
+            prefix, suffix = _split(name)
             module = modules.get(prefix)
-            if module is not None and own in module.derived:
-                rows = module.derived[own]
+            if module is not None and suffix in module.derived:
+                rows = module.derived[suffix]
                 self._derived[name] = (_join(prefix, rows.plain), rows)
                 specs[name] = TensorSpec.of(tensor)
-            elif module is None or own not in module.added:
+            elif module is None or suffix not in module.added:
                 specs[name] = source.specs[name]
         self.specs = specs
 
@@ -183,16 +186,16 @@ class ConvertedView(TensorSource):
 
 
 def _split(name: str) -> tuple[str, str]:
-    prefix, _, own = name.rpartition(".")
-    return prefix, own
+    prefix, _, suffix = name.rpartition(".")
+    return prefix, suffix
 
 
-def _join(prefix: str, own: str) -> str:
-    return f"{prefix}.{own}" if prefix else own
+def _join(prefix: str, suffix: str) -> str:
+    return f"{prefix}.{suffix}" if prefix else suffix
 
 
 class ChainedSource(TensorSource):
-    """All tensors of `first`, and the tensors of `other` that it lacks."""
+    """All tensors of `first`, and those tensors of `other` that are not in `first`."""
 
     def __init__(self, first: TensorSource, other: TensorSource):
         self._first, self._other = first, other
@@ -204,12 +207,12 @@ class ChainedSource(TensorSource):
 
 
 class ResizedEmbedding(TensorSource):
-    """Tensors of `source` (our names and layout); in `names`, with a row per token, the rows of `added` ids are the
-    mean of the rows below. A tensor that ends below the first of them is unchanged.
+    """Tensors of `source` (our names and layout). In the tensors `names`, which have a row per token, the rows of
+    `added` ids are the mean of the preceding rows. A tensor with too few rows for the first id is unchanged.
 
-    Existing rows of `added` ids are padding: published vocabularies end at a multiple of some number. The mean is the
-    neutral start: a new token gets the logit of an average one, so the loss hardly changes (J. Hewitt, "Initializing
-    New Word Embeddings for Pretrained Language Models", 2021).
+    Existing rows of `added` ids are padding, since published vocabularies are rounded up to a multiple. With the mean,
+    a new token gets the logit of an average token, so the loss hardly changes (J. Hewitt, "Initializing New Word
+    Embeddings for Pretrained Language Models", 2021).
     """
 
     def __init__(self, source: TensorSource, names: Collection[str], added: range):
@@ -240,7 +243,7 @@ class ResizedEmbedding(TensorSource):
         return torch.cat(parts)
 
     def _mean_row(self, name: str, columns: Slices) -> Tensor:
-        """Return the mean of the rows below the added tokens, summed in double precision, some rows at a time."""
+        """Return the mean of the rows before the added tokens, summed in float64 in chunks of rows."""
         total = torch.zeros([part.stop - part.start for part in columns], dtype=torch.float64)
         for start in range(0, self._added.start, _READ_ROWS):
             rows = slice(start, min(start + _READ_ROWS, self._added.start))
