@@ -403,7 +403,7 @@ def test_nul_characters_are_damage(tmp_path, kind):
 )
 def test_rows_that_would_fill_the_memory(tmp_path, monkeypatch, name, content):
     for module in ("files", "rows"):
-        monkeypatch.setattr(f"torchtitan.components.data.sources.{module}.LONGEST", 1000)
+        monkeypatch.setattr(f"torchtitan.components.data.sources.{module}.MAX_ROW_CHARACTERS", 1000)
     monkeypatch.setattr("torchtitan.components.data.sources.files.CHUNK_SIZE", 100)
     if name != "b.csv":
         (tmp_path / name).write_text(content % ("x" * 900))

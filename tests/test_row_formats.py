@@ -20,8 +20,8 @@ from torchtitan.components.data.finetuning.row_formats import (
     FORMATS,
     RowFormat,
     dataset_formats,
-    describes,
     find_format,
+    fits_dataset,
     function_format,
 )
 from torchtitan.components.data.sources.source import CHAT_DATASETS, ChatDataset, register_chat_dataset, resolve_source
@@ -309,13 +309,13 @@ class TestLabels:
     ],
 )
 def test_columns_that_are_not_read(row, unread):
-    assert find_format(list(row), "auto", {}, "sft").unread(row) == unread
+    assert find_format(list(row), "auto", {}, "sft").unread_columns(row) == unread
 
 
 def test_columns_that_are_mapped_or_given_to_a_function_are_read():
     row = {"prompt": "q", "response": "a", "score": "s", "system": "t"}
-    assert find_format(list(row), "auto", {"system": "score"}, "sft").unread(row) == ["system"]
-    assert function_format(as_question, "sft").unread(row) == []
+    assert find_format(list(row), "auto", {"system": "score"}, "sft").unread_columns(row) == ["system"]
+    assert function_format(as_question, "sft").unread_columns(row) == []
 
 
 class TestPreference:
@@ -539,8 +539,8 @@ def test_options_are_for_the_sets_that_they_fit(monkeypatch):
     assert names(["x.jsonl", "plain", "mapped"], function) == ["as_question", "as_question", "prompt_response"]
     with raises("'mapped' is registered with a way to be read of its own"):
         names(["mapped"], function)
-    assert describes("y.jsonl", columns["y.jsonl"], "messages", {}, "sft")
-    assert not describes("y.jsonl", columns["y.jsonl"], "auto", mapping, "sft")
+    assert fits_dataset("y.jsonl", columns["y.jsonl"], "messages", {}, "sft")
+    assert not fits_dataset("y.jsonl", columns["y.jsonl"], "auto", mapping, "sft")
 
 
 @pytest.mark.parametrize(

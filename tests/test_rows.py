@@ -270,7 +270,7 @@ def test_compressed_parquet_files_have_a_largest_size(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet.gz", [{"prompt": f"text {i}"} for i in range(1000)])
     monkeypatch.setattr("torchtitan.components.data.sources.files.CHUNK_SIZE", 100)
     assert len(rows_at(path)) == 1000
-    monkeypatch.setattr("torchtitan.components.data.sources.files._MOST_UNPACKED", 500)
+    monkeypatch.setattr("torchtitan.components.data.sources.files._MAX_PARQUET_BYTES", 500)
     with raises(f"{path} unpacks to more than 500 bytes; store it unpacked, parquet compresses by itself"):
         rows_at(path)
 
