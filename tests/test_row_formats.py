@@ -100,7 +100,7 @@ def test_columns_of_texts(row, messages):
             "the role 'assistant' has no content",
             BrokenSample,
         ),
-        ({"prompt": "q", "response": "a", "system": 3}, "the system is an int", BrokenSample),
+        ({"prompt": "q", "response": "a", "system": 3}, "the system must be text, not an int", BrokenSample),
         ({"prompt": "q", "response": [QUESTION, ANSWER]}, "--dataloader.columns messages=NAME", BrokenSample),
     ],
 )
@@ -127,7 +127,7 @@ class TestRecognition:
         assert find_format(columns, "text", {}, "sft").name == "text"
 
     def test_nothing_fits(self):
-        with raises("the rows have the columns frage, antwort, which fit none of the formats; name them by") as e:
+        with raises("the rows have the columns frage, antwort, which match no format; rename them with") as e:
             find_format(["frage", "antwort"], "auto", {}, "sft")
         assert "prompt_response: prompt, response" in str(e.value)
         assert "--dataloader.columns OURS=THEIRS, or choose another --dataloader.format: messages: m" in str(e.value)
@@ -146,7 +146,7 @@ class TestRecognition:
         ],
     )
     def test_the_error_names_the_option_that_reads_the_columns(self, row):
-        with raises("which fit none of the formats") as caught:
+        with raises("which match no format") as caught:
             find_format(list(row), "auto", {}, "sft")
         [options] = re.findall(r"--dataloader.columns (.*), or choose", str(caught.value))
         assert converted(row, mapping=parse_columns(options.split())) == Conversation([QUESTION, ANSWER])
@@ -162,7 +162,7 @@ class TestRecognition:
         row = {"messages": [QUESTION, {"role": "assistant", "content": "no"}], "q": "q", "a": "a"}
         mapping = {"prompt": "q", "response": "a"}
         assert converted(row, mapping=mapping) == Conversation([QUESTION, ANSWER])
-        with raises("--dataloader.columns: 'prompt' is none that the format 'messages' reads"):
+        with raises("--dataloader.columns: the format 'messages' has"):
             find_format(list(row), "messages", mapping, "sft")
         with raises("the rows have the columns messages, a, prompt, which fit none of the formats"):
             find_format(list(row), "auto", {"prompt": "q"}, "sft")
@@ -170,7 +170,7 @@ class TestRecognition:
     @pytest.mark.parametrize("beside", ["prompt", "messages", "conversations"])
     def test_preference_rows_are_not_imitated_unasked(self, beside):
         columns = [beside, "chosen", "rejected"]
-        with raises("the rows have chosen and rejected, which are for preference training"):
+        with raises("the columns chosen and rejected are for preference training"):
             find_format(columns, "auto", {}, "sft")
         assert find_format(columns, "auto", {}, "prompt").name == beside
         row = {"prompt": "q", "chosen": "a", "rejected": "b"}
@@ -189,7 +189,7 @@ class TestRecognition:
         ],
     )
     def test_the_option_that_imitates_one_answer_of_a_pair(self, row):
-        with raises("which are for preference training; to imitate one of them") as caught:
+        with raises("rejected are for preference training; to train on one of them") as caught:
             find_format(list(row), "auto", {}, "sft")
         [option] = re.findall(r"--dataloader.columns ([a-z_=]+)", str(caught.value))
         formats = re.findall(r", and to read neither, choose --dataloader.format (\S+)", str(caught.value))
@@ -198,7 +198,7 @@ class TestRecognition:
 
     def test_answers_beside_a_conversation_need_a_function(self):
         """No option joins a conversation with the turn that follows it."""
-        with raises("to imitate one of them, write a function that gives the whole conversation") as caught:
+        with raises("on one of them, write a function that returns the whole conversation") as caught:
             find_format(["conversations", "chosen", "rejected"], "auto", {}, "sft")
         assert str(caught.value).endswith("and to read neither, choose --dataloader.format conversations")
 
@@ -218,7 +218,7 @@ class TestRecognition:
         """They have values in other columns, which are null where those of the first row are not."""
         row = {**dict.fromkeys(columns), **row}
         format = find_format(columns, "auto", {}, "sft")
-        with raises(f"is empty, while the columns of another format are filled ({needs})", BrokenSample):
+        with raises(f"is empty, but the columns of another format have content ({needs})", BrokenSample):
             format.convert(row)
         with raises("is empty", EmptySample):
             converted(row, format=format.name)
@@ -230,16 +230,16 @@ class TestRecognition:
 
     def test_later_rows_may_lack_a_column(self):
         format = find_format(["frage", "response"], "auto", {"prompt": "frage"}, "sft")
-        with raises("no column prompt, only response", BrokenSample):
+        with raises("no column prompt; the columns are: response", BrokenSample):
             format.convert({"response": "a"})
 
     @pytest.mark.parametrize("entry", ["prompt", "=frage", "prompt=", ""])
     def test_malformed_mapping(self, entry):
-        with raises(f"--dataloader.columns: {entry!r} must be of the form OURS=THEIRS"):
+        with raises(f"--dataloader.columns: {entry!r} must have the form OURS=THEIRS"):
             parse_columns([entry])
 
     def test_wrong_mapping(self):
-        with raises("'prompt' is given twice, 'a' and 'b'"):
+        with raises("'prompt' is set twice, to 'a' and 'b'"):
             parse_columns(["prompt=a", "prompt=b"])
         with raises("'promt' is a column of no format; did you mean 'prompt'?"):
             find_format(["frage"], "auto", {"promt": "frage"}, "sft")  # codespell:ignore
@@ -273,7 +273,7 @@ class TestLabels:
     )
     def test_a_bad_answer_is_not_imitated(self, row, label):
         for column in ("label", "kto_tag"):
-            with raises(f"its {column} is {label!r}: such columns judge one answer each"):
+            with raises(f"its {column} is {label!r}: such columns rate answers"):
                 converted({**row, column: label})
         with raises("its label is"):
             function_format(lambda row: row, "sft").convert({**row, "label": label})
@@ -281,7 +281,7 @@ class TestLabels:
     @pytest.mark.parametrize("column", ["weight", "loss_weight", "sample_weight"])
     def test_a_row_without_weight_is_not_imitated(self, column):
         row = {"prompt": "q", "completion": "a"}
-        with raises(f"its {column} is 0: such columns say how much a row counts"):
+        with raises(f"its {column} is 0: such columns weight rows"):
             converted({**row, column: 0})
         assert converted({**row, column: 1.0}) == Conversation([QUESTION, ANSWER])
 
@@ -293,7 +293,7 @@ class TestLabels:
         assert converted({"text": "t", "label": False}) == Text("t")
 
     def test_they_are_not_pairs(self):
-        with raises("the rows have the column label, which judges one answer each, as for KTO; preference training"):
+        with raises("the column label rates single answers, as for KTO; preference training"):
             find_format(["prompt", "completion", "label"], "auto", {}, "preference")
 
 
@@ -370,24 +370,24 @@ class TestPreference:
     @pytest.mark.parametrize(
         ("row", "error", "kind"),
         [
-            ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same", EmptySample),
+            ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal", EmptySample),
             ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected is empty", EmptySample),
             ({"prompt": "q", "chosen": {**ANSWER, "content": ""}, "rejected": "a"}, "chosen is empty", EmptySample),
-            ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, "are the same", EmptySample),
-            ({"chosen": "a", "rejected": "b"}, "there is no column for the prompt (name it by", BrokenSample),
+            ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, "are equal", EmptySample),
+            ({"chosen": "a", "rejected": "b"}, "its column with --dataloader.columns prompt=NAME", BrokenSample),
             (
                 {"prompt": "q", "chosen": [ANSWER], "rejected": [{**ANSWER, "loss_weight": 0}]},
-                "has a message that is not to be trained",
+                "has a message with",
                 BrokenSample,
             ),
             (
                 {"chosen": [QUESTION, ANSWER], "rejected": [SYSTEM, ANSWER]},
-                "have no first message in common",
+                "have no common first message to",
                 BrokenSample,
             ),
             (
                 {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, QUESTION, ANSWER]},
-                "rejected goes on after the prompt with the role 'user'",
+                "rejected continues the prompt with the role 'user'",
                 BrokenSample,
             ),
         ],
@@ -414,7 +414,7 @@ class TestPrompts:
         assert converted(row, "prompt") == expected
 
     def test_what_is_no_prompt(self):
-        with raises("the prompt ends with the assistant's message", BrokenSample):
+        with raises("the prompt must not end with a message of the assistant", BrokenSample):
             converted({"messages": [QUESTION, ANSWER]}, "prompt")
         with raises("the answer is a bool", BrokenSample):
             converted({"prompt": "q", "answer": True}, "prompt")
@@ -455,7 +455,7 @@ class TestFunctions:
         assert function_format(as_question, "prompt").convert({"body": "q"}) == Prompt(Conversation([QUESTION]), None)
 
     def test_what_it_does_wrong(self):
-        with raises("the function as_question fails: KeyError: 'body'", BrokenSample):
+        with raises("the function as_question failed: KeyError: 'body'", BrokenSample):
             function_format(as_question, "sft").convert({"text": "x"})
         with raises("gave a str, and must give a dictionary, or None"):
             function_format(lambda row: "text", "sft").convert({})

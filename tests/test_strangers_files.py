@@ -358,7 +358,7 @@ def test_records_must_be_regular_files(tmp_path):
 
 def test_a_configuration_file_must_be_a_regular_file(tmp_path):
     os.mkfifo(tmp_path / "run.yaml")
-    with pytest.raises(UserError, match="^--config_file .*run.yaml is not a regular file; save its content in one,"):
+    with pytest.raises(UserError, match="^--config_file .*run.yaml is not a regular file; save its content to a file,"):
         ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")])
 
 

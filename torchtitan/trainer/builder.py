@@ -17,7 +17,7 @@ from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
+from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.config import Configurable
 from torchtitan.distributed import ParallelDims, initialize_weights
 from torchtitan.distributed.compile import compile_loss
@@ -88,7 +88,7 @@ class RunBuilder(Configurable):
 
     def build_tokenizer(self) -> Tokenizer:
         tokenizer: Tokenizer = self.config.tokenizer.build(path=self.config.hf_assets_path)
-        warn_of_other_ids(tokenizer)
+        warn_of_different_ids(tokenizer)
         return tokenizer
 
     def build_dataloader(self, config: BaseDataLoader.Config, *, epochs: int | None) -> BaseDataLoader:
