@@ -715,6 +715,4 @@ def test_a_template_that_writes_the_date(caplog: pytest.LogCaptureFixture) -> No
     assert len(texts) == 1
     with caplog.at_level(logging.WARNING, "torchtitan"):
         ChatEncoder(tokenizer, template, "assistant").check()
-    assert (
-        r"writes the current date (strftime_now): cached samples keep the date of their tokenization\n" in caplog.text
-    )
+    assert "writes the current date (strftime_now)" in caplog.text

@@ -202,9 +202,7 @@ def test_place_of_the_cache(tmp_path, monkeypatch):
 
 def test_unwritable_place(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("some text")
-    with pytest.raises(
-        UserError, match=r"cannot write to the token cache .*/a.txt/x: Not a directory; set --dataloader.cache_dir"
-    ):
+    with pytest.raises(UserError, match=r"cannot write to the token cache .*/a.txt/x: Not a directory; set "):
         open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "a.txt" / "x")
 
 

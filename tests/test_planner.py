@@ -152,7 +152,7 @@ def test_reading_too_often_is_refused_when_it_happens_and_before():
     windows = []
     with pytest.raises(
         UserError,
-        match=r"small\.jsonl would be read 1\.10 times in 21 windows, more than its limit of 1; train fewer steps, reduce its weight, or increase --dataloader\.max_epochs",
+        match=r"small.jsonl would be read 1\.\d+ times.*limit of 1; .*max_epochs",
     ):
         for window in planner:
             windows.append(window)

@@ -481,7 +481,7 @@ class TestFunctions:
         (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
         for name, message in [
             (f"{tmp_path}/mine.py:covert", "has no function 'covert'; did you mean 'convert'?"),  # codespell:ignore
-            (f"{tmp_path}/other.py:convert", f"there is no file {tmp_path}/other.py"),
+            (f"{tmp_path}/other.py:convert", f"the file {tmp_path}/other.py does not exist"),
             (f"{tmp_path}/broken.py:convert", "failed: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
             ("not_a_module_at_all:convert", "there is no module 'not_a_module_at_all' to import"),
             (f"{tmp_path}/mine:convert", "must be of the form package.module:function or path/to/file.py:function"),
@@ -533,7 +533,7 @@ def test_options_are_for_the_sets_that_they_fit(monkeypatch):
         names(["y.jsonl", "mapped"], mapping=mapping)
     with raises("'text' needs text"):
         names(["y.jsonl"], "text")
-    with raises("is none of"):
+    with raises("is unknown; use one of"):
         names(["y.jsonl", "plain"], "txt")
     function = f"{__name__}:as_question"
     assert names(["x.jsonl", "plain", "mapped"], function) == ["as_question", "as_question", "prompt_response"]

@@ -12,7 +12,7 @@ import pytest
 
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
-from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
+from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
 from torchtitan.components.tokenizer.tokenizer_json import reading
 from torchtitan.components.weights.assets import files_in
@@ -232,7 +232,7 @@ def test_what_lies_beside_a_tokenizer(tmp_path, file, content, message):
 def test_added_tokens_of_another_shape(tmp_path, added):
     tokenizer = tokenizer_with(tmp_path, {"tokenizer_config.json": {"added_tokens_decoder": added}})
     with pytest.raises(UserError, match="tokenizer_config.json' is not a tokenizer that `tokenizers` can use"):
-        warn_of_other_ids(tokenizer)
+        warn_of_different_ids(tokenizer)
 
 
 def test_ids_beyond_a_tiktoken_vocabulary_have_no_text(assets):
