@@ -14,7 +14,7 @@ from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
-from torchtitan.components.tokenizer.tokenizer_json import reading
+from torchtitan.components.tokenizer.tokenizer_json import suppress_native_errors
 from torchtitan.components.weights.assets import files_in
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.llama3 import FLAVORS, FORMATS
@@ -203,7 +203,7 @@ def test_a_panic_prints_nothing_before_the_message(tmp_path, capfd, changes):
 
 
 def test_what_is_printed_while_a_good_tokenizer_is_read_is_shown(tmp_path, capfd):
-    with reading(tmp_path):
+    with suppress_native_errors(tmp_path):
         os.write(2, "a wörning\n".encode())
     assert capfd.readouterr().err == "a wörning\n"
 

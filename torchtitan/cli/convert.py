@@ -180,7 +180,7 @@ def _adapter(
 
 
 def _quantization(options: argparse.Namespace) -> "QAT.Config":
-    """Return the quantization options, by default those of the run that saved INPUT."""
+    """Return the quantization options, with defaults from the run that saved INPUT."""
     from torchtitan.components.quantization.qat import QAT
     from torchtitan.components.weights.assets import read_converters
     from torchtitan.protocols.conversion import converters_from_records

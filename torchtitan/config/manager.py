@@ -123,7 +123,7 @@ class ConfigManager:
 
 _DESCRIPTION = """Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
 Later sources win: the configuration function, then the file, then the command line. `torchtitan ls` lists modules and
-configurations; the values shown are those of the selected one."""
+configurations; the values shown belong to the selected one."""
 
 
 def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:

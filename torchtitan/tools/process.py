@@ -84,7 +84,7 @@ class StopRequest(StopSignals):
 
     @property
     def received(self) -> bool:
-        """Whether the run should stop."""
+        """True if the run should stop."""
         return self.first is not None
 
 

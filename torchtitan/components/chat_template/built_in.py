@@ -29,7 +29,8 @@ BUILT_IN_TEMPLATES: Mapping[str, str] = MappingProxyType(
 - `chatml`: turns between `<|im_start|>` and `<|im_end|>`; tools and tool calls as JSON between tags.
 - `llama3`: Llama 3's headers and `<|eot_id|>`, which only its vocabulary has.
 - `mistral`: questions between `[INST]` and `[/INST]`, as in Mistral v0.3; EOS after the answer. The system message
-  precedes the first question, not the last one as in Mistral's own template, where it would move with every turn.
+  precedes the first question, unlike in Mistral's template, in which it precedes the last one and moves with every
+  turn.
 - `alpaca`: `### Instruction:` and `### Response:` as ordinary text; EOS after the answer.
 """
 

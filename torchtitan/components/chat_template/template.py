@@ -41,7 +41,7 @@ class ChatTemplate:
     literals: list[str]
     """Literal texts in the template."""
     marks_generation: bool
-    """Whether `{% generation %}…{% endgeneration %}` marks the assistant's text, possibly added by `with_marks`."""
+    """True if `{% generation %}…{% endgeneration %}` marks the assistant's text, possibly added by `with_marks`."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class Layout:
     epochs: int | None = None
     """Passes over the data; None: endless."""
     document_mask: bool = True
-    """Whether to mask attention between packed documents."""
+    """True to mask attention between packed documents."""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "local_batch_size", "epochs"):
@@ -94,11 +94,11 @@ class BaseDataLoader(Configurable):
     """Samples of all ranks over all `epochs`, without padding; None: unknown (a stream) or endless."""
 
     needs_sample_losses: bool = False
-    """Whether `observe` needs per-sample losses."""
+    """True if `observe` needs per-sample losses."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether this rank has reached the end of its data; see the class."""
+        """True if this rank has reached the end of its data; see the class."""
         return False
 
     def __iter__(self) -> Self:

@@ -119,4 +119,4 @@ class DataSummary:
     packing_efficiency: float | None
     """Fraction of the windows' positions that hold data; None: samples are not packed."""
     follows_seed: bool
-    """Whether configuration and seed determine the order, so that the data of any step is known in advance."""
+    """True if configuration and seed determine the order, so that the data of any step is known in advance."""

@@ -32,10 +32,10 @@ class Score:
     """Natural logarithm of the continuation's probability, summed over its tokens."""
 
     is_greedy: bool
-    """Whether greedy decoding would generate the continuation."""
+    """True if greedy decoding would generate the continuation."""
 
     truncated: bool
-    """Whether the beginning of the context was truncated to fit into the model's context."""
+    """True if the beginning of the context was truncated to fit into the model's context."""
 
 
 class Scorer:

@@ -177,7 +177,7 @@ def text_perplexity(
 
 def windows(ids: list[int], size: int) -> Iterator[Request]:
     """Yield requests that score all `ids` except the first once. The first window predicts `size` tokens, each later
-    one half as many, given the half before them."""
+    one half of `size`, given the half before them."""
     end = min(size + 1, len(ids))
     yield Request(ids[:1], ids[1:end])
     stride = max(1, size // 2)

@@ -57,7 +57,7 @@ class TextStream:
         self.text = ""
         """Concatenation of all pieces so far."""
         self.stopped = False
-        """Whether a stop string was found, which ends the text."""
+        """True if a stop string was found, which ends the text."""
 
     def push(self, token: int) -> str:
         """Append a token, and return the text that cannot change anymore, often none."""

@@ -123,7 +123,7 @@ def _class_name(settings: dict[str, Any]) -> str:
 
 
 def _parts_of(name: str, settings: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Return the normalizer and pre-tokenizer created by the class `name`; None if it uses those in the file."""
+    """Return the normalizer and pre-tokenizer created by the class `name`; None if it uses the file's."""
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     prefix = settings.get("add_prefix_space")

@@ -22,7 +22,7 @@ class Tokenizer(Configurable, ABC):
     """Ids of the tokens at the beginning and end of a text, if any."""
     adds_bos: bool
     adds_eos: bool
-    """Whether the model's configuration adds BOS and EOS."""
+    """True if the model's configuration adds BOS and EOS."""
     folder: Path | None = None
     """Folder of the tokenizer's files, which checkpoints copy; None: no files."""
     n_added: int = 0

@@ -39,7 +39,7 @@ class MicroBatchClippingTrainer(Trainer):
         for parameter in parameters:
             parameter.grad = None
         loss = super().forward_backward_step(batch, n_tokens)
-        # Gradient and norm limit are those of the micro-batch's share in the global mean.
+        # The gradient is a share of the global mean, so the norm limit is scaled alike.
         share = (self.count_tokens_on_all_ranks(batch) / n_tokens.clamp(min=1)).item()
         pipeline = self.mesh.get_group("pp") if self.mesh and self.pipeline else None
         clip_grad_norm(parameters, self.config.micro_batch_max_norm * share, pipeline)

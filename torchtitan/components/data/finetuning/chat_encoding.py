@@ -319,7 +319,7 @@ class RowEncoder:
     n_parts: ClassVar[int] = 1
     """Number of token sequences per row."""
     has_answers: ClassVar[bool] = False
-    """Whether rows may have reference answers."""
+    """True if rows may have reference answers."""
 
     def __init__(self, chat: ChatEncoder):
         self._chat = chat

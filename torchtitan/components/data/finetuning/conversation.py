@@ -45,7 +45,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     """Functions that the model may call, each `{"type": "function", "function": {"name": …, "parameters": …}}`."""
     trained: list[bool | None] = field(default_factory=list)
-    """Whether to train on each message; None, the default: `train_on` decides."""
+    """True to train on each message; None, the default: `train_on` decides."""
 
     def __post_init__(self) -> None:
         self.trained = self.trained or [None] * len(self.messages)

@@ -25,7 +25,7 @@ class Turn(NamedTuple):
     span: Span
     trained: bool
     marked: bool = False
-    """Whether the template marks the turn; marks may exclude its end token."""
+    """True if the template marks the turn; marks may exclude its end token."""
 
 
 class Rendered(NamedTuple):
@@ -35,7 +35,7 @@ class Rendered(NamedTuple):
     turns: list[Turn]
     """All marked turns if the template has marks, otherwise the turns that differ from `default`."""
     default: bool
-    """Whether text outside of the turns is trained."""
+    """True if text outside of the turns is trained."""
     unprompted: tuple[str, str] | None = None
     """Generation prompt, and header of a trained turn that does not begin with it; None if all do."""
 

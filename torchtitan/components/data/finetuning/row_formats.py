@@ -55,7 +55,7 @@ class RowFormat:
     mapping: Mapping[str, str] = field(default_factory=dict)
     """Format's column name → column name in the file, if they differ."""
     by_function: bool = False
-    """Whether a user function converts the rows."""
+    """True if a user function converts the rows."""
     fingerprint: str = ""
     """Cache key of the conversion, set by `find_format`."""
 
@@ -330,7 +330,7 @@ def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
 
 def _filled_format(format: RowFormat, row: Mapping[str, Any]) -> RowFormat | None:
     """Return another format that fits a row without content in its own format: all required columns have content,
-    including those with content in the own format. A `text` next to an instruction without output does not count."""
+    including its own columns with content. A `text` next to an instruction without output does not count."""
     filled = {column for column, value in row.items() if is_filled(value)}
     own = filled & set(format.required)
     if own == set(format.required):

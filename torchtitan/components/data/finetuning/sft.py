@@ -59,7 +59,7 @@ class SFTDataLoader(PlannedDataLoader):
         repetition_ngram: int = 10
         """Tokens per n-gram, for max_repetition."""
         packing: Packing = "ffd"
-        """How samples share windows: ffd (first-fit-decreasing), multipack (equally full windows), or none."""
+        """Packing of samples into windows: ffd (first-fit-decreasing), multipack (equally full windows), or none."""
         pack_chunk: int = 8192
         """Samples of a data set that are packed at a time, after shuffling."""
         weights: list[float] = field(default_factory=list)

@@ -36,8 +36,8 @@ def first_fit_decreasing(lengths: Array, capacity: int) -> list[Array]:
 def multipack(lengths: Array, capacity: int) -> list[Array]:
     """Fill windows equally, to balance tokens between ranks and micro-batches.
 
-    Uses as many windows as first-fit-decreasing, or a few percent more if these cannot be filled equally. Puts each
-    sample, longest first, into the least full window ("longest processing time first"; Graham, "Bounds on
+    Uses the number of windows of first-fit-decreasing, or a few percent more if these cannot be filled equally. Puts
+    each sample, longest first, into the least full window ("longest processing time first"; Graham, "Bounds on
     multiprocessing timing anomalies", 1969); overfull windows then swap a sample for a shorter one. A swap searches all
     samples, so they are packed in parts of 8,192: O(n log n).
     """

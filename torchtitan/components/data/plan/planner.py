@@ -92,7 +92,7 @@ class Planner:
         self.epochs = epochs
         self._ahead = ahead
         self.is_adaptive = any(sampler.adaptive for sampler in samplers)
-        """Whether the windows depend on observed statistics."""
+        """True if the windows depend on observed statistics."""
         self._observed: list[tuple[int, StepStatistics]] = []
         self._horizon = 0
         self._shared = {id(of_source): of_source for of_source in lengths}

@@ -44,7 +44,7 @@ class Sampler(Configurable):
         """Order in which samples are drawn."""
 
     needs_sample_losses: ClassVar[bool] = False
-    """Whether `observe` needs per-sample losses, which slow down training."""
+    """True if `observe` needs per-sample losses, which slow down training."""
 
     def __init__(self, config: Config, *, n_samples: int, seed: int):
         super().__init__(config)
@@ -54,12 +54,12 @@ class Sampler(Configurable):
 
     @property
     def in_order(self) -> bool:
-        """Whether to keep the drawing order instead of shuffling the windows of a chunk."""
+        """True to keep the drawing order instead of shuffling the windows of a chunk."""
         return False
 
     @property
     def adaptive(self) -> bool:
-        """Whether draws depend on training."""
+        """True if draws depend on training."""
         return type(self).observe is not Sampler.observe
 
     @property

@@ -120,7 +120,7 @@ class BatchIterator(ABC):
         self.fingerprint = digest_of(fingerprint)
         self.n_samples = n_samples
         self.exhausted = False
-        """Whether `next` has found no further samples of this rank."""
+        """True if `next` has found no further samples of this rank."""
         self._layout = layout
         self._workers: Workers | None = None
 

@@ -20,7 +20,7 @@ _SPLIT = re.compile(r"\w[\w.-]*")
 
 
 def local_splits(dataset: str) -> tuple[str, ...]:
-    """Return the splits of a local path: those of a saved `DatasetDict`, otherwise `train`."""
+    """Return the splits of a saved `DatasetDict`, otherwise `train`."""
     path = _path(dataset)
     if not _is_saved_dict(path):
         return ("train",)
