@@ -286,8 +286,7 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
 
 
 def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) -> "Batch | None":
-    """Return the samples according to the configuration if they have these names; a name may refer to several
-    samples."""
+    """Return the samples according to the configuration if they have these names; names may be ambiguous."""
     from torchtitan.trainer.ledger import names_of
 
     if not _follows_seed(loader):

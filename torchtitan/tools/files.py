@@ -88,8 +88,7 @@ def _levels(content: Any) -> int:
 
 
 def missing_folder_error(path: str | Path) -> UserError:
-    """Return the error for a missing folder of model files, with the download command if `path` looks like a Hugging
-    Face Hub id or its download folder."""
+    """Return the error for a missing folder of model files, with the download command for a Hugging Face Hub id."""
     folder = Path(path)
     missing = f"{folder} is not a folder"
     if folder.exists():

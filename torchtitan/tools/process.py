@@ -14,8 +14,7 @@ from typing import NoReturn
 from torchtitan.tools.logging import logger
 
 LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHED"
-"""Environment variable set by the launcher, which forwards stop signals to its processes and kills them if
-necessary."""
+"""Environment variable set by the launcher, which forwards stop signals and kills processes if necessary."""
 
 COMMAND_VARIABLE = "TORCHTITAN_COMMAND"
 """Environment variable with the command that started the run, shown when it stops."""

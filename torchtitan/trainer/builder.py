@@ -66,8 +66,8 @@ class RunBuilder(Configurable):
         return init_process_group(device_type(), self.config.comm)
 
     def lock_folder(self) -> None:
-        """Lock the dump folder against other runs until `close`, on rank 0. Raise `UserError` on every rank if another
-        run uses the folder."""
+        """Lock the dump folder against other runs until `close`, on rank 0. Raise `UserError` on every rank if it is in
+        use."""
 
         def lock() -> None:
             self.folder_lock = lock_folder(Path(self.config.dump_folder))

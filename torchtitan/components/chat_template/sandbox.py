@@ -36,8 +36,7 @@ _SECONDS = 10.0
 """Limit of CPU time per rendering, for operations that take longer than their price suggests."""
 
 _STEP, _ITEM, _GROWTH = 512, 64, 16
-"""Prices of a loop iteration or call, a list item, and a character that a filter may escape; other characters cost
-1."""
+"""Prices of a loop iteration or call, a list item, and a character that may be escaped; other characters cost 1."""
 
 _MAX_NUMBER = 9999
 """Largest number, such as a width, allowed as an argument of a method."""

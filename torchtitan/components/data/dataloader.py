@@ -68,8 +68,7 @@ class PretrainDataLoader(TokenizingDataLoader):
             }
 
         def for_validation(self, dataset: str) -> "PretrainDataLoader.Config | None":
-            """Return the config for the validation split of `dataset`, by default the training data; all of a `dataset`
-            without splits."""
+            """Return the config for the validation split of `dataset`, by default the training data."""
             splits = DOCUMENTS.splits(dataset or self.dataset)
             if "validation" in splits:
                 split = "validation"

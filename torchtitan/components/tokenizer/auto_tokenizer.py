@@ -195,8 +195,7 @@ def _compatible_settings(
 
 
 def _text_of(token: Any) -> Any:
-    """Return the text of a token or of a list of tokens; a token may be a serialized `AddedToken` with its
-    `content`."""
+    """Return the text of a token (possibly a serialized `AddedToken`), or of all tokens in a list."""
     if isinstance(token, list):
         return [_text_of(each) for each in token]
     return token["content"] if isinstance(token, dict) and "content" in token else token

@@ -95,7 +95,7 @@ class Tokenizer(Configurable, ABC):
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of pre-training documents, in parallel over the cores, without recognizing special
-        tokens. Add BOS as configured by the model, and EOS if it exists, since models learn from it to stop."""
+        tokens. Add BOS as configured by the model, and EOS if it exists, to learn to stop."""
         return self.encode_batch(texts, add_eos=self.eos_id is not None)
 
     def _added(self, name: str, token_id: int | None, add: bool) -> list[int]:

@@ -37,8 +37,7 @@ class PretrainedTokenizer(Tokenizer):
         """Tokens added to a tokenizer."""
 
         added_tokens: list[str] = field(default_factory=list)
-        """Special tokens to add if they are not in the vocabulary, such as <|im_start|>; the model's vocabulary
-        grows."""
+        """Special tokens to add to the vocabulary and the model if they are missing, such as <|im_start|>."""
 
         def validate(self) -> None:
             if blank := [token for token in self.added_tokens if not token.strip()]:

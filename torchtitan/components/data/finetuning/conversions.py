@@ -1,5 +1,4 @@
-"""Readers that convert rows to samples. They raise `BrokenSample` for unusable rows and `EmptySample` for rows without
-content."""
+"""Readers that convert rows to samples. They raise `BrokenSample` for unusable rows, `EmptySample` for empty ones."""
 
 import math
 import re
@@ -266,7 +265,7 @@ def role_of(turn: Any) -> Any:
 
 
 def alternating(turns: list[Any]) -> list[Any]:
-    """Convert a list of plain texts (not JSON messages) to alternating user and assistant turns; return other lists
+    """Convert a list of plain texts (not JSON) to alternating user and assistant turns; return other lists
     unchanged."""
     if not all(isinstance(turn, str) and not _LOOKS_LIKE_A_MESSAGE.match(turn) for turn in turns):
         return turns
@@ -274,8 +273,7 @@ def alternating(turns: list[Any]) -> list[Any]:
 
 
 def transcript(text: str) -> list[Any] | None:
-    """Parse a transcript such as "\\n\\nHuman: Hi.\\n\\nAssistant: Hello." (Anthropic's HH) into turns; None for other
-    texts."""
+    """Parse a transcript such as "\\n\\nHuman: Hi.\\n\\nAssistant: Hello." (Anthropic's HH) into turns, else None."""
     if not _BEGINS_TRANSCRIPT.match(text):
         return None
     _, *pieces = _SPEAKER_IN_TRANSCRIPT.split(text)

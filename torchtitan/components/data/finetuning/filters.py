@@ -1,5 +1,5 @@
-"""Filters for empty and broken rows, and limits on tokens. `samples` handles samples that exceed the window, whose size
-is not known here."""
+"""Filters for empty and broken rows, and limits on tokens. The module `samples` handles samples longer than a
+window."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -56,8 +56,7 @@ class FilterConfig:
             raise UserError(f"--dataloader.repetition_ngram must be at least 1 token, not {self.repetition_ngram}")
 
     def apply(self, sample: EncodedRow | BrokenSample) -> EncodedRow | Dropped:
-        """Return the sample, or the reason to drop it. Raises `UserError`, without the location, for the policy
-        `error`."""
+        """Return the sample, or the reason to drop it. Raises `UserError` for the policy `error`."""
         if isinstance(sample, EmptySample):
             return _drop("empty", str(sample), self.empty)
         if isinstance(sample, BrokenSample):

@@ -155,8 +155,7 @@ class _Prefixes:
 
     def unprompted(self, i: int, span: Span) -> tuple[str, str] | None:
         """Return the generation prompt and the header of message `i` if it is an assistant's turn without that prompt.
-        Raises `BrokenSample` if the turn also omits a part of its message, such as reasoning: the model would not
-        learn it."""
+        Raises `BrokenSample` if the turn also omits a part of its message, such as reasoning."""
         message, (start, end) = self._conversation.messages[i], span
         if message["role"] != "assistant" or self.text.startswith(self._render(i, True)):
             return None

@@ -105,8 +105,8 @@ class PlannedDataLoader(TokenizingDataLoader):
             return [self.too_long, self.sampler.to_dict()]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """Return the configured template, by default the model's; None if none is needed. Raises `UserError` if it
-            is missing."""
+            """Return the configured template, by default the model's; None if not needed. Raises `UserError` if
+            missing."""
             return resolve_chat_template(self.chat_template, [tokenizer.folder] if tokenizer.folder else [], tokenizer)
 
         def rows(self) -> list[tuple[Source, RowFormat]]:

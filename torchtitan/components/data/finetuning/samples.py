@@ -201,8 +201,7 @@ Windows = Sequence[Sequence[EncodedRow]]
 
 
 class WindowDataset(Dataset[Batch]):
-    """Map-style dataset: a key is the sample numbers of B windows, an item their batch. `collate` returns a batch
-    without `documents`."""
+    """Map-style dataset from the sample numbers of B windows to a batch; `collate` creates it without `documents`."""
 
     def __init__(self, samples: SampleSets, seq_len: int, collate: Callable[[Windows, int], Batch]):
         self.samples, self.seq_len, self.collate = samples, seq_len, collate

@@ -109,8 +109,7 @@ class SFTDataLoader(PlannedDataLoader):
             return [self.too_long, self.untrained, self.packing, self.pack_chunk, self.sampler.to_dict()]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """Return the configured template, by default the model's; None if there is none, since texts do not need
-            one."""
+            """Return the configured template, by default the model's; None if there is none (for plain text)."""
             if not self.chat_template and (not tokenizer.folder or load_chat_template(tokenizer.folder) is None):
                 return None
             return PlannedDataLoader.Config.find_template(self, tokenizer)

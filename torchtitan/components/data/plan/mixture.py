@@ -59,8 +59,7 @@ class Mixture:
         return [i for i, tokens in enumerate(behind) if tokens > (-tolerance if weights[i] else tolerance)]
 
     def choose(self, n_tokens: Mapping[int, int]) -> int:
-        """Return the source with the earliest due time; `n_tokens` maps candidates to the tokens of their next
-        window."""
+        """Return the source with the earliest due time, given each candidate's tokens in its next window."""
         return min(n_tokens, key=lambda source: (self._due(source, n_tokens[source]), source))
 
     def add_window(self, source: int, n_tokens: int) -> None:

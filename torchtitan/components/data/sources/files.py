@@ -1,5 +1,5 @@
-"""Readers of local files. An error in a file is a `UserError` with file name and position; an error in a single row is
-stored in the row."""
+"""Readers of local files. Invalid files raise `UserError` with file name and position; errors of rows are stored in
+rows."""
 
 import codecs
 import csv

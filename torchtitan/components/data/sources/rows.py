@@ -56,8 +56,7 @@ class Part(ABC):
 
     @abstractmethod
     def contents(self, digest: Callable[[Path], str]) -> list[str]:
-        """Return the identity of the rows: equal lists mean equal rows. `digest` returns the digest of a file's
-        content."""
+        """Return the identity of the rows: equal lists mean equal rows. `digest` hashes the content of a file."""
 
     @abstractmethod
     def rows(self, on_read: OnRead) -> Iterator[Row]:
@@ -65,8 +64,7 @@ class Part(ABC):
 
     @abstractmethod
     def documents(self, on_read: OnRead) -> Iterator[Document]:
-        """Yield the documents in order; each must be consumed before the next. Raises `UserError` for unreadable
-        data."""
+        """Yield the documents in order; consume each before the next. Raises `UserError` for unreadable data."""
 
 
 def text_of(row: Row, text_column: str) -> Document:

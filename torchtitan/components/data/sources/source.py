@@ -22,8 +22,8 @@ AUTO = "auto"
 """Name of automatic format detection from the columns."""
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
-"""Maps a row (column → cell) to a row of a known format (`{"messages": […], "tools": […]}`, `{"text": …}`, …), or to
-None to drop it."""
+"""Maps a row (column → cell) to a row of a known format (`{"messages": […]}`, `{"text": …}`, …), or to None to drop
+it."""
 
 
 class Source:
@@ -147,7 +147,7 @@ CHAT_DATASETS: Catalog[ChatDataset] = Catalog("chat dataset", {"chats": _CHATS, 
 
 
 def register_dataset(name: str, dataset: HubDataset) -> None:
-    """Register a data set to stream in pre-training with `--dataloader.dataset NAME`. Raises `UserError` for a taken
+    """Register a data set to stream in pre-training, `--dataloader.dataset NAME`. Raises `UserError` for a taken
     name."""
     DOCUMENTS.register(name, dataset)
 

@@ -78,8 +78,7 @@ class Table(Part):
             n_read += len(batch)
 
     def _next(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch after validation: files are memory-mapped, and damaged offsets would make Arrow read
-        out of bounds."""
+        """Return the next batch, validated, since damaged offsets in files would make Arrow read out of bounds."""
         try:
             if (batch := next(batches, None)) is not None:
                 batch.validate(full=True)
@@ -89,8 +88,7 @@ class Table(Part):
 
 
 def saved_table(folder: Path, text_column: str) -> Table:
-    """Return the table in a folder written by `datasets.Dataset.save_to_disk`. Using a damaged table raises
-    `UserError`."""
+    """Return the table written by `datasets.Dataset.save_to_disk`. Using a damaged table raises `UserError`."""
 
     def load() -> Any:
         from datasets import load_from_disk
