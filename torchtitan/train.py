@@ -97,9 +97,7 @@ def _parse_and_run(words: list[str]) -> None:
     from torchtitan.config.manager import ConfigManager
 
     if "COMM_MODE" in os.environ:
-        raise UserError(
-            "the environment variable COMM_MODE is supported only by `torchtitan train`, which makes the dry run"
-        )
+        raise UserError("the environment variable COMM_MODE is supported only by `torchtitan train`")
     with _suppress_parser_output() if _is_repeating() else contextlib.nullcontext():
         resolved = ConfigManager("python -m torchtitan.train").parse_args(words)
     if not is_launched():

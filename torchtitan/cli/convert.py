@@ -61,8 +61,7 @@ def convert(args: Sequence[str]) -> int:
         choices=("int8dyn_int4w",),
         help="hf: quantize the linear layers between embedding and output, for inference: 4-bit weights, 8-bit "
         "activations, as simulated by --model_converters.qat, whose settings in the run that saved INPUT are the "
-        "defaults of "
-        "the options below; needs torchao",
+        "defaults of the options below; needs torchao",
     )
     parser.add_argument(
         "--group_size",

@@ -35,8 +35,7 @@ _DESCRIPTIONS = {
     "inspect": "Show the training data of a configuration: counts, lengths, dropped rows with reasons, and the first "
     "windows with trained tokens marked. No model is built.",
     "show": "Show the documents of a training step with trained tokens marked, from the run's ledger "
-    "(--debug.ledger) or, "
-    "without a ledger, from the configuration and its seed.",
+    "(--debug.ledger) or, without a ledger, from the configuration and its seed.",
 }
 
 

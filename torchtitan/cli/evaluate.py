@@ -27,7 +27,7 @@ def evaluate(args: Sequence[str]) -> int:
     )
     parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK", help="files or names of lm-eval tasks")
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="use only the first N examples of each task; does not apply to texts"
+        "--limit", type=int, metavar="N", help="examples per task; does not apply to texts (default: all)"
     )
     parser.add_argument(
         "--batch_size", type=int, default=8, metavar="N", help="sequences per forward pass (default: 8)"
@@ -38,9 +38,7 @@ def evaluate(args: Sequence[str]) -> int:
         metavar="DIR",
         help="folder with custom lm-eval tasks in YAML, whose code is executed",
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the JSON to a file instead of standard output"
-    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file for the JSON (default: standard output)")
     add_model_options(parser)
     options = parser.parse_args(args)
     return run_command("eval", lambda: _evaluate(options))

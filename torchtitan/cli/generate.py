@@ -27,9 +27,8 @@ def generate(args: Sequence[str]) -> int:
     """Continue the prompts, print only them and their continuations (or JSON), and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="torchtitan generate",
-        description="Continue text with a model. Print each prompt with its continuation; stream the output of "
-        "a single prompt. "
-        "Speed is reported on standard error.",
+        description="Continue text with a model. Print each prompt with its continuation; stream the output of a "
+        "single prompt. Speed is reported on standard error.",
     )
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; may be repeated"
@@ -138,17 +137,15 @@ def chat(args: Sequence[str]) -> int:
     """Answer each line of standard input and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="torchtitan chat",
-        description="Chat with a model, using its chat template. Each line of standard input is a message; "
-        "answers are streamed "
-        "to standard output. /reset starts over, /exit or Ctrl-D ends.",
+        description="Chat with a model, using its chat template. Each line of standard input is a message; answers "
+        "are streamed to standard output. /reset starts over, /exit or Ctrl-D ends.",
     )
     parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
     parser.add_argument(
         "--template",
         default="",
         metavar="NAME|FILE",
-        help="chat template to use instead of the one in the checkpoint: chatml, llama3, mistral, alpaca, or a "
-        "Jinja file",
+        help="chat template: chatml, llama3, mistral, alpaca, or a Jinja file (default: the checkpoint's)",
     )
     add_sampling_options(parser)
     add_model_options(parser)
@@ -199,8 +196,7 @@ class _Conversation:
         context = self._opened.context
         if len(prompt) >= context:
             raise UserError(
-                f"the conversation has {len(prompt)} tokens, but the model's context only {context}; use /reset to "
-                "start over"
+                f"the conversation has {len(prompt)} tokens, but the model's context only {context}; use /reset"
             )
         stream = TextStream(self._opened.tokenizer, prompt, self._stop)
 

@@ -47,7 +47,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="folder of the tokenizer (default: the checkpoint; its stop tokens and chat template are always used)",
     )
     group.add_argument(
-        "--device", choices=["cpu", "cuda", "mps"], help="device to compute on (default: the GPU, if available)"
+        "--device", choices=["cpu", "cuda", "mps"], help="device to use (default: the GPU, if available)"
     )
     group.add_argument(
         "--dtype",
@@ -63,8 +63,7 @@ def add_base_option(group: "argparse._ActionsContainer", checkpoint: str) -> Non
         type=Path,
         metavar="DIR",
         help=f"folder of the base model if {checkpoint} contains only trained weights "
-        "(--checkpoint.save_trainable_only; "
-        "default: the base model of the run)",
+        "(--checkpoint.save_trainable_only; default: the base model of the run)",
     )
 
 
@@ -73,8 +72,7 @@ def add_module_option(group: "argparse._ActionsContainer") -> None:
     group.add_argument(
         "--module",
         metavar="MODULE",
-        help="package of the model's family or converters, if neither built in nor installed, as for "
-        "`torchtitan train`",
+        help="package of the model's family or converters, if neither built in nor installed",
     )
 
 
@@ -88,9 +86,7 @@ def import_given_package(options: argparse.Namespace) -> "ModuleType | None":
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add `--max_new_tokens`, `--stop`, and the options that `sampling_of` reads."""
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--max_new_tokens", type=int, default=200, metavar="N", help="maximum number of new tokens (default: 200)"
-    )
+    group.add_argument("--max_new_tokens", type=int, default=200, metavar="N", help="maximum tokens (default: 200)")
     group.add_argument(
         "--temperature",
         type=float,

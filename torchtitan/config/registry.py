@@ -207,9 +207,7 @@ def _import_folder(folder: Path, module: str) -> ModuleType:
         sys.path.insert(0, str(folder.parent))
     registry = _import(f"{folder.name}.config_registry", module)
     if Path(inspect.getfile(registry)).resolve().parent != folder:
-        raise UserError(
-            f"module '{module}': the name '{folder.name}' is the name of another package; rename the folder"
-        )
+        raise UserError(f"module '{module}': '{folder.name}' is the name of another package; rename the folder")
     return registry
 
 
@@ -235,7 +233,5 @@ def _import(name: str, module: str) -> ModuleType:
 def import_failure(module: str, error: ImportError | SyntaxError) -> UserError:
     """Return the user's import error, with its location in the module."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    location = (
-        f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
-    )
-    return UserError(f"importing module '{module}' failed: {type(error).__name__}: {error}{location}")
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
+    return UserError(f"importing module '{module}' failed: {type(error).__name__}: {error}{where}")

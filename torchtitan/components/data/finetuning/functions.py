@@ -23,17 +23,16 @@ def load_function(reference: str) -> RowFunction:
     """Load the function `package.module:function` or `path/to/file.py:function`. Raises `UserError` if the file, module
     or function does not exist, or the import fails."""
     module_name, _, name = reference.rpartition(":")
-    if module_name.endswith(".py"):
-        module = _import_file(Path(module_name).expanduser(), reference)
-    else:
-        module = _import_module(module_name, reference)
+    is_file = module_name.endswith(".py")
+    module = (_import_file if is_file else _import_module)(module_name, reference)
     functions = dict(inspect.getmembers(module, inspect.isfunction))
     if name not in functions:
         raise UserError(f"{reference!r}: {module_name} has no function {name!r}{suggest(name, functions)}")
     return functions[name]
 
 
-def _import_file(path: Path, reference: str) -> ModuleType:
+def _import_file(name: str, reference: str) -> ModuleType:
+    path = Path(name).expanduser()
     if not path.is_file():
         raise UserError(f"{reference!r}: the file {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"row_functions_{path.stem}", path)
@@ -87,7 +86,7 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
     """
     if not inspect.isfunction(function):
         raise UserError(f"{function!r} is not a function written in Python; wrap it in one")
-    parts = _Description(function.__qualname__).describe(function)
+    parts = _Description(function.__qualname__).encode(function)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -99,7 +98,7 @@ class _Description:
         self._seen: dict[int, int] = {}
         self._parts: list[Any] = []  # kept alive, so that their ids are not reused
 
-    def describe(self, value: Any) -> Any:
+    def encode(self, value: Any) -> Any:
         """Describe a value; return a number if the value was already described or contains itself."""
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
             return repr(value)
@@ -109,22 +108,18 @@ class _Description:
         if inspect.isfunction(value):
             return ["function", value.__qualname__, *self._function(value)]
         if isinstance(value, CodeType):
-            return [
-                value.co_code.hex(),
-                value.co_names,
-                value.co_varnames,
-                [self.describe(item) for item in value.co_consts],
-            ]
+            constants = [self.encode(item) for item in value.co_consts]
+            return [value.co_code.hex(), value.co_names, value.co_varnames, constants]
         if isinstance(value, ModuleType):
             return ["module", value.__name__]
         if isinstance(value, type):
             return ["class", value.__qualname__, *self._class(value)]
         if isinstance(value, Mapping):
-            return [type(value).__name__, [[self.describe(key), self.describe(item)] for key, item in value.items()]]
+            return [type(value).__name__, [[self.encode(key), self.encode(item)] for key, item in value.items()]]
         if isinstance(value, (list, tuple)):
-            return [type(value).__name__, [self.describe(item) for item in value]]
+            return [type(value).__name__, [self.encode(item) for item in value]]
         if isinstance(value, (set, frozenset)):
-            return ["set", sorted(json.dumps(self.describe(item)) for item in value)]
+            return ["set", sorted(json.dumps(self.encode(item)) for item in value)]
         return ["object", self._reduced(value)]
 
     def _function(self, function: Any) -> Iterator[Any]:
@@ -132,19 +127,19 @@ class _Description:
         if file.is_file():
             yield hashlib.sha256(file.read_bytes()).hexdigest()
         else:
-            yield self.describe(function.__code__)
+            yield self.encode(function.__code__)
             names = sorted(_names(function.__code__) & function.__globals__.keys())
-            yield [[name, self.describe(function.__globals__[name])] for name in names]
-        yield [self.describe(cell.cell_contents) for cell in function.__closure__ or ()]
-        yield [self.describe(function.__defaults__), self.describe(function.__kwdefaults__)]
-        yield self.describe(getattr(function, "__wrapped__", None))
+            yield [[name, self.encode(function.__globals__[name])] for name in names]
+        yield [self.encode(cell.cell_contents) for cell in function.__closure__ or ()]
+        yield [self.encode(function.__defaults__), self.encode(function.__kwdefaults__)]
+        yield self.encode(getattr(function, "__wrapped__", None))
 
     def _class(self, kind: type) -> Iterator[Any]:
         file = getattr(sys.modules.get(kind.__module__), "__file__", None)
         if file and Path(file).suffix == ".py":
             yield hashlib.sha256(Path(file).read_bytes()).hexdigest()
         else:  # as in a notebook
-            yield [[name, self.describe(item)] for name, item in vars(kind).items() if inspect.isfunction(item)]
+            yield [[name, self.encode(item)] for name, item in vars(kind).items() if inspect.isfunction(item)]
 
     def _reduced(self, value: Any) -> Any:
         """Describe the pickled value, regardless of the order of sets."""
@@ -160,7 +155,7 @@ class _Description:
             return reduced
         parts = [list(part) if isinstance(part, Iterator) else part for part in reduced]
         self._parts += [reduced, parts]
-        return [self.describe(part) for part in parts]
+        return [self.encode(part) for part in parts]
 
 
 def _names(code: CodeType) -> set[str]:
