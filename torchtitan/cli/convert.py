@@ -64,10 +64,7 @@ def convert(args: Sequence[str]) -> int:
         "defaults of the options below; needs torchao",
     )
     parser.add_argument(
-        "--group_size",
-        type=int,
-        metavar="N",
-        help="--quantize: number of neighboring weights that share a scale (default: 32)",
+        "--group_size", type=int, metavar="N", help="--quantize: adjacent weights that share a scale (default: 32)"
     )
     parser.add_argument(
         "--exclude",

@@ -83,7 +83,7 @@ def make_loadable_by_auto_tokenizer(folder: Path) -> None:
     if is_tiktoken:
         tiktoken.unlink()
     settings = read_object(folder / "tokenizer_config.json")
-    updated = _compatible_settings(folder, settings, ours, theirs)
+    updated = _new_settings(folder, settings, ours, theirs)
     if updated != settings:
         text = json.dumps(updated, indent=2, ensure_ascii=False) + "\n"
         # JSON allows lone surrogates, which must stay escaped.
@@ -165,9 +165,7 @@ def _post_processor(ours: PretrainedTokenizer, theirs: Any) -> Any:
     return TemplateProcessing(single=single, pair=[*single, *second], special_tokens=special)
 
 
-def _compatible_settings(
-    folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, theirs: Any
-) -> dict[str, Any]:
+def _new_settings(folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, theirs: Any) -> dict[str, Any]:
     """Return a tokenizer_config.json that makes `AutoTokenizer` use tokenizer.json unchanged."""
     # special_tokens_map.json is ignored if there is an `added_tokens_decoder`, written below.
     named = read_object(folder / "special_tokens_map.json")

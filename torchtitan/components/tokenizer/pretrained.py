@@ -112,9 +112,7 @@ def _special_id(folder: Path, kind: str, backend: HuggingFace | Tiktoken) -> int
             # A list contains all stop tokens; the first one is the model's end of text.
             token_id = declared[0] if isinstance(declared, list) else declared
             if type(token_id) is not int or token_id not in range(backend.vocab_size):
-                raise UserError(
-                    f"'{path}' has {kind}_token_id {declared!r}, which is not an id of the tokenizer in this folder"
-                )
+                raise UserError(f"'{path}' has {kind}_token_id {declared!r}, not an id of the tokenizer in this folder")
             return token_id
     ids = (backend.id_of(name) for name in _USUAL_NAMES[kind])
     return next((token_id for token_id in ids if token_id is not None), None)

@@ -126,15 +126,11 @@ def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str],
         kind: purpose of the rows.
 
     Raises:
-        UserError: no format matches these columns, the format or function does not exist, or a mapped column is
-            missing.
+        UserError: no format matches, the format or function does not exist, or a mapped column is missing.
     """
     if ":" in format:
         if mapping:
-            raise UserError(
-                f"--dataloader.columns cannot be combined with the function {format!r}; rename the columns in the "
-                "function"
-            )
+            raise UserError(f"--dataloader.columns cannot be combined with the function {format!r}; remove one")
         return function_format(load_function(format), kind)
     _check_mapping(columns, mapping, kind)
     renamed = mapped_row(dict.fromkeys(columns), mapping)
@@ -268,8 +264,7 @@ def _format_by_name(name: str, kind: Kind) -> RowFormat:
     if name not in formats:
         raise UserError(
             f"--dataloader.format {name!r} is unknown; use one of: {AUTO}, "
-            f"{', '.join(formats)}{suggest(name, formats)} (or a function, package.module:function or "
-            "path/to/file.py:function)"
+            f"{', '.join(formats)}{suggest(name, formats)} or a function, path/to/file.py:function"
         )
     return formats[name]
 
@@ -353,9 +348,7 @@ def _convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, An
     renamed = renamed_row(result, {})
     format = _detect(renamed, kind)
     if format is None:
-        raise UserError(
-            f"{name} returned the columns {', '.join(map(repr, result))}, which match no format: {_overview(kind)}"
-        )
+        raise UserError(f"{name} returned {', '.join(map(repr, result))}, which match no format: {_overview(kind)}")
     _check_label(format, renamed)
     return format.convert(renamed)
 

@@ -133,9 +133,7 @@ class Mixture:
 
 def _normalized(weights: Sequence[float], n_sources: int) -> list[float]:
     if len(weights) != n_sources:
-        raise UserError(
-            f"there are {len(weights)} weights ({_listed(weights)}) for {n_sources} data sets; set one each"
-        )
+        raise UserError(f"{len(weights)} weights ({_listed(weights)}) for {n_sources} data sets; set one each")
     if not all(0 <= weight < math.inf for weight in weights) or sum(weights) == 0:
         raise UserError(f"the weights {_listed(weights)} must be finite, at least 0, and not all 0")
     return [weight / sum(weights) for weight in weights]
