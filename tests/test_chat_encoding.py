@@ -415,7 +415,7 @@ def test_a_template_that_refuses_breaks_the_sample_and_not_the_batch(qwen: Path)
     source = UNMARKED + "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
     encoder = ChatEncoder(build(qwen), ChatTemplate(source, name="mine"), "assistant")
     bad, text, good = encoder.encode_batch([Conversation([user("x")]), Text("Hi"), Conversation(PLAIN)])
-    assert isinstance(bad, BrokenSample) and str(bad) == "mine refuses this conversation: no x"
+    assert isinstance(bad, BrokenSample) and str(bad) == "mine rejects this conversation: no x"
     assert isinstance(text, EncodedSample) and isinstance(good, EncodedSample)
 
 

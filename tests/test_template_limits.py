@@ -165,7 +165,7 @@ def test_a_rendering_has_an_allowance_of_its_own():
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply to be read"),
         ("{% for a in b %}" * 40 + "{% endfor %}" * 40, "is not valid Jinja: SyntaxError"),
         ("{{ " + "1" * 6000 + " }}", "is not valid Jinja: ValueError"),
-        ("x" * (2**20 + 1), "has 1,048,577 characters, and may have 1,048,576 at most"),
+        ("x" * (2**20 + 1), "has 1,048,577 characters; the limit is 1,048,576"),
         ("{{ 'a'|center(10) }}", "is not valid Jinja, line 1: No filter named 'center'"),
     ],
 )
