@@ -324,7 +324,7 @@ def assert_same(theirs: Any, folder: Path) -> None:
 
 
 def n_warnings(caplog: pytest.LogCaptureFixture) -> int:
-    return sum("gives different token ids" in message for message in caplog.messages)
+    return sum("with different token ids" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("name", CASES)
