@@ -88,12 +88,12 @@ def test_columns_of_texts(row, messages):
         ({"text": None}, "text is empty", EmptySample),
         ({"prompt": "q", "response": ""}, "response is empty", EmptySample),
         ({"prompt": None, "response": "a"}, "prompt is empty", EmptySample),
-        ({"question": "q", "answer": True}, "the answer is a bool, and must be text: True", BrokenSample),
-        ({"question": "q", "answer": float("nan")}, "the answer is a float, and must be text: nan", BrokenSample),
+        ({"question": "q", "answer": True}, "the answer must be text, not a bool: True", BrokenSample),
+        ({"question": "q", "answer": float("nan")}, "the answer must be text, not a float: nan", BrokenSample),
         ({"instruction": "", "input": None, "output": "a"}, "instruction is empty", EmptySample),
-        ({"instruction": "q", "output": "a", "history": ["q"]}, "history must be a list of pairs", BrokenSample),
+        ({"instruction": "q", "output": "a", "history": ["q"]}, "history must contain pairs", BrokenSample),
         ({"instruction": "q", "output": "a", "history": 1}, "history must be a list of pairs of texts", BrokenSample),
-        ({"instruction": "q", "output": "a", "history": True}, "history must be a list of pairs", BrokenSample),
+        ({"instruction": "q", "output": "a", "history": True}, "history must contain pairs", BrokenSample),
         ({"prompt": "q", "response": [{"role": "assistant", "content": ""}]}, "messages are empty", EmptySample),
         (
             {"instruction": "q", "output": "a", "history": [["q", None]]},
@@ -164,7 +164,7 @@ class TestRecognition:
         assert converted(row, mapping=mapping) == Conversation([QUESTION, ANSWER])
         with raises("--dataloader.columns: the format 'messages' has"):
             find_format(list(row), "messages", mapping, "sft")
-        with raises("the rows have the columns messages, a, prompt, which fit none of the formats"):
+        with raises("the rows have the columns messages, a, prompt, which match no format"):
             find_format(list(row), "auto", {"prompt": "q"}, "sft")
 
     @pytest.mark.parametrize("beside", ["prompt", "messages", "conversations"])
@@ -189,7 +189,7 @@ class TestRecognition:
         ],
     )
     def test_the_option_that_imitates_one_answer_of_a_pair(self, row):
-        with raises("rejected are for preference training; to train on one of them") as caught:
+        with raises("rejected_messages are for preference training; to train on one of them") as caught:
             find_format(list(row), "auto", {}, "sft")
         [option] = re.findall(r"--dataloader.columns ([a-z_=]+)", str(caught.value))
         formats = re.findall(r", and to read neither, choose --dataloader.format (\S+)", str(caught.value))
@@ -241,7 +241,7 @@ class TestRecognition:
     def test_wrong_mapping(self):
         with raises("'prompt' is set twice, to 'a' and 'b'"):
             parse_columns(["prompt=a", "prompt=b"])
-        with raises("'promt' is a column of no format; did you mean 'prompt'?"):
+        with raises("has a column 'promt'; did you mean 'prompt'?"):
             find_format(["frage"], "auto", {"promt": "frage"}, "sft")  # codespell:ignore
         with raises("the rows have no column 'frag'; did you mean 'frage'? (they have: frage)"):
             find_format(["frage"], "auto", {"prompt": "frag"}, "sft")
@@ -416,7 +416,7 @@ class TestPrompts:
     def test_what_is_no_prompt(self):
         with raises("the prompt must not end with a message of the assistant", BrokenSample):
             converted({"messages": [QUESTION, ANSWER]}, "prompt")
-        with raises("the answer is a bool", BrokenSample):
+        with raises("the answer must be text, not a bool", BrokenSample):
             converted({"prompt": "q", "answer": True}, "prompt")
 
 
@@ -457,7 +457,7 @@ class TestFunctions:
     def test_what_it_does_wrong(self):
         with raises("the function as_question failed: KeyError: 'body'", BrokenSample):
             function_format(as_question, "sft").convert({"text": "x"})
-        with raises("gave a str, and must give a dictionary, or None"):
+        with raises("returned a str; it must return a dictionary, or None"):
             function_format(lambda row: "text", "sft").convert({})
         with raises("gave 'body', which fits none of: messages: messages;"):
             function_format(lambda row: {"body": "x"}, "sft").convert({})
@@ -483,7 +483,7 @@ class TestFunctions:
             (f"{tmp_path}/mine.py:covert", "has no function 'covert'; did you mean 'convert'?"),  # codespell:ignore
             (f"{tmp_path}/other.py:convert", f"the file {tmp_path}/other.py does not exist"),
             (f"{tmp_path}/broken.py:convert", "failed: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
-            ("not_a_module_at_all:convert", "there is no module 'not_a_module_at_all' to import"),
+            ("not_a_module_at_all:convert", "the module 'not_a_module_at_all' does"),
             (f"{tmp_path}/mine:convert", "must be of the form package.module:function or path/to/file.py:function"),
             (":convert", "must be of the form"),
         ]:
@@ -537,7 +537,7 @@ def test_options_are_for_the_sets_that_they_fit(monkeypatch):
         names(["y.jsonl", "plain"], "txt")
     function = f"{__name__}:as_question"
     assert names(["x.jsonl", "plain", "mapped"], function) == ["as_question", "as_question", "prompt_response"]
-    with raises("'mapped' is registered with a way to be read of its own"):
+    with raises("'mapped' is registered with a format"):
         names(["mapped"], function)
     assert fits_dataset("y.jsonl", columns["y.jsonl"], "messages", {}, "sft")
     assert not fits_dataset("y.jsonl", columns["y.jsonl"], "auto", mapping, "sft")
