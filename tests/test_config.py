@@ -272,7 +272,7 @@ class TestMistakes:
             ("training: {steps: 3}\ntraining: {seq_len: 8}", "not valid YAML: training is repeated"),
             (
                 "checkpoint: {exclude_from_loading: [optimizer, --dump_folder, /x]}",
-                "'checkpoint.exclude_from_loading' .* has the item '--dump_folder', items must not begin with '-'",
+                "'checkpoint.exclude_from_loading' .* has the item '--dump_folder'; items must not begin with '-'",
             ),
             ("training: {epochs: [1]}", "'training.epochs' .* must be a whole number or null"),
             ("training: {epochs: 1.5}", "'training.epochs' .* is 1.5, and must be a whole number or null"),

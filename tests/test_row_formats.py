@@ -130,7 +130,7 @@ class TestRecognition:
         with raises("the rows have the columns frage, antwort, which match no format; rename them with") as e:
             find_format(["frage", "antwort"], "auto", {}, "sft")
         assert "prompt_response: prompt, response" in str(e.value)
-        assert "--dataloader.columns OURS=THEIRS, or choose another --dataloader.format: messages: m" in str(e.value)
+        assert "--dataloader.columns OURS=THEIRS, or set another --dataloader.format: messages: m" in str(e.value)
         with raises("the rows have the columns frage, and 'text' needs text"):
             find_format(["frage"], "text", {}, "sft")
         with raises("'mesages' is none of: auto, messages, conversations, instruction"):
