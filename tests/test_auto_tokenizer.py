@@ -22,7 +22,7 @@ from torchtitan.components.chat_template import resolve_chat_template
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
 from torchtitan.components.data.finetuning.conversation import Conversation
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
-from torchtitan.components.tokenizer.auto_tokenizer import _GENERIC_MODEL_TYPES, warn_of_other_ids
+from torchtitan.components.tokenizer.auto_tokenizer import _GENERIC_MODEL_TYPES, warn_of_different_ids
 from torchtitan.components.weights import TensorSource, export_checkpoint
 from torchtitan.models.llama3 import model_registry
 from torchtitan.protocols.state_dict_adapter import model_tensor_specs
@@ -324,7 +324,7 @@ def assert_same(theirs: Any, folder: Path) -> None:
 
 
 def n_warnings(caplog: pytest.LogCaptureFixture) -> int:
-    return sum("gives other token ids" in message for message in caplog.messages)
+    return sum("with different token ids" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -336,7 +336,7 @@ def test_exports_open_with_the_trained_ids(name: str, tmp_path: Path, caplog: py
     texts = random_texts(specials(build(source)), seed=4)
     assert build(tmp_path / "exported").encode_batch(texts) == build(source).encode_batch(texts)
     if name != "t5":  # a class of models that are none of ours, which the rules leave out
-        warn_of_other_ids(build(source))
+        warn_of_different_ids(build(source))
         n_different = differences(transformers.AutoTokenizer.from_pretrained(source), source)
         assert n_warnings(caplog) == (n_different > 0), n_different
         assert name != "llama2" or n_different > 99  # all chats, and texts too
@@ -346,7 +346,7 @@ def test_exports_open_with_the_trained_ids(name: str, tmp_path: Path, caplog: py
 def test_exports_of_real_tokenizers(name: str, assets: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = copy_real(name, assets, tmp_path)
     assert_same(transformers.AutoTokenizer.from_pretrained(export(source, tmp_path / "exported")), source)
-    warn_of_other_ids(build(source))
+    warn_of_different_ids(build(source))
     assert n_warnings(caplog) == 0
 
 
@@ -354,7 +354,7 @@ def test_a_class_that_transformers_passes_over(tmp_path: Path, caplog: pytest.Lo
     """A Mistral's tokenizer.json is taken as it is, whatever `tokenizer_class` says."""
     source = make_folder("llama2", tmp_path)
     (source / "config.json").write_text(json.dumps({"model_type": "mistral"}))
-    warn_of_other_ids(build(source))
+    warn_of_different_ids(build(source))
     assert n_warnings(caplog) == 0
     assert differences(transformers.AutoTokenizer.from_pretrained(source), source) == 0
     registered = transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING_NAMES
@@ -373,7 +373,7 @@ def test_a_class_that_transformers_takes_whatever_is_declared(
     settings = {**CASES[name][1], "tokenizer_class": "PreTrainedTokenizerFast"}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     (source / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    warn_of_other_ids(build(source))
+    warn_of_different_ids(build(source))
     n_different = differences(transformers.AutoTokenizer.from_pretrained(source), source)
     assert n_warnings(caplog) == (n_different > 0) == (name == "gpt2")
 

@@ -276,7 +276,7 @@ def test_the_entry_point_of_one_process(
     from torchtitan.train import main as train_main
 
     assert train_main([*flags(TINY), "--dataloader.dataset", "empty.txt"]) == 2
-    check_message(capfd.readouterr().err, ("empty.txt holds no text",))
+    check_message(capfd.readouterr().err, ("empty.txt contains no text",))
 
 
 @pytest.mark.parametrize(

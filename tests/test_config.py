@@ -245,7 +245,7 @@ class TestMistakes:
         ("args", "message"),
         [
             (["--module", "lama3"], "unknown module 'lama3'; did you mean 'llama3'"),
-            (["--module", "./nowhere/at_all"], "no such folder"),
+            (["--module", "./nowhere/at_all"], "the folder"),
             (["--module", "no.such.package"], "no.such.package"),
             (["--config", "debugmodle"], "unknown configuration 'debugmodle'.*did you mean 'debugmodel'"),
             (["--config_file", "/no/such.yaml"], "/no/such.yaml"),
@@ -269,10 +269,10 @@ class TestMistakes:
             ("dump_folder:", "'dump_folder' .* is None, and must be a string"),
             ("", "run.yaml is empty"),
             ("# nothing", "run.yaml is empty"),
-            ("training: {steps: 3}\ntraining: {seq_len: 8}", "not valid YAML: training is given twice"),
+            ("training: {steps: 3}\ntraining: {seq_len: 8}", "not valid YAML: training is repeated"),
             (
                 "checkpoint: {exclude_from_loading: [optimizer, --dump_folder, /x]}",
-                "'checkpoint.exclude_from_loading' .* has the item '--dump_folder', and an item cannot begin with '-'",
+                "'checkpoint.exclude_from_loading' .* has the item '--dump_folder'; items must not begin with '-'",
             ),
             ("training: {epochs: [1]}", "'training.epochs' .* must be a whole number or null"),
             ("training: {epochs: 1.5}", "'training.epochs' .* is 1.5, and must be a whole number or null"),

@@ -35,7 +35,7 @@ def test_parts_are_joined():
     parts = [{"type": "text", "text": "one "}, "two", {"text": " three"}]
     assert normalize([{"role": "user", "content": parts}]).messages == [{"role": "user", "content": "one two three"}]
     image = {"type": "image_url", "image_url": {"url": "x"}}
-    with raises("message 2: its content has a part of the type 'image_url'", BrokenSample):
+    with raises("message 2: its content has a part of type 'image_url'", BrokenSample):
         normalize([SYSTEM, {"role": "user", "content": [image]}])
     with raises("a part of its content has no text, but has type, txt", BrokenSample):
         normalize([{"role": "user", "content": [{"type": "text", "txt": "x"}]}])
@@ -79,35 +79,38 @@ def test_tool_call_without_arguments_or_wrapping(arguments):
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        ({"role": "bot", "content": "x"}, "its role is 'bot', and must be one of: system, developer, user"),
+        ({"role": "bot", "content": "x"}, "the role 'bot' is unknown; use one of: system, developer, user"),
         ({"content": "x"}, "it has no role, but has content"),
         ({"speaker": "user", "text": "x"}, "it has no role, but has speaker, text"),
         ({"role": "user", "text": "x"}, "the role 'user' has no content, but has text"),
-        ({"role": ["user"], "content": "x"}, "its role is ['user']"),
+        ({"role": ["user"], "content": "x"}, "the role ['user']"),
         ({"role": "user", "content": None}, "the role 'user' has no content"),
         ({"role": "assistant", "tool_calls": []}, "has no content and no tool_calls"),
-        ({"role": "user", "content": 3}, "the content is an int, and must be text: 3"),
-        ({"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}, "which only the assistant makes"),
-        ({"role": "assistant", "tool_calls": {"name": "f"}}, "the tool_calls are a dict, and must be a list"),
+        ({"role": "user", "content": 3}, "the content must be text"),
+        ({"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}, "which only the assistant may"),
+        ({"role": "assistant", "tool_calls": {"name": "f"}}, "the tool_calls must be a list"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "a tool call has no name"),
-        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}, "should be JSON"),
-        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "is a list, and must be an"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}, "valid JSON"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "call must be an"),
         (
             {"role": "assistant", "content": "x", "weight": 0.5},
-            "its weight is 0.5, and must be 0 or false (not",
+            "its weight is 0.5; it must be 0 or false (not",
         ),
-        ({"role": "assistant", "content": "x", "loss_weight": 2}, "its loss_weight is 2, and must be 0 or false"),
-        ({"role": "assistant", "content": "x", "train_detail": []}, "its train_detail is not read: a message is"),
-        ({"role": "assistant", "content": "x", "mask": 0}, "its mask is not read: a message is trained as a whole"),
-        ({"role": "assistant", "content": "x", "train": "no"}, "its train is 'no', and must be 0 or false"),
+        ({"role": "assistant", "content": "x", "loss_weight": 2}, "its loss_weight is 2; it must be 0 or false"),
+        ({"role": "assistant", "content": "x", "train_detail": []}, "its train_detail is not supported: a message is"),
+        (
+            {"role": "assistant", "content": "x", "mask": 0},
+            "its mask is not supported: a message is trained completely or not at all; use a weight",
+        ),
+        ({"role": "assistant", "content": "x", "train": "no"}, "its train is 'no'; it must be 0 or false"),
         ({"role": "assistant", "content": "x", "weight": 1, "train": False}, "weight is 1 and its train is False"),
         (
             {"role": "assistant", "content": "x", "wieght": 0},  # codespell:ignore
-            "it has the key 'wieght', which is not read; did you mean",
+            "unknown key 'wieght'; did you mean",
         ),
         ({"role": "assistant", "content": "", "tool_call": [{}]}, "did you mean 'tool_calls'?"),
-        ("hello", "the message should be JSON"),
-        (None, "the message is a NoneType, and must be an object"),
+        ("hello", "the message must be valid JSON"),
+        (None, "the message must be an object"),
     ],
 )
 def test_broken_ones_are_named(message, error):
@@ -137,7 +140,7 @@ def test_none_at_all():
         normalize([])
     with raises("messages is empty", EmptySample):
         converted({"messages": None})
-    with raises("messages is a dict, and must be a list of messages", BrokenSample):
+    with raises("messages must be a list of messages", BrokenSample):
         converted({"messages": {"role": ["user"], "content": ["x"]}})
 
 
@@ -147,7 +150,7 @@ def test_as_json_text():
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert converted(row) == Conversation([QUESTION, ANSWER], tools)
     assert converted({"messages": [json.dumps(QUESTION), ANSWER], "tools": ""}) == Conversation([QUESTION, ANSWER])
-    with raises("the messages should be JSON", BrokenSample):
+    with raises("the messages must be valid JSON", BrokenSample):
         converted({"messages": "hello"})
 
 
@@ -166,7 +169,7 @@ def test_tools_keep_what_they_say():
 def test_column_for_the_system_message():
     assert converted({"messages": [QUESTION, ANSWER], "system": "s"}).messages == [SYSTEM, QUESTION, ANSWER]
     assert converted({"messages": [QUESTION, ANSWER], "system": ""}).messages == [QUESTION, ANSWER]
-    with raises("there is a column system, and the messages begin with", BrokenSample):
+    with raises("there are two system prompts, in the column system and in the first message", BrokenSample):
         converted({"messages": [SYSTEM, QUESTION], "system": "t"})
 
 
@@ -177,7 +180,7 @@ def test_roles():
     roles = ["system", "user", "assistant", "user", "assistant"]
     expected = [{"role": role, "content": speaker} for role, speaker in zip(roles, speakers, strict=True)]
     assert conversation == Conversation(expected, None, [None, None, True, None, None])
-    with raises("message 1: its from is 'narrator', none of: human, user, gpt", BrokenSample):
+    with raises("message 1: the speaker 'narrator' is unknown; use one of: human, user, gpt", BrokenSample):
         converted({"conversations": [{"from": "narrator", "value": "x"}]})
 
 
@@ -205,7 +208,7 @@ def test_calls_get_ids_that_their_results_have():
     results = [message for message in messages if message["role"] == "tool"]
     assert [message.get("tool_call_id") for message in results] == [*ids, None]
     assert [message["content"] for message in messages] == ["q", None, "1", "2", None, "3", "a", "4"]
-    with raises("message 1: the function_call should be JSON", BrokenSample):
+    with raises("message 1: the function_call must be valid JSON", BrokenSample):
         converted({"conversations": [{"from": "function_call", "value": "f(x)"}]})
 
 
@@ -255,7 +258,7 @@ def test_legacy_function_calls():
     only_call = {"messages": turns[:2]}
     assert converted(only_call).messages == expected.messages[:2]  # it is not an empty answer
     both = {**turns[1], "tool_calls": [{"name": "f"}]}
-    with raises("message 2: it has tool_calls and a function_call", BrokenSample):
+    with raises("message 2: it has both tool_calls and a function_call", BrokenSample):
         converted({"messages": [QUESTION, both]})
     without = {"role": "assistant", "content": "a", "function_call": None}
     assert converted({"messages": [QUESTION, without]}) == Conversation([QUESTION, ANSWER])
@@ -265,7 +268,7 @@ def test_legacy_function_calls():
 def test_plain_texts_are_of_the_user_and_the_assistant_in_turn(column):
     assert converted({column: ["q", "a", "q"], "system": "s"}) == Conversation([SYSTEM, QUESTION, ANSWER, QUESTION])
     assert converted({column: json.dumps(["q", "a"])}) == Conversation([QUESTION, ANSWER])
-    with raises("message 1: the message should be JSON", BrokenSample):
+    with raises("message 1: the message must be valid JSON", BrokenSample):
         converted({column: ['{"role": "user", "content": "q"', json.dumps(ANSWER)]})
 
 
@@ -274,7 +277,7 @@ def test_a_transcript():
     first = {"role": "user", "content": "q\n\nwith Human: inside"}
     assert converted({"conversations": text}) == Conversation([first, ANSWER, QUESTION, ANSWER])
     for other in ("Human: q", "q\n\nAssistant: a", "hello"):
-        with raises("; running text is read by --dataloader.columns text=conversations", BrokenSample):
+        with raises("plain text, set --dataloader.columns text=conversations", BrokenSample):
             converted({"conversations": other})
 
 

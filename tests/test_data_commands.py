@@ -542,7 +542,7 @@ def test_a_ledger_of_other_data(chats, folder, capsys):
     (folder / "run").mkdir()
     line = {"step": 1, "data_step": 1, "documents": ["other.jsonl:3"]}
     (folder / "run" / "ledger.jsonl").write_text(json.dumps(line))
-    assert "'other.jsonl:3' is no sample of this data" in failure(capsys, "show", "--step", "1", *of_chats(chats))
+    assert "'other.jsonl:3' is not a sample of this data" in failure(capsys, "show", "--step", "1", *of_chats(chats))
     assert "has the steps 1 to 1" in failure(capsys, "show", "--step", "9", *of_chats(chats))
 
 

@@ -151,7 +151,7 @@ def test_a_link_to_nothing_is_named(tmp_path):
     gone = tmp_path / "gone.txt"
     gone.symlink_to("/no/where")
     for dataset in (tmp_path, tmp_path / "*.txt", tmp_path / "**" / "*"):
-        with raises(f"{gone} is a link to /no/where, which does not exist; mend the link, or remove it"):
+        with raises(f"{gone} is a link to /no/where, which does not exist; fix or remove the link"):
             documents_at(dataset)
     gone.unlink()
     gone.symlink_to(gone.name)
@@ -171,7 +171,7 @@ def test_special_files_are_named_and_not_opened(tmp_path):
     assert documents_at(tmp_path) == ["a"]
     os.mkfifo(tmp_path / "b.txt")
     for dataset in (tmp_path, tmp_path / "*.txt"):
-        with raises(f"{tmp_path / 'b.txt'} is not a regular file; save its content in one"):
+        with raises(f"{tmp_path / 'b.txt'} is not a regular file; save its content to a file"):
             documents_at(dataset)
     with raises(f"'{tmp_path / 'b.txt'}' is not a regular file"):
         documents_at(tmp_path / "b.txt")
@@ -194,7 +194,7 @@ def test_a_pipe_in_a_saved_dataset(tmp_path):
 @pytest.mark.parametrize("splits", ["", "null", "[]", "{}", '{"splits": 5}', '{"splits": ["../.."]}', "[" * 100_000])
 def test_damaged_lists_of_splits_are_named(tmp_path, splits):
     (tmp_path / "dataset_dict.json").write_text(splits)
-    with raises(f"{tmp_path / 'dataset_dict.json'} is damaged: it does not name the splits; save the data set again"):
+    with raises(f"{tmp_path / 'dataset_dict.json'} is damaged: it contains no list of splits; save the data set again"):
         documents_at(tmp_path)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with raises(f"the data set saved in {tmp_path / 'train'} cannot be read ("):
@@ -235,7 +235,7 @@ def test_saved_datasets_folder(tmp_path):
     assert DOCUMENTS.splits(str(tmp_path / "several")) == ("train", "validation")
     with pytest.raises(UserError, match=r"no column 'body'; set --dataloader.text_column to one of: text, n"):
         documents_at(tmp_path / "one", "body")
-    with pytest.raises(UserError, match="has no split 'test'; it has: train, validation"):
+    with pytest.raises(UserError, match="has no split 'test'; use one of: train, validation"):
         resolve_source(str(tmp_path / "several"), None, "test")
 
 
@@ -256,7 +256,7 @@ def test_registered_names(tmp_path):
     register_dataset("sources-test", HubDataset(path="someone/something", text_column="body"))
     assert resolve_source("sources-test").text_column == "body"
     assert resolve_source("sources-test", "other").text_column == "other"
-    with pytest.raises(UserError, match="dataset called 'c4' already"):
+    with pytest.raises(UserError, match="dataset 'c4' is already"):
         register_dataset("c4", HubDataset(path="someone/something"))
 
 
@@ -297,7 +297,7 @@ def test_unknown_name_lists_the_registered(tmp_path, monkeypatch):
 
 def test_other_paths_that_cannot_be_data(tmp_path):
     (tmp_path / "a.docx").write_text("a")
-    with raises("files of this kind cannot be read as data (txt, md, jsonl, json, csv, parquet, each also as .gz"):
+    with raises("the file format is not supported (txt, md, jsonl, json, csv, parquet, each also as .gz"):
         documents_at(tmp_path / "a.docx")
     with raises("has no file that can be read"):
         documents_at(tmp_path)
@@ -318,7 +318,7 @@ def test_wrong_column_lists_the_columns(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
 def test_column_without_text(tmp_path, kind):
-    with raises("column 'id' holds an int, not text"):
+    with raises("column 'id' contains an int, not text"):
         documents_at(write_table(tmp_path / f"data.{kind}"), "id")
 
 
@@ -385,7 +385,7 @@ def test_broken_csv_parquet_and_compressed_files(tmp_path):
 def test_nul_characters_are_damage(tmp_path, kind):
     path = tmp_path / f"data.{kind}"
     path.write_bytes(b"text\na\n" + bytes(100))
-    with raises(f"{path}:3: a NUL character, as in a damaged file or in UTF-16"):
+    with raises(f"{path}:3: found a NUL character; the file may be damaged or UTF-16"):
         documents_at(path)
     path.write_text("text\na\n", encoding="utf-16-le")
     with raises(f"{path}:1: a NUL character"):
@@ -403,7 +403,7 @@ def test_nul_characters_are_damage(tmp_path, kind):
 )
 def test_rows_that_would_fill_the_memory(tmp_path, monkeypatch, name, content):
     for module in ("files", "rows"):
-        monkeypatch.setattr(f"torchtitan.components.data.sources.{module}.LONGEST", 1000)
+        monkeypatch.setattr(f"torchtitan.components.data.sources.{module}.MAX_ROW_CHARACTERS", 1000)
     monkeypatch.setattr("torchtitan.components.data.sources.files.CHUNK_SIZE", 100)
     if name != "b.csv":
         (tmp_path / name).write_text(content % ("x" * 900))

@@ -236,7 +236,7 @@ def test_another_layout_starts_anew_and_says_so(one_file, tokenizer, caplog, cha
     fresh, other = build(one_file, tokenizer, **changed), build(one_file, tokenizer, **changed)
     with caplog.at_level(logging.WARNING, "torchtitan"):
         other.load_state_dict(loader.state_dict())
-    assert "saved with 1 ranks of 0 workers" in caplog.text and "starts from its beginning" in caplog.text
+    assert "saved with 1 ranks with 0 workers" in caplog.text and "starts from its beginning" in caplog.text
     anew = as_lists(take(other, 4))
     assert anew != as_lists(take(fresh, 4))
     again = build(one_file, tokenizer, **changed)
@@ -357,7 +357,7 @@ def test_prepare_finds_what_is_wrong(tmp_path, one_file, tokenizer):
     prepare(one_file)
     with pytest.raises(UserError, match=f"dataset '{one_file}': no column 'body'; set --dataloader.text_column to"):
         prepare(one_file, text_column="body")
-    with pytest.raises(UserError, match="column 'n' holds an int, not text"):
+    with pytest.raises(UserError, match="column 'n' contains an int, not text"):
         prepare(one_file, text_column="n")
     register_dataset("streaming-test-missing", HubDataset(path=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match=r"'streaming-test-missing' \(.*nowhere, split 'train'\) cannot be read: "):
@@ -417,4 +417,4 @@ def test_without_network_the_message_names_the_dataset(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, env=environment)
     assert result.stdout.startswith("UserError dataset 'c4' (allenai/c4, en, split 'train') cannot be read: ")
-    assert "check the network, or give a local path" in result.stdout
+    assert r"check the network, or use a local path\n" in result.stdout

@@ -203,14 +203,14 @@ def test_place_of_the_cache(tmp_path, monkeypatch):
 
 def test_unwritable_place(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("some text")
-    with pytest.raises(UserError, match=r"cannot write to the token cache .*/a.txt/x: Not a directory; choose another"):
+    with pytest.raises(UserError, match=r"cannot write to the token cache .*/a.txt/x: Not a directory; set "):
         open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "a.txt" / "x")
 
 
 @pytest.mark.parametrize("content", ["", " \n\t\n"])
 def test_empty_data(tmp_path, tokenizer, content):
     (tmp_path / "a.txt").write_text(content)
-    with pytest.raises(UserError, match="a.txt holds no text to train on"):
+    with pytest.raises(UserError, match="a.txt contains no text to train on"):
         open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
     assert kept(tmp_path / "cache") == []
 
@@ -220,7 +220,7 @@ def test_empty_file_among_others_is_named(tmp_path, tokenizer, caplog):
     (tmp_path / "b.txt").write_text("some text")
     with caplog.at_level(logging.WARNING, "torchtitan"):
         open_cache(tmp_path, tokenizer, tmp_path / "cache")
-    assert [record.message for record in caplog.records] == [f"1 of 2 files of {tmp_path} hold no text: a.txt"]
+    assert [record.message for record in caplog.records] == [f"1 of 2 files of {tmp_path} contain no text: a.txt"]
 
 
 def test_bad_data_leaves_nothing(tmp_path, tokenizer):
@@ -242,7 +242,7 @@ def test_file_that_changes_while_it_is_read(tmp_path, tokenizer):
         return read(on_read)
 
     source.parts[0].documents = documents
-    with pytest.raises(UserError, match="a.txt changed while it was read"):
+    with pytest.raises(UserError, match="a.txt changed while it was being read"):
         open_token_cache(source, tokenizer, str(tmp_path / "cache"))
     assert kept(tmp_path / "cache") == []
 
@@ -274,7 +274,7 @@ def test_damaged_cache_is_set_aside_and_made_again(tmp_path, tokenizer, caplog, 
         assert cache.tokens(0, 99).tolist() == tokenizer.encode_documents(["some text"])[0]
         [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert line.startswith(f"the token cache {folder} is damaged (") and "\n" not in line
-        assert line.endswith(f"): it is set aside as {folder.name}.damaged and made again")
+        assert line.endswith(f"): it was renamed to {folder.name}.damaged and is rebuilt")
         assert {path: path.read_bytes() for path in folder.iterdir()} == written
         assert kept(tmp_path / "cache") == [folder.name, f"{folder.name}.damaged"]
         aside = folder.with_suffix(".damaged").iterdir()
@@ -306,7 +306,7 @@ def test_checksums_of_other_files_are_damage(tmp_path, tokenizer, caplog, name):
     recorded = json.loads((folder / "blocks.json").read_text())
     (folder / "blocks.json").write_text(json.dumps({**recorded, name: recorded["tokens.bin"]}))
     open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
-    assert f"is damaged ({name!r} is not in the folder)" in caplog.text
+    assert f"is damaged ({name!r} is missing)" in caplog.text
 
 
 def test_of_a_large_file_a_sample_is_compared_or_all(tmp_path, tokenizer, monkeypatch, caplog):
@@ -321,7 +321,7 @@ def test_of_a_large_file_a_sample_is_compared_or_all(tmp_path, tokenizer, monkey
         tokens.write_bytes(content[: block * 32] + bytes([content[block * 32] ^ 1]) + content[block * 32 + 1 :])
         caplog.clear()
         open_token_cache(source, tokenizer, root, verify=verify)
-        assert (f"(block {block + 1} of {n_blocks} of tokens.bin has another checksum)" in caplog.text) == found
+        assert (f"(block {block + 1} of {n_blocks} of tokens.bin has a wrong checksum)" in caplog.text) == found
         assert (tokens.read_bytes() == content) == found
 
 

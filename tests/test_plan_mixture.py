@@ -18,7 +18,7 @@ def deal(mixture, sizes, n_windows):
     order = []
     for _ in range(n_windows):
         source = mixture.choose({i: int(sizes[i][next_of[i]]) for i in mixture.released()})
-        mixture.deal(source, int(sizes[source][next_of[source]]))
+        mixture.add_window(source, int(sizes[source][next_of[source]]))
         next_of[source] += 1
         order.append(source)
     return order

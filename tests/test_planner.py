@@ -141,8 +141,8 @@ def test_windows_are_counted_exactly():
     planner = make(lengths, epochs=3)
     for _ in range(5):
         next(planner)
-    assert sum(planner.windows_of_epochs) == 5 + sum(1 for _ in planner)
-    assert make(lengths).windows_of_epochs is None
+    assert sum(planner.windows_by_epoch) == 5 + sum(1 for _ in planner)
+    assert make(lengths).windows_by_epoch is None
 
 
 def test_reading_too_often_is_refused_when_it_happens_and_before():
@@ -150,7 +150,10 @@ def test_reading_too_often_is_refused_when_it_happens_and_before():
     options: dict[str, Any] = {"weights": [0.5, 0.5], "max_epochs": [1, 1], "names": ["small.jsonl", "large.jsonl"]}
     planner = make(lengths, **options)
     windows = []
-    with pytest.raises(UserError, match=r"small.jsonl would be read 1\.\d+ times.*limit of 1: .*max_epochs"):
+    with pytest.raises(
+        UserError,
+        match=r"small.jsonl would be read 1\.\d+ times.*limit of 1; .*max_epochs",
+    ):
         for window in planner:
             windows.append(window)
     assert Counter(window.source for window in windows)[0] == 10
@@ -206,13 +209,13 @@ def test_how_often_is_told_without_planning_it_all():
 def test_windows_of_each_epoch():
     lengths = some_lengths(150, 80)
     counts = Counter(window.epoch for window in make(lengths, epochs=3))
-    assert make(lengths, epochs=3).windows_of_epochs == [counts[0], counts[1], counts[2]]
+    assert make(lengths, epochs=3).windows_by_epoch == [counts[0], counts[1], counts[2]]
 
 
 def test_one_epoch_of_a_limit_is_exactly_one_epoch():
     lengths = some_lengths(100, 57)
     planner = make(lengths, max_epochs=[1, 1], epochs=1)
-    n_windows = sum(planner.windows_of_epochs)
+    n_windows = sum(planner.windows_by_epoch)
     planner.check_repetitions(n_windows)
     assert sum(1 for _ in planner) == n_windows
 
@@ -274,7 +277,7 @@ def test_what_samplers_learned_is_resumed_exactly(per_step, ahead):
         return make(lengths, samplers=samplers, chunk=6, ahead=ahead), samplers
 
     planner, samplers = fresh()
-    assert planner.windows_of_epochs is None
+    assert planner.windows_by_epoch is None
     windows, states = train(planner, 40, per_step=per_step, ahead=ahead)
     steps, _, of_first = zip(*samplers[0].learned, strict=True)
     assert list(steps) == list(range(1, len(steps) + 1)), "each step once, in order"

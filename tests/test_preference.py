@@ -229,7 +229,7 @@ def test_a_dry_run_counts_both_models(folder, tmp_path):
         trainer.measure_step()
     finally:
         torch.distributed.destroy_process_group()
-    assert trainer.count_own_parameters() == pytest.approx(trainer.num_parameters, rel=0.01)  # half of each of two
+    assert trainer.count_local_parameters() == pytest.approx(trainer.num_parameters, rel=0.01)  # half of each of two
     assert trainer.work.work.flops > 0
 
 

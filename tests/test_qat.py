@@ -343,8 +343,8 @@ def test_without_torchao_the_extra_is_named(tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["--to", "meta", "--quantize", "int8dyn_int4w"], "--quantize int8dyn_int4w is for --to hf"),
-        (["--to", "hf", "--group_size", "32"], "--group_size says how to --quantize, which is not given"),
-        (["--to", "hf", "--exclude", "w2"], "--exclude says how to --quantize, which is not given"),
+        (["--to", "hf", "--group_size", "32"], "--group_size has no effect without --quantize"),
+        (["--to", "hf", "--exclude", "w2"], "--exclude has no effect without --quantize"),
         (["--to", "hf", "--quantize", "int8dyn_int4w", "--group_size", "7"], "group_size 7 does not divide the inputs"),
     ],
 )

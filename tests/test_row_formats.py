@@ -20,8 +20,8 @@ from torchtitan.components.data.finetuning.row_formats import (
     FORMATS,
     RowFormat,
     dataset_formats,
-    describes,
     find_format,
+    fits_dataset,
     function_format,
 )
 from torchtitan.components.data.sources.source import CHAT_DATASETS, ChatDataset, register_chat_dataset, resolve_source
@@ -88,19 +88,19 @@ def test_columns_of_texts(row, messages):
         ({"text": None}, "text is empty", EmptySample),
         ({"prompt": "q", "response": ""}, "response is empty", EmptySample),
         ({"prompt": None, "response": "a"}, "prompt is empty", EmptySample),
-        ({"question": "q", "answer": True}, "the answer is a bool, and must be text: True", BrokenSample),
-        ({"question": "q", "answer": float("nan")}, "the answer is a float, and must be text: nan", BrokenSample),
+        ({"question": "q", "answer": True}, "the answer must be text, not a bool: True", BrokenSample),
+        ({"question": "q", "answer": float("nan")}, "the answer must be text, not a float: nan", BrokenSample),
         ({"instruction": "", "input": None, "output": "a"}, "instruction is empty", EmptySample),
-        ({"instruction": "q", "output": "a", "history": ["q"]}, "history must be a list of pairs", BrokenSample),
+        ({"instruction": "q", "output": "a", "history": ["q"]}, "history must contain pairs", BrokenSample),
         ({"instruction": "q", "output": "a", "history": 1}, "history must be a list of pairs of texts", BrokenSample),
-        ({"instruction": "q", "output": "a", "history": True}, "history must be a list of pairs", BrokenSample),
+        ({"instruction": "q", "output": "a", "history": True}, "history must contain pairs", BrokenSample),
         ({"prompt": "q", "response": [{"role": "assistant", "content": ""}]}, "messages are empty", EmptySample),
         (
             {"instruction": "q", "output": "a", "history": [["q", None]]},
             "the role 'assistant' has no content",
             BrokenSample,
         ),
-        ({"prompt": "q", "response": "a", "system": 3}, "the system is an int", BrokenSample),
+        ({"prompt": "q", "response": "a", "system": 3}, "the system must be text, not an int", BrokenSample),
         ({"prompt": "q", "response": [QUESTION, ANSWER]}, "--dataloader.columns messages=NAME", BrokenSample),
     ],
 )
@@ -127,10 +127,10 @@ class TestRecognition:
         assert find_format(columns, "text", {}, "sft").name == "text"
 
     def test_nothing_fits(self):
-        with raises("the rows have the columns frage, antwort, which fit none of the formats; name them by") as e:
+        with raises("the rows have the columns frage, antwort, which match no format; rename them with") as e:
             find_format(["frage", "antwort"], "auto", {}, "sft")
         assert "prompt_response: prompt, response" in str(e.value)
-        assert "--dataloader.columns OURS=THEIRS, or choose another --dataloader.format: messages: m" in str(e.value)
+        assert "--dataloader.columns OURS=THEIRS, or set another --dataloader.format: messages: m" in str(e.value)
         with raises("the rows have the columns frage, and 'text' needs text"):
             find_format(["frage"], "text", {}, "sft")
         with raises("'mesages' is none of: auto, messages, conversations, instruction"):
@@ -146,7 +146,7 @@ class TestRecognition:
         ],
     )
     def test_the_error_names_the_option_that_reads_the_columns(self, row):
-        with raises("which fit none of the formats") as caught:
+        with raises("which match no format") as caught:
             find_format(list(row), "auto", {}, "sft")
         [options] = re.findall(r"--dataloader.columns (.*), or choose", str(caught.value))
         assert converted(row, mapping=parse_columns(options.split())) == Conversation([QUESTION, ANSWER])
@@ -162,15 +162,15 @@ class TestRecognition:
         row = {"messages": [QUESTION, {"role": "assistant", "content": "no"}], "q": "q", "a": "a"}
         mapping = {"prompt": "q", "response": "a"}
         assert converted(row, mapping=mapping) == Conversation([QUESTION, ANSWER])
-        with raises("--dataloader.columns: 'prompt' is none that the format 'messages' reads"):
+        with raises("--dataloader.columns: the format 'messages' has"):
             find_format(list(row), "messages", mapping, "sft")
-        with raises("the rows have the columns messages, a, prompt, which fit none of the formats"):
+        with raises("the rows have the columns messages, a, prompt, which match no format"):
             find_format(list(row), "auto", {"prompt": "q"}, "sft")
 
     @pytest.mark.parametrize("beside", ["prompt", "messages", "conversations"])
     def test_preference_rows_are_not_imitated_unasked(self, beside):
         columns = [beside, "chosen", "rejected"]
-        with raises("the rows have chosen and rejected, which are for preference training"):
+        with raises("the columns chosen and rejected are for preference training"):
             find_format(columns, "auto", {}, "sft")
         assert find_format(columns, "auto", {}, "prompt").name == beside
         row = {"prompt": "q", "chosen": "a", "rejected": "b"}
@@ -189,7 +189,7 @@ class TestRecognition:
         ],
     )
     def test_the_option_that_imitates_one_answer_of_a_pair(self, row):
-        with raises("which are for preference training; to imitate one of them") as caught:
+        with raises("rejected_messages are for preference training; to train on one of them") as caught:
             find_format(list(row), "auto", {}, "sft")
         [option] = re.findall(r"--dataloader.columns ([a-z_=]+)", str(caught.value))
         formats = re.findall(r", and to read neither, choose --dataloader.format (\S+)", str(caught.value))
@@ -198,7 +198,7 @@ class TestRecognition:
 
     def test_answers_beside_a_conversation_need_a_function(self):
         """No option joins a conversation with the turn that follows it."""
-        with raises("to imitate one of them, write a function that gives the whole conversation") as caught:
+        with raises("on one of them, write a function that returns the whole conversation") as caught:
             find_format(["conversations", "chosen", "rejected"], "auto", {}, "sft")
         assert str(caught.value).endswith("and to read neither, choose --dataloader.format conversations")
 
@@ -218,7 +218,7 @@ class TestRecognition:
         """They have values in other columns, which are null where those of the first row are not."""
         row = {**dict.fromkeys(columns), **row}
         format = find_format(columns, "auto", {}, "sft")
-        with raises(f"is empty, while the columns of another format are filled ({needs})", BrokenSample):
+        with raises(f"is empty, but the columns of another format have content ({needs})", BrokenSample):
             format.convert(row)
         with raises("is empty", EmptySample):
             converted(row, format=format.name)
@@ -230,18 +230,18 @@ class TestRecognition:
 
     def test_later_rows_may_lack_a_column(self):
         format = find_format(["frage", "response"], "auto", {"prompt": "frage"}, "sft")
-        with raises("no column prompt, only response", BrokenSample):
+        with raises("no column prompt; the columns are: response", BrokenSample):
             format.convert({"response": "a"})
 
     @pytest.mark.parametrize("entry", ["prompt", "=frage", "prompt=", ""])
     def test_malformed_mapping(self, entry):
-        with raises(f"--dataloader.columns: {entry!r} must be of the form OURS=THEIRS"):
+        with raises(f"--dataloader.columns: {entry!r} must have the form OURS=THEIRS"):
             parse_columns([entry])
 
     def test_wrong_mapping(self):
-        with raises("'prompt' is given twice, 'a' and 'b'"):
+        with raises("'prompt' is set twice, to 'a' and 'b'"):
             parse_columns(["prompt=a", "prompt=b"])
-        with raises("'promt' is a column of no format; did you mean 'prompt'?"):
+        with raises("has a column 'promt'; did you mean 'prompt'?"):
             find_format(["frage"], "auto", {"promt": "frage"}, "sft")  # codespell:ignore
         with raises("the rows have no column 'frag'; did you mean 'frage'? (they have: frage)"):
             find_format(["frage"], "auto", {"prompt": "frag"}, "sft")
@@ -273,7 +273,7 @@ class TestLabels:
     )
     def test_a_bad_answer_is_not_imitated(self, row, label):
         for column in ("label", "kto_tag"):
-            with raises(f"its {column} is {label!r}: such columns judge one answer each"):
+            with raises(f"its {column} is {label!r}: such columns rate answers"):
                 converted({**row, column: label})
         with raises("its label is"):
             function_format(lambda row: row, "sft").convert({**row, "label": label})
@@ -281,7 +281,7 @@ class TestLabels:
     @pytest.mark.parametrize("column", ["weight", "loss_weight", "sample_weight"])
     def test_a_row_without_weight_is_not_imitated(self, column):
         row = {"prompt": "q", "completion": "a"}
-        with raises(f"its {column} is 0: such columns say how much a row counts"):
+        with raises(f"its {column} is 0: such columns weight rows"):
             converted({**row, column: 0})
         assert converted({**row, column: 1.0}) == Conversation([QUESTION, ANSWER])
 
@@ -293,7 +293,7 @@ class TestLabels:
         assert converted({"text": "t", "label": False}) == Text("t")
 
     def test_they_are_not_pairs(self):
-        with raises("the rows have the column label, which judges one answer each, as for KTO; preference training"):
+        with raises("the column label rates single answers, as for KTO; preference training"):
             find_format(["prompt", "completion", "label"], "auto", {}, "preference")
 
 
@@ -309,13 +309,13 @@ class TestLabels:
     ],
 )
 def test_columns_that_are_not_read(row, unread):
-    assert find_format(list(row), "auto", {}, "sft").unread(row) == unread
+    assert find_format(list(row), "auto", {}, "sft").unread_columns(row) == unread
 
 
 def test_columns_that_are_mapped_or_given_to_a_function_are_read():
     row = {"prompt": "q", "response": "a", "score": "s", "system": "t"}
-    assert find_format(list(row), "auto", {"system": "score"}, "sft").unread(row) == ["system"]
-    assert function_format(as_question, "sft").unread(row) == []
+    assert find_format(list(row), "auto", {"system": "score"}, "sft").unread_columns(row) == ["system"]
+    assert function_format(as_question, "sft").unread_columns(row) == []
 
 
 class TestPreference:
@@ -370,24 +370,24 @@ class TestPreference:
     @pytest.mark.parametrize(
         ("row", "error", "kind"),
         [
-            ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same", EmptySample),
+            ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal", EmptySample),
             ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected is empty", EmptySample),
             ({"prompt": "q", "chosen": {**ANSWER, "content": ""}, "rejected": "a"}, "chosen is empty", EmptySample),
-            ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, "are the same", EmptySample),
-            ({"chosen": "a", "rejected": "b"}, "there is no column for the prompt (name it by", BrokenSample),
+            ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, "are equal", EmptySample),
+            ({"chosen": "a", "rejected": "b"}, "its column with --dataloader.columns prompt=NAME", BrokenSample),
             (
                 {"prompt": "q", "chosen": [ANSWER], "rejected": [{**ANSWER, "loss_weight": 0}]},
-                "has a message that is not to be trained",
+                "has a message with",
                 BrokenSample,
             ),
             (
                 {"chosen": [QUESTION, ANSWER], "rejected": [SYSTEM, ANSWER]},
-                "have no first message in common",
+                "have no common first message to",
                 BrokenSample,
             ),
             (
                 {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, QUESTION, ANSWER]},
-                "rejected goes on after the prompt with the role 'user'",
+                "rejected continues the prompt with the role 'user'",
                 BrokenSample,
             ),
         ],
@@ -414,9 +414,9 @@ class TestPrompts:
         assert converted(row, "prompt") == expected
 
     def test_what_is_no_prompt(self):
-        with raises("the prompt ends with the assistant's message", BrokenSample):
+        with raises("the prompt must not end with a message of the assistant", BrokenSample):
             converted({"messages": [QUESTION, ANSWER]}, "prompt")
-        with raises("the answer is a bool", BrokenSample):
+        with raises("the answer must be text, not a bool", BrokenSample):
             converted({"prompt": "q", "answer": True}, "prompt")
 
 
@@ -455,9 +455,9 @@ class TestFunctions:
         assert function_format(as_question, "prompt").convert({"body": "q"}) == Prompt(Conversation([QUESTION]), None)
 
     def test_what_it_does_wrong(self):
-        with raises("the function as_question fails: KeyError: 'body'", BrokenSample):
+        with raises("the function as_question failed: KeyError: 'body'", BrokenSample):
             function_format(as_question, "sft").convert({"text": "x"})
-        with raises("gave a str, and must give a dictionary, or None"):
+        with raises("returned a str; it must return a dictionary, or None"):
             function_format(lambda row: "text", "sft").convert({})
         with raises("gave 'body', which fits none of: messages: messages;"):
             function_format(lambda row: {"body": "x"}, "sft").convert({})
@@ -481,9 +481,9 @@ class TestFunctions:
         (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
         for name, message in [
             (f"{tmp_path}/mine.py:covert", "has no function 'covert'; did you mean 'convert'?"),  # codespell:ignore
-            (f"{tmp_path}/other.py:convert", f"there is no file {tmp_path}/other.py"),
+            (f"{tmp_path}/other.py:convert", f"the file {tmp_path}/other.py does not exist"),
             (f"{tmp_path}/broken.py:convert", "failed: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
-            ("not_a_module_at_all:convert", "there is no module 'not_a_module_at_all' to import"),
+            ("not_a_module_at_all:convert", "the module 'not_a_module_at_all' does"),
             (f"{tmp_path}/mine:convert", "must be of the form package.module:function or path/to/file.py:function"),
             (":convert", "must be of the form"),
         ]:
@@ -533,14 +533,14 @@ def test_options_are_for_the_sets_that_they_fit(monkeypatch):
         names(["y.jsonl", "mapped"], mapping=mapping)
     with raises("'text' needs text"):
         names(["y.jsonl"], "text")
-    with raises("is none of"):
+    with raises("is unknown; use one of"):
         names(["y.jsonl", "plain"], "txt")
     function = f"{__name__}:as_question"
     assert names(["x.jsonl", "plain", "mapped"], function) == ["as_question", "as_question", "prompt_response"]
-    with raises("'mapped' is registered with a way to be read of its own"):
+    with raises("'mapped' is registered with a format"):
         names(["mapped"], function)
-    assert describes("y.jsonl", columns["y.jsonl"], "messages", {}, "sft")
-    assert not describes("y.jsonl", columns["y.jsonl"], "auto", mapping, "sft")
+    assert fits_dataset("y.jsonl", columns["y.jsonl"], "messages", {}, "sft")
+    assert not fits_dataset("y.jsonl", columns["y.jsonl"], "auto", mapping, "sft")
 
 
 @pytest.mark.parametrize(

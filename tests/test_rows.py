@@ -106,7 +106,7 @@ def test_blank_lines_are_left_out_and_numbers_kept(tmp_path):
         ('{"text": "never ends', "broken JSON, Invalid control character at (column 21)"),
         ("[1, 2]", "expected an object with columns as its keys, found a list"),
         ("17", "found an int"),
-        ('{"text": "half \\ud83d of one"}', "half of a character, '\\ud83d'"),
+        ('{"text": "half \\ud83d of one"}', r"\\ud83d'"),
         ("[" * 100_000, "broken JSON, nested too deeply"),
         ('{"n": ' + "1" * 5000 + "}", "broken JSON, Exceeds the limit"),
     ],
@@ -166,7 +166,7 @@ def test_broken_elements_and_cells(tmp_path):
     (tmp_path / "a.csv").write_text(",text\n0,a\n1,b,c\n2\n")
     rows = rows_at(tmp_path / "a.csv")
     assert [row.values for row in rows] == [{"": "0", "text": "a"}, None, None]
-    assert [row.error for row in rows[1:]] == ["more cells than the 2 columns", "fewer cells than the 2 columns"]
+    assert [row.error for row in rows[1:]] == ["3 cells for 2 columns", "1 cells for 2 columns"]
     (tmp_path / "a.csv").write_text("text,,\na,1,2\n")
     assert rows_at(tmp_path / "a.csv")[0].values == {"text": "a", "": "2"}
     (tmp_path / "a.csv").write_text('\ntext\n\n\n"a\n\nb"\nc\n')
@@ -179,7 +179,7 @@ def test_broken_elements_and_cells(tmp_path):
 def test_a_file_that_is_broken_as_a_whole(tmp_path):
     for name, content, message in [
         ("a.json", b'[{"n": 1},\n{"n": 2', "a.json:2: broken JSON"),
-        ("b.json", b'{\n"n": 1\n}', "b.json:1: one object over several lines"),
+        ("b.json", b'{\n"n": 1\n}', "b.json:1: the file is one object over several lines"),
         ("a.csv", b'text\n"a\n', "a.csv:2: broken CSV"),
         (
             "c.csv",
@@ -204,8 +204,8 @@ def test_a_file_that_is_broken_as_a_whole(tmp_path):
         ("[" * 100_000, "broken JSON, nested too deeply"),
         ('{"n": ' + "[" * 100_000 + "]" * 100_000 + "}", "broken JSON, nested too deeply"),
         ('{"n": ' + "9" * 5000 + "}", "broken JSON, Exceeds the limit (4300 digits) for integer string conversion"),
-        (r'{"a": [{"b": "\ud800"}]}', r"broken JSON, half of a character, '\ud800'"),
-        (r'{"\udfff": 1}', r"broken JSON, half of a character, '\udfff'"),
+        (r'{"a": [{"b": "\ud800"}]}', r"broken JSON, lone surrogate '\ud800'"),
+        (r'{"\udfff": 1}', r"broken JSON, lone surrogate '\udfff'"),
         ("\0\0\0", "broken JSON, Expecting value"),
     ],
 )
@@ -235,7 +235,7 @@ def test_values_that_python_has_no_form_for(tmp_path):
         rows = rows_at(tmp_path / "a.parquet")
         assert [row.where for row in rows] == [f"a.parquet, row {number}" for number in (1, 2, 3)]
         assert [row.values is None for row in rows] == [False, True, False]
-        assert rows[1].error.startswith("a cell that cannot be read, ")
+        assert rows[1].error.startswith("a cell cannot be read: ")
         datasets = pytest.importorskip("datasets")
         datasets.Dataset(table).save_to_disk(tmp_path / name)
         if name == "text":
@@ -270,8 +270,8 @@ def test_compressed_parquet_files_have_a_largest_size(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet.gz", [{"prompt": f"text {i}"} for i in range(1000)])
     monkeypatch.setattr("torchtitan.components.data.sources.files.CHUNK_SIZE", 100)
     assert len(rows_at(path)) == 1000
-    monkeypatch.setattr("torchtitan.components.data.sources.files._MOST_UNPACKED", 500)
-    with raises(f"{path} unpacks to more than 500 bytes; store it unpacked, parquet compresses by itself"):
+    monkeypatch.setattr("torchtitan.components.data.sources.files._MAX_PARQUET_BYTES", 500)
+    with raises(f"{path} decompresses to more than 500 bytes; decompress itcked, parquet compresses by itself"):
         rows_at(path)
 
 
@@ -324,7 +324,7 @@ def test_saved_datasets_and_their_splits(tmp_path):
     assert source.size() == 2
     assert rows_at(tmp_path / "several", "validation") == [Row("validation, row 1", rows[1])]
     assert CHAT_DATASETS.splits(str(tmp_path / "several")) == ("train", "validation")
-    with raises("has no split 'test'; it has: train, validation"):
+    with raises("has no split 'test'; use one of: train, validation"):
         rows_at(tmp_path / "several", "test")
 
 
@@ -341,7 +341,7 @@ def test_saved_images_are_not_decoded(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (Path.unlink, "{}/state.json names 'data-00000-of-00001.arrow', which is not a file in its folder"),
+        (Path.unlink, "{}/state.json refers to 'data-00000-of-00001.arrow', which is not a file in its folder"),
         (lambda file: file.write_bytes(file.read_bytes()[:100]), "the data set saved in {} cannot be read ("),
     ],
 )
@@ -378,7 +378,7 @@ def test_folder_and_pattern(tmp_path):
         rows_at("chatz")
     with raises("did you mean 'chats'?"):
         rows_at("chatz")
-    with raises("files of this kind cannot be read as data"):
+    with raises("file format is not supported; use one of: txt, md, jsonl, json, csv, parquet, each also as .gz"):
         rows_at(tmp_path / "notes.docx")
 
 
@@ -435,7 +435,7 @@ def test_registered_hub_set(tmp_path, own_registry, monkeypatch):
     register_chat_dataset("absent", ChatDataset(path="someone/absent"))
     with raises(
         "dataset 'absent' (someone/absent, split 'train') cannot be read: Couldn't reach 'someone/absent' on the Hub; "
-        "check the network, or give a local path"
+        "check the network, or use a local path"
     ):
         rows_at("absent")
 

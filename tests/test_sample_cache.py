@@ -172,7 +172,7 @@ def test_report_accounts_for_every_row(tmp_path):
     lines = "\n".join(report.lines())
     assert "3 of 10 rows kept (plain), 10 tokens, 4 trained (40%)" in lines
     assert "dropped, broken: 3 (a.jsonl:4: broken JSON; a.jsonl:5: a question" in lines
-    assert "special tokens spelt by content: 1 (a.jsonl:6" in lines
+    assert "special tokens written in the text: 1 (a.jsonl:6" in lines
 
 
 def test_rows_nested_too_deeply_are_broken(tmp_path):
@@ -194,11 +194,11 @@ def test_only_the_first_examples_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("text", "rules", "message"),
     [
-        ("", {"empty": "error"}, "a.jsonl:2: no text; --dataloader.empty drop"),
-        (None, {}, "a.jsonl:2: broken JSON; --dataloader.broken drop leaves such rows out (torchtitan data inspect"),
-        ("?", {}, "a.jsonl:2: a question; --dataloader.broken drop"),
-        ("a!", {}, "a.jsonl:2: a text with '!'; --dataloader.broken drop"),
-        ("none", {"untrained": "error"}, "a.jsonl:2: none of its tokens is trained; --dataloader.untrained drop"),
+        ("", {"empty": "error"}, "a.jsonl:2: no text; set --dataloader.empty drop"),
+        (None, {}, "a.jsonl:2: broken JSON; set --dataloader.broken drop to skip such rows (torchtitan data inspect"),
+        ("?", {}, "a.jsonl:2: a question; set --dataloader.broken drop"),
+        ("a!", {}, "a.jsonl:2: a text with '!'; set --dataloader.broken drop"),
+        ("none", {"untrained": "error"}, "a.jsonl:2: it has no trained tokens; set --dataloader.untrained drop"),
     ],
 )
 def test_error_policies_name_the_row(tmp_path, text, rules, message):
@@ -209,7 +209,7 @@ def test_error_policies_name_the_row(tmp_path, text, rules, message):
 
 
 def test_nothing_left(tmp_path):
-    with pytest.raises(UserError, match="no row of a.jsonl is left to train on\n0 of 2 rows.*\ndropped, empty: 2"):
+    with pytest.raises(UserError, match="a.jsonl has no rows left to train on\n0 of 2 rows.*\ndropped, empty: 2"):
         open_cache(Texts("", ""), tmp_path)
     assert kept(tmp_path) == []
 
@@ -290,7 +290,10 @@ def _imported(file):
 
 def test_errors_of_functions_name_the_row(tmp_path):
     row_format = function_format(lambda row: [1] if row["text"] == "b" else row, "sft")
-    with pytest.raises(UserError, match="a.jsonl:2: the function .* gave a list, and must give a dictionary"):
+    with pytest.raises(
+        UserError,
+        match="a.jsonl:2: the function .* returned a list; it must return a dictionary",
+    ):
         open_cache(Texts("A", "b"), tmp_path, row_format=row_format)
 
 
@@ -358,7 +361,7 @@ def test_source_that_changes_while_it_is_read(tmp_path):
             yield from super().rows(on_read)
             self.texts.append("more")
 
-    with pytest.raises(UserError, match="a.jsonl changed while it was read"):
+    with pytest.raises(UserError, match="a.jsonl changed while it was being read"):
         open_cache(Growing("aB"), tmp_path)
     assert kept(tmp_path) == []
 
@@ -374,7 +377,7 @@ def test_damaged_cache_is_set_aside_and_made_again(tmp_path, caplog, damage):
         assert texts_of(open_cache(Texts("aBc"), tmp_path)) == ["aBc"]
         [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert line.startswith(f"the token cache {folder} is damaged (") and "\n" not in line
-        assert line.endswith(f"): it is set aside as {folder.name}.damaged and made again")
+        assert line.endswith(f"): it was renamed to {folder.name}.damaged and is rebuilt")
         assert {path: path.read_bytes() for path in folder.iterdir()} == written
         assert kept(tmp_path) == [folder.name, f"{folder.name}.damaged"]
 
@@ -415,11 +418,11 @@ def test_truncation(sizes):
 
 def test_too_long_may_be_an_error(sizes):
     assert fit(sizes, 6, "error").n_samples == 4
-    with pytest.raises(UserError, match=r"a.jsonl:4: 7 tokens, a window holds 6; --dataloader.too_long can also be"):
+    with pytest.raises(UserError, match="a.jsonl:4: 7 tokens, a window holds 6; set --dataloader.too_long to"):
         fit(sizes, 5, "error")
     with pytest.raises(UserError, match="a.jsonl:4: none of its tokens is trained once it is cut"):
         fit(sizes, 4, "truncate_left", untrained="error")
-    with pytest.raises(UserError, match="no row of a.jsonl is left to train on\n.*\ndropped, too_long: 4"):
+    with pytest.raises(UserError, match="a.jsonl has no rows left to train on\n.*\ndropped, too_long: 4"):
         fit(sizes, 2, "drop")
 
 
@@ -464,7 +467,7 @@ def test_filters_are_counted(tmp_path):
     [
         ({"min_tokens": -1}, "min_tokens must be at least 0, not -1"),
         ({"min_tokens": 5, "max_tokens": 4}, "max_tokens must be at least 5"),
-        ({"max_repetition": 1.5}, "max_repetition is a share from 0 to 1, not 1.5"),
+        ({"max_repetition": 1.5}, "--dataloader.max_repetition must be from 0 to 1, not 1.5"),
         ({"repetition_ngram": 0}, "repetition_ngram must be at least 1 token, not 0"),
     ],
 )
@@ -476,7 +479,7 @@ def test_limits_that_mean_nothing(limits, message):
 def test_token_range():
     assert parse_token_range("") is None and parse_token_range("3-9") == (3, 9)
     for text in ("9-3", "5", "a-b", "-4", "3-"):
-        with pytest.raises(UserError, match=f"LOW-HIGH, two token ids such as 0-31999, not '{text}'"):
+        with pytest.raises(UserError, match=f"LOW-HIGH, such as 0-31999, not '{text}'"):
             parse_token_range(text)
 
 

@@ -306,7 +306,7 @@ def test_position_holds_for_other_code_that_makes_the_same_samples(config, token
     later = build(config, tokenizer)
     later.load_state_dict(state)
     assert later.samples.sets[0]._cache.folder != loader.samples.sets[0]._cache.folder
-    assert windows(take(later, 3)) == expected and "other data" not in caplog.text
+    assert windows(take(later, 3)) == expected and "does not match" not in caplog.text
 
 
 def test_position_holds_for_the_same_data_elsewhere(config, tokenizer, folder, tmp_path, caplog):
@@ -319,7 +319,7 @@ def test_position_holds_for_the_same_data_elsewhere(config, tokenizer, folder, t
         moved = build(replace(config, dataset=[str(place)]), tokenizer)
         moved.load_state_dict(expected[0])
         assert windows(take(moved, 3)) == expected[1]
-    assert loader.sample_name(0) == "a.jsonl:1" and "other data" not in caplog.text
+    assert loader.sample_name(0) == "a.jsonl:1" and "does not match" not in caplog.text
     renamed = build(replace(config, dataset=[str(copy)]), tokenizer)
     assert renamed.sample_name(0) == "renamed.jsonl:1"
 
@@ -466,7 +466,7 @@ def test_samples_by_name(two, tokenizer):
     found = loader.batch_of(names)
     assert windows([found]) == [(number,) for number in windows([batch])[0]]
     assert loader.document_names(found["documents"][0]) == names[:1]
-    with pytest.raises(UserError, match="'nowhere.jsonl:3' is no sample of this data"):
+    with pytest.raises(UserError, match="'nowhere.jsonl:3' is not a sample of this data"):
         loader.batch_of(["nowhere.jsonl:3"])
 
 
@@ -578,17 +578,17 @@ def test_adaptive_sampler_resumes_exactly(config, tokenizer, workers):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset": []}, "--dataloader.dataset must say what to read"),
+        ({"dataset": []}, "--dataloader.dataset is empty; set it to a"),
         ({"num_workers": -1}, "num_workers must be at least 0, not -1"),
         ({"pack_chunk": 0}, "pack_chunk must be at least 1 sample, not 0"),
-        ({"weights": [1.0, 2.0]}, "weights has 2 values for 1 data sets; give one each"),
+        ({"weights": [1.0, 2.0]}, "--dataloader.weights has 2 values for 1 data sets; set one each"),
         ({"max_epochs": [1.0, 2.0]}, "max_epochs has 2 values for 1 data sets"),
         ({"max_epochs": [0.0]}, "max_epochs must be above 0, not 0"),
-        ({"weight_schedule": ["5: 1"]}, "weight_schedule needs --dataloader.weights"),
+        ({"weight_schedule": ["5: 1"]}, "--dataloader.weight_schedule also needs --dataloader.weights"),
         ({"weights": [1.0], "weight_schedule": ["5 1"]}, "entries such as '500: 0.2 0.8', not '5 1'"),
         ({"weights": [1.0], "weight_schedule": ["a: 1"]}, "not 'a: 1'"),
-        ({"token_range": "7"}, "token_range is LOW-HIGH"),
-        ({"max_repetition": 2.0}, "max_repetition is a share"),
+        ({"token_range": "7"}, "--dataloader.token_range must have the form LOW-HIGH"),
+        ({"max_repetition": 2.0}, "--dataloader.max_repetition must"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_read(config, tokenizer, changes, message):
@@ -608,7 +608,7 @@ def test_schedule():
 
 def test_conversations_need_a_template(config, tokenizer):
     with pytest.raises(
-        UserError, match=r"--dataloader.chat_template chatml\|llama3\|mistral\|alpaca sets one, .* a file"
+        UserError, match=r"--dataloader\.chat_template to a file or one of: chatml, llama3, mistral, alpaca"
     ):
         build(replace(config, chat_template=""), tokenizer)
 

@@ -12,9 +12,9 @@ import pytest
 
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
-from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
+from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
-from torchtitan.components.tokenizer.tokenizer_json import reading
+from torchtitan.components.tokenizer.tokenizer_json import suppress_native_errors
 from torchtitan.components.weights.assets import files_in
 from torchtitan.config.manager import ConfigManager
 from torchtitan.models.llama3 import FLAVORS, FORMATS
@@ -34,7 +34,7 @@ from torchtitan.tools.files import parse_json, read_object
         (b'{"a":' * 101 + b"1" + b"}" * 101, "is nested more than 100 levels deep"),
         (b'{"a": ' + b"1" * 5000 + b"}", "is not valid JSON: Exceeds the limit"),
         (b'{"a": "\xff"}', "is not valid JSON: 'utf-8' codec"),
-        (b"null", "must hold a JSON object, not NoneType"),
+        (b"null", "must contain a JSON object, not NoneType"),
         (b"", "is not valid JSON"),
     ],
 )
@@ -172,10 +172,10 @@ TEMPLATE: dict[str, Any] = {"type": "TemplateProcessing", "single": [TEXT], "pai
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"post_processor": {**TEMPLATE, "single": []}}, "has a post_processor that leaves out the text itself"),
-        ({"post_processor": {**TEMPLATE, "single": [SPECIAL, TEXT]}}, "is not a tokenizer .* can use"),  # a panic
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "is not .* can use"),  # a panic
-        ({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}}, "is not .* can use"),  # one
+        ({"post_processor": {**TEMPLATE, "single": []}}, "has a post_processor that omits the text"),
+        ({"post_processor": {**TEMPLATE, "single": [SPECIAL, TEXT]}}, "is not a valid tokenizer"),  # a panic
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "not a valid"),  # a panic
+        ({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}}, "not a valid"),  # one
         (
             {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"}},
             r"cannot encode a text: .*Missing \[UNK\]",
@@ -203,7 +203,7 @@ def test_a_panic_prints_nothing_before_the_message(tmp_path, capfd, changes):
 
 
 def test_what_is_printed_while_a_good_tokenizer_is_read_is_shown(tmp_path, capfd):
-    with reading(tmp_path):
+    with suppress_native_errors(tmp_path):
         os.write(2, "a wörning\n".encode())
     assert capfd.readouterr().err == "a wörning\n"
 
@@ -231,8 +231,8 @@ def test_what_lies_beside_a_tokenizer(tmp_path, file, content, message):
 @pytest.mark.parametrize("added", [3, {"a": 1}, {"1": {"content": 5}}, {"1": {"content": "x", "special": "yes"}}])
 def test_added_tokens_of_another_shape(tmp_path, added):
     tokenizer = tokenizer_with(tmp_path, {"tokenizer_config.json": {"added_tokens_decoder": added}})
-    with pytest.raises(UserError, match="tokenizer_config.json' is not a tokenizer that `tokenizers` can use"):
-        warn_of_other_ids(tokenizer)
+    with pytest.raises(UserError, match="tokenizer_config.json' is not a valid tokenizer of the library `tokenizers`"):
+        warn_of_different_ids(tokenizer)
 
 
 def test_ids_beyond_a_tiktoken_vocabulary_have_no_text(assets):
@@ -251,11 +251,11 @@ def laughs(first: str, line: str) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: &a [*a]", "is not valid YAML: something is inside of itself"),
-        ("&a {*a : 1}", "is not valid YAML: something is inside of itself"),
-        ("a: &a {b: &b {<<: *a}}", "is not valid YAML: something is inside of itself"),
-        (laughs("[x, x]", "a{n}: &a{n} [{of}]\n"), "written out it has more than 100000 values"),
-        (laughs("{k: x}", "a{n}: &a{n} {{<<: [{of}]}}\n"), "written out it has more than 100000 values"),
+        ("a: &a [*a]", "is not valid YAML: a value contains itself"),
+        ("&a {*a : 1}", "is not valid YAML: a value contains itself"),
+        ("a: &a {b: &b {<<: *a}}", "is not valid YAML: a value contains itself"),
+        (laughs("[x, x]", "a{n}: &a{n} [{of}]\n"), "it has more than 100000 values after expanding aliases"),
+        (laughs("{k: x}", "a{n}: &a{n} {{<<: [{of}]}}\n"), "it has more than 100000 values after expanding aliases"),
         ("training: {steps: " + "1" * 5000 + "}", "a number has more than 100 digits"),
         ("training: {steps: 0x" + "f" * 5000 + "}", "a number has more than 100 digits"),
         ("[" * 600, "is nested too deeply"),
@@ -265,8 +265,8 @@ def laughs(first: str, line: str) -> str:
         ("dump_folder: !!binary 'aGk='", "'dump_folder' in .* is b'hi', and must be a string"),
         ("dump_folder: !!set {a}", "'dump_folder' in .* is {'a'}, and must be a string"),
         ("a: !!python/object/apply:os.getcwd []", "is not valid YAML: could not determine a constructor"),
-        ("checkpoint: {exclude_from_loading: ['-h']}", "has the item '-h', and an item cannot begin with '-'"),
-        ("# " + "x" * 2**20, "has 1,048,578 bytes, and may have 1,048,576 at most"),
+        ("checkpoint: {exclude_from_loading: ['-h']}", "has the item '-h'; items must not begin with '-'"),
+        ("# " + "x" * 2**20, "has 1,048,578 bytes; the limit is 1,048,576"),
     ],
 )
 def test_configuration_files_that_cannot_be_read(tmp_path, text, message):
@@ -358,7 +358,7 @@ def test_records_must_be_regular_files(tmp_path):
 
 def test_a_configuration_file_must_be_a_regular_file(tmp_path):
     os.mkfifo(tmp_path / "run.yaml")
-    with pytest.raises(UserError, match="^--config_file .*run.yaml is not a regular file; save its content in one,"):
+    with pytest.raises(UserError, match="^--config_file .*run.yaml is not a regular file; save its content to a file,"):
         ConfigManager().parse_args(["--config_file", str(tmp_path / "run.yaml")])
 
 

@@ -71,7 +71,7 @@ def growing(start: str, value: str) -> str:
     ],
 )
 def test_what_would_not_end_is_refused(source, monkeypatch):
-    monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)  # for a test's patience
+    monkeypatch.setattr(sandbox, "_BUDGET", 2**24)  # for a test's patience
     begun = time.perf_counter()
     with pytest.raises(UserError, match=r"^the chat template takes too long at this conversation, or too much memory"):
         rendered(source)
@@ -91,13 +91,13 @@ def test_what_would_not_end_is_refused(source, monkeypatch):
     ],
 )
 def test_values_that_only_look_small_are_counted_in_full(value, monkeypatch):
-    monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)
+    monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
     with pytest.raises(UserError, match="takes too long"):
         rendered(growing("[1]", value))
 
 
 def test_comparing_values_costs_their_sizes(monkeypatch):
-    monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)
+    monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
     double = "['', '']|map('default', {}, true)|list"
     loop = f"{{% for i in range(60) %}}{{% set n.x = {double.format('n.x')} %}}{{% set n.y = {double.format('n.y')} %}}"
     for compared in (
@@ -127,7 +127,7 @@ def test_comparing_values_costs_their_sizes(monkeypatch):
     ],
 )
 def test_a_text_of_a_value_costs_the_sizes_of_its_parts(use, monkeypatch):
-    monkeypatch.setattr(sandbox, "_ALLOWANCE", 2**24)
+    monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
     double = "{% set n.x = ['', '']|map('default', n.x, true)|list %}"
     bomb = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}" + double + "{% endfor %}"
     with pytest.raises(UserError, match="takes too long"):
@@ -165,7 +165,7 @@ def test_a_rendering_has_an_allowance_of_its_own():
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply to be read"),
         ("{% for a in b %}" * 40 + "{% endfor %}" * 40, "is not valid Jinja: SyntaxError"),
         ("{{ " + "1" * 6000 + " }}", "is not valid Jinja: ValueError"),
-        ("x" * (2**20 + 1), "has 1,048,577 characters, and may have 1,048,576 at most"),
+        ("x" * (2**20 + 1), "has 1,048,577 characters; the limit is 1,048,576"),
         ("{{ 'a'|center(10) }}", "is not valid Jinja, line 1: No filter named 'center'"),
     ],
 )

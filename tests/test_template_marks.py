@@ -392,7 +392,7 @@ def test_reasoning_that_the_template_takes_out_is_refused(tokenizer: PretrainedT
         for messages in (thoughtful, apart):
             [error] = encoder.encode_batch([Conversation(messages)])
             assert isinstance(error, BrokenSample)
-            assert "takes a part out of message 2 (assistant), such as its reasoning" in str(error)
+            assert "omits a part of message 2 (assistant), such as its reasoning" in str(error)
             assert r"generation prompt is '<｜Assistant｜><think>\n'" in str(error) and "chat_template" in str(error)
         # Only of what is trained.
         assert decoded(tokenizer, encoder, [*thoughtful, *TALK[2:]], [None, False, None, None]).startswith("<th>No")
@@ -417,7 +417,7 @@ def test_a_header_that_is_no_beginning_of_the_generation_prompt(
         assert decoded(tokenizer, encoder, [user("a"), assistant("Yes."), user("b"), assistant("No 👩")]) == (
             "Yes.<|im_end|>No 👩<|im_end|>"
         )
-    assert r"answers follow '<|im_start|>assistant\n<think></think>'" in caplog.text
+    assert r"writes '<|im_start|>assistant\\n<think></think>'" in caplog.text
     without = template.render(TALK[:1], add_generation_prompt=True, enable_thinking=False)
     assert template.render(TALK[:2], add_generation_prompt=False) == f"{without}<b>Yes</b><|im_end|>\n"
 

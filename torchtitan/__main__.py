@@ -3,7 +3,7 @@
 import os
 import sys
 
-# As for the command itself: the current folder, which may be a stranger's, hides no library.
+# As for the command itself: the current folder, possibly untrusted, must not shadow libraries.
 if not sys.flags.safe_path and sys.path[0] == os.getcwd():
     del sys.path[0]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchtitan.config.manager import ResolvedConfig
 
 _FIRST_RANK_SECONDS = 5.0
-"""Time that other ranks of a host give the first one to report a user's mistake; torchrun then ends them."""
+"""Time that other ranks wait for the first rank of a host to report a user's mistake."""
 
 
 def run(resolved: "ResolvedConfig") -> None:
@@ -83,7 +83,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         code = exit_code_of(error)
         if "RANK" in os.environ:
-            _tell(error, code)
+            _report_error(error, code)
             exit_process(code)
         if code == 1:
             raise
@@ -97,41 +97,41 @@ def _parse_and_run(words: list[str]) -> None:
     from torchtitan.config.manager import ConfigManager
 
     if "COMM_MODE" in os.environ:
-        raise UserError("the environment variable COMM_MODE is for `torchtitan train`, which makes a dry run by itself")
-    with _printing_once() if _repeats() else contextlib.nullcontext():
+        raise UserError("the environment variable COMM_MODE is supported only by `torchtitan train`")
+    with _suppress_parser_output() if _is_repeating() else contextlib.nullcontext():
         resolved = ConfigManager("python -m torchtitan.train").parse_args(words)
     if not is_launched():
         resolved.config.check(int(os.environ.get("WORLD_SIZE", "1")))
     run(resolved)
 
 
-def _repeats() -> bool:
+def _is_repeating() -> bool:
     """Return whether torchrun's first rank on this host will report the same user's mistakes."""
     return not is_launched() and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 @contextlib.contextmanager
-def _printing_once() -> Iterator[None]:
+def _suppress_parser_output() -> Iterator[None]:
     """Suppress the parser's output if it ends the process: the host's first rank prints the same."""
-    kept = io.StringIO()
+    captured = io.StringIO()
     try:
-        with contextlib.redirect_stderr(kept):
+        with contextlib.redirect_stderr(captured):
             yield
     except SystemExit:
         time.sleep(_FIRST_RANK_SECONDS)
-        sys.stderr.write(kept.getvalue())
+        sys.stderr.write(captured.getvalue())
         raise
 
 
-def _tell(error: Exception, code: int) -> None:
-    """Report an error to our launcher, which prints the first failure, or print it."""
+def _report_error(error: Exception, code: int) -> None:
+    """Report an error to the launcher, which prints the first failure, or print it."""
     if is_launched():
         text = "".join(traceback.format_exception(error)).rstrip() if code == 1 else str(error)
         report_failure(code, text, passing=code == 1)
     elif code == 1:
         traceback.print_exception(error)
     else:
-        if code == 2 and _repeats():
+        if code == 2 and _is_repeating():
             time.sleep(_FIRST_RANK_SECONDS)
         log_message(error)
 

@@ -1,1 +1,1 @@
-"""What comes with the package: a tokenizer, and corpora that a small grammar makes up."""
+"""Files shipped with the package: a tokenizer, chat templates, and generators of small synthetic corpora."""

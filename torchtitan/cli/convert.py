@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.cli.model_options import add_base_option, add_module_option, given_package, run_command
+from torchtitan.cli.model_options import add_base_option, add_module_option, import_given_package, run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _FORMATS = ("hf", "meta", "dcp")
 
 _OF_QUANTIZE = ("group_size", "exclude")
-"""Options that go with --quantize."""
+"""Options of --quantize."""
 
 _DESCRIPTION = """Write the checkpoint in the folder INPUT to the folder OUTPUT, in another format or another type of
 numbers: weights, tokenizer, and the file that describes the model. Formats: hf (Hugging Face: config.json and
@@ -36,13 +36,13 @@ Memory: about the largest tensor."""
 
 
 def convert(args: Sequence[str]) -> int:
-    """Convert as the command line says. Return 0, 2 for a user's mistake, or 3 if writing the complete OUTPUT fails."""
+    """Run `torchtitan convert`. Return 0, 2 for a user's mistake, or 3 if OUTPUT cannot be written."""
     parser = argparse.ArgumentParser(prog="torchtitan convert", description=_DESCRIPTION)
     parser.add_argument("input", metavar="INPUT", type=Path, help="folder of the checkpoint to read")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="folder to write; must not exist, or be empty")
     add_base_option(parser, "INPUT")
     add_module_option(parser)
-    parser.add_argument("--from", dest="source", choices=_FORMATS, help="format of INPUT (default: found by its files)")
+    parser.add_argument("--from", dest="source", choices=_FORMATS, help="format of INPUT (default: detected)")
     parser.add_argument("--to", required=True, choices=(*_FORMATS, "peft"), help="format of OUTPUT")
     parser.add_argument(
         "--export_dtype",
@@ -54,24 +54,24 @@ def convert(args: Sequence[str]) -> int:
         type=float,
         default=5.0,
         metavar="GIB",
-        help="hf: begin a new file where one would be larger, in GiB (default: 5)",
+        help="hf: maximum size of a safetensors file in GiB (default: 5)",
     )
     parser.add_argument(
         "--quantize",
         choices=("int8dyn_int4w",),
         help="hf: quantize the linear layers between embedding and output, for inference: 4-bit weights, 8-bit "
-        "activations, as --model_converters.qat trains for; what the options below leave open is as in the run that "
-        "saved INPUT, if it trained so; needs torchao",
+        "activations, as simulated by --model_converters.qat, whose settings in the run that saved INPUT are the "
+        "defaults of the options below; needs torchao",
     )
     parser.add_argument(
-        "--group_size", type=int, metavar="N", help="--quantize: neighboring weights that share a scale (default: 32)"
+        "--group_size", type=int, metavar="N", help="--quantize: adjacent weights that share a scale (default: 32)"
     )
     parser.add_argument(
         "--exclude",
         nargs="+",
         metavar="PATTERN",
-        help="--quantize: regular expressions, each searched in the layers' names (layers.0.feed_forward.w2): what "
-        "they find is not quantized",
+        help="--quantize: regular expressions; layers with a matching name (layers.0.feed_forward.w2) are not "
+        "quantized",
     )
     options = parser.parse_args(args)
     options.output = options.output.absolute()
@@ -89,7 +89,7 @@ def _write(options: argparse.Namespace) -> None:
     import torch
 
     begun = time.perf_counter()
-    family = given_package(options)
+    family = import_given_package(options)
     options.dtype = getattr(torch, options.export_dtype) if options.export_dtype else None
     _check(options, family)
     spec, n_tensors, write = (_adapter if options.to == "peft" else _model)(options, family)
@@ -107,7 +107,7 @@ def _write(options: argparse.Namespace) -> None:
 
 
 def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[ModelSpec, int, Callable[[Path], None]]":
-    """The model, how many tensors are written, and what writes them into a folder."""
+    """Return the model, the number of tensors, and a function that writes them to a folder."""
     from torchtitan.components.weights import export_checkpoint
     from torchtitan.components.weights.assets import asset_folder
     from torchtitan.models.pretrained import internal_source
@@ -140,7 +140,7 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[M
 def _adapter(
     options: argparse.Namespace, family: "ModuleType | None"
 ) -> "tuple[ModelSpec, int, Callable[[Path], None]]":
-    """Like `_model`, for the adapter alone. Raise `UserError` if there is none, or if more was trained."""
+    """Like `_model`, for the adapter only. Raise `UserError` if there is none, or if other parameters were trained."""
     from torchtitan.components.checkpoint.dcp import optimized_names
     from torchtitan.components.optimizer import trained_names
     from torchtitan.components.peft import LoRA
@@ -157,13 +157,11 @@ def _adapter(
     converters = converters_from_records(descriptions, str(checkpoint))
     adapters = [converter for converter in converters if isinstance(converter, LoRA)]
     if (checkpoint / EXPORTED / CONFIG).is_file():
-        raise UserError(
-            f"{checkpoint} is the merged model, and its adapter lies in it already: {checkpoint / EXPORTED}"
-        )
+        raise UserError(f"{checkpoint} is a merged model, which already contains its adapter: {checkpoint / EXPORTED}")
     if len(adapters) != 1:
         raise UserError(
-            f"--to peft writes the adapter of a model, and {checkpoint} has {len(adapters) or 'none'}: name the step-N "
-            "folder of a run with --model_converters.lora or qlora, one of both"
+            f"--to peft writes a single adapter, but {checkpoint} has {len(adapters) or 'none'}; use the step-N folder "
+            "of a run with either --model_converters.lora or qlora"
         )
     spec, source = spec_of(checkpoint, family), open_source(checkpoint)
     model = converted_model(spec.model, adapters)
@@ -178,22 +176,22 @@ def _adapter(
 
 
 def _quantization(options: argparse.Namespace) -> "QAT.Config":
-    """Return the given quantization options; the run that saved INPUT supplies the ones that are missing."""
+    """Return the quantization options, with defaults from the run that saved INPUT."""
     from torchtitan.components.quantization.qat import QAT
     from torchtitan.components.weights.assets import read_converters
     from torchtitan.protocols.conversion import converters_from_records
 
-    given = {name: getattr(options, name) for name in _OF_QUANTIZE if getattr(options, name) is not None}
+    explicit = {name: getattr(options, name) for name in _OF_QUANTIZE if getattr(options, name) is not None}
     converters = converters_from_records(read_converters(options.input, "simulated"), str(options.input))
     simulated = next((converter.config for converter in converters if isinstance(converter, QAT)), None)
     if simulated is None:
-        return QAT.Config(**given)
-    chosen = dataclasses.replace(simulated, **given)
-    how = ", ".join(f"{name} {getattr(simulated, name)}" for name in ("group_size", "include", "exclude"))
+        return QAT.Config(**explicit)
+    chosen = dataclasses.replace(simulated, **explicit)
+    description = ", ".join(f"{name} {getattr(simulated, name)}" for name in ("group_size", "include", "exclude"))
     if chosen == simulated:
-        logger.info("quantized as the run has simulated it: %s", how)
+        logger.info("quantized as simulated by the run: %s", description)
     else:
-        logger.warning("not quantized as the run has simulated it, which was %s", how)
+        logger.warning("quantized differently than simulated by the run, which used %s", description)
     return chosen
 
 
@@ -204,18 +202,18 @@ def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
     if options.max_shard_size <= 0:
         raise UserError(f"--max_shard_size is {options.max_shard_size}, and must be above 0")
     if options.base and options.to == "peft":
-        raise UserError("--base is for the other formats: --to peft writes the adapter alone")
+        raise UserError("--base cannot be combined with --to peft, which writes only the adapter")
     if options.quantize and options.to != "hf":
-        raise UserError(f"--quantize {options.quantize} is for --to hf, and not for --to {options.to}")
+        raise UserError(f"--quantize {options.quantize} needs --to hf, not --to {options.to}")
     for name in _OF_QUANTIZE:
         if getattr(options, name) is not None and not options.quantize:
-            raise UserError(f"--{name} says how to --quantize, which is not given")
+            raise UserError(f"--{name} has no effect without --quantize")
     output: Path = options.output
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise UserError(f"{output} exists already, and is left as it is; name a new folder")
+        raise UserError(f"{output} already exists; choose a new folder")
     found = checkpoint_format(options.input, family)
     if options.source and options.source != found:
-        raise UserError(f"{options.input} is a checkpoint in the format {found}, and not {options.source}")
+        raise UserError(f"{options.input} is a checkpoint in the format {found}, not {options.source}")
     check_digests(options.input)
 
 
@@ -228,4 +226,4 @@ def _put_in_place(partial: Path, options: argparse.Namespace) -> None:
         step = catalog.open_checkpoint(options.input).step if format_of(options.input) == "dcp" else 0
         marker = catalog.Marker(step=step, kind="model_only", world_size=1)
         written = Path(str(catalog.commit(partial, marker)))
-    durable.rename(written, options.output)  # the system refuses a folder that is no longer empty
+    durable.rename(written, options.output)  # fails if the folder is not empty anymore

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 _USAGE = """usage: torchtitan data inspect|show [options]
 
-  inspect   what a configuration would train on: counts, lengths, what is left out, and the first windows
-  show      the documents of one training step
+  inspect   show the training data of a configuration: counts, lengths, dropped rows, and the first windows
+  show      show the documents of one training step
 
-Both take the options of `torchtitan train`; `torchtitan data inspect --help` lists them all."""
+Both accept the options of `torchtitan train`; `torchtitan data inspect --help` lists them."""
 
 
 _DESCRIPTIONS = {
-    "inspect": "Show what a configuration would train on: counts, lengths, what is left out and why, and the first "
-    "windows, with the trained tokens marked. No model is built.",
-    "show": "Show the documents of a training step, with the trained tokens marked: those that the run's ledger names "
-    "(--debug.ledger), or else those that the configuration and its seed decide.",
+    "inspect": "Show the training data of a configuration: counts, lengths, dropped rows with reasons, and the first "
+    "windows with trained tokens marked. No model is built.",
+    "show": "Show the documents of a training step with trained tokens marked, from the run's ledger "
+    "(--debug.ledger) or, without a ledger, from the configuration and its seed.",
 }
 
 
@@ -57,12 +57,12 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         f"torchtitan data {command}", description=_DESCRIPTIONS[command], allow_abbrev=False, add_help=False
     )
-    parser.epilog = "All options of `torchtitan train` are taken too."
+    parser.epilog = "All options of `torchtitan train` are also accepted."
     if command == "inspect":
         parser.add_argument("--samples", type=int, default=5, metavar="N", help="windows to show (default: 5)")
-        parser.add_argument("--html", type=Path, metavar="FILE", help="write all that, token by token, as a page too")
+        parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page with all tokens")
         parser.add_argument(
-            "--seed", type=int, metavar="S", help="order of the samples (default: --debug.seed, the run's)"
+            "--seed", type=int, metavar="S", help="seed of the order of the samples (default: --debug.seed)"
         )
     else:
         parser.add_argument("--step", type=int, metavar="N", help="number of the step, from 1")
@@ -215,7 +215,7 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
     from torchtitan.cli.data_samples import samples_of
 
     if options.step is None or options.step < 1:
-        raise UserError(f"--step says which step to show, a number from 1, not {options.step}")
+        raise UserError(f"--step must be the number of a step, from 1, not {options.step}")
     path = Path(resolved.config.dump_folder) / "ledger.jsonl"
     line = _ledger_line(path, options.step) if path.is_file() else None
     run = _Run.of(resolved.config)
@@ -228,8 +228,8 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
         else:
             batch = _planned(run, loader, options.step)
         samples = samples_of(batch, loader, run.tokenizer) if batch is not None else []
-    decided_by = f"{path} names it" if line else f"configuration and seed decide (there is no {path})"
-    print(visible(f"step {options.step}, as {decided_by}:"))
+    source = path if line else f"the configuration and its seed (there is no {path})"
+    print(visible(f"step {options.step}, according to {source}:"))
     if samples:
         print_samples(open_console(), samples, in_windows=named is None)
     else:
@@ -270,24 +270,22 @@ def _ledger_entry(text: str) -> dict[str, Any] | None:
 
 
 def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
-    """The step's samples by the configuration alone, the loader's first batch; `UserError` where it does not decide
-    them, or the run ends before."""
+    """Return the step's samples according to the configuration: the loader's first batch. Raise `UserError` if they
+    depend on training, or the run ends before the step."""
     from torchtitan.components.data.base import NO_DOCUMENT
 
     if not _follows_seed(loader):
-        raise UserError(
-            f"which documents step {step} has is not decided before it: a run with --debug.ledger keeps account of them"
-        )
+        raise UserError(f"the documents of step {step} depend on training; run with --debug.ledger to record them")
     if step > (n_steps := run.length(loader.n_samples).last_step(0)):
         raise UserError(f"there is no step {step}: the run has {n_steps:,}")
     batch = next(loader, None)
     if batch is None or (batch["documents"][:, 0] == NO_DOCUMENT).all():
-        raise UserError(f"there is no step {step}: the data has ended before")
+        raise UserError(f"there is no step {step}: the data ends before it")
     return batch
 
 
 def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) -> "Batch | None":
-    """Return the samples that the configuration decides if they have these names; a name may mean several samples."""
+    """Return the samples according to the configuration if they have these names; names may be ambiguous."""
     from torchtitan.trainer.ledger import names_of
 
     if not _follows_seed(loader):
@@ -296,8 +294,8 @@ def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) 
     if names_of([planned], loader.document_names) == [names]:
         return planned
     logger.warning(
-        f"the configuration gives step {step} other documents, with {run.samples_per_step} windows per step (NGPU says "
-        "on how many processes): here are the names alone"
+        f"step {step} has different documents according to the configuration, with {run.samples_per_step} windows per "
+        "step (set NGPU to the run's number of processes); showing only the names"
     )
     return None
 

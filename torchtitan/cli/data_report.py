@@ -29,7 +29,7 @@ class Inspection:
     """None if the loader reports no summary."""
     samples: list[Sample]
     refusal: str = ""
-    """Reason that training would be refused; empty if it would not."""
+    """Error that training would raise; empty if none."""
 
 
 _Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
@@ -54,28 +54,28 @@ class Bin(NamedTuple):
 def _tables(summary: DataSummary) -> Iterator[_Table]:
     counts = ("rows", "kept", "cut", "dropped", "tokens", "trained")
     columns = ("data set", "format", *counts, "share", "times read", "at most")
-    yield "Data sets", columns, [_set_cells(of_set) for of_set in summary.sets]
-    if events := [cells for of_set in summary.sets for cells in _event_rows(of_set)]:
-        yield "Rows left out, cut or remarkable", ("data set", "what", "rows", "for example"), events
+    yield "Data sets", columns, [_set_cells(data) for data in summary.sets]
+    if events := [cells for data in summary.sets for cells in _event_rows(data)]:
+        yield "Rows dropped, truncated or with special tokens", ("data set", "what", "rows", "for example"), events
 
 
-def _set_cells(of_set: SetSummary) -> list[str]:
-    report = of_set.report
+def _set_cells(data: SetSummary) -> list[str]:
+    report = data.report
     counts = (report.rows, report.kept, report.truncated.count, report.n_dropped, report.tokens, report.trained_tokens)
     share = f"{report.trained_tokens / report.tokens:.1%}" if report.tokens else "-"
-    limit = "no limit" if of_set.max_epochs is None else f"{of_set.max_epochs:g}"
-    return [of_set.name, report.format, *(f"{count:,}" for count in counts), share, f"{of_set.epochs:.2f}", limit]
+    limit = "no limit" if data.max_epochs is None else f"{data.max_epochs:g}"
+    return [data.name, report.format, *(f"{count:,}" for count in counts), share, f"{data.epochs:.2f}", limit]
 
 
-def _event_rows(of_set: SetSummary) -> Iterator[list[str]]:
-    report = of_set.report
-    events = {f"dropped: {reason}": tally for reason, tally in report.dropped.items()}
-    events |= {"cut": report.truncated, "spells special tokens": report.special_in_text}
-    for event, tally in events.items():
-        if tally.count:
-            yield [of_set.name, event, f"{tally.count:,}", "\n".join(tally.in_words())]
+def _event_rows(data: SetSummary) -> Iterator[list[str]]:
+    report = data.report
+    events = {f"dropped: {reason}": counter for reason, counter in report.dropped.items()}
+    events |= {"cut": report.truncated, "special tokens written in the text": report.special_in_text}
+    for event, counter in events.items():
+        if counter.count:
+            yield [data.name, event, f"{counter.count:,}", "\n".join(counter.in_words())]
     if report.unread:
-        yield [of_set.name, "columns not read", "", ", ".join(report.unread)]
+        yield [data.name, "columns not read", "", ", ".join(report.unread)]
 
 
 def histogram(lengths: Array, max_length: int) -> list[Bin]:
@@ -92,12 +92,12 @@ def histogram(lengths: Array, max_length: int) -> list[Bin]:
         Bin(low, high - 1, int(count), low > max_length)
         for low, high, count in zip(edges, [*edges[1:], edges[-1] * 2], counts, strict=True)
     ]
-    filled = [index for index, of_bin in enumerate(bins) if of_bin.n_samples]
+    filled = [index for index, length_bin in enumerate(bins) if length_bin.n_samples]
     return bins[filled[0] : filled[-1] + 1]
 
 
-def _fraction_beyond(of_set: SetSummary, max_length: int) -> float:
-    return float((of_set.lengths > max_length).mean())
+def _fraction_beyond(data: SetSummary, max_length: int) -> float:
+    return float((data.lengths > max_length).mean())
 
 
 def _counts_of(samples: Sequence[Sample], *, in_windows: bool = True) -> list[tuple[str, str]]:
@@ -115,16 +115,16 @@ def _counts_of(samples: Sequence[Sample], *, in_windows: bool = True) -> list[tu
 
 # The terminal.
 
-_WIDTH_OF_A_FILE = 140
-_WIDTH_OF_BARS = 40
+_FILE_WIDTH = 140
+_BAR_WIDTH = 40
 _TRAINED, _SPECIAL, _QUIET = "bold green", "reverse", "dim"
 _MARKS = ("⟦", "⟧")
-"""Mark trained text if there are no colors."""
+"""Marks around trained text without colors."""
 
 
 def open_console() -> Console:
     """Return a console on standard output that treats text from the data neither as markup nor as emoji."""
-    width = None if sys.stdout.isatty() else _WIDTH_OF_A_FILE
+    width = None if sys.stdout.isatty() else _FILE_WIDTH
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
@@ -141,11 +141,11 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
             for row in rows:
                 table.add_row(*map(visible, row))
             console.print(table)
-        for of_set in summary.sets:
-            _print_histogram(console, of_set, summary.max_length)
+        for data in summary.sets:
+            _print_histogram(console, data, summary.max_length)
     print_samples(console, inspection.samples)
     if inspection.refusal:
-        refusal = f"Training would be refused: {inspection.refusal}"
+        refusal = f"Training would fail: {inspection.refusal}"
         console.print(Text(visible(refusal), style="bold red"), soft_wrap=True)
 
 
@@ -183,16 +183,16 @@ def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
         console.print(Text.assemble(f"  {name:<20}", visible(value)), soft_wrap=True)
 
 
-def _print_histogram(console: Console, of_set: SetSummary, max_length: int) -> None:
-    beyond = _fraction_beyond(of_set, max_length)
-    title = f"\nTokens per sample of {visible(of_set.name)}: {beyond:.1%} have more than a window's {max_length:,}"
+def _print_histogram(console: Console, data: SetSummary, max_length: int) -> None:
+    beyond = _fraction_beyond(data, max_length)
+    title = f"\nTokens per sample of {visible(data.name)}: {beyond:.1%} have more than a window's {max_length:,}"
     console.print(Text(title, style="bold"), soft_wrap=True)
-    bins = histogram(of_set.lengths, max_length)
-    most = max(of_bin.n_samples for of_bin in bins)
-    for of_bin in bins:
-        bar = "█" * round(_WIDTH_OF_BARS * of_bin.n_samples / most)
-        style = "red" if of_bin.beyond else "green"
-        console.print(Text.assemble(f"  {of_bin.label:>20} {of_bin.n_samples:>9,} ", (bar, style)))
+    bins = histogram(data.lengths, max_length)
+    most = max(length_bin.n_samples for length_bin in bins)
+    for length_bin in bins:
+        bar = "█" * round(_BAR_WIDTH * length_bin.n_samples / most)
+        style = "red" if length_bin.beyond else "green"
+        console.print(Text.assemble(f"  {length_bin.label:>20} {length_bin.n_samples:>9,} ", (bar, style)))
 
 
 def _row_text(row: Row, sample_name: str, *, colored: bool) -> Text:
@@ -233,7 +233,7 @@ def page(inspection: Inspection) -> str:
         facts=inspection.facts,
         tables=_tables(summary) if summary else [],
         max_length=limit,
-        histograms=[(of.name, _fraction_beyond(of, limit), histogram(of.lengths, limit)) for of in sets],
+        histograms=[(data.name, _fraction_beyond(data, limit), histogram(data.lengths, limit)) for data in sets],
         counts=_counts_of(inspection.samples),
         samples=inspection.samples,
     )

@@ -20,11 +20,11 @@ _MOST_SHARED = 16
 
 
 class Token(NamedTuple):
-    """A token of a document as people read it."""
+    """A token of a document, with its text."""
 
     id: int
     text: str
-    """Text that the token adds; empty if an earlier token holds its character."""
+    """Text added by the token; empty if it is part of an earlier token's character."""
     trained: bool
     """True if the token is predicted in training."""
     special: bool
@@ -35,7 +35,7 @@ class Document(NamedTuple):
     """Tokens that attend to each other."""
 
     name: str
-    """Empty if it is unknown for this document alone."""
+    """Empty if unknown for this document."""
     tokens: list[Token]
 
 
@@ -71,8 +71,8 @@ def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> li
         rows = [_prompt(row, names, tokenizer)] if "prompts" in row else _rows(row, names, tokenizer)
         if not rows:
             raise UserError(
-                f"{type(loader).__qualname__} gives batches of {', '.join(batch)}, of which nothing can be shown: that "
-                "takes input with labels, under these names or behind a common prefix"
+                f"batches of {type(loader).__qualname__} contain {', '.join(batch)}, which cannot be shown; they need "
+                "input and labels, possibly with a common prefix"
             )
         answer = None
         if isinstance(loader, PromptDataLoader) and documents is not None:

@@ -1,4 +1,4 @@
-"""`torchtitan eval`: measure a checkpoint's model."""
+"""`torchtitan eval`: evaluate a checkpoint's model."""
 
 import argparse
 import importlib.util
@@ -21,12 +21,14 @@ def evaluate(args: Sequence[str]) -> int:
     """Evaluate on the tasks and return the exit code. Print a table on standard error; print or write JSON."""
     parser = argparse.ArgumentParser(
         prog="torchtitan eval",
-        description="Measure a model. A task is a file FILE.jsonl with multiple-choice questions (query, choices, "
+        description="Evaluate a model. A task is a file FILE.jsonl with multiple-choice questions (query, choices, "
         "gold), a text FILE.txt or FILE.md (perplexity, bits per byte), or the name of an lm-eval task "
         "(pip install 'torchtitan[eval]'). Prints a table on standard error and JSON on standard output.",
     )
-    parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK", help="files, and names of lm-eval tasks")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task; not for texts")
+    parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK", help="files or names of lm-eval tasks")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="examples per task; does not apply to texts (default: all)"
+    )
     parser.add_argument(
         "--batch_size", type=int, default=8, metavar="N", help="sequences per forward pass (default: 8)"
     )
@@ -34,9 +36,9 @@ def evaluate(args: Sequence[str]) -> int:
         "--include_path",
         type=Path,
         metavar="DIR",
-        help="folder with lm-eval tasks of your own, in YAML: their code runs",
+        help="folder with custom lm-eval tasks in YAML, whose code is executed",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there instead of standard output")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file for the JSON (default: standard output)")
     add_model_options(parser)
     options = parser.parse_args(args)
     return run_command("eval", lambda: _evaluate(options))
@@ -69,15 +71,15 @@ def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> N
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit is {options.limit}, and must be at least 1")
     if missing := [file for file in files if not Path(file).is_file()]:
-        raise UserError(f"there is no file {', '.join(missing)}")
+        raise UserError(f"file not found: {', '.join(missing)}")
     if options.include_path is not None and not options.include_path.is_dir():
         raise UserError(f"--include_path: {options.include_path} is not a folder")
     if options.output is not None and not options.output.parent.is_dir():
-        raise UserError(f"--output: there is no folder {options.output.parent}")
+        raise UserError(f"--output: the folder {options.output.parent} does not exist")
     if names and importlib.util.find_spec("lm_eval") is None:
         raise UserError(
-            f"{', '.join(names)}: neither .jsonl, .txt nor .md, so a task of lm-eval, which is not installed "
-            "(pip install 'torchtitan[eval]')"
+            f"{', '.join(names)} is not a .jsonl, .txt or .md file, so it must be an lm-eval task, but lm-eval is not "
+            "installed (pip install 'torchtitan[eval]')"
         )
 
 
@@ -97,7 +99,7 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    # Save the results, which took long to compute, before anything else can fail.
+    # Save the results before anything else can fail.
     text = json.dumps(_finite(document), indent=2, default=str, allow_nan=False)
     try:
         if output is not None:
@@ -105,10 +107,10 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
     except OSError as error:
         print(text, flush=True)
         reason = error.strerror or error
-        raise UserError(f"--output {output} cannot be written ({reason}): its content is printed instead") from error
+        raise UserError(f"--output {output} cannot be written ({reason}); the JSON was printed instead") from error
     if output is None:
         print(text, flush=True)
-    # Fold long names, so that a narrow terminal cuts none.
+    # Fold long names in narrow terminals.
     columns = [Column(name, overflow="fold") for name in ("task", "metric")]
     table = Table(*columns, Column("value", overflow="fold", justify="right"))
     for task, metrics in document["results"].items():

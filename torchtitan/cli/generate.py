@@ -27,22 +27,22 @@ def generate(args: Sequence[str]) -> int:
     """Continue the prompts, print only them and their continuations (or JSON), and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="torchtitan generate",
-        description="Continue text with a model. Each prompt is printed with its continuation, a single one as it "
-        "comes. Speed is reported on standard error.",
+        description="Continue text with a model. Print each prompt with its continuation; stream the output of a "
+        "single prompt. Speed is reported on standard error.",
     )
     parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; may be given several times"
+        "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; may be repeated"
     )
     parser.add_argument(
         "--prompt_file",
         type=Path,
         metavar="FILE",
-        help="a file whose text, without a newline at its end, is one more prompt",
+        help="file with another prompt; a newline at the end is removed",
     )
     parser.add_argument(
         "--json", action="store_true", help="print a line of JSON per prompt: prompt, text, finish_reason, tokens"
     )
-    parser.add_argument("--no_cache", action="store_true", help="keep no keys and values: slower, the same text")
+    parser.add_argument("--no_cache", action="store_true", help="disable the key/value cache: slower, same text")
     add_sampling_options(parser)
     add_model_options(parser)
     options = parser.parse_args(args)
@@ -54,7 +54,7 @@ def _generate(options: argparse.Namespace) -> None:
 
     sampling, texts = sampling_of(options), _prompts(options)
     opened = open_model(options)
-    # The model's own configuration decides about BOS, which also replaces an empty text.
+    # BOS is added as configured by the model, and replaces an empty text.
     prompts = [
         opened.tokenizer.encode(text, add_eos=False) if text else [generation.start_id(opened.tokenizer)]
         for text in texts
@@ -95,7 +95,7 @@ class _Printer:
         self.streams = [TextStream(opened.tokenizer, prompt, stop) for prompt in prompts]
         self.live = len(texts) == 1 and not as_json
         self.first_token_time: float | None = None
-        # Printed with the first token: before it, the request may turn out to be a mistake.
+        # Printed with the first token, after all checks.
         self.unprinted = texts[0]
 
     def on_token(self, row: int, token: int) -> bool:
@@ -137,16 +137,15 @@ def chat(args: Sequence[str]) -> int:
     """Answer each line of standard input and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="torchtitan chat",
-        description="Talk with a model, in the format of its own chat template. Each line of standard input is a "
-        "message, each answer goes to standard output as it comes; /reset starts over, /exit or Ctrl-D ends.",
+        description="Chat with a model, using its chat template. Each line of standard input is a message; answers "
+        "are streamed to standard output. /reset starts over, /exit or Ctrl-D ends.",
     )
-    parser.add_argument("--system", metavar="TEXT", help="a system message that stands before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
     parser.add_argument(
         "--template",
         default="",
         metavar="NAME|FILE",
-        help="use this format instead of the chat template in the checkpoint: chatml, llama3, mistral, alpaca, or a "
-        "file in Jinja",
+        help="chat template: chatml, llama3, mistral, alpaca, or a Jinja file (default: the checkpoint's)",
     )
     add_sampling_options(parser)
     add_model_options(parser)
@@ -178,7 +177,7 @@ class _Conversation:
         self._template = resolve_chat_template(options.template, opened.folders, opened.tokenizer, option="--template")
         end, end_id = self._template.end_of_turn(), self._template.end_of_turn_id(opened.tokenizer)
         self._stop_ids = stop_ids(opened.tokenizer, *opened.folders) | ({end_id} if end_id is not None else set())
-        # If the vocabulary lacks the token, the model spells it.
+        # Without such a token in the vocabulary, the model writes it as ordinary text.
         self._stop = [*options.stop, *([end] if end and end_id is None else [])]
         self._max_new_tokens: int = options.max_new_tokens
         self._system = [{"role": "system", "content": options.system}] if options.system else []
@@ -197,7 +196,7 @@ class _Conversation:
         context = self._opened.context
         if len(prompt) >= context:
             raise UserError(
-                f"the conversation has {len(prompt)} tokens, and the model's context {context}; /reset starts over"
+                f"the conversation has {len(prompt)} tokens, but the model's context only {context}; use /reset"
             )
         stream = TextStream(self._opened.tokenizer, prompt, self._stop)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.cli.model_options import add_module_option, given_package, run_command
+from torchtitan.cli.model_options import add_module_option, import_given_package, run_command
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import print_error, visible
@@ -40,7 +40,7 @@ def inspect_checkpoint(args: Sequence[str]) -> int:
         "--no_verify",
         dest="verify",
         action="store_false",
-        help="read no more than is needed, and compare no file with its digest",
+        help="do not verify digests, and read as little as possible",
     )
     add_module_option(parser)
     options = parser.parse_args(args)
@@ -56,7 +56,7 @@ def _inspect(options: argparse.Namespace) -> int:
             return _print_list(listed)
         if itself := [info for info in catalog.list_checkpoints(path.parent) if info.path.name == path.name]:
             return _print_list(itself)
-    family = given_package(options)
+    family = import_given_package(options)
     facts, states, faults = _examine(path, family, verify=options.verify)
     _print_findings(path, facts, states, tensors=options.tensors)
     for fault in faults or _unusable(path, family):
@@ -100,12 +100,12 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> tuple[
 
 
 def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
-    """Say why `generate` and `convert` would refuse an undamaged checkpoint."""
+    """Return the errors that `generate` and `convert` would raise for an undamaged checkpoint."""
     from torchtitan.components.weights.assets import DESCRIPTION, read_converters
     from torchtitan.models.pretrained import spec_of
     from torchtitan.protocols.conversion import converters_from_records
 
-    if _format_in(path) == "dcp" and not (path / DESCRIPTION).is_file():  # another program's: nothing more to check
+    if _format_in(path) == "dcp" and not (path / DESCRIPTION).is_file():  # saved by another program
         return []
     try:
         spec_of(path, family)
@@ -116,12 +116,12 @@ def _unusable(path: Path, family: "ModuleType | None") -> list[str]:
 
 
 def _faulty_descriptions(path: Path, found: str) -> list[str]:
-    """Find faults in the files that describe the model and the tokenizer, as far as they show without using them."""
+    """Return errors in the files that describe the model and the tokenizer, found without using the files."""
     from torchtitan.components.weights.assets import FILES
     from torchtitan.models.pretrained import DESCRIPTIONS
 
     model = DESCRIPTIONS[found]
-    faults = [] if (path / model).is_file() else [f"there is no {model}, which says what model it holds"]
+    faults = [] if (path / model).is_file() else [f"{model}, which describes the model, is missing"]
     for name in (model, *(name for name in FILES if name.endswith(".json"))):
         try:
             read_object(path / name)
@@ -137,8 +137,8 @@ def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, ve
 
     if not catalog.has_marker(path):
         if found == "dcp":
-            faults.append("it is not complete: there is no marker (complete.json), so its save was cut short")
-        return {"digests": "there is no manifest"}
+            faults.append("it is incomplete: the marker (complete.json) is missing, so the save did not finish")
+        return {"digests": "no manifest"}
     try:
         info = catalog.open_checkpoint(path)
     except UserError:
@@ -152,10 +152,10 @@ def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, ve
     except UserError as error:
         faults.append(str(error))
     if info.base_model:
-        facts["left out"] = f"weights that are not trained: those of {info.base_model}"
+        facts["not included"] = f"frozen weights, from {info.base_model}"
     if info.validation_loss is not None:
         facts["validation loss"] = f"{info.validation_loss:.6g}"
-    facts |= {"complete": "yes", "digests": "not compared"}
+    facts |= {"complete": "yes", "digests": "not verified"}
     if verify:
         wrong = catalog.verify(path)
         faults += wrong

@@ -1,9 +1,9 @@
-"""Start the processes of a run on this host; reduce their results to one exit code and at most one message.
+"""Start the processes of a run on this host, and combine their results into one exit code and at most one message.
 
-PyTorch's elastic agent (2.13), the base of torchrun, is no replacement, since it has no options for four behaviors: its
-store is open to writers on all network interfaces; it restarts workers after every failure, even a user's mistake;
-after a failure it ends other ranks by SIGTERM, our request to save and stop; and stopping workers have a fixed time,
-instead of the time of their last save. For restarts on several hosts, use torchrun (docs/multinode.md).
+PyTorch's elastic agent (2.13), the base of torchrun, cannot replace this module: its store accepts connections on all
+network interfaces; it restarts workers after every failure, even a user's mistake; after a failure it sends other ranks
+SIGTERM, which means save and stop here; and it limits the time for the last save. For restarts on several hosts, use
+torchrun (docs/multinode.md).
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.tools.process import LAUNCHER_VARIABLE, StopSignals, announce_stop
+from torchtitan.tools.process import LAUNCHER_VARIABLE, StopSignals, log_stop
 
 _POLL_SECONDS = 0.1
 _MAX_REPORT_BYTES = 2**17
 _GRACE_SECONDS = 5.0
-"""Time that the other ranks have to close their files after one has failed."""
+"""Time for other ranks to close their files after a failure."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Hosts:
             return cls(count=1, rank=0, address="127.0.0.1", port=_free_port())
         for name in ("NODE_RANK", "MASTER_ADDR"):
             if name not in os.environ:
-                raise UserError(f"NNODES is {count}, which needs the environment variable {name} too")
+                raise UserError(f"NNODES is {count}; set the environment variable {name} too")
         rank = environment_number("NODE_RANK", default=0, minimum=0)
         if rank >= count:
-            raise UserError(f"NODE_RANK is {rank}, and must be below NNODES, {count}")
+            raise UserError(f"NODE_RANK is {rank}, but must be below NNODES ({count})")
         port = environment_number("MASTER_PORT", default=29500, minimum=1)
         return cls(count=count, rank=rank, address=os.environ["MASTER_ADDR"], port=port)
 
@@ -64,8 +64,8 @@ def environment_number(name: str, *, default: int, minimum: int) -> int:
 def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: int = 0) -> int:
     """Run `torchtitan.train` with these arguments in `processes` processes on this host, and return the exit code.
 
-    Workers receive SIGTERM and Ctrl-C, and may finish their last save; a second signal ends them at once. They never
-    outlive this process. After a crash, a killed process or a hang, all workers restart from the newest checkpoint, up
+    Workers receive SIGTERM and Ctrl-C, and may finish their last save; a second signal kills them. They never outlive
+    this process. After a crash, a killed process or a hang, all workers restart from the newest checkpoint, up
     to `max_restarts` times, unless the run was asked to stop.
     """
     workers: list[_Worker] = []
@@ -86,7 +86,7 @@ def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: i
     finally:
         _kill(workers)
         signals.close()
-    return _outcome(failures, signals.first)
+    return _log_failure(failures, signals.first)
 
 
 class _Failure(NamedTuple):
@@ -127,8 +127,8 @@ class _Worker:
     def failure(self) -> _Failure:
         """Describe the failure of this worker.
 
-        Without a report, as after a signal, it counts as the first: another rank's failure does not end a rank this
-        way. Two signals count as the last: an abort, which a lost connection can cause, and the signal of another
+        A failure without a report, such as a signal, counts as the first, since failures of other ranks have no such
+        effect. Two signals count as the last: an abort, which a lost connection can cause, and the signal of another
         rank's watchdog.
         """
         code = self.process.returncode
@@ -149,7 +149,7 @@ class _Worker:
 
 
 def _stop(workers: Sequence[_Worker], number: int) -> None:
-    announce_stop(number, "after this step, or at once if it has not made one")
+    log_stop(number, "after this step, or immediately before the first step")
     for worker in workers:
         worker.process.terminate()
 
@@ -189,12 +189,12 @@ def _wait(workers: Sequence[_Worker]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _outcome(failures: Sequence[_Failure], stop_signal: int | None) -> int:
+def _log_failure(failures: Sequence[_Failure], stop_signal: int | None) -> int:
     """Log the first failure, which caused the others, and return the exit code."""
     if not failures:
         return 0
     if stop_signal and any(failure.returncode in (-signal.SIGTERM, -signal.SIGKILL) for failure in failures):
-        logger.warning("ended before the run could stop in an orderly way")
+        logger.warning("killed before the run could stop and save")
         return 128 + stop_signal  # as a shell reports a command ended by a signal
     first = min(failures)
     logger.error("%s", first.text)

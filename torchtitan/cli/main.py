@@ -8,7 +8,7 @@ import torchtitan
 from torchtitan.tools.logging import visible
 from torchtitan.tools.process import default_signals
 
-# Imported on demand: `ls`, for example, needs no torch and answers at once.
+# Imported on demand: `ls`, for example, does not import torch.
 _COMMANDS = {
     "train": (
         "train:train",
@@ -16,20 +16,20 @@ _COMMANDS = {
     ),
     "generate": ("generate:generate", "continue a text with the model of a checkpoint"),
     "chat": ("generate:chat", "talk to the model of a checkpoint"),
-    "eval": ("evaluate:evaluate", "measure the model of a checkpoint on questions, on a text, or by lm-eval"),
-    "data": ("data:data", "look at what a configuration trains on (data inspect), or a step did (data show)"),
-    "inspect": ("inspect_checkpoint:inspect_checkpoint", "say what a checkpoint holds, and whether it is whole"),
+    "eval": ("evaluate:evaluate", "evaluate the model of a checkpoint on questions, texts or lm-eval tasks"),
+    "data": ("data:data", "show the training data of a configuration (data inspect) or of a step (data show)"),
+    "inspect": ("inspect_checkpoint:inspect_checkpoint", "show the contents of a checkpoint, and verify it"),
     "convert": ("convert:convert", "write a checkpoint in another format (hf, meta, dcp)"),
-    "download": ("download:download", "fetch a model's files from the Hugging Face hub"),
+    "download": ("download:download", "download a model from the Hugging Face Hub"),
     "ls": ("ls:ls", "list modules, their configurations and flavors"),
-    "new": ("new:new", "start an experiment, or a training script of your own"),
+    "new": ("new:new", "create an experiment or a training script"),
 }
 
 _USAGE = "\n".join(
     [
         "usage: torchtitan COMMAND [options]\n\ncommands:",
         *(f"  {name:<10}{summary}" for name, (_, summary) in _COMMANDS.items()),
-        "\n`torchtitan COMMAND --help` explains a command, `torchtitan --version` says which version this is.",
+        "\n`torchtitan COMMAND --help` explains a command; `torchtitan --version` prints the version.",
     ]
 )
 

@@ -36,7 +36,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="PATH",
-        help="the folder step-N of a run's checkpoint, or a model in Hugging Face's or Meta's format",
+        help="checkpoint of a run (folder step-N), or a model in Hugging Face or Meta format",
     )
     add_base_option(group, "--checkpoint")
     add_module_option(group)
@@ -44,14 +44,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="folder of the tokenizer (default: the one in the checkpoint, whose stop tokens and chat template stay "
-        "in use)",
+        help="folder of the tokenizer (default: the checkpoint; its stop tokens and chat template are always used)",
     )
-    group.add_argument("--device", choices=["cpu", "cuda", "mps"], help="where to compute (default: the GPU, if any)")
+    group.add_argument(
+        "--device", choices=["cpu", "cuda", "mps"], help="device to use (default: the GPU, if available)"
+    )
     group.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="type of the weights and of the computation (default: the one the weights are stored in)",
+        help="type of the weights and the computation (default: the type of the stored weights)",
     )
 
 
@@ -61,22 +62,21 @@ def add_base_option(group: "argparse._ActionsContainer", checkpoint: str) -> Non
         "--base",
         type=Path,
         metavar="DIR",
-        help=f"folder of the base model if {checkpoint} holds trained weights only (--checkpoint.save_trainable_only); "
-        "default: the one that the run started from",
+        help=f"folder of the base model if {checkpoint} contains only trained weights "
+        "(--checkpoint.save_trainable_only; default: the base model of the run)",
     )
 
 
 def add_module_option(group: "argparse._ActionsContainer") -> None:
-    """Add `--module`, which `given_package` reads."""
+    """Add `--module`, which `import_given_package` reads."""
     group.add_argument(
         "--module",
         metavar="MODULE",
-        help="the package that has the model's family, or its converters, where they are not built in or installed: "
-        "what `torchtitan train --module` names",
+        help="package of the model's family or converters, if neither built in nor installed",
     )
 
 
-def given_package(options: argparse.Namespace) -> "ModuleType | None":
+def import_given_package(options: argparse.Namespace) -> "ModuleType | None":
     """Return the package that `--module` names, if any. Raise `UserError` if it cannot be imported."""
     from torchtitan.config.registry import import_package
 
@@ -86,21 +86,21 @@ def given_package(options: argparse.Namespace) -> "ModuleType | None":
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add `--max_new_tokens`, `--stop`, and the options that `sampling_of` reads."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max_new_tokens", type=int, default=200, metavar="N", help="tokens at most (default: 200)")
+    group.add_argument("--max_new_tokens", type=int, default=200, metavar="N", help="maximum tokens (default: 200)")
     group.add_argument(
         "--temperature",
         type=float,
         default=0.0,
         metavar="T",
-        help="below 1 more predictable, above 1 less; 0 (default): always the most probable token",
+        help="randomness: less below 1, more above 1; 0 (default): always the most probable token",
     )
-    group.add_argument("--top_k", type=int, metavar="K", help="draw among the K most probable tokens only")
+    group.add_argument("--top_k", type=int, metavar="K", help="sample from the K most probable tokens")
     group.add_argument(
-        "--top_p", type=float, metavar="P", help="draw among the most probable tokens that together have probability P"
+        "--top_p", type=float, metavar="P", help="sample from the most probable tokens with a total probability of P"
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+        "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated"
     )
 
 
@@ -124,17 +124,17 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
     _reject_checkpoint_folder(options.checkpoint)
     device = torch.device(options.device or device_type())
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device is cuda, and no GPU is available")
+        raise UserError("--device is cuda, but no GPU is available")
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    family = given_package(options)
+    family = import_given_package(options)
     loaded = load_model(options.checkpoint, device=device, dtype=dtype, base=options.base, family=family)
     folder: Path = options.tokenizer or loaded.tokenizer_path
     tokenizer = PretrainedTokenizer.Config().build(path=folder)
     vocabulary = loaded.spec.model.vocab_size
     if vocabulary is not None and tokenizer.vocab_size > vocabulary:
         raise UserError(
-            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, and the model only {vocabulary}; "
-            "name the model's own with --tokenizer"
+            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the model only {vocabulary}; "
+            "set --tokenizer to the model's tokenizer"
         )
     folders = tuple(dict.fromkeys((loaded.tokenizer_path, folder)))
     return OpenedModel(loaded.model, tokenizer, folders, loaded.spec.model.max_seq_len)
@@ -156,5 +156,5 @@ def _reject_checkpoint_folder(path: Path) -> None:
     for folder in (path, path / "checkpoint"):
         if complete := [info for info in list_checkpoints(folder) if info.is_complete]:
             raise UserError(
-                f"--checkpoint: {path} is not a checkpoint but holds some; name one, the newest is {complete[-1].path}"
+                f"--checkpoint: {path} is a folder of checkpoints; select one, such as the newest, {complete[-1].path}"
             )

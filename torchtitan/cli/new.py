@@ -1,4 +1,4 @@
-"""`torchtitan new`: copy an experiment or a plain training loop out of the library for editing."""
+"""`torchtitan new`: create an experiment or a plain training loop from a template."""
 
 import argparse
 import importlib.util
@@ -19,13 +19,14 @@ def new(args: Sequence[str]) -> int:
     """Copy the requested template and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="torchtitan new",
-        description="Start an experiment of your own: a folder with the training step written out, ready to run.",
+        description="Create an experiment: a folder with an explicit training step, ready to run.",
     )
     parser.add_argument("path", type=Path, help="folder of the experiment, or the script's file with --plain-loop")
     parser.add_argument(
         "--plain-loop",
         action="store_true",
-        help="one script instead: the same training with torchtitan's parts in a loop of your own, without the Trainer",
+        help="create a single script instead, with a training loop that uses torchtitan's components without "
+        "the Trainer",
     )
     options = parser.parse_args(args)
     return run_command("new", lambda: _copy(options.path, plain_loop=options.plain_loop))
@@ -34,11 +35,11 @@ def new(args: Sequence[str]) -> int:
 def _copy(path: Path, *, plain_loop: bool) -> None:
     name = path.name
     if path.exists():
-        raise UserError(f"'{path}' exists already, and is left as it is")
+        raise UserError(f"'{path}' already exists; choose another name")
     if not plain_loop and (not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_")):
         raise UserError(f"'{name}' cannot be the name of a public Python package; use letters, digits and underscores")
     if not plain_loop and (name in built_in_modules() or importlib.util.find_spec(name) is not None):
-        raise UserError(f"'{name}' is the name of a module that exists already; choose another")
+        raise UserError(f"'{name}' is the name of an existing module; choose another name")
     class_prefix = "".join(word.capitalize() for word in name.split("_"))
     try:
         (path.parent if plain_loop else path).mkdir(parents=True, exist_ok=True)

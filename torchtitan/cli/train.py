@@ -13,17 +13,17 @@ from torchtitan.tools.process import COMMAND_VARIABLE
 from torchtitan.train import exit_code_of, log_message, run
 
 PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"
-"""Holds the user's command if it is a script around `torchtitan train`."""
+"""Environment variable with the user's command if a script calls `torchtitan train`."""
 
 _PROCESSES_PER_CORE = 4
-"""Tiny models on a CPU often wait for each other, so that a few processes share a core well."""
+"""Processes that can share a CPU core, since ranks of tiny models often wait for each other."""
 
 _FEW_PROCESSES = 8
-"""Number of processes that any host may start."""
+"""Number of processes allowed on any host."""
 
 
 def train(args: Sequence[str]) -> int:
-    """Train as the command line says. Return 0 if the run finished or was stopped, 2 for a user's mistake, 3 for a
+    """Run `torchtitan train`. Return 0 if the run finished or was stopped, 2 for a user's mistake, 3 for a
     failure with a stated reason, 1 for a crash.
 
     Environment variables: `NGPU` processes on this host (default: one per GPU, or 1; on CPUs, more than four per core
@@ -33,7 +33,7 @@ def train(args: Sequence[str]) -> int:
     """
     init_logger()
     os.environ[COMMAND_VARIABLE] = _command(args)
-    # Collecting while torch is imported only scans its objects repeatedly.
+    # Garbage collection during the import of torch only costs time.
     gc.disable()
     try:
         return _train(list(args))
@@ -70,7 +70,7 @@ def _train(args: list[str]) -> int:
 def _is_dry_run() -> bool:
     mode = os.environ.get("COMM_MODE", "")
     if mode not in ("", "fake_backend"):
-        raise UserError(f"the environment variable COMM_MODE is '{mode}', and can only be `fake_backend`: a dry run")
+        raise UserError(f"the environment variable COMM_MODE is '{mode}'; the only mode is `fake_backend`, a dry run")
     return bool(mode)
 
 
@@ -84,7 +84,7 @@ def _processes() -> int:
     gpus = torch.cuda.device_count()
     processes = _named_processes(default=max(1, gpus))
     if 0 < gpus < processes:
-        raise UserError(f"the environment variable NGPU is {processes}, and this host has {gpus} GPU(s)")
+        raise UserError(f"the environment variable NGPU is {processes}, but this host has {gpus} GPU(s)")
     if gpus == 0:
         _check_cores(processes)
     return processes
@@ -96,9 +96,9 @@ def _check_cores(processes: int) -> None:
     allowed = environment_number("OVERSUBSCRIBE", default=0, minimum=0)
     if processes > limit and not allowed:
         raise UserError(
-            f"the environment variable NGPU is {processes}, and this host has no GPU and {cores} CPU core(s): "
-            f"more than {limit} processes would bring it to a standstill. OVERSUBSCRIBE=1 starts them all the same; "
-            "COMM_MODE=fake_backend tries a layout of any size without starting them"
+            f"the environment variable NGPU is {processes}, but this host has no GPU and only {cores} CPU core(s), "
+            f"enough for {limit} processes. Set OVERSUBSCRIBE=1 to start them anyway, or COMM_MODE=fake_backend to try "
+            "a layout of any size without starting processes"
         )
 
 
@@ -106,8 +106,8 @@ def _max_restarts(hosts: Hosts) -> int:
     max_restarts = environment_number("MAX_RESTARTS", default=0, minimum=0)
     if max_restarts > 0 and hosts.count > 1:
         raise UserError(
-            f"the environment variable MAX_RESTARTS is {max_restarts}, and NNODES is {hosts.count}: this launcher "
-            "knows its own host only; to restart on several hosts, use torchrun --max-restarts (docs/multinode.md)"
+            f"the environment variable MAX_RESTARTS is {max_restarts}, but NNODES is {hosts.count}: this launcher "
+            "restarts a single host only; for several hosts, use torchrun --max-restarts (docs/multinode.md)"
         )
     return max_restarts
 

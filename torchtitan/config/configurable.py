@@ -67,7 +67,7 @@ def config_key(config: Configurable.Config) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Return `value` as JSON-ready values. Raise `TypeError` if it has no such form."""
+    """Convert `value` to JSON-ready values. Raise `TypeError` if this is impossible."""
     if callable(to_dict := getattr(value, "to_dict", None)):
         return to_dict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -90,7 +90,7 @@ def _fields_as_plain(value: Any) -> dict[str, Any]:
 def from_plain(cls: type, document: Mapping[str, Any], prefix: str = "") -> Any:
     """Return the dataclass `cls` with values from `to_plain`; see `Configurable.Config.from_dict`."""
     if not isinstance(document, Mapping):
-        raise UserError(f"configuration: '{prefix.removesuffix('.')}' is {document!r}, and must hold keys")
+        raise UserError(f"configuration: '{prefix.removesuffix('.')}' is {document!r}, but must be a mapping")
     fields, types = dataclasses.fields(cls), get_type_hints(cls)
     names = {field.name for field in fields}
     if unknown := sorted(prefix + key for key in document if key not in names):
@@ -142,8 +142,8 @@ def _check_config(cls: type[Configurable]) -> None:
 
 
 def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
-    """Return whether a value of a YAML or JSON file fits the declared type; a type that files cannot express fits all.
-    With `quoted`, as on the command line, numbers may be quoted, strings not, and one item may stand for a list."""
+    """Return whether a value of a YAML or JSON file fits the declared type; types that files cannot express fit all
+    values. With `quoted`, as on the command line, numbers may be quoted, and a single item may replace a list."""
     arguments = get_args(declared)
     origin = get_origin(declared)
     if origin is Annotated:
@@ -180,7 +180,7 @@ def _is_number(value: Any, declared: type[int] | type[float], *, quoted: bool) -
 
 
 def describe(declared: Any) -> str:
-    """Return words for the type that complete "must be …"."""
+    """Describe a type, to complete the message "must be …"."""
     arguments = get_args(declared)
     origin = get_origin(declared)
     if origin is Annotated:

@@ -26,9 +26,9 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import regular_file
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
-"""Trained by default."""
+"""Default module and configuration."""
 
-_MOST_BYTES, _MOST_NODES, _LONGEST_NUMBER = 2**20, 100_000, 100
+_MAX_BYTES, _MAX_NODES, _MAX_DIGITS = 2**20, 100_000, 100
 """Limits of a configuration file, about 100 times the needs of a resolved configuration."""
 
 _BOOLEANS = {"true": True, "false": False}
@@ -100,7 +100,7 @@ class ConfigManager:
         path = option.parse_known_args(overrides)[0].path
         path = document.get(ASSETS_PARAMETER) if path is None else path
         if not path and {"-h", "--help"} & set(overrides):
-            print(f"the options of '{config_name}' follow from a folder: give --{ASSETS_PARAMETER} DIR --help")
+            print(f"the options of '{config_name}' depend on a folder; use --{ASSETS_PARAMETER} DIR --help")
             raise SystemExit(0)
         if not path:
             raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
@@ -123,7 +123,7 @@ class ConfigManager:
 
 _DESCRIPTION = """Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
 Later sources win: the configuration function, then the file, then the command line. `torchtitan ls` lists modules and
-configurations; the values shown are those of the selected one."""
+configurations; the values shown belong to the selected one."""
 
 
 def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -161,7 +161,7 @@ class _PlainLoader(yaml.SafeLoader):
                 raise _wrong_node("a key is a list or a mapping", key)
         keys = [key.value for key, _ in node.value]
         if twice := {key for key, count in Counter(keys).items() if count > 1 and key != "<<"}:
-            raise _wrong_node(f"{', '.join(sorted(twice))} is given twice", node)
+            raise _wrong_node(f"{', '.join(sorted(twice))} is repeated", node)
         return super().construct_mapping(node, deep)
 
 
@@ -173,7 +173,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     regular_file(path, f"--config_file {path}")
     try:
         n_bytes = path.stat().st_size
-        document = _load_yaml(path.read_text(encoding="utf-8")) if n_bytes <= _MOST_BYTES else None
+        document = _load_yaml(path.read_text(encoding="utf-8")) if n_bytes <= _MAX_BYTES else None
     except OSError as error:
         raise UserError(f"--config_file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -182,12 +182,12 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         raise UserError(f"--config_file {path} is nested too deeply") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # also a date or a number that Python refuses
         raise UserError(f"--config_file {path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if n_bytes > _MOST_BYTES:
-        raise UserError(f"--config_file {path} has {n_bytes:,} bytes, and may have {_MOST_BYTES:,} at most")
+    if n_bytes > _MAX_BYTES:
+        raise UserError(f"--config_file {path} has {n_bytes:,} bytes; the limit is {_MAX_BYTES:,}")
     if document is None:
         raise UserError(f"--config_file {path} is empty")
     if not isinstance(document, dict):
-        raise UserError(f"--config_file {path} must hold sections and keys, not {type(document).__name__}")
+        raise UserError(f"--config_file {path} must contain sections and keys, not {type(document).__name__}")
     return document
 
 
@@ -210,15 +210,15 @@ def _check_expanded(node: yaml.Node, known: dict[int, int]) -> int:
     children = node.value if isinstance(node, yaml.CollectionNode) else []
     if isinstance(node, yaml.MappingNode):
         children = [part for pair in children for part in pair]
-    elif node.tag.endswith(":int") and len(node.value) > _LONGEST_NUMBER:
-        raise _wrong_node(f"a number has more than {_LONGEST_NUMBER} digits", node)
+    elif node.tag.endswith(":int") and len(node.value) > _MAX_DIGITS:
+        raise _wrong_node(f"a number has more than {_MAX_DIGITS} digits", node)
     size = 1
     for child in children:
         if known.get(id(child)) == 0:
-            raise _wrong_node("something is inside of itself", child)
+            raise _wrong_node("a value contains itself", child)
         size += _check_expanded(child, known)
-    if size > _MOST_NODES:
-        raise _wrong_node(f"with its aliases written out it has more than {_MOST_NODES} values", node)
+    if size > _MAX_NODES:
+        raise _wrong_node(f"it has more than {_MAX_NODES} values after expanding aliases", node)
     known[id(node)] = size
     return size
 
@@ -227,7 +227,7 @@ def _check_keys(document: dict[str, Any], known: Sequence[str], path: str) -> No
     sections = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
     for key in leaves(document):
         if key in sections:
-            raise UserError(f"'{key}' in {path} is a section, and needs keys below it")
+            raise UserError(f"'{key}' in {path} is a section; set keys in it")
         if key not in known:
             raise UserError(f"unknown key '{key}' in {path}{suggest(key, known)}")
 
@@ -239,7 +239,7 @@ def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str)
         # On the command line, this item of a list would be taken for an option.
         for item in value if isinstance(value, list) else []:
             if isinstance(item, str) and item.startswith("-") and not fits(item, float):
-                raise UserError(f"'{key}' in {path} has the item {item!r}, and an item cannot begin with '-'")
+                raise UserError(f"'{key}' in {path} has the item {item!r}; items must not begin with '-'")
 
 
 def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
@@ -268,18 +268,18 @@ def _is_unnamed(declared: Any) -> bool:
 
 
 def _check_code(document: dict[str, Any], overrides: Sequence[str], path: str) -> None:
-    """Require that row formats defined by code (`file.py:function`) are also given on the command line."""
-    given = {word.partition("=")[0].replace("-", "_").lstrip("_") for word in overrides}
+    """Require that row formats defined by code (`file.py:function`) are also set on the command line."""
+    explicit = {word.partition("=")[0].replace("-", "_").lstrip("_") for word in overrides}
     for key, value in leaves(document).items():
-        if key.endswith(".format") and ":" in str(value) and key not in given:
+        if key.endswith(".format") and ":" in str(value) and key not in explicit:
             raise _code_in_file(key, value, path)
 
 
-def _code_in_file(key: str, named: str, path: str) -> UserError:
-    """Return the error for a file from an untrusted source that names code to run."""
+def _code_in_file(key: str, reference: str, path: str) -> UserError:
+    """Return the error for a configuration file that refers to untrusted code."""
     return UserError(
-        f"'{key}' in {path} is '{named}', code that is neither built in nor installed; if you trust it, name it on the "
-        f"command line too: --{key} {named}"
+        f"'{key}' in {path} is '{reference}', code that is neither built in nor installed; if you trust it, set it on "
+        f"the command line too: --{key} {reference}"
     )
 
 

@@ -32,7 +32,7 @@ _AUTO = "torchtitan.models.auto.config_registry"
 
 _BUILT_IN_FOLDERS = ("models", "experiments")
 _OWN_CODE = tuple(f"torchtitan.{folder}" for folder in ("components", *_BUILT_IN_FOLDERS))
-"""Packages of this library from which a checkpoint may name parts."""
+"""Packages of this library that checkpoints may refer to."""
 
 
 class ModuleListing(NamedTuple):
@@ -175,17 +175,17 @@ def _import_registry(module: str) -> ModuleType:
     if Path(module).is_dir():
         return _import_folder(Path(module).resolve(), module)
     if "/" in module or "\\" in module:
-        raise UserError(f"unknown module '{module}': there is no such folder")
+        raise UserError(f"unknown module '{module}': the folder does not exist")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     if "." in module or _is_importable(module):
         if not _is_importable(f"{module}.config_registry"):
-            raise UserError(f"unknown module '{module}': there is no module '{module}.config_registry' to import")
+            raise UserError(f"unknown module '{module}': '{module}.config_registry' does not exist")
         return _import(f"{module}.config_registry", module)
     known = sorted({*built_in, *installed})
     raise UserError(
         f"unknown module '{module}'{suggest(module, known)} (there are: {', '.join(known)}; "
-        "a dotted import path or a folder with a config_registry.py may be given too)"
+        "also accepted: an import path, or a folder with a config_registry.py)"
     )
 
 
@@ -193,8 +193,8 @@ def _folder_of(path: str) -> Path | None:
     """Find the folder of a package without importing it; None if there is none."""
     top, *inner = path.split(".")
     spec = importlib.util.find_spec(top)
-    places = spec.submodule_search_locations if spec else None
-    folders = [Path(place).joinpath(*inner) for place in places or ()]
+    locations = spec.submodule_search_locations if spec else None
+    folders = [Path(location).joinpath(*inner) for location in locations or ()]
     return next((folder for folder in folders if (folder / REGISTRY_FILE).is_file()), None)
 
 
@@ -207,7 +207,7 @@ def _import_folder(folder: Path, module: str) -> ModuleType:
         sys.path.insert(0, str(folder.parent))
     registry = _import(f"{folder.name}.config_registry", module)
     if Path(inspect.getfile(registry)).resolve().parent != folder:
-        raise UserError(f"module '{module}': the name '{folder.name}' is taken by another package; rename the folder")
+        raise UserError(f"module '{module}': '{folder.name}' is the name of another package; rename the folder")
     return registry
 
 
@@ -231,7 +231,7 @@ def _import(name: str, module: str) -> ModuleType:
 
 
 def import_failure(module: str, error: ImportError | SyntaxError) -> UserError:
-    """Return the user's own import error, with its place in the module."""
+    """Return the user's import error, with its location in the module."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
-    return UserError(f"importing module '{module}' failed: {type(error).__name__}: {error}{place}")
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
+    return UserError(f"importing module '{module}' failed: {type(error).__name__}: {error}{where}")

@@ -78,9 +78,9 @@ class _FreeBlocks:
         if before is not None:
             self._remove(before, address - before)
             address, size = before, size + address - before
-        if (behind := self._size_at.get(address + size)) is not None:
-            self._remove(address + size, behind)
-            size += behind
+        if (next_size := self._size_at.get(address + size)) is not None:
+            self._remove(address + size, next_size)
+            size += next_size
         bisect.insort(self._by_size, (size, address))
         self._size_at[address] = size
         self._start_of_end[address + size] = address

@@ -66,7 +66,7 @@ class ZeroBatches(BaseDataLoader):
 
     @functools.cached_property
     def batch(self) -> Batch:
-        """The only one: on a device there would never be two."""
+        """The only batch; a device never holds two."""
         return {name: torch.zeros(self.shape, dtype=torch.int64) for name in self.config.names}
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,16 +169,16 @@ class FakeTrainer(Trainer):
             self.prepare_converters(1)
             self.train_step(iter(self.dataloader))
 
-    def count_own_parameters(self) -> int:
-        """Elements of this rank's part of the weights."""
+    def count_local_parameters(self) -> int:
+        """Count the elements of this rank's shard of the weights."""
         parameters = [parameter for part in self.all_parts for parameter in part.parameters()]
         return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
 
     def label_training_allocations(self) -> None:
-        """Say which memory holds gradients, and which gathered weights."""
+        """Label the memory of gradients and gathered weights."""
         self.memory.label("gathered parameters", _gathered_parameters(self.all_parts))
         self.memory.label("gradients", _gradients(self.all_parts))
-        # Last: where there is nothing to gather, a gathered weight is the weight itself.
+        # Last, because without sharding a gathered weight is the weight itself.
         self.memory.label("parameters", [p for part in self.all_parts for p in part.parameters()])
 
 

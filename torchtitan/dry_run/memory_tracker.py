@@ -136,8 +136,8 @@ class MemoryTracker(Observer):
 
     def label_like(self, allocation: Allocation | None, tensor: Tensor) -> None:
         """Give the memory of a plain tensor the kind of another allocation."""
-        if (own := self.allocation_of(tensor)) is not None:
-            own.twin_of = allocation
+        if (copied := self.allocation_of(tensor)) is not None:
+            copied.twin_of = allocation
 
     def replay(
         self, start: int, end: int, twins: dict[Allocation, Allocation], omit: Sequence[Allocation | None]
@@ -155,16 +155,16 @@ class MemoryTracker(Observer):
         self._note_backward_pass()
         if func.overloadpacket.__name__ in _FSDP_COMMUNICATION and (buffer := self.allocation_of(args[0])) is not None:
             buffer.stream = func.overloadpacket.__name__
-        made = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
-        if not made:
+        results = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
+        if not results:
             return
-        given = {
+        argument_keys = {
             storage_key(tensor.untyped_storage()) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)
         }
-        for tensor in made:
+        for tensor in results:
             storage = tensor.untyped_storage()
             # The storage of an untracked argument existed before.
-            if storage_key(storage) not in self._owners and storage_key(storage) not in given:
+            if storage_key(storage) not in self._owners and storage_key(storage) not in argument_keys:
                 self._allocate(self._owner_of(storage), storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:

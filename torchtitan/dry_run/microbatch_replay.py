@@ -84,9 +84,9 @@ class MicrobatchReplay:
     def _sample(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         start, before = self.memory.now, self.work.work
         result = compute()
-        made = [self.memory.allocation_of(tensor) for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
+        allocations = [self.memory.allocation_of(tensor) for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
         again = tree_map_only(Tensor, lambda t: functools.partial(torch.empty, t.shape, dtype=t.dtype), result)
-        self.samples[key] = _Sample(start, self.memory.now, self.work.work - before, again, made)
+        self.samples[key] = _Sample(start, self.memory.now, self.work.work - before, again, allocations)
         return result
 
     def _replay(self, key: Hashable, microbatch: Hashable) -> Any:

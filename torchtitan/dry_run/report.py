@@ -29,7 +29,7 @@ Units = tuple[tuple[str, float], ...]
 _BYTES: Units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _OPERATIONS: Units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
 _Row = tuple[Sequence[str], Sequence[float]]
-_WIDTH_OF_A_FILE = 120
+_FILE_WIDTH = 120
 _COLUMN_OF_KIND: dict[MemoryKind, str] = {
     "parameters": "weights",
     "gradients": "gradients",
@@ -78,16 +78,16 @@ class RankReport:
 def report_of(trainer: FakeTrainer) -> RankReport:
     memory, dims = trainer.memory, trainer.parallel_dims
     not_on_device = ON_HOST if trainer.config.training.enable_cpu_offload else ()
-    held = memory.use().by_kind
+    in_use = memory.use().by_kind
     peak = memory.peak(without=not_on_device)
     plan = trainer.pipeline_plan
     return RankReport(
         rank=trainer.rank,
         stages=plan.stages_of_rank(dims.coordinate("pp")) if plan else [0],
-        parameters=trainer.count_own_parameters(),
-        parameter_bytes=held["parameters"],
-        gradient_bytes=held["gradients"],
-        optimizer_bytes=held["optimizer"],
+        parameters=trainer.count_local_parameters(),
+        parameter_bytes=in_use["parameters"],
+        gradient_bytes=in_use["gradients"],
+        optimizer_bytes=in_use["optimizer"],
         peak=peak.by_kind,
         peak_bytes=peak.total,
         peak_reserved_bytes=memory.reserved(without=not_on_device),
@@ -110,22 +110,22 @@ def _by_axis(trainer: FakeTrainer, dims: ParallelDims) -> list[Traffic]:
 
 def axis_of(ranks: tuple[int, ...], dims: ParallelDims) -> str:
     """Return the mesh dimensions in which these ranks differ: `dp_shard+cp`."""
-    places = [dims.coordinates(rank) for rank in ranks]
-    return "+".join(name for name in dims.sizes if len({place[name] for place in places}) > 1)
+    coordinates = [dims.coordinates(rank) for rank in ranks]
+    return "+".join(name for name in dims.sizes if len({coordinate[name] for coordinate in coordinates}) > 1)
 
 
 def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     """Try one step of a run of `world_size` ranks in this process, without their memory. Print a report per rank with
     different stages, and write all to `{dump_folder}/dry_run.json`. Raise `UserError` for an invalid configuration."""
     _check(config)
-    tried = without_data(config)
-    tried.check(world_size, dry_run=True)
+    dry_config = without_data(config)
+    dry_config.check(world_size, dry_run=True)
     logger.info(
         "%s %s on %d ranks (%s): local batch %d x %d tokens, activation checkpointing %s, computed in %s",
         config.model_spec.name,
         config.model_spec.flavor,
         world_size,
-        tried.check_layout(world_size),
+        dry_config.check_layout(world_size),
         config.training.local_batch_size,
         config.training.seq_len,
         config.activation_checkpoint.mode,
@@ -134,7 +134,7 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     pipeline_degree = config.parallelism.pipeline_parallel_degree
     reports = []
     for rank in range(0, world_size, world_size // pipeline_degree):
-        reports.append(_try_rank(tried, rank, world_size))
+        reports.append(_try_rank(dry_config, rank, world_size))
         if pipeline_degree > 1:
             unit, size = _unit(reports[-1].peak_bytes, _BYTES)
             logger.info("rank %d: %s %s at most", rank, _shown(reports[-1].peak_bytes / size), unit)
@@ -150,11 +150,11 @@ def _check(config: Trainer.Config) -> None:
         component.validate()
     if config.activation_checkpoint.mode == "memory_budget":
         raise UserError(
-            "--activation_checkpoint.mode memory_budget leaves the choice to the compiler, which a dry run does not "
-            "use: try none, selective or full"
+            "--activation_checkpoint.mode memory_budget needs the compiler, which a dry run does not use; set none, "
+            "selective or full"
         )
     if config.compile.enable:
-        logger.warning("--compile.enable: a dry run compiles nothing; the numbers are those of the run without it")
+        logger.warning("--compile.enable is ignored: a dry run shows the numbers of a run without compilation")
 
 
 def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
@@ -185,20 +185,20 @@ def _print(reports: Sequence[RankReport]) -> None:
     from rich.console import Console
 
     kinds = [kind for kind in MEMORY_KINDS if any(report.peak[kind] for report in reports)]
-    held: list[_Row] = []
+    states: list[_Row] = []
     peaks: list[_Row] = []
     messages: list[_Row] = []
     work: list[_Row] = []
     for report in reports:
         rank, stages = str(report.rank), ", ".join(map(str, report.stages))
         sizes = [report.parameter_bytes, report.gradient_bytes, report.optimizer_bytes]
-        held.append(([rank, stages, f"{report.parameters:,}"], sizes))
+        states.append(([rank, stages, f"{report.parameters:,}"], sizes))
         peaks.append(([rank], [*map(report.peak.__getitem__, kinds), report.peak_bytes, report.peak_reserved_bytes]))
         for one in report.communication:
             messages.append(([rank, one.kind, one.axis, f"{one.calls:,}"], [one.n_bytes, one.n_bytes_sent]))
         work.append(([rank], [report.model_flops, report.executed_flops]))
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
-    console.print(_table("Held by each rank", "rank stages parameters weights gradients optimizer", held))
+    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
+    console.print(_table("Memory between steps", "rank stages parameters weights gradients optimizer", states))
     columns = " ".join(_COLUMN_OF_KIND[kind] for kind in kinds)
     console.print(_table("Peak of a step", f"rank {columns} allocated reserved", peaks))
     console.print(_table("Communication of a step", "rank kind axis calls size sent", messages))

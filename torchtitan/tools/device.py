@@ -1,4 +1,4 @@
-"""Facts about the device of a run: its type, name, peak speed and memory use."""
+"""Device information: type, name, peak FLOP/s and memory use."""
 
 import re
 import sys
@@ -43,14 +43,14 @@ class PeakFlops(NamedTuple):
 
 
 def device_type() -> Literal["cuda", "mps", "cpu"]:
-    """Return the type of device to train on: the best available."""
+    """Return the best available type of device."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def device_description(device: torch.device) -> str:
-    """Return one line that names the device."""
+    """Describe the device in one line."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB"
@@ -92,7 +92,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
 def published_peak(device_name: str) -> float | None:
     """Return the published dense bf16/fp16 FLOP/s of the GPU named `device_name`; None if it is not in the table."""
     words = _words(device_name)
-    if "MIG" in words:  # a slice of a GPU carries the whole one's name
+    if "MIG" in words:  # a slice of a GPU with the name of the whole GPU
         return None
     return next((peak for name, peak in _PUBLISHED_PEAKS if _words(name) <= words), None)
 
@@ -102,22 +102,22 @@ def _words(name: str) -> set[str]:
 
 
 def _measured_peak(device: torch.device, dtype: torch.dtype) -> PeakFlops:
-    """Return the best rate of square matrix products within the measuring time. Sizes double while they fit, then start
-    over, so that brief interference spoils no size."""
+    """Return the best rate of square matrix products within the measuring time. Sizes double while time permits, then
+    start over, so that brief interference does not affect the result."""
     sizes = _CPU_SIZES if device.type == "cpu" else _GPU_SIZES
-    # A separate generator: training's numbers must not depend on a measurement.
+    # A separate generator, so that the measurement does not affect training.
     generator = torch.Generator(device).manual_seed(0)
     factors = {size: torch.rand(2, size, size, device=device, generator=generator).to(dtype) for size in sizes}
     size = sizes[0]
     _product_seconds(factors[size])  # the first product loads libraries
     best = PeakFlops(0.0, "")
     deadline = time.perf_counter() + _MEASURING_SECONDS
-    while (left := deadline - time.perf_counter()) > 0:
+    while (remaining := deadline - time.perf_counter()) > 0:
         seconds = _product_seconds(factors[size])
         speed = 2 * size**3 / seconds
         if speed > best.value:
             best = PeakFlops(speed, f"measured: {size}x{size} matrix product in {str(dtype).removeprefix('torch.')}")
-        next_fits = 2 * size in factors and seconds + 8 * seconds < left  # twice the size is eight times the work
+        next_fits = 2 * size in factors and seconds + 8 * seconds < remaining  # the work grows by 2**3
         size = 2 * size if next_fits else sizes[0]
     return best
 

@@ -1,5 +1,5 @@
-"""Files and folders that survive a power failure as soon as they have their final names: since file systems may delay
-content, they are synced before they get their names, and their parent folder afterwards."""
+"""Durable writes: files and folders are synced before they are renamed to their final names, and the parent folder
+afterwards, so that anything with its final name survives a power failure."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ def write(path: Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def in_place_of(path: Path) -> Iterator[Path]:
-    """Yield a path next to `path` for the block to write; it then replaces `path`, or is removed after an error."""
+    """Yield a temporary path to write, which replaces `path` after the block, or is removed after an error."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         yield unfinished
@@ -27,14 +27,14 @@ def in_place_of(path: Path) -> Iterator[Path]:
 
 
 def replace(file: Path, target: Path) -> None:
-    """Give a fully written file its final name, replacing any existing file."""
+    """Rename a complete file to its final name, replacing any existing file."""
     sync(file)
     file.replace(target)
     sync_folder(target.parent)
 
 
 def rename(folder: Path, target: Path) -> None:
-    """Give a fully written folder its final name. Raise `OSError` if `target` is not empty."""
+    """Rename a complete folder to its final name. Raise `OSError` if `target` is not empty."""
     sync_tree(folder)
     folder.rename(target)
     sync_folder(target.parent)
@@ -50,14 +50,14 @@ def make_folder(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Sync a folder and everything in it."""
-    for place, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
-            sync(Path(place, name))
-        sync_folder(Path(place))
+            sync(Path(parent, name))
+        sync_folder(Path(parent))
 
 
 def sync(path: Path) -> None:
-    """Sync a file's content, or the names in a folder."""
+    """Sync the content of a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -66,7 +66,7 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync the names in a folder, if the file system supports it."""
+    """Sync the entries of a folder if the file system supports it."""
     try:
         sync(path)
     except OSError as error:

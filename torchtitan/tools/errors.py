@@ -3,7 +3,7 @@
 
 class UserError(ValueError):
     """A mistake in the user's input. The message names the offending value and the remedy; the command line prints it
-    without a traceback and exits with code 2. A `ValueError`, so that users of single parts need nothing special."""
+    without a traceback and exits with code 2. A subclass of `ValueError`, for users of single components."""
 
 
 class RunComplete(Exception):

@@ -1,4 +1,4 @@
-"""Read untrusted files safely: regular files, JSON, and the folders of models."""
+"""Safe reading of untrusted files: regular files, JSON, and model folders."""
 
 import json
 import re
@@ -15,11 +15,11 @@ _MOST_JSON_BYTES = 2**28
 """Ten times the vocabulary of the largest tokenizers."""
 
 _MOST_JSON_LEVELS = 100
-"""Python's limit is about a thousand; recursive code needs some room."""
+"""Well below Python's recursion limit of about a thousand."""
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _META = re.compile(r"(Meta-)?Llama-\d")
-"""Prefix of the names of Meta's models on the hub."""
+"""Prefix of the names of Meta's models on the Hub."""
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 """Start of Git's placeholder for a file that Git LFS has not fetched."""
@@ -33,13 +33,13 @@ def regular_file(path: Path, name: str | None = None) -> Path:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         if path.is_symlink():
-            message = f"{name} is a link to '{path.readlink()}', which does not exist; mend it, or remove it"
+            message = f"{name} is a link to '{path.readlink()}', which does not exist; fix or remove it"
             raise UserError(message) from error
         return path
     except OSError as error:
         raise UserError(f"{name} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(mode):
-        raise UserError(f"{name} is not a regular file; save its content in one, or remove it")
+        raise UserError(f"{name} is not a regular file; save its content to a file, or remove it")
     return path
 
 
@@ -59,7 +59,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except UserError as error:
         raise unreadable_file_error(path, str(error)) from error
     if not isinstance(content, dict):
-        raise UserError(f"{name} must hold a JSON object, not {type(content).__name__}")
+        raise UserError(f"{name} must contain a JSON object, not {type(content).__name__}")
     return content
 
 
@@ -88,25 +88,23 @@ def _levels(content: Any) -> int:
 
 
 def missing_folder_error(path: str | Path) -> UserError:
-    """Return the error for a `path` that should be a folder of model files. It names the download command if `path` can
-    be an id on the Hugging Face hub, or its folder."""
-    place = Path(path)
-    missing = f"{place} is not a folder"
-    if place.exists():
-        return UserError(f"{missing} but a file; name the folder that it is in")
-    if place.parent.parts[-2:] == DOWNLOADS.parts:
-        owner = "meta-llama" if _META.match(place.name) else "OWNER"
-        dest = "" if place.parent == DOWNLOADS else f" --dest {place}"
-        return UserError(f"{missing}: fetch the model: torchtitan download {owner}/{place.name}{dest}")
-    # A folder of that name here is the user's own, and the rest of the path is mistyped.
-    if not _HUB_ID.fullmatch(str(place)) or place.parent.exists():
-        return UserError(f"{missing}; name the folder that holds the model's files")
-    downloaded = DOWNLOADS / place.name
+    """Return the error for a missing folder of model files, with the download command for a Hugging Face Hub id."""
+    folder = Path(path)
+    missing = f"{folder} is not a folder"
+    if folder.exists():
+        return UserError(f"{missing} but a file; use the folder that contains it")
+    if folder.parent.parts[-2:] == DOWNLOADS.parts:
+        owner = "meta-llama" if _META.match(folder.name) else "OWNER"
+        dest = "" if folder.parent == DOWNLOADS else f" --dest {folder}"
+        return UserError(f"{missing}; to download the model, run: torchtitan download {owner}/{folder.name}{dest}")
+    # If the parent folder exists, the path is mistyped rather than an id.
+    if not _HUB_ID.fullmatch(str(folder)) or folder.parent.exists():
+        return UserError(f"{missing}; use the folder that contains the model's files")
+    downloaded = DOWNLOADS / folder.name
     if downloaded.is_dir():
-        return UserError(f"{missing} but the name of a model, which has been downloaded: give ./{downloaded}")
+        return UserError(f"{missing} but the name of a downloaded model; use ./{downloaded}")
     return UserError(
-        f"{missing}: if it is a model on the Hugging Face hub, fetch it: torchtitan download {place}, and give "
-        f"./{downloaded}"
+        f"{missing}; if it is a model on the Hugging Face Hub, run torchtitan download {folder}, and use ./{downloaded}"
     )
 
 

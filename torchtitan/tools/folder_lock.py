@@ -1,4 +1,4 @@
-"""A lock on a run's folder, held until its process releases it or ends in any way."""
+"""Lock on the folder of a run, released when the process releases it or ends."""
 
 import errno
 import fcntl
@@ -13,14 +13,14 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 FILE = "run.lock"
-"""Lock file. It remains after release, so its presence means nothing."""
+"""Lock file, which is not removed on release."""
 
 _WAIT_SECONDS = 5.0
-"""Time to wait for the holder: a killed process may take a moment to end."""
+"""Maximum time to wait for another process, since a killed process may take a moment to end."""
 
 _POLL_SECONDS = 0.1
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""Errors of a file system that cannot lock."""
+"""Errors of file systems without locks."""
 
 
 class FolderLock:
@@ -40,11 +40,11 @@ class FolderLock:
         while not self._try():
             if time.monotonic() >= deadline:
                 raise UserError(
-                    f"--dump_folder '{self.folder}' is in use by another run, {self._holder()}: wait until that ends, "
-                    "or give this run a folder of its own"
+                    f"--dump_folder '{self.folder}' is in use by another run, {self._holder()}; wait until it ends, or "
+                    "choose another folder"
                 )
             if not waiting:
-                logger.info("waiting for another run to end, %s, which uses '%s'", self._holder(), self.folder)
+                logger.info("waiting for another run (%s) to release '%s'", self._holder(), self.folder)
             waiting = True
             time.sleep(_POLL_SECONDS)
         os.truncate(self._descriptor, 0)
@@ -61,7 +61,7 @@ class FolderLock:
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:
                 raise
-            logger.warning("the file system of '%s' has no locks: let no other run use this folder", self.folder)
+            logger.warning("the file system of '%s' has no locks: do not use this folder for other runs", self.folder)
         return True
 
     def _holder(self) -> str:
@@ -70,7 +70,7 @@ class FolderLock:
 
 
 def _open(path: Path) -> int:
-    """Open the file, refusing a link, which could lead to any file of the user."""
+    """Open the file. Reject a link, which could point to any file of the user."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -79,14 +79,14 @@ def _open(path: Path) -> int:
         raise
 
 
-_held: "weakref.WeakValueDictionary[Path, FolderLock]" = weakref.WeakValueDictionary()
+_locks: "weakref.WeakValueDictionary[Path, FolderLock]" = weakref.WeakValueDictionary()
 
 
 def lock_folder(folder: Path) -> FolderLock:
     """Lock `folder`, created if necessary, against other processes for the life of the returned object, which is the
     same for all calls. Raise `UserError` if another process holds the lock, or `folder` is not writable."""
-    place = folder.resolve()
-    if (lock := _held.get(place)) is not None:
+    path = folder.resolve()
+    if (lock := _locks.get(path)) is not None:
         return lock
     try:
         durable.make_folder(folder)
@@ -94,14 +94,14 @@ def lock_folder(folder: Path) -> FolderLock:
         lock.take()
     except OSError as error:
         raise UserError(f"--dump_folder '{folder}' cannot be written: {error.strerror}") from error
-    _held[place] = lock
+    _locks[path] = lock
     return lock
 
 
 def _release_all() -> None:
-    for lock in list(_held.values()):
+    for lock in list(_locks.values()):
         lock.release()
-    _held.clear()
+    _locks.clear()
 
 
 # A forked process shares the open file, which would keep the lock after its owner has ended.

@@ -16,13 +16,13 @@ class _Formatter(logging.Formatter):
     """Time, level, rank unless 0, and message; colored by level on a terminal."""
 
     def __init__(self, *, colored: bool, rank: str):
-        whose = "" if rank == "0" else f"rank {rank}: "
-        super().__init__(f"%(asctime)s %(levelname)s {whose}%(message)s", datefmt="%H:%M:%S")
+        prefix = "" if rank == "0" else f"rank {rank}: "
+        super().__init__(f"%(asctime)s %(levelname)s {prefix}%(message)s", datefmt="%H:%M:%S")
         self.colored = colored
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
-        if not getattr(record, "is_colored", False):  # by us: any other color would come from untrusted text
+        if not getattr(record, "is_colored", False):  # colors in other text are untrusted
             line = visible(line)
         color = _COLORS.get(record.levelno, "")
         return f"{color}{line}{_RESET}" if self.colored and color else line
@@ -32,11 +32,11 @@ def init_logger() -> None:
     """Print the package's messages on standard error: errors on every rank, others only on ranks in the environment
     variable `LOG_RANK` (comma-separated, default `0`)."""
     rank = os.environ.get("RANK", "0")
-    speaks = "RANK" not in os.environ or rank in os.environ.get("LOG_RANK", "0").split(",")
+    is_printing = "RANK" not in os.environ or rank in os.environ.get("LOG_RANK", "0").split(",")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(colored=sys.stderr.isatty(), rank=rank))
     logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO if speaks else logging.ERROR)
+    logger.setLevel(logging.INFO if is_printing else logging.ERROR)
     logger.propagate = False
 
 

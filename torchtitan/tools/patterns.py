@@ -11,7 +11,7 @@ def check_pattern(option: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise UserError(f"{option} '{pattern}' is no regular expression: {error}") from error
+        raise UserError(f"{option} '{pattern}' is not a regular expression: {error}") from error
 
 
 def check_choice(option: str, include: Sequence[str], exclude: Sequence[str], consequence: str) -> None:
@@ -21,7 +21,7 @@ def check_choice(option: str, include: Sequence[str], exclude: Sequence[str], co
         for pattern in patterns:
             check_pattern(f"{option}.{name}", pattern)
     if not include:
-        raise UserError(f"{option}.include is empty, so that {consequence}")
+        raise UserError(f"{option}.include is empty, so {consequence}")
 
 
 def choose(option: str, include: Sequence[str], exclude: Sequence[str], names: Sequence[str], kind: str) -> list[str]:
@@ -30,8 +30,8 @@ def choose(option: str, include: Sequence[str], exclude: Sequence[str], names: S
     for option_name, patterns in ((f"{option}.include", include), (f"{option}.exclude", exclude)):
         for pattern in patterns:
             if not any(re.search(pattern, name) for name in names):
-                there = ", ".join(without_numbers(names))
-                raise UserError(f"{option_name} '{pattern}' matches none of the {kind}; there are: {there}")
+                known = ", ".join(without_numbers(names))
+                raise UserError(f"{option_name} '{pattern}' matches none of the {kind}: {known}")
     return [name for name in names if _matches_any(include, name) and not _matches_any(exclude, name)]
 
 

@@ -14,13 +14,13 @@ from typing import NoReturn
 from torchtitan.tools.logging import logger
 
 LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHED"
-"""Set in processes started by our launcher, which forwards requests to stop and ends the processes if necessary."""
+"""Environment variable set by the launcher, which forwards stop signals and kills processes if necessary."""
 
 COMMAND_VARIABLE = "TORCHTITAN_COMMAND"
-"""Holds the command that started the run, shown when it stops."""
+"""Environment variable with the command that started the run, shown when it stops."""
 
 _SAME_REQUEST_SECONDS = 1.0
-_LAUNCHER = 0  # standard input: a socket whose other end is our launcher's
+_LAUNCHER = 0  # standard input, a socket connected to the launcher
 _MAX_REPORT_LENGTH = 20_000  # characters, fewer than the connection's buffer, so that sending never blocks
 
 _reporting = threading.Lock()
@@ -29,7 +29,7 @@ _reported = False
 
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
-    """Let Ctrl-C and a closed pipe end the process at once and silently within the block. Python's own handlers would
+    """Let Ctrl-C and a closed pipe end the process immediately and silently within the block. Python's handlers would
     print a traceback, or raise inside an import that swallows the exception."""
     numbers = (signal.SIGINT, signal.SIGPIPE)
     previous = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
@@ -65,40 +65,40 @@ class StopSignals:
             self._on_second(number)
 
 
-def announce_stop(number: int, when: str = "after this step") -> None:
-    """Log that a request to stop has arrived, and when the run will stop."""
+def log_stop(number: int, when: str = "after this step") -> None:
+    """Log that a stop signal was received, and when the run stops."""
     name = signal.Signals(number).name
-    logger.warning("%s received: the run stops %s (a second one ends it at once)", name, when)
+    logger.warning("%s received: the run stops %s (a second signal ends it immediately)", name, when)
 
 
 class StopRequest(StopSignals):
-    """Set `received` on SIGTERM or SIGINT until `close`; a second signal ends the process at once. In a process
-    started by our launcher, the launcher counts signals and ends processes."""
+    """Set `received` on SIGTERM or SIGINT until `close`; a second signal ends the process. In processes
+    started by the launcher, the launcher handles second signals."""
 
     def __init__(self) -> None:
         if is_launched():
             super().__init__(on_first=lambda number: None, on_second=lambda number: None)
         else:
-            super().__init__(on_first=announce_stop, on_second=_end_by)
+            super().__init__(on_first=log_stop, on_second=_kill_self)
 
     @property
     def received(self) -> bool:
-        """True if the run is to stop."""
+        """True if the run should stop."""
         return self.first is not None
 
 
-def _end_by(number: int) -> None:
+def _kill_self(number: int) -> None:
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 def is_launched() -> bool:
-    """Return whether our launcher started this process."""
+    """Return whether the launcher started this process."""
     return LAUNCHER_VARIABLE in os.environ
 
 
 def exit_with_launcher() -> None:
-    """From now on, end this process when the launcher, at the other end of standard input, is gone."""
+    """End this process as soon as the launcher, at the other end of standard input, has ended."""
     threading.Thread(target=_wait_for_exit, name="launcher", daemon=True).start()
 
 
@@ -113,7 +113,7 @@ def report_failure(code: int, text: str, *, passing: bool) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process at once, without the interpreter's shutdown, which may abort after a lost rank."""
+    """End this process without the interpreter's shutdown, which may abort after a lost rank."""
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, a line now and then elsewhere."""
+"""Progress bar on a terminal, log lines elsewhere."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how much of `total` is done while the block runs; yields the function to call with each further amount."""
+    """Show progress towards `total` during the block; yields a function to call with each additional amount."""
     if not sys.stderr.isatty():
         yield _Lines(title, total).advance
         return
@@ -26,7 +26,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 class _Lines:
-    """A log line every few seconds."""
+    """Logs the progress every few seconds."""
 
     def __init__(self, title: str, total: int):
         self.title = title

@@ -63,15 +63,15 @@ _SOURCES = {
     # The number of the backward pass in progress, or -1; hooks need a tensor that takes part in it.
     "current_backward_pass": "torch._C:_current_graph_task_id",
 }
-"""Our name → its module, and its name there if different (`module:` is the module itself)."""
+"""Name in this module → PyTorch module, and the name there if different (`module:` is the module itself)."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _SOURCES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    module, _, own_name = _SOURCES[name].partition(":")
+    module, _, torch_name = _SOURCES[name].partition(":")
     imported = importlib.import_module(module)
-    return imported if _SOURCES[name].endswith(":") else getattr(imported, own_name or name)
+    return imported if _SOURCES[name].endswith(":") else getattr(imported, torch_name or name)
 
 
 def compiler_statistics() -> Any:

@@ -1,4 +1,4 @@
-"""A temporary folder for output that has no final name yet, and that never stays behind."""
+"""Temporary folder for unfinished output, which is always removed."""
 
 import contextlib
 import fcntl
@@ -17,7 +17,7 @@ from torchtitan.tools.logging import logger
 
 _LOCK = "workplace.lock"
 _NEW_LOCK = "new.lock"
-"""Name of the lock file until it is locked."""
+"""Name of the lock file before it is locked."""
 
 _NAME_BYTES = 8
 _STARTING_SECONDS = 60.0
@@ -30,10 +30,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def workplace(target: Path) -> Iterator[Path]:
     """Yield a new folder `{target}.….partial`; remove it when the block ends, or Ctrl-C, SIGTERM or SIGHUP ends the
     process; after SIGKILL, the next call does. A lock protects folders in use. Call this only from the main thread."""
-    for left in target.parent.glob(f"{glob.escape(target.name)}.{'[0-9a-f]' * 2 * _NAME_BYTES}.partial"):
+    for folder in target.parent.glob(f"{glob.escape(target.name)}.{'[0-9a-f]' * 2 * _NAME_BYTES}.partial"):
         with contextlib.suppress(OSError):
-            _remove_if_abandoned(left)
-    # Named before it exists, so that a signal at any moment finds it.
+            _remove_if_abandoned(folder)
+    # Named before it is created, so that the signal handler can always remove it.
     folder = target.parent / f"{target.name}.{secrets.token_hex(_NAME_BYTES)}.partial"
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -61,7 +61,7 @@ def workplace(target: Path) -> Iterator[Path]:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """Remove a folder left by a killed process. Raise `OSError` if it is in use, or gone."""
+    """Remove the folder of a killed process. Raise `OSError` if it is in use or does not exist."""
     names = os.listdir(folder)
     if _LOCK not in names and time.time() - folder.stat().st_mtime < _STARTING_SECONDS:
         return
@@ -73,4 +73,4 @@ def _remove_if_abandoned(folder: Path) -> None:
             shutil.rmtree(folder)
     else:
         return
-    logger.info("removed %s, left by a process that was killed", folder)
+    logger.info("removed %s of a killed process", folder)

@@ -17,7 +17,7 @@ from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.components.tokenizer.auto_tokenizer import warn_of_other_ids
+from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.config import Configurable
 from torchtitan.distributed import ParallelDims, initialize_weights
 from torchtitan.distributed.compile import compile_loss
@@ -35,7 +35,7 @@ from torchtitan.trainer.models import RunModel, facts_of
 
 
 class RunBuilder(Configurable):
-    """Build each part of a run in a short method, called by `Trainer.__init__` in order and open to override."""
+    """Builds the parts of a run in methods to override, called by `Trainer.__init__` in order."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RunConfig):
@@ -66,13 +66,13 @@ class RunBuilder(Configurable):
         return init_process_group(device_type(), self.config.comm)
 
     def lock_folder(self) -> None:
-        """Keep other runs out of the dump folder until `close`; rank 0 holds the lock for all. Raise `UserError`, on
-        every rank, if another run is in the folder."""
+        """Lock the dump folder against other runs until `close`, on rank 0. Raise `UserError` on every rank if it is in
+        use."""
 
-        def take() -> None:
+        def lock() -> None:
             self.folder_lock = lock_folder(Path(self.config.dump_folder))
 
-        Ranks(dist.group.WORLD if dist.is_initialized() else None).broadcast_from_rank0(take)
+        Ranks(dist.group.WORLD if dist.is_initialized() else None).broadcast_from_rank0(lock)
 
     def init_random_state(self) -> None:
         """Seed every generator, differently on each rank; make algorithms deterministic if requested."""
@@ -88,11 +88,11 @@ class RunBuilder(Configurable):
 
     def build_tokenizer(self) -> Tokenizer:
         tokenizer: Tokenizer = self.config.tokenizer.build(path=self.config.hf_assets_path)
-        warn_of_other_ids(tokenizer)
+        warn_of_different_ids(tokenizer)
         return tokenizer
 
     def build_dataloader(self, config: BaseDataLoader.Config, *, epochs: int | None) -> BaseDataLoader:
-        """Build a loader of this rank's share of the data."""
+        """Build a loader for this rank's shard of the data."""
         return config.build(
             tokenizer=self.tokenizer,
             seq_len=self.config.training.seq_len,
@@ -110,8 +110,8 @@ class RunBuilder(Configurable):
         if training.epochs is not None and samples is None and self.config.optimizer.early_step_in_backward:
             # The end of a stream is found only after a backward pass.
             raise UserError(
-                "--optimizer.early_step_in_backward does not go with --training.epochs of a stream: the step that "
-                "finds its end would change the weights (--training.steps ends a run too)"
+                "--optimizer.early_step_in_backward cannot be combined with --training.epochs of a stream, whose end "
+                "is found too late to skip the step; set --training.steps instead"
             )
         return DataProgress(training, n_samples=samples, global_batch_size=self.global_batch_size)
 
@@ -151,9 +151,11 @@ class RunBuilder(Configurable):
         assert saved or not trained, "the weights of a trained model would be lost"
         dims, training = self.parallel_dims, self.config.training
         if dims.pp > 1:
-            raise UserError("--parallelism.pipeline_parallel_degree goes with a single model, and this run has several")
+            raise UserError(
+                "--parallelism.pipeline_parallel_degree above 1 supports a single model, but this run has several"
+            )
         if offloaded and dims.dp_shard * dims.cp == 1:
-            raise UserError("a model is offloaded by FSDP only: --parallelism.data_parallel_shard_degree above 1")
+            raise UserError("offloading a model needs FSDP; set --parallelism.data_parallel_shard_degree above 1")
         vocab_size = spec.model.vocab_size or self.config.model_spec.model.vocab_size
         spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=vocab_size))
         # Without FSDP, autocast leaves norms and the residual stream in the type of the weights.
@@ -170,7 +172,7 @@ class RunBuilder(Configurable):
         config, training = self.config.model_spec.model, self.config.training
         if training.seq_len > config.max_seq_len:
             logger.warning(
-                "training.seq_len %d is beyond the %d tokens that the model is made for",
+                "training.seq_len %d exceeds the model's maximum sequence length of %d tokens",
                 training.seq_len,
                 config.max_seq_len,
             )
@@ -182,8 +184,8 @@ class RunBuilder(Configurable):
         loss with a weight known only later, combined with early optimizer steps."""
         if self.has_own_loss and self.config.optimizer.early_step_in_backward:
             raise UserError(
-                "--optimizer.early_step_in_backward uses each gradient before it can be divided by the weight of the "
-                f"global batch, which {type(self).__name__}.compute_loss gives"
+                "--optimizer.early_step_in_backward applies gradients before they can be divided by the weight of the "
+                f"global batch, which {type(self).__name__}.compute_loss returns; disable it"
             )
         loss, config = self.config.chosen_loss.build(), self.config.compile
         if config.enable and "loss" in config.components:
@@ -198,7 +200,7 @@ class RunBuilder(Configurable):
             return None
         if self.has_own_forward and type(self).build_pipeline is RunBuilder.build_pipeline:
             raise UserError(
-                f"{type(self).__name__} has a forward pass of its own, and a pipeline has that of its stages: override "
+                f"{type(self).__name__} overrides the forward pass, which a pipeline does not call; override "
                 "build_pipeline too, or train without --parallelism.pipeline_parallel_degree"
             )
         return PipelinePlan.from_config(config.parallelism, config.model_spec.model, config.training.local_batch_size)
@@ -226,7 +228,7 @@ class RunBuilder(Configurable):
         )
 
     def init_weights(self) -> None:
-        """Give the parameters memory and their initial values."""
+        """Allocate and initialize the parameters."""
         for model in self.models.values():
             for part in model.parts:
                 part.to_empty(device="cpu" if model.offloaded else self.device)

@@ -14,16 +14,16 @@ from torchtitan.trainer.step_result import StepResult, StopReason
 
 
 class Callback(Configurable):
-    """Act around the steps of a run, on every rank, in methods to override. Callbacks run in the order of
-    `Trainer.Config.callbacks`; options are `--callbacks.<class name in lower case>.<field>`. Checkpoints hold no state
-    of theirs: what must survive a resume belongs into `Trainer.states`."""
+    """Base class for actions around the steps of a run, on every rank. Callbacks run in the order of
+    `Trainer.Config.callbacks`; options are `--callbacks.<class name in lower case>.<field>`. Checkpoints contain no
+    callback state; state needed to resume belongs in `Trainer.states`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """Options of a callback."""
 
         def check_run(self, run: Any) -> None:
-            """Raise `UserError` if the callback does not go with the rest of a run, a `Trainer.Config`."""
+            """Raise `UserError` if the callback does not support a run, a `Trainer.Config`."""
 
     def __init__(self, config: Config, *, trainer: Any):
         super().__init__(config)

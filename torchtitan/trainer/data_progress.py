@@ -20,12 +20,12 @@ class DataProgress:
         self._steps = config.steps
         self._n_samples = None if config.epochs is None else n_samples
         self._global_batch_size = global_batch_size
-        self._skipped = sorted(parse_step_ranges(config.skip_data), key=lambda of: of.start)
+        self._skipped = sorted(parse_step_ranges(config.skip_data), key=lambda span: span.start)
 
     @property
     def next_is_skipped(self) -> bool:
         """True if the next global batch is to be skipped."""
-        return any(self.data_step + 1 in of for of in self._skipped)
+        return any(self.data_step + 1 in span for span in self._skipped)
 
     def count_batch(self) -> None:
         self.data_step += 1
@@ -37,7 +37,7 @@ class DataProgress:
             return self._steps
         n_batches = -(-max(0, self._n_samples - self.n_samples_read) // self._global_batch_size)
         end = self.data_step + 1 + n_batches
-        return step + n_batches - sum(max(0, min(of.stop, end) - of.start) for of in self._skipped_ahead())
+        return step + n_batches - sum(max(0, min(span.stop, end) - span.start) for span in self._skipped_ahead())
 
     def data_steps(self, n_steps: int) -> int:
         """Return `data_step` after `n_steps` more steps, at least 1."""
@@ -57,9 +57,9 @@ class DataProgress:
     def _skipped_ahead(self) -> list[range]:
         """Return the skipped batches ahead, as ascending and disjoint ranges."""
         first, skipped = self.data_step + 1, []
-        for of in self._skipped:
-            skipped.append(range(max(of.start, first), max(of.stop, first)))
-            first = max(first, of.stop)
+        for span in self._skipped:
+            skipped.append(range(max(span.start, first), max(span.stop, first)))
+            first = max(first, span.stop)
         return skipped
 
     def state_dict(self) -> dict[str, int]:

@@ -37,8 +37,8 @@ class Ledger(Callback):
         yield
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
-        own = micro_batches if self.enabled and self.trainer.parallel_dims.is_batch_leader else []
-        self._taken = names_of(own, self.trainer.dataloader.document_names)
+        local_batches = micro_batches if self.enabled and self.trainer.parallel_dims.is_batch_leader else []
+        self._taken = names_of(local_batches, self.trainer.dataloader.document_names)
 
     def on_step(self, outcome: StepResult) -> None:
         """Write the line of a step that was taken. Raise `RunFailure` if that fails: a ledger must have no gap."""
@@ -80,11 +80,11 @@ def in_global_order(local: Sequence[Sequence[str]]) -> list[str]:
     Args:
         local: items of each of this rank's micro-batches.
     """
-    of_ranks = gather_objects(local)
-    return [item for of_place in itertools.zip_longest(*of_ranks, fillvalue=()) for own in of_place for item in own]
+    by_rank = gather_objects(local)
+    return [item for batches in itertools.zip_longest(*by_rank, fillvalue=()) for batch in batches for item in batch]
 
 
 def shortened(documents: Sequence[str], shown: int = 8) -> str:
-    """Return the first names, and the number of the others, in words."""
+    """Return the first names as text, and the number of other names."""
     more = f" and {len(documents) - shown} more" if len(documents) > shown else ""
-    return ("; ".join(documents[:shown]) or "not known") + more
+    return ("; ".join(documents[:shown]) or "unknown") + more

@@ -28,13 +28,13 @@ class SampleLosses:
     def __init__(self, loss: Any, parallel_dims: ParallelDims, *, wanted: bool):
         if wanted and not isinstance(loss, CrossEntropyLoss):
             raise UserError(
-                f"the sampler asks for the loss of each sample, and {type(loss).__qualname__} gives none: derive the "
+                f"the sampler needs per-sample losses, which {type(loss).__qualname__} does not provide; derive the "
                 "loss from CrossEntropyLoss, or choose another --dataloader.sampler"
             )
         if wanted and parallel_dims.pp > 1:
             raise UserError(
-                "the sampler asks for the loss of each sample, which --parallelism.pipeline_parallel_degree "
-                f"{parallel_dims.pp} does not give: train without pipeline stages, or choose another sampler"
+                "the sampler needs per-sample losses, which are not available with "
+                f"--parallelism.pipeline_parallel_degree {parallel_dims.pp}; set it to 1, or choose another sampler"
             )
         self._loss = loss
         self._dims = parallel_dims
@@ -55,7 +55,7 @@ class SampleLosses:
         counts = (per_token["labels"] != IGNORE_INDEX) & (per_token["numbers"] != NO_DOCUMENT)
         losses = torch.cat(chunks)
         numbers = torch.where(counts, per_token["numbers"], NO_DOCUMENT).flatten()
-        assert losses.shape == numbers.shape, "one forward pass of the batch, and no other"
+        assert losses.shape == numbers.shape, "expected exactly one forward pass of the batch"
         if self._dims.is_tensor_leader:
             self._recorded.append((numbers.numpy(), losses))
 
@@ -65,18 +65,18 @@ class SampleLosses:
         if not self._wanted:
             return StepStatistics(step, loss, grad_norm, samples=np.zeros(0, np.int64), sample_losses=np.zeros(0))
         recorded, self._recorded = self._recorded, []
-        numbers = np.concatenate([own for own, _ in recorded]) if recorded else np.zeros(0, np.int64)
-        losses = np.concatenate([own.cpu().double().numpy() for _, own in recorded]) if recorded else np.zeros(0)
+        numbers = np.concatenate([part for part, _ in recorded]) if recorded else np.zeros(0, np.int64)
+        losses = np.concatenate([part.cpu().double().numpy() for _, part in recorded]) if recorded else np.zeros(0)
         valid = numbers != NO_DOCUMENT
-        own = _add_up(numbers[valid], losses[valid], np.ones(valid.sum()))
-        gathered = gather_objects((bool(recorded), own))
+        local = _add_up(numbers[valid], losses[valid], np.ones(valid.sum()))
+        gathered = gather_objects((bool(recorded), local))
         if not any(has_recorded for has_recorded, _ in gathered):
             raise UserError(
-                "the sampler asks for the loss of each sample, and this trainer's train_step does not record them: it "
-                "must compute each micro-batch within `self.sample_losses.of(batch)`"
+                "the sampler needs per-sample losses, which this trainer's train_step does not record; compute each "
+                "micro-batch within `self.sample_losses.of(batch)`"
             )
         samples, sums, counts = _add_up(
-            *(np.concatenate(parts) for parts in zip(*(own for _, own in gathered), strict=True))
+            *(np.concatenate(parts) for parts in zip(*(sums for _, sums in gathered), strict=True))
         )
         return StepStatistics(step=step, loss=loss, grad_norm=grad_norm, samples=samples, sample_losses=sums / counts)
 
@@ -84,10 +84,10 @@ class SampleLosses:
 def number_tokens(batch: Batch) -> Tensor:
     """Return each token's document number, (B, T), or `NO_DOCUMENT` for padding: the k-th document of a row begins at
     the k-th place where `positions` is 0, and has the k-th number in `documents`."""
-    places = (batch["positions"] == 0).long().cumsum(dim=1) - 1
+    indices = (batch["positions"] == 0).long().cumsum(dim=1) - 1
     documents = batch["documents"]
     padded = torch.cat([documents, torch.full_like(documents[:, :1], NO_DOCUMENT)], dim=1)
-    return padded.gather(1, places)
+    return padded.gather(1, indices)
 
 
 def _add_up(

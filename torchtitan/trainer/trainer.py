@@ -298,7 +298,7 @@ class Trainer(RunBuilder):
 
     def measure(self, name: str, total: Tensor, weight: Tensor) -> None:
         """Add a batch's sum and weight, two scalars, to a mean in `measures_named`; call this in `compute_loss`."""
-        self.measures.add(name, self.own_part(total), self.own_part(weight))
+        self.measures.add(name, self.local_addend(total), self.local_addend(weight))
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
         """Add a micro-batch's gradients; return its part of the global batch's loss, divided by `n_tokens`."""
@@ -314,7 +314,7 @@ class Trainer(RunBuilder):
         with self.autocast():
             summed_loss, weight = self.compute_loss(batch)
         if self.has_own_loss:
-            self.weight += self.own_part(weight)
+            self.weight += self.local_addend(weight)
         loss = scaled(summed_loss)
         loss.backward()
         return loss.detach() / degree
@@ -339,10 +339,10 @@ class Trainer(RunBuilder):
         with self.autocast():
             loss, weight = self.compute_loss(self.post_dataloading_process(batch))
         is_counted = self.parallel_dims.coordinate("pp") == 0  # a pipeline's ranks all have the labels
-        return self.own_part(loss), self.own_part(weight) if is_counted else torch.zeros_like(weight)
+        return self.local_addend(loss), self.local_addend(weight) if is_counted else torch.zeros_like(weight)
 
-    def own_part(self, loss: Tensor) -> Tensor:
-        """Return this rank's addend to a sum over all ranks: 0 if another rank has the same loss."""
+    def local_addend(self, loss: Tensor) -> Tensor:
+        """Return this rank's addend in a sum over all ranks: 0 if another rank has the same loss."""
         return loss if self.parallel_dims.is_tensor_leader else torch.zeros_like(loss)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
@@ -353,7 +353,7 @@ class Trainer(RunBuilder):
         return torch.autocast(self.device.type, dtype=dtype) if needed else contextlib.nullcontext()
 
     def check_gradients(self) -> None:
-        """Name trained parameters without a gradient after the first backward passes of a run."""
+        """Warn of trained parameters without a gradient after the first step."""
         self.optimizer.warn_of_idle_parameters()
 
     def clip_gradients(self) -> Tensor:
@@ -367,13 +367,13 @@ class Trainer(RunBuilder):
         """Sum the loss and requests to stop over ranks, and read all values at once."""
         if self.has_own_loss and not self.is_divided:
             raise UserError(
-                f"{type(self).__name__} has a train_step and a compute_loss of its own: the step has to "
-                "call forward_backward_step and, after the last backward pass, divide_by_weight(loss)"
+                f"{type(self).__name__} overrides train_step and compute_loss, so the step must call "
+                "forward_backward_step and, after the last backward pass, divide_by_weight(loss)"
             )
         self.is_divided = False
         stop = self.stop_request is not None and self.stop_request.received
         flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data)]
-        local = torch.stack([value.to(self.statistics_dtype) for value in (self.own_part(loss), *flags)])
+        local = torch.stack([value.to(self.statistics_dtype) for value in (self.local_addend(loss), *flags)])
         sums = sum_over_ranks(torch.cat([local, self.measures.take()]))
         norm_and_tokens = [value.to(self.device, self.statistics_dtype) for value in (grad_norm, n_tokens)]
         values = torch.cat([torch.stack(norm_and_tokens), sums]).tolist()
@@ -389,13 +389,13 @@ class Trainer(RunBuilder):
     def handle_nonfinite(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
         """Stop the run or skip this step, with unchanged weights, unless the optimizer steps early in the backward
         pass. Raise `NonFiniteError` with the step and all ranks' documents in it."""
-        own = micro_batches if self.parallel_dims.is_batch_leader else []
-        documents = in_global_order(names_of(own, self.dataloader.document_names))
+        local_batches = micro_batches if self.parallel_dims.is_batch_leader else []
+        documents = in_global_order(names_of(local_batches, self.dataloader.document_names))
         last = self.run_length.data_step
         data_step = f" (data step {last + 1})" if last > self.step else ""
         message = f"step {self.step + 1}{data_step}: {outcome}; documents: {shortened(documents)}"
         if self.config.training.on_nonfinite == "stop":
-            self.checkpointer.wait()  # the process ends at once: a save in the background would be lost
+            self.checkpointer.wait()  # the process ends immediately, and would lose a background save
             raise NonFiniteError(message)
         logger.warning("%s. The step is skipped.", message)
 
@@ -468,14 +468,14 @@ class Trainer(RunBuilder):
         """Log the model and data of the run, and any checkpoints in its folder that it will not use."""
         if not self.config.checkpoint.enable and list_checkpoints(self.checkpointer.folder):
             logger.warning(
-                "%s holds checkpoints, which a run without --checkpoint.enable leaves alone", self.checkpointer.folder
+                "%s contains checkpoints, which are ignored without --checkpoint.enable", self.checkpointer.folder
             )
         if not self.should_continue_training():
-            logger.info("complete at step %d: nothing is left to train (--training.steps)", self.step)
+            logger.info("training is already complete at step %d (--training.steps)", self.step)
             return
         spec, training = self.config.model_spec, self.config.training
-        of_both = f" in the plain model, {self.num_trained:,} trained in the converted one"
-        trained = of_both if self.num_trained < self.num_parameters else ""  # adapters are not among the plain ones
+        counts = f" in the plain model, {self.num_trained:,} trained in the converted model"
+        trained = counts if self.num_trained < self.num_parameters else ""  # the plain count excludes adapters
         logger.info(
             "%s %s: %s parameters%s, vocabulary %d; %d x %d tokens per step, steps %d to %d on %d process(es)%s, %s",
             spec.name,
@@ -505,8 +505,8 @@ class Trainer(RunBuilder):
         """Build the checkpointer of everything that a resumed run needs."""
         config, spec = self.config, self.config.model_spec
         assets = self.tokenizer.folder
-        of_data = {name: text.encode() for name, text in self.dataloader.assets().items()}
-        changed_files = {**self.tokenizer.changed_files, **of_data}
+        data_files = {name: text.encode() for name, text in self.dataloader.assets().items()}
+        changed_files = {**self.tokenizer.changed_files, **data_files}
         files = files_in(assets) if config.checkpoint.saves else {}
         export = partial(
             export_huggingface,
@@ -536,7 +536,7 @@ class Trainer(RunBuilder):
         """Return the whole run's states for checkpoints, by name."""
         saved = {name: model for name, model in self.models.items() if model.saved}
         if taken := {"optimizer", "lr_scheduler", "trainer", "dataloader", "random"} & self.models.keys():
-            raise UserError(f"a model cannot be called {min(taken)}: checkpoints have another state of that name")
+            raise UserError(f"a model cannot be named {min(taken)}, the name of another state in checkpoints")
         return {
             **{name: ModelState(model.parts) for name, model in saved.items()},
             "optimizer": self.optimizer,

@@ -1,4 +1,4 @@
-"""Chat templates: the text that a model's conversations are trained on, as Jinja templates next to the tokenizer."""
+"""Chat templates: Jinja templates that render conversations to text."""
 
 from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES as BUILT_IN_TEMPLATES
 from torchtitan.components.chat_template.template import ChatTemplate as ChatTemplate

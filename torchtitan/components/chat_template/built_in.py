@@ -1,5 +1,5 @@
-"""The chat templates known by name, from `torchtitan/assets/chat_templates`. Their generation marks cover what the
-assistant writes, including the token that ends its turn."""
+"""Built-in chat templates, from `torchtitan/assets/chat_templates`. Their generation marks cover the assistant's text,
+including the token that ends its turn."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,14 +24,15 @@ def _text_of(name: str) -> str:
 BUILT_IN_TEMPLATES: Mapping[str, str] = MappingProxyType(
     {name: _text_of(name) for name in ("chatml", "llama3", "mistral", "alpaca")}
 )
-"""Name → template, which reads `bos_token` and `eos_token`: `resolve_chat_template` sets them for a tokenizer.
+"""Name → template. `resolve_chat_template` sets `bos_token` and `eos_token` from the tokenizer.
 
-- `chatml`: each turn between `<|im_start|>` and `<|im_end|>`; tools and their calls as JSON, between tags.
-- `llama3`: Llama 3's headers and `<|eot_id|>`, which are in its vocabulary only.
-- `mistral`: the question between `[INST]` and `[/INST]`, as in Mistral v0.3; EOS after the answer. The system message
-  precedes the first question: before the last one, as in Mistral's own template, it would move with every turn.
-- `alpaca`: `### Instruction:` and `### Response:`, of ordinary text; EOS behind the answer.
+- `chatml`: turns between `<|im_start|>` and `<|im_end|>`; tools and tool calls as JSON between tags.
+- `llama3`: Llama 3's headers and `<|eot_id|>`, which only its vocabulary has.
+- `mistral`: questions between `[INST]` and `[/INST]`, as in Mistral v0.3; EOS after the answer. The system message
+  precedes the first question, unlike in Mistral's template, in which it precedes the last one and moves with every
+  turn.
+- `alpaca`: `### Instruction:` and `### Response:` as ordinary text; EOS after the answer.
 """
 
 REQUIRED_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType({"mistral": ("[INST]", "[/INST]")})
-"""Special tokens of a built-in template that are not recognizable by their spelling."""
+"""Special tokens of built-in templates that do not look like special tokens."""

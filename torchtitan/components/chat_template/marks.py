@@ -1,8 +1,8 @@
-"""Generation marks for published templates that lack them and have turns that prefixes cannot separate.
+"""Generation marks for published templates without marks whose turns cannot be located by prefixes.
 
-The marks are edits of the template's text: they move the header of an assistant's turn before `{% generation %}` and
-put `{% endgeneration %}` after the token that ends the turn. Rendered text and refused conversations stay the same. A
-template is recognized by its digest; to add one, add an entry to `_KNOWN` and the text to `tests/chat_templates`.
+The marks are edits of the template's text. They move the header of an assistant's turn before `{% generation %}` and
+put `{% endgeneration %}` after the token that ends the turn. The rendered text does not change. Templates are
+identified by digest; to add one, add an entry to `_KNOWN` and the text to `tests/chat_templates`.
 
 The quoted text is from Qwen3 (Apache-2.0, Alibaba Cloud), Phi-3 (MIT, Microsoft) and gpt-oss (Apache-2.0, OpenAI).
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 class _Known(NamedTuple):
     digests: tuple[str, ...]
-    """Digests of the texts to edit, see `with_marks`."""
+    """Digests of the templates to edit; see `with_marks`."""
     edits: tuple[tuple[str, str], ...]
     """Old and new text, in order; all occurrences of each old text are replaced."""
 
@@ -30,7 +30,7 @@ _QWEN3 = _Known(
             "{%- generation %}{%- if loop.index0 > ns.last_query_index %}",
         ),
         (r"'<|im_start|>' + message.role + '\n<think>\n' + reasoning", r"'<think>\n' + reasoning"),
-        # The empty text in front refuses content that is not text, like the original.
+        # Adding to a string raises an error for content that is not text, like the original.
         (r"{{- '<|im_start|>' + message.role + '\n' + content }}", "{{- '' + content }}"),
         (
             r"{{- '<|im_end|>\n' }}" + '\n    {%- elif message.role == "tool" %}',
@@ -39,7 +39,7 @@ _QWEN3 = _Known(
     ),
 )
 
-# The template ends every finished conversation with EOS, which belongs to no turn.
+# The template writes EOS after finished conversations; it is not part of a turn.
 _PHI3 = _Known(
     digests=(
         "dcaee66df77bfbb789ec541fe713218da30225a526f1db97138fc39ee6dc56aa",  # Phi-3-mini
@@ -53,9 +53,9 @@ _PHI3 = _Known(
     ),
 )
 
-# After `<|start|>assistant` the model writes everything, including the header of its second message. Earlier answers
-# end with `<|end|>` instead of the model's `<|return|>`: it is not marked, since a model that learned to write it would
-# not stop.
+# The model writes everything after `<|start|>assistant`, including the header of its second message. In earlier
+# answers, the template replaces the model's `<|return|>` by `<|end|>`, which is not marked: a model that learned it
+# would not stop.
 _GPT_OSS = _Known(
     digests=("a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146",),
     edits=(
@@ -92,12 +92,12 @@ _EDITS = {digest: known.edits for known in _KNOWN for digest in known.digests}
 
 
 def with_marks(source: str) -> str:
-    """Return a known template with generation marks, others unchanged."""
-    text = source.replace("\r\n", "\n").removesuffix("\n")  # Jinja makes no difference between them
+    """Add generation marks to a known template; return other templates unchanged."""
+    text = source.replace("\r\n", "\n").removesuffix("\n")  # equivalent in Jinja
     edits = _EDITS.get(hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest())
     if edits is None:
         return source
     for old, new in edits:
-        assert old in text, f"the edit of {old!r} is not for this template"
+        assert old in text, f"the template does not contain {old!r}"
         text = text.replace(old, new)
     return text

@@ -1,9 +1,9 @@
-"""Jinja's sandbox for chat templates, with an allowance of work and text for one rendering.
+"""Sandbox for untrusted chat templates with a limit on time and memory per rendering.
 
-A template may come from anywhere. Jinja's own sandbox keeps it from running code, but lets it loop for hours and fill
-the memory. Here loop turns, calls, filters, tests, operators and output each take a price from an allowance, by the
-sizes of the values and before the result is made, so that a template stops at the same point on every machine. Filters
-without a price, which templates do not use, are removed.
+Jinja's sandbox prevents a template from running code, but not from looping for hours or exhausting memory. Here, loop
+iterations, calls, filters, tests, operators and output are charged to a budget before they run, according to the sizes
+of their values, so that a template stops at the same point on every machine. Filters without a price, which templates
+do not use, are removed.
 """
 
 import functools
@@ -27,69 +27,69 @@ from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
 PROGRESS = "its progress"
-"""Variable with the `Progress` of a rendering. The blank in its name keeps templates from naming it."""
+"""Variable with the `Progress` of a rendering. Templates cannot access it because of the space in its name."""
 
-_ALLOWANCE = 2**28
-"""Allowance of one rendering; a conversation of a thousand turns takes a few percent."""
+_BUDGET = 2**28
+"""Budget of one rendering; a conversation of a thousand turns uses a few percent."""
 
 _SECONDS = 10.0
-"""Limit of CPU time for one rendering, for operations that cost more than their price."""
+"""Limit of CPU time per rendering, for operations that take longer than their price suggests."""
 
 _STEP, _ITEM, _GROWTH = 512, 64, 16
-"""Prices of a loop turn or call, a list item, and a character that a filter may escape; other characters cost 1."""
+"""Prices of a loop iteration or call, a list item, and a character that may be escaped; other characters cost 1."""
 
-_WIDEST = 9999
-"""Largest number, such as a width, that a method of a value accepts."""
+_MAX_NUMBER = 9999
+"""Largest number, such as a width, allowed as an argument of a method."""
 
 _LAZY = ("list", "map", "reject", "rejectattr", "reverse", "select", "selectattr")
-"""Filters that take the items of a value one by one."""
+"""Filters that process the items of a value one by one."""
 
 _LIGHT = ("abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "round")
-"""Filters that read a text once, and no part of other values."""
+"""Filters that read text once, and do not read parts of other values."""
 
 _TEXT = ("capitalize", "format", "indent", "lower", "replace", "safe", "title", "trim", "upper")
-"""Filters that convert any value to text and read it once."""
+"""Filters that convert a value to text and read it once."""
 
 _DEEP = (
     *("dictsort", "e", "escape", "groupby", "join", "max", "min", "sort", "string", "sum", "truncate", "unique"),
     *("tojson", "urlencode", "wordcount"),
 )
-"""Filters that read all parts of a value, and may make a longer text of it."""
+"""Filters that read all parts of a value, and may return a longer text."""
 
 _FREE_TESTS = (
     *("boolean", "callable", "defined", "escaped", "false", "filter", "float", "integer", "iterable", "mapping"),
     *("none", "number", "sameas", "sequence", "string", "test", "true", "undefined"),
 )
-"""Tests that read no part of a value. Others are priced, and refuse text that `%` would format."""
+"""Tests that do not read parts of a value. Others have a price, and reject text that `%` would format."""
 
-_OF_DICTIONARIES = frozenset(dir(dict))
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 _MARK = "mark"
 
 
 class WorkLimitError(Exception):
-    """A template exceeds the limits of a rendering."""
+    """A template exceeds the limits of one rendering."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Text that a template has written so far, and its remaining allowance."""
+    """Length of the text rendered so far, marks, and remaining budget."""
 
     n_characters: int = 0
     marks: list[tuple[int, str]] = field(default_factory=list)
     """Start and text of each mark."""
-    allowance: int = field(default_factory=lambda: _ALLOWANCE)
+    budget: int = field(default_factory=lambda: _BUDGET)
     cpu_started: float = field(default_factory=time.thread_time)
     started: float = field(default_factory=time.monotonic)
 
     def spend(self, amount: int) -> None:
-        """Take `amount` from the allowance; raise `WorkLimitError` if less is left."""
-        self.allowance -= amount
-        if self.allowance < 0:
+        """Subtract `amount` from the budget. Raise `WorkLimitError` if the budget is exceeded."""
+        self.budget -= amount
+        if self.budget < 0:
             raise WorkLimitError
 
     def size(self, value: Any) -> int:
-        """Return a value's length as text, with repeats; raise `WorkLimitError` beyond the remaining allowance."""
+        """Return the length of a value as text. Raise `WorkLimitError` if it exceeds the remaining budget."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, int):
@@ -101,13 +101,13 @@ class Progress:
         size = _ITEM * len(value)
         for item in value:
             size += self.size(item)
-            if size > self.allowance:
+            if size > self.budget:
                 raise WorkLimitError
         return size
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks the text of the assistant."""
+    """Tag `{% generation %}…{% endgeneration %}`, which marks the assistant's text."""
 
     tags = {"generation"}
 
@@ -125,7 +125,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Charges calls and operators, and caches which attributes are safe, a check that takes half of the time."""
+    """Charges calls and operators. Caches safety checks of attributes, which otherwise take half of the time."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -134,22 +134,22 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._safe: dict[tuple[type, str], bool] = {}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Look up a message's key directly; Jinja would first try an attribute and fail."""
-        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTIONARIES:
+        """Look up dictionary keys directly, faster than Jinja, which tries attributes first."""
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute]
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         key = type(obj), attr
         if key not in self._safe:
-            makes_bytes = attr == "encode"  # they have methods of their own, which templates have no use for
-            self._safe[key] = not makes_bytes and super().is_safe_attribute(obj, attr, value)
+            returns_bytes = attr == "encode"  # methods of bytes are not needed
+            self._safe[key] = not returns_bytes and super().is_safe_attribute(obj, attr, value)
         return self._safe[key]
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         progress: Progress = context.parent[PROGRESS]
         if operator == "+":
-            # The most frequent case, without calls.
+            # The most frequent case, inlined.
             n_left = len(left) if type(left) is str else progress.size(left)
             progress.spend(n_left + (len(right) if type(right) is str else progress.size(right)))
             return left + right
@@ -157,7 +157,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             _GROWING["%"](progress, left, right)
         elif isinstance(left, int) and isinstance(right, int):
             n_bits = left.bit_length()
-            if (n_bits * abs(right) if operator == "**" else n_bits + right.bit_length()) > _WIDEST:
+            if (n_bits * abs(right) if operator == "**" else n_bits + right.bit_length()) > _MAX_NUMBER:
                 raise WorkLimitError
         elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
             times, repeated = (left, right) if isinstance(left, int) else (right, left)
@@ -171,10 +171,10 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(method, BuiltinMethodType):
             name, text = method.__name__, method.__self__
             if isinstance(text, str):
-                args = tuple(_listed(value) for value in args)
+                args = tuple(_as_list(value) for value in args)
                 progress.spend(len(text) * (_ITEM if "split" in name else 1))
                 if name in _GROWING:
-                    _GROWING[name](progress, text, *args, **_own(kwargs))
+                    _GROWING[name](progress, text, *args, **_without_private(kwargs))
             if method is __obj:
                 _check_numbers(*args, *kwargs.values())
         result = super().call(__context, __obj, *args, **kwargs)
@@ -184,33 +184,33 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Its text omits its values, each of which may be repeated any number of times."""
+    """Namespace whose `repr` omits its values, which may contain each other many times."""
 
     __repr__ = object.__repr__
 
 
-def environment() -> _Sandbox:
-    """Return the environment that compiles templates; see `bounded`."""
-    made = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_sized
+def create_environment() -> _Sandbox:
+    """Create the environment that compiles templates; see `add_charges`."""
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_charge_value
     )
-    made.filters = {name: made.filters[name] for name in (*_LAZY, *_LIGHT, *_TEXT, *_DEEP)}
-    del made.globals["lipsum"]
-    tests: dict[str, Any] = made.tests
+    environment.filters = {name: environment.filters[name] for name in (*_LAZY, *_LIGHT, *_TEXT, *_DEEP)}
+    del environment.globals["lipsum"]
+    tests: dict[str, Any] = environment.tests
     tests |= {name: _priced_test(name, test) for name, test in tests.items() if name not in _FREE_TESTS}
-    made.filters |= {"tojson": _to_json, "round": _round}
-    made.filters |= {name: _priced_filter(made, name) for name in tuple(made.filters)}
-    made.filters |= {_TURN: _turn, _SIZED: _sized, _JOINED: _joined}
-    # One time for all renderings: the texts of a conversation and its prefixes must agree.
+    environment.filters |= {"tojson": _to_json, "round": _round}
+    environment.filters |= {name: _priced_filter(environment, name) for name in tuple(environment.filters)}
+    environment.filters |= {_ITERATION: _charge_iteration, _VALUE: _charge_value, _CONCAT: _charge_concat}
+    # One time for all renderings, since a conversation and its prefixes must render consistently.
     date = functools.partial(_date, datetime.now())
-    made.globals |= {"namespace": _Namespace, "raise_exception": _refuse, "strftime_now": date}
-    return made
+    environment.globals |= {"namespace": _Namespace, "raise_exception": _raise_exception, "strftime_now": date}
+    return environment
 
 
-def bounded(tree: nodes.Template, made: _Sandbox) -> nodes.Template:
-    """Return `tree` with filters that charge for constructs that `made` does not."""
-    _Bounds().visit(tree)
-    tree.set_environment(made)
+def add_charges(tree: nodes.Template, environment: _Sandbox) -> nodes.Template:
+    """Insert filters into `tree` that charge for constructs not charged by the environment."""
+    _Charges().visit(tree)
+    tree.set_environment(environment)
     return tree
 
 
@@ -220,31 +220,31 @@ def marks_generation(tree: nodes.Template) -> bool:
 
 
 def literals(tree: nodes.Node) -> list[str]:
-    """Return the texts that a template, or a part of it, may write."""
+    """Return the literal texts in a template or a part of it."""
     texts = [node.data for node in tree.find_all(nodes.TemplateData)]
     return texts + [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
 
 
-_TURN, _SIZED, _JOINED = "a turn", "sized values", "joined texts"
-"""Filters that `_Bounds` inserts, under names that no template can spell: the cheapest way to call a function."""
+_ITERATION, _VALUE, _CONCAT = "an iteration", "a value", "a concatenation"
+"""Filters inserted by `_Charges`, with names that templates cannot use; the cheapest way to call a function."""
 
 
-class _Bounds(NodeTransformer):
-    """Charges loop turns, lists, dictionaries, comparisons and joined texts."""
+class _Charges(NodeTransformer):
+    """Charges loop iterations, lists, dictionaries, comparisons and concatenations."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         written = sum(len(text) for child in node.body for text in literals(child))
         self.generic_visit(node)
         price = nodes.Const(_STEP + written, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(_filter(_TURN, price), lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(_filter(_ITERATION, price), lineno=node.lineno))
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        if not any(isinstance(side, nodes.Const) for side in (node.expr, *(of.expr for of in node.ops))):
-            node.expr = _filter(_SIZED, node.expr)
-            for of in node.ops:
-                of.expr = _filter(_SIZED, of.expr)
+        if not any(isinstance(side, nodes.Const) for side in (node.expr, *(operand.expr for operand in node.ops))):
+            node.expr = _filter(_VALUE, node.expr)
+            for operand in node.ops:
+                operand.expr = _filter(_VALUE, operand.expr)
         return node
 
     def visit_FilterBlock(self, node: nodes.FilterBlock | nodes.AssignBlock) -> nodes.Node:
@@ -258,13 +258,13 @@ class _Bounds(NodeTransformer):
     def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         is_constant = all(isinstance(item, nodes.Const) for item in node.iter_child_nodes())
-        return node if is_constant or getattr(node, "ctx", "load") == "store" else _filter(_SIZED, node)
+        return node if is_constant or getattr(node, "ctx", "load") == "store" else _filter(_VALUE, node)
 
     visit_Tuple = visit_Dict = visit_List
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(_JOINED, nodes.List(node.nodes, lineno=node.lineno))
+        return _filter(_CONCAT, nodes.List(node.nodes, lineno=node.lineno))
 
 
 def _filter(name: str, node: nodes.Expr) -> nodes.Filter:
@@ -277,31 +277,31 @@ def _progress(context: jinja2.runtime.Context) -> Progress:
 
 
 @jinja2.pass_context
-def _turn(context: jinja2.runtime.Context, price: int) -> None:
+def _charge_iteration(context: jinja2.runtime.Context, price: int) -> None:
     progress: Progress = context.parent[PROGRESS]
     progress.spend(price)
-    # Only the thread's own time counts, since the process may sleep, but reading it is slower.
+    # The limit applies to the thread's CPU time, which is slower to read than the wall-clock time.
     if time.monotonic() > progress.started + _SECONDS and time.thread_time() > progress.cpu_started + _SECONDS:
         raise WorkLimitError
 
 
 @jinja2.pass_context
-def _sized(context: jinja2.runtime.Context, value: Any) -> Any:
+def _charge_value(context: jinja2.runtime.Context, value: Any) -> Any:
     progress: Progress = context.parent[PROGRESS]
     progress.spend(len(value) if type(value) is str else progress.size(value))
     return value
 
 
 @jinja2.pass_context
-def _joined(context: jinja2.runtime.Context, parts: list[Any]) -> str:
-    return jinja2.runtime.str_join(_sized(context, parts))
+def _charge_concat(context: jinja2.runtime.Context, parts: list[Any]) -> str:
+    return jinja2.runtime.str_join(_charge_value(context, parts))
 
 
-def _priced_filter(made: _Sandbox, name: str) -> Callable[..., Any]:
-    plain = made.filters[name]
-    key: Any = object()  # which no template can name
-    made.filters[key] = plain
-    needs_context = hasattr(plain, "jinja_pass_arg")  # of the decorators `jinja2.pass_context` and its siblings
+def _priced_filter(environment: _Sandbox, name: str) -> Callable[..., Any]:
+    plain = environment.filters[name]
+    key: Any = object()  # templates cannot use it
+    environment.filters[key] = plain
+    needs_context = hasattr(plain, "jinja_pass_arg")  # set by `jinja2.pass_context` and similar decorators
     rate = 1 if name in (*_LIGHT, *_TEXT) else _GROWTH if name in _DEEP else _ITEM
     reads_all, growing = name in (*_TEXT, *_DEEP), _GROWING.get("%" if name == "format" else name)
 
@@ -311,7 +311,7 @@ def _priced_filter(made: _Sandbox, name: str) -> Callable[..., Any]:
         if isinstance(value, str):
             progress.spend(rate * len(value))
         elif reads_all:
-            value = _listed(value)
+            value = _as_list(value)
             progress.spend(rate * progress.size(value))
         elif rate == _ITEM and hasattr(value, "__len__"):
             progress.spend(rate * len(value))
@@ -321,7 +321,7 @@ def _priced_filter(made: _Sandbox, name: str) -> Callable[..., Any]:
             growing(progress, str(value), *args, **kwargs)
         if not needs_context:
             return plain(value, *args, **kwargs)
-        return made.call_filter(key, value, args, kwargs, context=context, eval_ctx=context.eval_ctx)
+        return environment.call_filter(key, value, args, kwargs, context=context, eval_ctx=context.eval_ctx)
 
     return priced
 
@@ -354,40 +354,40 @@ def _price_indent(
 
 
 def _price_format(progress: Progress, text: str, *args: Any, sign: str = "{", **kwargs: Any) -> None:
-    """Refuse widths that are too large or not literal."""
+    """Charge a format operation. Raise `WorkLimitError` for widths that are too large or not literal."""
     if re.search(r"\{[^{}]*(\d{5}|\{[^{}]*\})" if sign == "{" else r"%[^a-zA-Z%]*(\d{5}|\*)", text):
         raise WorkLimitError
-    progress.spend(text.count(sign) * (_WIDEST + progress.size([args, kwargs])))
+    progress.spend(text.count(sign) * (_MAX_NUMBER + progress.size([args, kwargs])))
 
 
 _GROWING: dict[str, Callable[..., None]] = {
     **{"format": _price_format, "format_map": _price_format, "%": functools.partial(_price_format, sign="%")},
     **{"replace": _price_replace, "join": _price_join, "indent": _price_indent},
-    "expandtabs": lambda progress, text, tabsize=8: progress.spend(text.count("\t") * _WIDEST),
+    "expandtabs": lambda progress, text, tabsize=8: progress.spend(text.count("\t") * _MAX_NUMBER),
     "translate": lambda progress, text, table: progress.spend(len(text) * progress.size(table)),
 }
-"""Prices of methods and filters with results that may be longer than all their arguments."""
+"""Pricing of methods and filters with results that may be longer than their arguments."""
 
 
 def _check_numbers(*values: Any) -> None:
-    if any(isinstance(value, int) and abs(value) > _WIDEST for value in values):
+    if any(isinstance(value, int) and abs(value) > _MAX_NUMBER for value in values):
         raise WorkLimitError
 
 
-def _own(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template's arguments, without Jinja's own."""
+def _without_private(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments without Jinja's internal ones."""
     return {name: value for name, value in kwargs.items() if not name.startswith("_")}
 
 
-def _listed(value: Any) -> Any:
-    """Return a generator's items as a list, which has a size; other values unchanged."""
+def _as_list(value: Any) -> Any:
+    """Convert a generator to a list, which has a size; return other values unchanged."""
     return list(value) if isinstance(value, Iterator) else value
 
 
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON, with transformers' options; Jinja's own filter would escape HTML characters."""
+    """Return JSON with transformers' options; Jinja's filter would escape HTML characters."""
     if any((part if isinstance(part, int) else len(part)) > 16 for part in (indent or 0, *(separators or ()))):
         raise WorkLimitError
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -400,11 +400,11 @@ def _round(value: float, precision: int = 0, method: Any = "common") -> float:
 
 
 def _date(now: datetime, format: str) -> str:
-    if len(format) > 200 or re.search(r"%[^a-zA-Z%]*\d", format):  # the system's strftime takes any width
+    if len(format) > 200 or re.search(r"%[^a-zA-Z%]*\d", format):  # strftime accepts any width
         raise WorkLimitError
     return now.strftime(format)
 
 
 @jinja2.pass_context
-def _refuse(context: jinja2.runtime.Context, message: Any) -> NoReturn:
-    raise jinja2.TemplateError(_sized(context, message))
+def _raise_exception(context: jinja2.runtime.Context, message: Any) -> NoReturn:
+    raise jinja2.TemplateError(_charge_value(context, message))

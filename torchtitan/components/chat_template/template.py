@@ -1,4 +1,4 @@
-"""`ChatTemplate`, which renders conversations like transformers, and the loading of templates."""
+"""`ChatTemplate`, which renders conversations like transformers, and functions that load templates."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,26 +22,26 @@ _WITH_TOOLS = "additional_chat_templates/tool_use.jinja"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _LONGEST_SOURCE = 2**20
-"""Limit in characters; the longest published templates have a fiftieth of it."""
+"""Limit in characters, 50 times the longest published templates."""
 
 
 class ChatTemplate:
-    """A compiled template. Raises `UserError` if it is not one.
+    """A compiled template. Raises `UserError` for an invalid template.
 
     Args:
-        source: the template, in Jinja's language. It may come from anywhere, so it runs in a sandbox.
-        variables: values it can read besides the conversation, such as `bos_token`.
-        name: its name in messages.
-        required_tokens: texts in it that must be tokens of the vocabulary, though they do not look special.
-        of_model: True for the template that the model was trained with.
+        source: Jinja source, which may be untrusted and runs in a sandbox.
+        variables: variables besides the conversation, such as `bos_token`.
+        name: name in error messages.
+        required_tokens: texts that must be tokens of the vocabulary although they do not look special.
+        of_model: whether the model was trained with this template.
     """
 
     source: str
-    """Original source: a published template that gets its marks here is exported without them."""
+    """Original source, without the marks added by `with_marks`; used for export."""
     literals: list[str]
-    """Texts in it that it may write."""
+    """Literal texts in the template."""
     marks_generation: bool
-    """True if `{% generation %}…{% endgeneration %}` marks the assistant's text, also if added by `with_marks`."""
+    """True if `{% generation %}…{% endgeneration %}` marks the assistant's text, possibly added by `with_marks`."""
 
     def __init__(
         self,
@@ -57,17 +57,17 @@ class ChatTemplate:
         from torchtitan.components.chat_template import sandbox
 
         if len(source) > _LONGEST_SOURCE:
-            raise UserError(f"{name} has {len(source):,} characters, and may have {_LONGEST_SOURCE:,} at most")
-        environment = sandbox.environment()
+            raise UserError(f"{name} has {len(source):,} characters; the limit is {_LONGEST_SOURCE:,}")
+        environment = sandbox.create_environment()
         try:
             tree = environment.parse(with_marks(source))
             self.literals, self.marks_generation = sandbox.literals(tree), sandbox.marks_generation(tree)
-            self._template = environment.from_string(sandbox.bounded(tree, environment))
+            self._template = environment.from_string(sandbox.add_charges(tree, environment))
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{name} is not valid Jinja, line {error.lineno}: {error.message}") from error
         except RecursionError as error:
-            raise UserError(f"{name} is nested too deeply to be read") from error
-        except Exception as error:  # Jinja makes Python of it, which Python can refuse in any way
+            raise UserError(f"{name} is nested too deeply") from error
+        except Exception as error:  # Jinja generates Python code, which may be invalid
             raise UserError(f"{name} is not valid Jinja: {type(error).__name__}: {error}") from error
         self.source, self.name, self.of_model = source, name, of_model
         self.variables, self.required_tokens = dict(variables or {}), tuple(required_tokens)
@@ -80,33 +80,33 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation with special tokens: encode it with `allow_special`, without another BOS.
+        """Return the text of a conversation with special tokens; encode it with `allow_special` and without adding BOS.
 
         Args:
-            add_generation_prompt: end with the beginning of the assistant's next turn.
-            tools: JSON schemas of the functions that the model may call; an empty list counts as none.
-            variables: options of this template, such as Qwen3's `enable_thinking`.
+            add_generation_prompt: end with the header of the assistant's next turn.
+            tools: JSON schemas of the functions that the model may call.
+            variables: options of the template, such as Qwen3's `enable_thinking`.
 
         Raises:
-            UserError: if the template refuses this conversation (with its own message) or fails.
+            UserError: the template rejects the conversation (with its own message) or fails.
         """
         return self._render(messages, tools, {"add_generation_prompt": add_generation_prompt, **variables})[0]
 
     def render_marked(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and the spans that the template marks as the assistant's, in order. Raise
-        `UserError` as `render`; also if marks are in a macro, for example, so that their position is unknown."""
+        """Return the text of a conversation, and the marked spans in order. Raise `UserError` like `render`, and if the
+        positions of marks are unknown, for example in a macro."""
         rendered, marks = self._render(messages, tools, {"add_generation_prompt": False, **variables})
         if any(not rendered.startswith(text, start) for start, text in marks):
             raise UserError(
-                f"{self.name} has {{% generation %}} inside of a macro, a filter or a variable, where it cannot be "
-                "told which text it marks; put it around the assistant's turn itself"
+                f"{self.name} uses {{% generation %}} inside a macro, filter or variable, so the marked text cannot be "
+                "located; put it directly around the assistant's turn"
             )
         return rendered, [(start, start + len(text)) for start, text in marks]
 
     def end_of_turn(self) -> str:
-        """Return the text after an answer, without white space; empty if there is none, or it cannot be found."""
+        """Return the text after an answer, stripped; empty if there is none or it cannot be determined."""
         turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": _PROBE}]
         try:
             _, found, tail = self.render(turns, add_generation_prompt=False).rpartition(_PROBE)
@@ -115,21 +115,21 @@ class ChatTemplate:
         return tail.strip() if found else ""
 
     def end_of_turn_id(self, tokenizer: Tokenizer) -> int | None:
-        """Return the special token after an answer, if any: a model must stop there."""
+        """Return the special token that ends an answer, if any; generation must stop there."""
         [ids] = tokenizer.tokenize([self.end_of_turn()], allow_special=True)
         return ids[0] if ids and ids[0] in tokenizer.special_ids else None
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, str]]]:
-        """Return the text, and start and text of each mark."""
+        """Return the text, and the start and text of each mark."""
         import jinja2
 
         from torchtitan.components.chat_template import sandbox
 
         blocks, progress = [], sandbox.Progress()
         turns = [_as_template_input(turn) for turn in messages]
-        # Llama 3.1's template, for example, would write something else for an empty list of tools.
+        # Some templates, such as Llama 3.1's, treat an empty list of tools differently from None.
         known = {"tools": tools or None, "documents": None, **self.variables, **variables}
         known |= {sandbox.PROGRESS: progress, "messages": turns}
         try:
@@ -138,17 +138,17 @@ class ChatTemplate:
                 progress.n_characters += len(block)
         except sandbox.WorkLimitError as error:
             raise UserError(
-                f"{self.name} takes too long at this conversation, or too much memory; use another template"
+                f"{self.name} exceeds the time or memory limit for this conversation; use another template"
             ) from error
         except jinja2.TemplateError as error:
-            raise UserError(f"{self.name} refuses this conversation: {error}") from error
-        except Exception as error:  # a template is a program: it can fail in any way
-            raise UserError(f"{self.name} fails at this conversation: {type(error).__name__}: {error}") from error
+            raise UserError(f"{self.name} rejects this conversation: {error}") from error
+        except Exception as error:  # a template may raise any error
+            raise UserError(f"{self.name} failed for this conversation: {type(error).__name__}: {error}") from error
         return "".join(blocks), progress.marks
 
 
 def _as_template_input(message: Message) -> dict[str, Any]:
-    """Drop keys without a value, and give a model's reasoning under both names that templates read."""
+    """Drop keys with null values, and provide the reasoning under both names that templates use."""
     known = {key: value for key, value in message.items() if value is not None}
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((known[name] for name in names if name in known), None)
@@ -158,14 +158,14 @@ def _as_template_input(message: Message) -> dict[str, Any]:
 def resolve_chat_template(
     name_or_path: str, folders: Sequence[Path], tokenizer: Tokenizer, *, option: str = "--dataloader.chat_template"
 ) -> ChatTemplate:
-    """Return the selected template. Raise `UserError` if it cannot be found, read or used with the tokenizer.
+    """Return the selected template. Raise `UserError` if it does not exist, or does not fit the tokenizer.
 
     Args:
-        name_or_path: empty for the model's own; a name of `BUILT_IN_TEMPLATES`, which then uses the tokenizer's BOS (if
-            it adds one) and EOS; or a file: Jinja, or a `tokenizer_config.json` that has one.
-        folders: the model's, see `load_chat_template`.
-        tokenizer: encodes the texts.
-        option: the option that sets `name_or_path`, for messages.
+        name_or_path: empty for the model's template; a name of `BUILT_IN_TEMPLATES`, which uses the tokenizer's EOS and
+            BOS (if it adds BOS); or a file: Jinja, or a `tokenizer_config.json` with a template.
+        folders: folders of the model, see `load_chat_template`.
+        tokenizer: tokenizer for the rendered text.
+        option: name of the option that sets `name_or_path`, for messages.
     """
     if name_or_path in BUILT_IN_TEMPLATES:
         return _built_in(name_or_path, tokenizer)
@@ -175,27 +175,27 @@ def resolve_chat_template(
         return template
     raise UserError(
         f"there is no chat template in {' or '.join(map(str, folders)) or 'the model'} (chat_template.jinja, or "
-        f"chat_template in tokenizer_config.json): the model may not know conversations; {option} "
-        f"{'|'.join(BUILT_IN_TEMPLATES)} sets one, as does a file"
+        f"chat_template in tokenizer_config.json): the model may not be trained on conversations; set {option} to a "
+        f"file or one of: {', '.join(BUILT_IN_TEMPLATES)}"
     )
 
 
 def load_chat_template(*folders: Path) -> ChatTemplate | None:
     """Return the first template in a model's folders: `chat_template.jinja`, else `chat_template` of
-    `tokenizer_config.json`; None if there is none. It can read the special tokens of `tokenizer_config.json`, else
-    `special_tokens_map.json`.
+    `tokenizer_config.json`; None if there is none. Its variables include the special tokens of `tokenizer_config.json`,
+    else `special_tokens_map.json`.
 
-    If several are named, in `additional_chat_templates/` or as a list, `tool_use` writes the conversations with tools,
-    and `default` the others, as in transformers. Raise `UserError` if the template cannot be read, or its part for
-    tools is a link out of the folder.
+    With several templates, in `additional_chat_templates/` or as a list, `tool_use` renders conversations with tools,
+    and `default` all others, as in transformers. Raise `UserError` if a template cannot be read, or the template for
+    tools is a link to outside the folder.
     """
     for folder in folders:
         file = folder / "chat_template.jinja"
         file = file if file.is_file() else folder / "tokenizer_config.json"
         source = _read(file) if file.is_file() else None
         if source is not None and file.suffix == ".jinja" and (folder / _WITH_TOOLS).is_file():
-            # A run copies its template into its checkpoints.
-            source = _chosen_by_tools(source, _read_text(file_to_copy(folder, _WITH_TOOLS)), str(folder))
+            # Checkpoints include a copy of the template.
+            source = _combine_by_tools(source, _read_text(file_to_copy(folder, _WITH_TOOLS)), str(folder))
         if source is not None:
             return ChatTemplate(source, _tokens_of(folders), f"the chat template in '{file}'", of_model=True)
     return None
@@ -204,12 +204,10 @@ def load_chat_template(*folders: Path) -> ChatTemplate | None:
 def _built_in(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     source, texts = BUILT_IN_TEMPLATES[name], _bos_and_eos(tokenizer)
     if "eos_token" in source and tokenizer.eos_id is None:
-        raise UserError(
-            f"the chat template {name} ends answers with EOS, which the tokenizer does not have; try chatml"
-        )
+        raise UserError(f"the chat template {name} needs EOS, which the tokenizer does not define; use chatml")
     if not tokenizer.adds_bos:
         texts["bos_token"] = ""
-    # Written into the template, so that it renders the same with any declared tokens.
+    # Part of the template, so that the tokens declared in other files have no effect.
     tokens = "".join(f"{{%- set {key} = {json.dumps(text)} %}}\n" for key, text in texts.items() if key in source)
     required = REQUIRED_TOKENS.get(name, ())
     return ChatTemplate(tokens + source, name=f"the built-in chat template {name}", required_tokens=required)
@@ -239,36 +237,36 @@ def _read_text(file: Path) -> str:
 
 
 def _read(file: Path) -> str | None:
-    """Return the template in a file of either kind; None if a `tokenizer_config.json` has none."""
+    """Read a template from a Jinja file or `tokenizer_config.json`; None if the latter has no template."""
     if file.suffix != ".json":
         return _read_text(file)
     declared = read_object(file).get("chat_template")
     if isinstance(declared, list):
         keys = ("name", "template")
         if not all(isinstance(entry, dict) and all(isinstance(entry.get(k), str) for k in keys) for entry in declared):
-            raise UserError(f"'{file}' has a list of chat templates, and must have a name and a template in each entry")
+            raise UserError(f"'{file}' has a list of chat templates with an entry without name or template")
         templates = {entry["name"]: entry["template"] for entry in declared}
         if "default" not in templates:
             raise UserError(
-                f"'{file}' has the chat templates {', '.join(templates) or '(none)'}, and none is named default; "
-                "write the one that is meant into a file, and name that"
+                f"'{file}' has the chat templates {', '.join(templates) or '(none)'}, but none named default; save one "
+                "to a file, and select the file"
             )
         if "tool_use" in templates:
-            return _chosen_by_tools(templates["default"], templates["tool_use"], str(file))
+            return _combine_by_tools(templates["default"], templates["tool_use"], str(file))
         return templates["default"]
     if not (declared is None or isinstance(declared, str)):
-        raise UserError(f"'{file}' has the chat_template {declared!r}, and must have a text or a list of named ones")
+        raise UserError(f"'{file}': chat_template must be text or a list of named templates, not {declared!r}")
     return declared
 
 
-def _chosen_by_tools(default: str, with_tools: str, where: str) -> str:
-    """Return one template that equals `with_tools` if there are tools, else `default`."""
+def _combine_by_tools(default: str, with_tools: str, where: str) -> str:
+    """Combine two templates: `with_tools` applies if there are tools, else `default`."""
     names = {"default": default, "tool_use": with_tools}
     marked = {name: ChatTemplate(text, name=f"the chat template {name} in '{where}'") for name, text in names.items()}
     if len({template.marks_generation for template in marked.values()}) > 1:
         raise UserError(
-            f"of the chat templates default and tool_use in '{where}' one marks by {{% generation %}} what the "
-            "assistant writes, and the other does not; write marks into both, or into neither"
+            f"only one of the chat templates default and tool_use in '{where}' marks the assistant's text by "
+            f"{{% generation %}}; add marks to both, or to neither"
         )
     # Jinja drops a template's last newline, the first one after a tag and, unless there is a `+`, blanks before a tag.
     default, with_tools = (text.removesuffix("\n").removesuffix("\r") for text in (default, with_tools))
@@ -276,10 +274,10 @@ def _chosen_by_tools(default: str, with_tools: str, where: str) -> str:
 
 
 def _tokens_of(folders: Sequence[Path]) -> dict[str, str]:
-    """Return the special tokens that the folders declare; the first folder wins."""
+    """Return the special tokens declared in the folders; the first folder takes precedence."""
     texts = {}
-    # The second file wins, as for the tokenizer's ids. (In transformers the first one wins if the second has no
-    # `added_tokens_decoder`, which matters only if they contradict each other.)
+    # The second file takes precedence, as for the tokenizer's ids. (In transformers, the first one does if the second
+    # has no `added_tokens_decoder`, which matters only if the files disagree.)
     names = ("special_tokens_map.json", "tokenizer_config.json")
     for path in (folder / name for folder in reversed(folders) for name in names):
         content = read_object(path)

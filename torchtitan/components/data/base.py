@@ -14,15 +14,15 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 NO_DOCUMENT = -1
-"""Document number of a sample that only fills up a batch."""
+"""Document number of a padding sample."""
 
 Batch = dict[str, torch.Tensor]
 """A data loader's batch of B samples of T = `seq_len` tokens, all int64:
 
 - `input` (B, T): token ids.
 - `labels` (B, T): the token that follows each input token, or `IGNORE_INDEX`.
-- `positions` (B, T), only with document masking: each token's position, counted from its document's start in this
-  window. A 0 begins a document, and attention must not reach back across it.
+- `positions` (B, T), only with document masking: each token's position in its document, restarting in each window. A 0
+  begins a document; attention must not cross it.
 - `documents` (B, M), optional: numbers of the sample's documents in order, padded with `NO_DOCUMENT`; for windows of
   running text (B, 2), the first and last document. `document_names` names them.
 """
@@ -30,7 +30,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Shape of samples and their distribution over ranks; raises `UserError` for a number out of range."""
+    """Shape of samples and their distribution over ranks. Raises `UserError` for values out of range."""
 
     seq_len: int
     """Tokens per sample, T."""
@@ -43,7 +43,7 @@ class Layout:
     epochs: int | None = None
     """Passes over the data; None: endless."""
     document_mask: bool = True
-    """Whether packed documents are kept apart."""
+    """True to mask attention between packed documents."""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "local_batch_size", "epochs"):
@@ -61,12 +61,12 @@ class BaseDataLoader(Configurable):
     """Iterator over the batches of one data-parallel rank, built as `config.build(tokenizer=, seq_len=,
     local_batch_size=, dp_rank=, dp_world_size=, seed=, epochs=, global_batch_size=)` (see `TokenizingDataLoader`).
 
-    Its only position is after the last batch returned, whatever workers have prefetched; `state_dict` returns it and
+    The position is always after the last batch returned, regardless of prefetching. `state_dict` returns it and
     `load_state_dict` restores it, so a state saved at the start rewinds the loader. A custom loader may omit
-    `documents` and simply raise `StopIteration` at the end of its rank's data.
+    `documents` and raise `StopIteration` at the end of its rank's data.
 
-    The loaders here raise `StopIteration` only if every rank does so after the same number of batches. A stream split
-    over several ranks cannot know this: `exhausted` becomes True once the rank's own share has ended, and `next` keeps
+    The built-in loaders raise `StopIteration` only if all ranks do so after the same number of batches. A stream split
+    over ranks cannot guarantee this. Instead, `exhausted` becomes True at the end of the rank's shard, and `next` keeps
     returning batches with all labels ignored. A loop over several ranks must check after each `next` whether all ranks
     are `exhausted`, and then stop.
     """
@@ -76,29 +76,29 @@ class BaseDataLoader(Configurable):
         """Training data."""
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
-            """Do the work needed once per host before training; raises `UserError` if the data cannot be used."""
+            """Prepare the data once per host before training. Raises `UserError` if the data cannot be used."""
 
         def identity(self) -> dict[str, Any]:
             """Return the properties that identify this data in the run's identity, JSON-ready, by name."""
             return {"dataloader": f"{self._owner.__module__}.{self._owner.__qualname__}"}
 
         def for_validation(self, dataset: str) -> "BaseDataLoader.Config | None":
-            """Return the config of a loader of validation data in a fixed order; None: there is none. An empty
-            `dataset` means the validation split of this loader's own dataset."""
+            """Return a config that loads validation data in a fixed order, or None if there is none. An empty `dataset`
+            selects the validation split of the training data."""
             return None
 
     token_tensors: ClassVar[tuple[str, ...]] = ("input", "labels")
-    """Names of the (B, T) tensors that a loss needs of a batch: all that a dry run knows of the data."""
+    """Names of the (B, T) batch tensors that the loss needs; a dry run creates only these."""
 
     n_samples: int | None = None
-    """Samples for all ranks over all `epochs`, without fillers; None: unknown (a stream) or endless."""
+    """Samples of all ranks over all `epochs`, without padding; None: unknown (a stream) or endless."""
 
     needs_sample_losses: bool = False
-    """Whether `observe` needs the loss of each sample, not only of the step."""
+    """True if `observe` needs per-sample losses."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether `next` has reached the end of this rank's data; see the class."""
+        """True if this rank has reached the end of its data; see the class."""
         return False
 
     def __iter__(self) -> Self:
@@ -117,49 +117,49 @@ class BaseDataLoader(Configurable):
         raise NotImplementedError
 
     def describe(self, documents: torch.Tensor) -> str:
-        """Return the names of the documents in a sample, a row of a batch's `documents`, as text."""
+        """Return a sample's document names as text. `documents` is a row of a batch's `documents`."""
         return ", ".join(self.document_names(documents)) or "no document (padding)"
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
-        """Return the names of a sample's documents for the ledger, in order, the same in every run; none for padding.
-        A range of documents may share one name. `documents` is a row of a batch's `documents`."""
+        """Return a sample's document names for the ledger, in order; empty for padding. Names are the same in every
+        run, and a range of documents may share one. `documents` is a row of a batch's `documents`."""
         return [f"document {number}" for number in documents.tolist() if number != NO_DOCUMENT]
 
     def batch_of(self, names: Sequence[str]) -> Batch | None:
-        """Return the documents with these `document_names`, one per row; None: names here do not stand for single rows.
-        Raises `UserError` for an unknown name."""
+        """Return a batch of the documents with these `document_names`, one per row, or None if names do not identify
+        rows. Raises `UserError` for an unknown name."""
         return None
 
     def summary(self, n_samples: int) -> DataSummary | None:
-        """Summarize the data without training, for a run of `n_samples` over all ranks; None: nothing is known."""
+        """Summarize the data for a run of `n_samples` over all ranks, without training; None: unknown."""
         return None
 
     def check_repetitions(self, n_samples: int) -> None:
-        """Raise `UserError` if a run of `n_samples`, over all ranks, reads data more often than the config allows."""
+        """Raise `UserError` if a run of `n_samples` over all ranks repeats data more often than allowed."""
 
     def observe(self, statistics: StepStatistics) -> None:
-        """Learn from a training step's statistics, called on every rank with the same values in the order of the steps.
-        Batches already returned or prefetched do not change."""
+        """Adapt to a training step's statistics. Called on every rank with the same values, in step order. Batches
+        already returned or prefetched do not change."""
 
     def assets(self) -> dict[str, str]:
-        """Return the files to store with checkpoints and exports of a model trained on this data: file name → text."""
+        """Return files to save with checkpoints and exports of a model trained on this data: file name → text."""
         return {}
 
     def close(self) -> None:
-        """Stop worker processes and the like. Repeated calls are allowed."""
+        """Release resources such as worker processes. May be called repeatedly."""
 
 
 class TokenizingDataLoader(BaseDataLoader):
     """Options and arguments shared by the loaders of this package.
 
     Args:
-        config: what to read.
-        tokenizer: encodes the data.
+        config: data to read.
+        tokenizer: tokenizer of the model.
         seq_len: positions per sample, T.
         local_batch_size: samples per batch and rank, B.
-        seed: decides the order.
-        epochs: passes over the data, all data sets equally often and shuffled anew in each; samples that predict
-            nothing fill up the last batch. None: endless.
+        seed: random seed of the order.
+        epochs: passes over all data sets, each in a new random order; padding samples fill the last batch. None:
+            endless.
         global_batch_size: samples per training step over all ranks; None: one batch of each rank.
 
     Raises:
@@ -171,13 +171,13 @@ class TokenizingDataLoader(BaseDataLoader):
         """Training data."""
 
         split: str = "train"
-        """Split to read if the data has several."""
+        """Split to read, for data with several splits."""
         num_workers: int = 0
-        """Processes per rank that prepare batches; 0: none, which suffices for local data."""
+        """Worker processes per rank that prepare batches; 0, enough for local data: use the main process."""
         cache_dir: str = ""
         """Folder for tokenized local data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
         verify_caches: bool = False
-        """Verify all checksums of the tokenized data before use; False: those of a sample."""
+        """Verify all checksums of the tokenized data before use; False: verify a sample of them."""
 
         def validate(self) -> None:
             """Raise `UserError` for a value out of range, without reading data."""
@@ -215,20 +215,20 @@ class TokenizingDataLoader(BaseDataLoader):
         raise NotImplementedError
 
 
-def is_own_position(state: dict[str, Any], fingerprint: str, dataset: str) -> bool:
-    """Return whether a loader's saved position refers to this run's data; if not, warn that reading restarts.
+def can_resume_position(state: dict[str, Any], fingerprint: str, dataset: str) -> bool:
+    """Return whether a saved position is valid for this run's data; if not, warn that reading restarts.
 
     Args:
-        state: holds the fingerprint of its data as `data`, and the configured name or names as `dataset`.
-        fingerprint: of this run's data.
-        dataset: this run's configured data.
+        state: a loader's state, with the fingerprint of its data in `data` and the configured names in `dataset`.
+        fingerprint: fingerprint of this run's data.
+        dataset: configured names of this run's data.
     """
     if state["data"] == fingerprint:
         return True
     before = state["dataset"]
     logger.warning(
-        f"the saved position is one in other data than this run's {dataset} (it was "
-        f"{before if isinstance(before, str) else ' '.join(before)}, or another content, tokenizer, template, filter, "
-        "seq_len, packing, shuffling or sampler): reading starts at the beginning"
+        f"the saved data position does not match this run's data ({dataset}), so reading starts at the beginning: it "
+        f"was saved with {before if isinstance(before, str) else ' '.join(before)}, or the content, tokenizer, "
+        "template, filters, seq_len, packing, shuffling or sampler differ"
     )
     return False

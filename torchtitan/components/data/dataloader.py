@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, is_own_position
+from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, can_resume_position
 from torchtitan.components.data.disk_cache import data_identity
 from torchtitan.components.data.pretraining.streaming import StreamBatches, StreamOrder
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
@@ -20,9 +20,9 @@ from torchtitan.tools.errors import UserError
 class PretrainDataLoader(TokenizingDataLoader):
     """Documents packed into windows of `seq_len` + 1 tokens that overlap by one.
 
-    Local data is read from a token cache, and the n-th batch depends on the seed and n alone: rank r of R takes the B
-    samples from n * R * B + r * B on, in an order that does not depend on ranks, workers or B. A registered data set is
-    a stream; see `torchtitan.components.data.pretraining.streaming`. `global_batch_size` has no effect.
+    Local data is read from a token cache. Its order depends only on the seed, not on ranks, workers or B: the n-th
+    batch of rank r of R holds B samples, starting with sample n * R * B + r * B. A registered data set is streamed; see
+    `torchtitan.components.data.pretraining.streaming`. `global_batch_size` has no effect.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -30,16 +30,17 @@ class PretrainDataLoader(TokenizingDataLoader):
         """Training data."""
 
         dataset: str = "stories"
-        """What to read: `stories` (embedded), a registered name (c4), or a local path: a file (txt, md, jsonl, json,
-        csv, parquet; .gz or .zst of these), a folder, a glob pattern, or a folder saved by the library datasets."""
+        """Data to read: `stories` (built in), a registered name (c4), or a local path: a file (txt, md, jsonl, json,
+        csv, parquet, optionally .gz or .zst), a folder, a glob pattern, or a folder written by
+        `datasets.save_to_disk`."""
         text_column: str | None = None
-        """Table column with the text; None: a registered data set's own column, otherwise `text`."""
+        """Column with the text; None: the registered data set's column, else `text`."""
         document_mask: bool = True
-        """Keep attention and positions within each packed document. False: treat a window as one running text."""
+        """Restrict attention and positions to each packed document; False: treat a window as one text."""
         shuffle: bool = True
-        """Visit the samples in a new order in each epoch."""
+        """Shuffle the samples in each epoch."""
         shuffle_buffer: int = 4096
-        """Documents of a stream that are shuffled together; local data is shuffled as a whole."""
+        """Documents per shuffle buffer of a stream; local data is always shuffled as a whole."""
 
         def validate(self) -> None:
             TokenizingDataLoader.Config.validate(self)
@@ -59,7 +60,7 @@ class PretrainDataLoader(TokenizingDataLoader):
             return resolve_source(self.dataset, self.text_column, self.split)
 
         def identity(self) -> dict[str, Any]:
-            """Return the loader's class, and the content, split and text column of its dataset."""
+            """Return the loader's class, and the dataset's content, split and text column."""
             return TokenizingDataLoader.Config.identity(self) | {
                 "dataloader.dataset": data_identity([self.dataset], lambda _: self.source(), self.cache_dir),
                 "dataloader.split": self.split,
@@ -67,8 +68,7 @@ class PretrainDataLoader(TokenizingDataLoader):
             }
 
         def for_validation(self, dataset: str) -> "PretrainDataLoader.Config | None":
-            """Return the config for the validation split of `dataset` or the own one; a `dataset` without splits is
-            used whole."""
+            """Return the config for the validation split of `dataset`, by default the training data."""
             splits = DOCUMENTS.splits(dataset or self.dataset)
             if "validation" in splits:
                 split = "validation"
@@ -109,12 +109,12 @@ class PretrainDataLoader(TokenizingDataLoader):
         return {"dataset": self.config.dataset, "data": self._batches.fingerprint, "position": position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved position; one from other data, tokenizer, seq_len or shuffling is refused with a warning."""
-        if is_own_position(state, self._batches.fingerprint, self.config.dataset):
+        """Restore a saved position. Ignore it with a warning if data, tokenizer, seq_len or shuffling differ."""
+        if can_resume_position(state, self._batches.fingerprint, self.config.dataset):
             self._batches.load_state_dict(state["position"])
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
-        """Return one name for all documents that a window touches, some of them only in part."""
+        """Return one name for all documents in a window, including partial ones."""
         first, last = documents.tolist()
         return [] if first == NO_DOCUMENT else [self._batches.describe(first, last)]
 

@@ -1,10 +1,10 @@
 """Folders on disk that are built once per host and addressed by content.
 
-A folder's name is a digest of everything that decides its content, so a finished folder never changes. It is built
+A folder is named by a digest of all inputs that determine its content, so a finished folder never changes. It is built
 under a temporary name and renamed when complete; other processes that need it wait.
 
-`blocks.json` holds each file's size and block checksums. Opening a folder verifies a sample of them; a folder that does
-not match is set aside and rebuilt.
+`blocks.json` holds each file's size and block checksums. Opening a folder verifies a sample of them. A damaged folder
+is renamed and rebuilt.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _RECENT_NS = 2_000_000_000
 _BLOCKS_FILE = "blocks.json"
 _BLOCK_BYTES = 1 << 18
 _SAMPLED_BLOCKS = 16
-"""Blocks of each file that are verified on opening: the first, the last, and evenly spaced ones between."""
+"""Evenly spaced blocks of each file to verify on opening, including the first and the last."""
 
 T = TypeVar("T")
 
@@ -51,32 +51,32 @@ def digest_of(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def checked_digest(text: str) -> str:
-    """Return `text`; raises `ValueError` unless it is a digest."""
+def check_digest(text: str) -> str:
+    """Return `text`. Raises `ValueError` unless it is a digest."""
     if len(bytes.fromhex(text)) != _DIGEST_BYTES:
-        raise ValueError(f"{text[:80]!r} is no digest")
+        raise ValueError(f"{text[:80]!r} is not a digest")
     return text
 
 
 @contextmanager
 def writable(root: Path) -> Iterator[None]:
-    """Create the cache folder; an `OSError` of the block becomes a `UserError` with advice."""
+    """Create the cache folder and turn an `OSError` in the block into a `UserError`."""
     try:
         durable.make_folder(root)
         yield
     except OSError as error:
         raise UserError(
             f"cannot write to the token cache {root}: {error.strerror or error}; "
-            f"choose another place by --dataloader.cache_dir or ${ENVIRONMENT_VARIABLE}"
+            f"set --dataloader.cache_dir or ${ENVIRONMENT_VARIABLE} to another folder"
         ) from error
 
 
 class DamagedCache(UserError):
-    """A finished folder differs from what was written."""
+    """Files in a finished folder have changed or are missing."""
 
 
 def open_or_build(
-    room: str,
+    parent: str,
     source: Source,
     key: Callable[[list[str]], Any],
     read: Callable[[Path], T],
@@ -85,20 +85,20 @@ def open_or_build(
     *,
     verify: bool = False,
 ) -> T:
-    """Open the folder of data derived from a source. If it is missing, one process builds it while others wait. A
-    damaged folder is renamed to `NAME.damaged`, replacing an earlier one, and rebuilt.
+    """Open the cache folder of a source. If it is missing, one process builds it while others wait. A damaged folder is
+    renamed to `NAME.damaged`, replacing an earlier one, and rebuilt.
 
     Args:
-        room: the folder's parent in the cache.
-        source: the data to tokenize.
-        key: maps the source's identity to a JSON-ready value of everything that decides the content.
+        parent: subfolder of the cache.
+        source: data to tokenize.
+        key: maps the source's identity to a JSON-ready value that determines the content.
         read: opens the finished folder; should use `readable`.
-        write: tokenizes into an empty folder and returns the amount in words. If it raises, nothing is left behind.
+        write: tokenizes into an empty folder and returns the amount as text. The folder is removed if it raises.
         cache_dir: see `cache_root`.
-        verify: check all checksums rather than a sample of each file.
+        verify: verify all checksums instead of a sample per file.
 
     Raises:
-        UserError: the data cannot be used or changed meanwhile, or the folder cannot be read or written.
+        UserError: the data is unusable or changed while being read, or the folder cannot be read or written.
     """
     root = cache_root(cache_dir)
 
@@ -112,7 +112,7 @@ def open_or_build(
 
     with writable(root):
         before = identity()
-        folder = root / room / digest_of(key(before))
+        folder = root / parent / digest_of(key(before))
         durable.make_folder(folder.parent)
         if folder.exists():
             with contextlib.suppress(DamagedCache):
@@ -120,12 +120,12 @@ def open_or_build(
         with _locked(folder.with_suffix(".lock"), source.name):
             if folder.exists():
                 try:
-                    return opened()  # another process has made it meanwhile
+                    return opened()  # built by another process in the meantime
                 except DamagedCache as error:
                     damaged = folder.with_suffix(".damaged")
-                    logger.warning("%s: it is set aside as %s and made again", error, damaged.name)
+                    logger.warning("%s; it was renamed to %s and is rebuilt", error, damaged.name)
                     shutil.rmtree(damaged, ignore_errors=True)
-                    folder.rename(damaged)  # not removed: another run may have it mapped into memory
+                    folder.rename(damaged)  # not removed: another run may have mapped it into memory
             _build(folder, write, source.name, lambda: identity() == before)
         return read(folder)
 
@@ -133,18 +133,18 @@ def open_or_build(
 def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Callable[[], bool]) -> None:
     started = time.monotonic()
     partial_folder = folder.with_suffix(".partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)  # left by a killed build
+    shutil.rmtree(partial_folder, ignore_errors=True)  # of a killed build
     partial_folder.mkdir()
     try:
         amount = write(partial_folder)
         if not unchanged():
-            raise UserError(f"{name} changed while it was read; start again when it is complete")
+            raise UserError(f"{name} changed while it was being read; restart when it is complete")
         _record_blocks(partial_folder)
         durable.rename(partial_folder, folder)
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
-    logger.info(f"tokenized {name}: {amount} in {time.monotonic() - started:.1f} s, kept in {folder}")
+    logger.info(f"tokenized {name}: {amount} in {time.monotonic() - started:.1f} s, cached in {folder}")
 
 
 def _record_blocks(folder: Path) -> None:
@@ -156,30 +156,30 @@ def _record_blocks(folder: Path) -> None:
     (folder / _BLOCKS_FILE).write_text(json.dumps(recorded))
 
 
-def _check_blocks(folder: Path, whole: bool) -> None:
-    """Raise one of the errors of `readable` unless the files match `_record_blocks`."""
+def _check_blocks(folder: Path, verify_all: bool) -> None:
+    """Raise an error that `readable` handles if the files do not match `blocks.json`."""
     paths = list(folder.iterdir())
     for path in paths:
         if not path.is_file():  # reading a pipe or a device may take forever
             raise ValueError(f"{path.name} is not a file")
     recorded = json.loads((folder / _BLOCKS_FILE).read_text())
     if unknown := {path.name for path in paths if path.name[0] != "."} - {_BLOCKS_FILE, *recorded}:
-        raise ValueError(f"{_BLOCKS_FILE} says nothing of {min(unknown)}")
-    if missing := {*recorded} - {path.name for path in paths}:  # a recorded path to elsewhere counts as missing
-        raise ValueError(f"{min(missing)!r} is not in the folder")
+        raise ValueError(f"{min(unknown)} is not listed in {_BLOCKS_FILE}")
+    if missing := {*recorded} - {path.name for path in paths}:  # also paths outside the folder
+        raise ValueError(f"{min(missing)!r} is missing")
     for name, (size, checksums) in recorded.items():
         with (folder / name).open("rb") as file:
             n_bytes, n_blocks = os.fstat(file.fileno()).st_size, len(checksums)
             if n_bytes != size or n_blocks != -(-size // _BLOCK_BYTES):
-                raise ValueError(f"{name} has {n_bytes} bytes")
-            if whole or n_blocks <= _SAMPLED_BLOCKS:
+                raise ValueError(f"{name} has {n_bytes} bytes, not {size}")
+            if verify_all or n_blocks <= _SAMPLED_BLOCKS:
                 numbers = list(range(n_blocks))
             else:
                 numbers = [i * (n_blocks - 1) // (_SAMPLED_BLOCKS - 1) for i in range(_SAMPLED_BLOCKS)]
             for number in numbers:
                 file.seek(number * _BLOCK_BYTES)
                 if zlib.crc32(file.read(_BLOCK_BYTES)) != checksums[number]:
-                    raise ValueError(f"block {number + 1} of {n_blocks} of {name} has another checksum")
+                    raise ValueError(f"block {number + 1} of {n_blocks} of {name} has a wrong checksum")
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def _locked(path: Path, name: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        logger.info(f"waiting for another process that tokenizes {name}")
+        logger.info(f"waiting for another process to tokenize {name}")
         lock.acquire()
     try:
         yield
@@ -200,7 +200,7 @@ def _locked(path: Path, name: str) -> Iterator[None]:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Turn errors of the block into `DamagedCache` if a file is missing or changed, else into `UserError`."""
+    """Turn errors in the block into `DamagedCache` if a file is missing or changed, else into `UserError`."""
     try:
         yield
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -210,7 +210,7 @@ def readable(folder: Path) -> Iterator[None]:
 
 
 def map_array(path: Path, dtype: str, length: int) -> np.memmap:
-    """Map a file of `length` numbers into memory; raises `ValueError` if its size does not match."""
+    """Map a file of `length` numbers into memory. Raises `ValueError` for a wrong file size."""
     n_bytes = path.stat().st_size
     if n_bytes != length * np.dtype(dtype).itemsize:
         raise ValueError(f"{path.name} has {n_bytes} bytes")
@@ -218,26 +218,26 @@ def map_array(path: Path, dtype: str, length: int) -> np.memmap:
 
 
 def file_digest(root: Path, path: Path) -> str:
-    """Return the digest of a file's content, cached in `{root}/digests` until the file's stat changes; raises
+    """Return the digest of a file's content, cached in `{root}/digests` until the file's stat changes. Raises
     `UserError` if the file cannot be read."""
     try:
         stat = path.stat()
     except OSError as error:
         raise _unreadable(path, error) from error
-    place = str(path.resolve())
-    seen = {"path": place, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "inode": stat.st_ino}
-    note = root / "digests" / f"{hashlib.blake2b(os.fsencode(place), digest_size=_DIGEST_BYTES).hexdigest()}.json"
-    if (noted := _noted(note)) is not None and {**seen, "digest": noted.get("digest")} == noted:
-        remembered: str = noted["digest"]
-        return remembered
+    resolved = str(path.resolve())
+    status = {"path": resolved, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "inode": stat.st_ino}
+    entry = root / "digests" / f"{hashlib.blake2b(os.fsencode(resolved), digest_size=_DIGEST_BYTES).hexdigest()}.json"
+    if (cached := _cached_digest(entry)) is not None and {**status, "digest": cached.get("digest")} == cached:
+        cached_digest: str = cached["digest"]
+        return cached_digest
     digest = _hash(path, stat.st_size)
-    # A file written just now may change again within the resolution of its time stamp.
+    # A recent file may change again without a new time stamp, whose resolution is limited.
     if time.time_ns() - stat.st_mtime_ns > _RECENT_NS:
-        note.parent.mkdir(exist_ok=True)
+        entry.parent.mkdir(exist_ok=True)
         try:
-            note.write_text(json.dumps({**seen, "digest": digest}))  # a truncated note counts as none
+            entry.write_text(json.dumps({**status, "digest": digest}))  # a truncated entry is ignored
         except OSError:
-            note.unlink(missing_ok=True)
+            entry.unlink(missing_ok=True)
             raise
     return digest
 
@@ -245,20 +245,20 @@ def file_digest(root: Path, path: Path) -> str:
 def data_identity(
     datasets: Sequence[str], resolve: Callable[[str], Source | StreamSource], cache_dir: str
 ) -> dict[str, str]:
-    """Return the run-identity property of dataset strings: their content, independent of file names and locations, or
+    """Return the identity of datasets for the run's identity: their content, regardless of file names and locations, or
     their names if the content is unknown (a stream, or deleted data)."""
-    of_files: list[str] = []
+    digests: list[str] = []
 
-    def remembered(path: Path) -> str:
-        of_files.append(file_digest(root, path))
-        return of_files[-1]
+    def recorded_digest(path: Path) -> str:
+        digests.append(file_digest(root, path))
+        return digests[-1]
 
     root, digest = cache_root(cache_dir), ""
     with contextlib.suppress(UserError), writable(root):
         sources = [resolve(dataset) for dataset in datasets]
         local = [source for source in sources if isinstance(source, Source)]
-        identities = [source.identity(remembered) for source in local]
-        digest = digest_of(of_files or identities) if len(local) == len(sources) else ""
+        identities = [source.identity(recorded_digest) for source in local]
+        digest = digest_of(digests or identities) if len(local) == len(sources) else ""
     return identify_content(", ".join(map(location, datasets)), digest)
 
 
@@ -266,17 +266,17 @@ def content_digest(folder: Path, names: Sequence[str]) -> str:
     return digest_of([_hash(folder / name, (folder / name).stat().st_size) for name in names])
 
 
-def _noted(note: Path) -> dict[str, Any] | None:
+def _cached_digest(entry: Path) -> dict[str, Any] | None:
     try:
-        noted = json.loads(note.read_text())
-        return {**noted, "digest": checked_digest(noted["digest"])}
+        cached = json.loads(entry.read_text())
+        return {**cached, "digest": check_digest(cached["digest"])}
     except (FileNotFoundError, ValueError, TypeError, LookupError, RecursionError):
         return None
 
 
 def _hash(path: Path, size: int) -> str:
     if size > _LARGE:
-        logger.info(f"reading {path} ({size / 2**30:.0f} GiB) to see whether its tokens are in the cache")
+        logger.info(f"reading {path} ({size / 2**30:.0f} GiB) to look up its tokens in the cache")
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).hexdigest()

@@ -1,4 +1,4 @@
-"""Reports on the rows of data sets, and a summary of a loader's data before training."""
+"""Reports on the rows of data sets, and summaries of a loader's data."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,16 +8,16 @@ from torchtitan.components.data.plan.sampler import Array
 from torchtitan.tools.errors import UserError
 
 N_EXAMPLES = 3
-"""Examples that a `ExampleCounter` keeps."""
+"""Examples kept by an `ExampleCounter`."""
 
 
 @dataclass(slots=True)
 class ExampleCounter:
-    """Number of samples that something happened to, with the first few as examples."""
+    """Count of samples with a property, with the first few as examples."""
 
     count: int = 0
     examples: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of a sample's location and what happened."""
+    """Pairs of a sample's location and a description."""
 
     def add(self, where: str, what: str) -> None:
         self.count += 1
@@ -25,34 +25,34 @@ class ExampleCounter:
             self.examples.append((where, what))
 
     def in_words(self) -> Iterator[str]:
-        """Yield the examples, grouped by what happened: `a.jsonl:1, a.jsonl:7: no text`."""
-        places: dict[str, list[str]] = {}
+        """Yield the examples, grouped by description: `a.jsonl:1, a.jsonl:7: no text`."""
+        locations: dict[str, list[str]] = {}
         for where, what in self.examples:
-            places.setdefault(what, []).append(where)
-        return (f"{', '.join(where)}: {what}" for what, where in places.items())
+            locations.setdefault(what, []).append(where)
+        return (f"{', '.join(where)}: {what}" for what, where in locations.items())
 
 
 @dataclass(slots=True)
 class Report:
-    """Counts of a data set's rows, by what happened to them."""
+    """Counts of a data set's rows and tokens."""
 
     format: str = ""
     rows: int = 0
     kept: int = 0
     tokens: int = 0
     trained_tokens: int = 0
-    """Tokens among them that are predicted."""
+    """Tokens that are predicted."""
     truncated: ExampleCounter = field(default_factory=ExampleCounter)
     special_in_text: ExampleCounter = field(default_factory=ExampleCounter)
-    """Samples with text that spells special tokens, which are encoded as special tokens."""
+    """Samples with special tokens written in their text, which are encoded as special tokens."""
     dropped: dict[str, ExampleCounter] = field(default_factory=dict)
-    """Dropped rows by reason, the option that decides."""
+    """Dropped rows by the option that drops them."""
     unread: list[str] = field(default_factory=list)
-    """Columns that are not read although their names suggest that they matter."""
+    """Ignored columns with names that suggest an effect on training."""
 
     @property
     def n_dropped(self) -> int:
-        return sum(tally.count for tally in self.dropped.values())
+        return sum(counter.count for counter in self.dropped.values())
 
     def drop(self, where: str, reason: str, why: str) -> None:
         self.dropped.setdefault(reason, ExampleCounter()).add(where, why)
@@ -63,60 +63,60 @@ class Report:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Self:
-        """Return the report that `to_dict` described."""
+        """Create a report from the result of `to_dict`."""
 
-        def tally(of: dict[str, Any]) -> ExampleCounter:
-            return ExampleCounter(of["count"], [(where, what) for where, what in of["examples"]])
+        def to_counter(entry: dict[str, Any]) -> ExampleCounter:
+            return ExampleCounter(entry["count"], [(where, what) for where, what in entry["examples"]])
 
-        tallies = {name: tally(document[name]) for name in ("truncated", "special_in_text")}
-        dropped = {reason: tally(of) for reason, of in document["dropped"].items()}
-        return cls(**{**document, **tallies, "dropped": dropped})
+        counters = {name: to_counter(document[name]) for name in ("truncated", "special_in_text")}
+        dropped = {reason: to_counter(entry) for reason, entry in document["dropped"].items()}
+        return cls(**{**document, **counters, "dropped": dropped})
 
     def lines(self) -> Iterator[str]:
-        """Yield the totals, then what happened to some samples, with examples."""
+        """Yield the totals, then the counts of dropped and changed samples with examples."""
         share = f" ({self.trained_tokens / self.tokens:.0%})" if self.tokens else ""
         yield (
             f"{self.kept:,} of {self.rows:,} rows kept ({self.format}), {self.tokens:,} tokens, "
             f"{self.trained_tokens:,} trained{share}"
         )
-        events = {f"dropped, {reason}": tally for reason, tally in self.dropped.items()}
-        events |= {"truncated": self.truncated, "special tokens spelt by content": self.special_in_text}
-        for event, tally in events.items():
-            if tally.count:
-                more = ["..."] if tally.count > len(tally.examples) else []
-                yield f"{event}: {tally.count:,} ({'; '.join([*tally.in_words(), *more])})"
+        events = {f"dropped, {reason}": counter for reason, counter in self.dropped.items()}
+        events |= {"truncated": self.truncated, "special tokens written in the text": self.special_in_text}
+        for event, counter in events.items():
+            if counter.count:
+                more = ["..."] if counter.count > len(counter.examples) else []
+                yield f"{event}: {counter.count:,} ({'; '.join([*counter.in_words(), *more])})"
 
 
 def no_rows_left_error(name: str, report: Report, advice: Iterable[str] = ()) -> UserError:
-    """Return the error for a data set that has no row left."""
-    return UserError("\n".join([f"no row of {name} is left to train on", *report.lines(), *advice]))
+    """Return the error for a data set without usable rows."""
+    return UserError("\n".join([f"{name} has no rows left to train on", *report.lines(), *advice]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetSummary:
-    """Facts about one data set."""
+    """Summary of one data set."""
 
     name: str
-    """As the configuration names it."""
+    """Name in the configuration."""
     report: Report
     lengths: Array
-    """Tokens of each sample (n,), including samples that are dropped or cut because they are too long."""
+    """Tokens of each sample (n,), including samples dropped or truncated as too long."""
     epochs: float
-    """Times that the run reads it."""
+    """Times that the run reads the data set."""
     max_epochs: float | None
-    """Times that it may be read; None: no limit."""
+    """Largest allowed number of epochs; None: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSummary:
-    """Facts about the data of a run, known without training."""
+    """Summary of a run's data, available without training."""
 
     sets: Sequence[SetSummary]
     max_length: int
-    """Most tokens of a sample, to compare `SetSummary.lengths` with."""
+    """Maximum tokens per sample; longer samples are dropped or truncated."""
     windows_per_epoch: int
-    """Rows (T,) of batches in one pass over all data."""
+    """Windows in one pass over all data."""
     packing_efficiency: float | None
-    """Fraction of these rows' positions that hold data; None: samples are not packed."""
+    """Fraction of the windows' positions that hold data; None: samples are not packed."""
     follows_seed: bool
-    """Whether configuration and seed alone decide the order, so that the data of any step is known in advance."""
+    """True if configuration and seed determine the order, so that the data of any step is known in advance."""

@@ -18,11 +18,11 @@ class Workers:
     """Iterator over the items of a dataset, prepared by torchdata's `StatefulDataLoader`.
 
     Args:
-        dataset: map-style with `sampler`, or iterable; each item is a whole batch, or a `UserError` or `RunFailure` to
-            raise in its place. If it were raised in a worker, its message would be the worker's traceback.
-        sampler: the keys of a map-style dataset's items.
-        num_workers: worker processes; 0: items are made on demand.
-        state: result of `state_dict` to continue from.
+        dataset: map-style with `sampler`, or iterable. Each item is a batch, or a `UserError` or `RunFailure` to raise
+            here: raised in a worker, its message would be the worker's traceback.
+        sampler: keys of a map-style dataset's items.
+        num_workers: worker processes; 0: create items in this process.
+        state: result of `state_dict` to resume from.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Workers:
                 num_workers=num_workers,
                 pin_memory=torch.cuda.is_available(),
                 worker_init_fn=_ignore_signals,
-                generator=torch.Generator(),  # its own: the workers' seeds must not advance the model's random numbers
+                generator=torch.Generator(),  # worker seeds must not advance the default generator
                 persistent_workers=num_workers > 0,
             )
         if state is not None:
             self._loader.load_state_dict(state)
         self._items = iter(self._loader)
-        # Also at exit: an iterator held by an exception's traceback is never finalized, and the interpreter would wait
+        # Also runs at exit: an iterator that a traceback refers to is never finalized, and the interpreter would wait
         # for its workers forever.
         self._finalizer = weakref.finalize(self, end_loader_workers, self._items) if num_workers else None
 
@@ -59,7 +59,7 @@ class Workers:
         return item
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an iterable dataset's state after the last item returned; prefetched items do not count."""
+        """Return an iterable dataset's state after the last item returned, ignoring prefetched items."""
         return self._loader.state_dict()
 
     def close(self) -> None:

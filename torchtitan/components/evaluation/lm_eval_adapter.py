@@ -1,5 +1,5 @@
-"""Our models in lm-eval, EleutherAI's evaluation harness (https://github.com/EleutherAI/lm-evaluation-harness). Import
-this module only if the package `lm_eval` is installed."""
+"""Adapter for lm-eval, EleutherAI's evaluation harness (https://github.com/EleutherAI/lm-evaluation-harness). Importing
+this module requires the package `lm_eval`."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from torchtitan.components.generation import Sampling, TextStream, generate, sta
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
-_MAX_NEW_TOKENS = 256  # lm-eval's own default
+_MAX_NEW_TOKENS = 256  # lm-eval's default
 
 
 class TorchtitanLM(LM):
-    """lm-eval's interface to the model of `scorer`, text in and numbers or text out. `stop_ids` end a generated text;
-    `progress` is called per kind of request as requests are answered."""
+    """lm-eval's interface to the model of `scorer`. `stop_ids` end generated text; `progress` is called with the number
+    of finished requests of each kind."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class TorchtitanLM(LM):
             pairs = map(make_disjoint_window, get_rolling_token_windows(ids, start, size, context_len=1))
             windows.append([Request(*pair) for pair in pairs])
         scores = iter(self.scorer.score(list(itertools.chain(*windows)), self.progress))
-        return [sum(next(scores).logprob for _ in of_text) for of_text in windows]
+        return [sum(next(scores).logprob for _ in text_windows) for text_windows in windows]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        same_options: dict[str, list[int]] = {}  # as one batch needs
+        same_options: dict[str, list[int]] = {}  # a batch has one set of options
         for index, request in enumerate(requests):
             same_options.setdefault(repr(request.args[1]), []).append(index)
         texts: dict[int, str] = {}
@@ -70,8 +70,8 @@ class TorchtitanLM(LM):
         room = self.scorer.max_seq_len - new_tokens
         if room < 1:
             raise UserError(
-                f"the task asks for {new_tokens} new tokens (max_gen_toks), and the model's context is "
-                f"{self.scorer.max_seq_len}"
+                f"the task needs {new_tokens} new tokens (max_gen_toks), but the model's context is only "
+                f"{self.scorer.max_seq_len} tokens"
             )
         prompts = [ids[-room:] or [start_id(self.tokenizer)] for ids in self.tokenizer.encode_batch(contexts)]
         streams = [TextStream(self.tokenizer, prompt, stop) for prompt in prompts]
@@ -96,21 +96,21 @@ class TorchtitanLM(LM):
 def evaluate_tasks(
     model: TorchtitanLM, tasks: Sequence[str], *, include_path: Path | None = None, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the metrics by task; raise `UserError` for an unknown task. `tasks` are names of lm-eval's own tasks, or
-    of tasks in YAML in the folder `include_path`; `limit` is the number of examples per task (None: all)."""
+    """Return the metrics by task. Raise `UserError` for an unknown task. `tasks` are names of lm-eval's tasks, or of
+    YAML tasks in the folder `include_path`; `limit` is the number of examples per task (None: all)."""
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise UserError(
-            f"no lm-eval task is called {', '.join(unknown)}; a task is a name that `lm_eval ls tasks` lists, a "
-            "task of --include_path, or a file that ends in .jsonl, .txt or .md"
+            f"unknown lm-eval task {', '.join(unknown)}; use a name listed by `lm_eval ls tasks`, a task in "
+            "--include_path, or a .jsonl, .txt or .md file"
         )
     results = simple_evaluate(model, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False)
-    assert results is not None, "only the first of several processes gets results, and there is one"
+    assert results is not None, "only the first of several processes gets results, but there is only one"
     return dict(results["results"])
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
     if not options.get("do_sample", False):
         return Sampling()
-    top_k = options.get("top_k") or None  # 0 is transformers' way to say: all
+    top_k = options.get("top_k") or None  # in transformers, 0 means all
     return Sampling(temperature=options.get("temperature", 1.0), top_k=top_k, top_p=options.get("top_p"))

@@ -1,4 +1,4 @@
-"""Probability of a continuation given a context, the basis of all evaluations here."""
+"""Probability of a continuation given a context, the basis of all evaluations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,15 +32,15 @@ class Score:
     """Natural logarithm of the continuation's probability, summed over its tokens."""
 
     is_greedy: bool
-    """True if greedy decoding would give the continuation."""
+    """True if greedy decoding would generate the continuation."""
 
     truncated: bool
-    """True if the beginning of the context was cut to fit the model's."""
+    """True if the beginning of the context was truncated to fit into the model's context."""
 
 
 class Scorer:
     """Scores requests in batches of similar length, `batch_size` per forward pass. Under FSDP, every rank scores the
-    same requests. By default, `max_seq_len` is the model's, and `device` the parameters'."""
+    same requests. `max_seq_len` and `device` default to the model's."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Score]:
-        """Return the score of each request, in order. A request of more than `max_seq_len` + 1 tokens (the last is only
-        predicted) loses the beginning of its context. Raise `UserError` for a continuation longer than the model's
+        """Return the score of each request, in order. Requests of more than `max_seq_len` + 1 tokens (the last token is
+        only predicted) are truncated at the beginning. Raise `UserError` for a continuation longer than the model's
         context, or a log-probability that is not finite."""
         for request in requests:
             assert request.context, "a context has at least one token"
@@ -69,7 +69,7 @@ class Scorer:
                     f"a continuation of {len(request.continuation)} tokens is longer than the model's context of "
                     f"{self.max_seq_len} tokens"
                 )
-        # The longest first, so that running out of memory shows at once.
+        # Longest first, to run out of memory early if at all.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].context) - len(requests[i].continuation))
         scores: dict[int, Score] = {}
         with evaluating(self.model):
@@ -83,15 +83,15 @@ class Scorer:
     def _score_batch(self, requests: Sequence[Request]) -> list[Score]:
         sequences = [(request.context + request.continuation)[-self.max_seq_len - 1 :] for request in requests]
         longest = max(map(len, sequences)) - 1
-        # Padding follows the tokens, so that causal attention does not see it.
+        # Padding after the tokens has no effect under causal attention.
         tokens = [sequence[:-1] + [0] * (longest + 1 - len(sequence)) for sequence in sequences]
         # Column j predicts token j + 1, so the n columns before a continuation's last token predict its n tokens.
-        places = [
+        indices = [
             (row, len(sequence) - 1 - len(request.continuation) + i)
             for row, (sequence, request) in enumerate(zip(sequences, requests, strict=True))
             for i in range(len(request.continuation))
         ]
-        rows_N, columns_N = torch.tensor(places, dtype=torch.long, device=self._device).view(-1, 2).T
+        rows_N, columns_N = torch.tensor(indices, dtype=torch.long, device=self._device).view(-1, 2).T
         targets = [token for request in requests for token in request.continuation]
         logprobs_N, greedy_N = self._logprobs(tokens, rows_N, columns_N, torch.tensor(targets, device=self._device))
         if not logprobs_N.isfinite().all():

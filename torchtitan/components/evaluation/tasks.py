@@ -19,7 +19,7 @@ SUFFIXES = (".jsonl", ".txt", ".md")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One line of a file."""
+    """Multiple-choice question, one line of a file."""
 
     query: str
     choices: list[str]
@@ -29,7 +29,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class MultipleChoiceResult:
-    """Fractions of the questions for which the right choice has the highest score; standard errors are of the mean."""
+    """Fraction of questions with the highest score for the right choice, and its standard error."""
 
     accuracy: float
     """By log-probability of the choice."""
@@ -40,12 +40,12 @@ class MultipleChoiceResult:
     accuracy_norm_stderr: float | None
     questions: int
     truncated: int
-    """Questions with a query cut at its beginning to fit the model's context."""
+    """Questions truncated at the beginning to fit into the model's context."""
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """Return the first `limit` questions (None: all) of a file with one JSON object per line: `query`, `choices`,
-    `gold`. Raise `UserError` for any other line, by number."""
+    `gold`. Raise `UserError` with the line number for an invalid line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -60,22 +60,22 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
 def multiple_choice(
     scorer: Scorer, tokenizer: Tokenizer, questions: Sequence[Question], progress: Progress | None = None
 ) -> MultipleChoiceResult:
-    """Score every choice of every question. A blank separates query and choice, unless there is white space already;
-    the first of equal scores counts."""
+    """Score every choice of every question. Query and choice are separated by a space unless there is white space
+    already. The first of equal scores counts."""
     requests = [
         request
         for question in questions
-        for request in encode_pairs(tokenizer, [(question.query, _joined(question, c)) for c in question.choices])
+        for request in encode_pairs(tokenizer, [(question.query, _continuation(question, c)) for c in question.choices])
     ]
     scores = iter(scorer.score(requests, progress))
     hits, norm_hits, truncated = [], [], 0
     for question in questions:
-        of_choices = [next(scores) for _ in question.choices]
-        logprobs = [score.logprob for score in of_choices]
+        choice_scores = [next(scores) for _ in question.choices]
+        logprobs = [score.logprob for score in choice_scores]
         per_byte = [logprob / len(c.encode()) for logprob, c in zip(logprobs, question.choices, strict=True)]
         hits.append(logprobs.index(max(logprobs)) == question.gold)
         norm_hits.append(per_byte.index(max(per_byte)) == question.gold)
-        truncated += any(score.truncated for score in of_choices)
+        truncated += any(score.truncated for score in choice_scores)
     return MultipleChoiceResult(
         accuracy=sum(hits) / len(hits),
         accuracy_stderr=_stderr(hits),
@@ -87,46 +87,46 @@ def multiple_choice(
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Request]:
-    """Encode (context, continuation) pairs by lm-eval's rule, for comparable scores; raise `UserError` for a
-    continuation that adds no token.
+    """Encode (context, continuation) pairs like lm-eval, for comparable scores. Raise `UserError` for a continuation
+    without tokens.
 
-    White space at the end of the context moves to the continuation. The continuation's tokens are the joint encoding's
-    tokens after as many as the context alone has. An empty context is BOS (or EOS, without BOS). BOS is added as in the
-    tokenizer's own configuration.
+    White space at the end of the context moves to the continuation. If the context alone has n tokens, the continuation
+    is the joint encoding after its first n tokens. An empty context is BOS (or EOS, without BOS). BOS is added as
+    configured by the tokenizer.
     """
     moved = [(context.rstrip(), context[len(context.rstrip()) :] + continuation) for context, continuation in pairs]
-    whole = tokenizer.encode_batch([context + continuation for context, continuation in moved], add_eos=False)
+    joint = tokenizer.encode_batch([context + continuation for context, continuation in moved], add_eos=False)
     alone = tokenizer.encode_batch([context for context, _ in moved], add_eos=False)
     requests = []
-    for (context, continuation), whole_ids, context_ids in zip(moved, whole, alone, strict=True):
+    for (context, continuation), joint_ids, context_ids in zip(moved, joint, alone, strict=True):
         if not context:
             context_ids = [start_id(tokenizer)]
-            whole_ids = whole_ids if whole_ids[:1] == context_ids else context_ids + whole_ids
-        if len(whole_ids) <= len(context_ids):
-            raise UserError(f"{continuation!r} adds no token to {context!r}, so it has no probability to compare")
-        requests.append(Request(context_ids, whole_ids[len(context_ids) :]))
+            joint_ids = joint_ids if joint_ids[:1] == context_ids else context_ids + joint_ids
+        if len(joint_ids) <= len(context_ids):
+            raise UserError(f"{continuation!r} adds no token to {context!r}, so it has no probability")
+        requests.append(Request(context_ids, joint_ids[len(context_ids) :]))
     return requests
 
 
-def _parse(line: str, place: str) -> Question:
+def _parse(line: str, where: str) -> Question:
     try:
         content = parse_json(line)
     except ValueError as error:
-        raise UserError(f"{place} is not JSON: {error}") from error
+        raise UserError(f"{where} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{place} must hold an object with query, choices and gold, not {type(content).__name__}")
+        raise UserError(f"{where} must be an object with query, choices and gold, not {type(content).__name__}")
     if missing := [key for key in ("query", "choices", "gold") if key not in content]:
-        raise UserError(f"{place} has no {' and no '.join(missing)}")
+        raise UserError(f"{where} has no {' and no '.join(missing)}")
     query, choices, gold = content["query"], content["choices"], content["gold"]
     well_formed = isinstance(query, str) and isinstance(choices, list) and type(gold) is int
     if not (well_formed and choices and all(isinstance(choice, str) and choice.strip() for choice in choices)):
-        raise UserError(f"{place}: query must be a text, choices a list of texts that are not empty, gold a number")
+        raise UserError(f"{where}: query must be text, choices a list of nonempty texts, and gold a number")
     if not 0 <= gold < len(choices):
-        raise UserError(f"{place}: gold is {gold}, and there are {len(choices)} choices, counted from 0")
+        raise UserError(f"{where}: gold is {gold}, but there are {len(choices)} choices, counted from 0")
     return Question(query, choices, gold)
 
 
-def _joined(question: Question, choice: str) -> str:
+def _continuation(question: Question, choice: str) -> str:
     separated = not question.query or question.query[-1].isspace() or choice[0].isspace()
     return choice if separated else f" {choice}"
 
@@ -153,11 +153,11 @@ class PerplexityResult:
 def text_perplexity(
     scorer: Scorer, tokenizer: Tokenizer, text: str, progress: Progress | None = None
 ) -> PerplexityResult:
-    """Score every token of `text` once, after at least half of the model's context if the text has it. BOS (or EOS,
-    without BOS) precedes the text, regardless of the tokenizer's configuration: it predicts the first token and is not
-    scored itself. Raise `UserError` for an empty text."""
+    """Score every token of `text` once, with at least half of the model's context before it if possible. BOS (or EOS,
+    without BOS) always precedes the text, to predict the first token; it is not scored. Raise `UserError` for an empty
+    text."""
     if not text:
-        raise UserError("the text is empty: there is nothing to score")
+        raise UserError("the text is empty")
     start = start_id(tokenizer)
     ids = tokenizer.encode(text, add_bos=False, add_eos=False)
     scores = scorer.score(list(windows([start, *ids], scorer.max_seq_len)), progress)
@@ -176,8 +176,8 @@ def text_perplexity(
 
 
 def windows(ids: list[int], size: int) -> Iterator[Request]:
-    """Yield requests that score all but the first of `ids` once, each of at most `size` predictions. The first window
-    predicts `size` tokens, each later one half of that, after the half before them."""
+    """Yield requests that score all `ids` except the first once. The first window predicts `size` tokens, each later
+    one half of `size`, given the half before them."""
     end = min(size + 1, len(ids))
     yield Request(ids[:1], ids[1:end])
     stride = max(1, size // 2)
@@ -189,8 +189,8 @@ def windows(ids: list[int], size: int) -> Iterator[Request]:
 def evaluate_file(
     path: Path, scorer: Scorer, tokenizer: Tokenizer, limit: int | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Return the fields of the `MultipleChoiceResult` of at most `limit` questions, or of the `PerplexityResult`, of a
-    file with one of `SUFFIXES`. Raise `UserError` if it cannot be read, or has nothing to score."""
+    """Evaluate on a file with one of `SUFFIXES`: return the fields of a `MultipleChoiceResult` of at most `limit`
+    questions, or of a `PerplexityResult`. Raise `UserError` if the file is unreadable or empty."""
     if path.suffix == ".jsonl":
         return dataclasses.asdict(multiple_choice(scorer, tokenizer, read_questions(path, limit), progress))
     return dataclasses.asdict(text_perplexity(scorer, tokenizer, read_text(path), progress))
@@ -201,7 +201,7 @@ def read_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' cannot be read as a text in UTF-8: {error}") from error
+        raise UserError(f"'{path}' cannot be read as UTF-8 text: {error}") from error
     if not text:
-        raise UserError(f"'{path}' is empty: there is nothing to score")
+        raise UserError(f"'{path}' is empty")
     return text

@@ -1,4 +1,4 @@
-"""Continuation of token sequences with a model, for `torchtitan generate` and training methods."""
+"""Text generation, for `torchtitan generate` and training methods."""
 
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -22,18 +22,18 @@ from torchtitan.tools.torch_private import forward_pre_hooks
 FinishReason = Literal["stop", "length"]
 
 OnToken = Callable[[int, int], bool]
-"""Called with a row's number and its next token, in row order; True ends the row."""
+"""Called with the row number and the next token, in row order; return True to end the row."""
 
 NOT_FINITE_HINT = (
-    "its weights may be damaged or its training may have diverged, or the numbers are too large for the type it "
-    "computes in (--dtype)"
+    "the weights may be damaged, the training may have diverged, or the values are too large for the computation type "
+    "(--dtype)"
 )
-"""Possible causes of NaN from a model."""
+"""Possible causes of NaN in a model's output."""
 
-_PADDING = 0  # any token will do: nothing attends to it
+_PADDING = 0  # arbitrary: nothing attends to it
 
 _ATTENTION = "*.attend"
-"""The modules `attend(queries, keys, values, mask)` of every family (`ShardingPlan.attention`)."""
+"""Pattern of the modules `attend(queries, keys, values, mask)` in all families (`ShardingPlan.attention`)."""
 
 
 @dataclass(slots=True)
@@ -60,23 +60,23 @@ def generate(
     use_cache: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> list[Generation]:
-    """Continue each of `prompts`, all in one batch, with the model in evaluation mode; each ends by itself.
+    """Continue all `prompts` in one batch, with the model in evaluation mode; rows end independently.
 
-    Works for plain models and under FSDP, DDP, tensor parallelism, activation checkpointing, compilation (the blocks
-    run uncompiled meanwhile) and autocast, not under pipeline or context parallelism.
+    Supports plain models, FSDP, DDP, tensor parallelism, activation checkpointing, compilation (blocks run uncompiled
+    during generation) and autocast, but not pipeline or context parallelism.
 
     Args:
-        prompts: token ids, at least one each, of any lengths.
-        max_new_tokens: per prompt, including the stop token.
+        prompts: token ids, at least one per prompt.
+        max_new_tokens: maximum per prompt, including the stop token.
         sampling: None: always the most probable token.
-        stop_ids: tokens that end a row; `on_token` does not see them.
-        use_cache: keep keys and values; without, every token costs a forward pass over all tokens before it.
-        group: processes that must run forward passes together (FSDP, tensor parallelism) until all their rows are done.
-            Each may have its own prompts; under tensor parallelism all have the same.
+        stop_ids: tokens that end a row; not passed to `on_token`.
+        use_cache: use a key/value cache; otherwise every token needs a forward pass over all previous tokens.
+        group: processes that run forward passes together (FSDP, tensor parallelism) until all rows are finished. Their
+            prompts may differ, except under tensor parallelism.
 
     Raises:
-        UserError: for no prompt; for a prompt and continuation longer than the model's context (its `max_seq_len`); for
-            a pipeline stage or under context parallelism; for logits that are no distribution (NaN).
+        UserError: there are no prompts; prompt and continuation exceed the model's context (`max_seq_len`); the model
+            is a pipeline stage or uses context parallelism; logits are not finite.
     """
     _check(model, prompts, max_new_tokens)
     rows = _Rows(len(prompts), max_new_tokens, stop_ids, on_token)
@@ -84,8 +84,8 @@ def generate(
     next_logits = _cached_logits if use_cache else _recomputed_logits
     with evaluating(model), next_logits(model, prompts, max_new_tokens) as step:
         tokens_B: Tensor | None = None
-        while _anywhere(bool(rows.unfinished), group):
-            logits_BV = _usable(step(tokens_B).float(), rows.unfinished, group)
+        while _any_process(bool(rows.unfinished), group):
+            logits_BV = _check_finite(step(tokens_B).float(), rows.unfinished, group)
             tokens_B = sampler.draw(logits_BV)
             logprobs_B = logits_BV.log_softmax(dim=-1).gather(1, tokens_B.to(logits_BV.device)[:, None])[:, 0]
             rows.extend(tokens_B.tolist(), logprobs_B.tolist())
@@ -114,55 +114,55 @@ class _Rows:
 
 def _check(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     if isinstance(prompts, str) or not all(isinstance(prompt, Sequence) for prompt in prompts):
-        raise UserError("prompts are lists of token ids, one list for each text (`tokenizer.encode(text)` gives one)")
+        raise UserError("prompts must be lists of token ids, such as [tokenizer.encode(text)]")
     if not prompts:
-        raise UserError("there is no prompt: give at least one")
+        raise UserError("there are no prompts; pass at least one")
     if not all(prompts):
-        raise UserError("each prompt must have at least one token (an empty text begins with BOS)")
+        raise UserError("each prompt must have at least one token; use BOS for an empty text")
     vocabulary = cast(Any, model).config.vocab_size
     if unknown := {token for prompt in prompts for token in prompt if not 0 <= token < vocabulary}:
-        raise UserError(f"a prompt has token {min(unknown)}, and the model's vocabulary ends at {vocabulary - 1}")
+        raise UserError(f"a prompt contains token {min(unknown)}, but the model's vocabulary ends at {vocabulary - 1}")
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens is {max_new_tokens}, and must be 0 or more")
     _reject_partial_model(model)
     longest, context = max(map(len, prompts)), cast(Any, model).config.max_seq_len
     if longest + max_new_tokens > context:
         raise UserError(
-            f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} are more than the model's context of "
-            f"{context} tokens (its max_seq_len); shorten one of them"
+            f"a prompt of {longest} tokens plus max_new_tokens {max_new_tokens} exceeds the model's context of "
+            f"{context} tokens (max_seq_len); reduce either"
         )
 
 
 def _reject_partial_model(model: nn.Module) -> None:
     if any(getattr(model, name, model) is None for name in ("tok_embeddings", "norm")):
-        raise UserError("a pipeline stage cannot generate text: it has only a part of the model's layers")
+        raise UserError("a pipeline stage cannot generate text: it has only some of the model's layers")
     hooks = (hook for module in model.modules() for hook in forward_pre_hooks(module))
     if any(getattr(hook, "__module__", None) == context_parallel.__name__ for hook in hooks):
-        raise UserError("a model under context parallelism cannot generate text: each rank has a part of the tokens")
+        raise UserError("a model under context parallelism cannot generate text: each rank has only some of the tokens")
 
 
-def _usable(logits_BV: Tensor, unfinished: set[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Return the logits, with zeros in finished rows whose logits are no distribution. Raise `UserError` if an
-    unfinished row of any process has such logits: the most probable token of all NaN would be token 0."""
+def _check_finite(logits_BV: Tensor, unfinished: set[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Replace logits that are not finite by zeros in finished rows. Raise `UserError` if an unfinished row of any
+    process has such logits, since the most probable token would silently be token 0."""
     unusable = (~logits_BV.logsumexp(dim=-1).isfinite()).nonzero()[:, 0].tolist()
-    if _anywhere(not unfinished.isdisjoint(unusable), group):
+    if _any_process(not unfinished.isdisjoint(unusable), group):
         raise UserError(f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}")
     return logits_BV.index_fill(0, torch.tensor(unusable, device=logits_BV.device), 0.0) if unusable else logits_BV
 
 
-def _anywhere(here: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether `here` is true in any process of the group."""
+def _any_process(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Return whether `flag` is true in any process of the group."""
     if group is None:
-        return here
+        return flag
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
-    found = torch.tensor(int(here), device=device)
-    dist.all_reduce(found, group=group)
-    return found.item() > 0
+    count = torch.tensor(int(flag), device=device)
+    dist.all_reduce(count, group=group)
+    return count.item() > 0
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode; afterwards restore its mode and free weights gathered by FSDP."""
+    """Put the model in evaluation mode within the block; then restore its mode and free weights gathered by FSDP."""
     was_training = model.training
     model.eval()
     try:
@@ -173,15 +173,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class KVCache:
-    """While entered, the model's attention reaches back to all tokens of the previous forward passes.
+    """Key/value cache of a model, active within a `with` block.
 
-    Each pass gets the new tokens and their positions, as `model(tokens_BL, positions_BL, packed=False)`. Before it,
-    `expect` marks text and padding; after it, `advance` says how many tokens to keep. Hooks on the model's attention
-    store keys and values, and pass on all of them with their mask. Padding may be in any slot; only it attends to
-    itself (a softmax over nothing would be NaN).
+    Each forward pass receives the new tokens and their positions, as `model(tokens_BL, positions_BL, packed=False)`.
+    Call `expect` before a pass to mark text and padding, and `advance` after it with the number of tokens to keep.
+    Hooks on the model's attention store new keys and values, and replace its inputs by all cached ones and a mask.
+    Padding may be in any slot; it attends only to itself (a softmax over nothing would be NaN).
 
-    `model` is whole, or a rank's part under tensor parallelism or FSDP; `max_slots` is the capacity in tokens per row,
-    including padding. Raises `ValueError` if the model has no such attention.
+    `model` may be sharded by tensor parallelism or FSDP; `max_slots` is the capacity in tokens per row, including
+    padding. Raises `ValueError` if the model has no such attention.
     """
 
     def __init__(self, model: nn.Module, max_slots: int):
@@ -195,7 +195,7 @@ class KVCache:
         self._cleanup = ExitStack()
 
     def __enter__(self) -> "KVCache":
-        # A compiled block was traced without the hooks, and would run without them.
+        # Compiled blocks were traced without the hooks.
         self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))
         for module in self._modules:
             self._cleanup.callback(module.register_forward_pre_hook(self._attend_to_all).remove)
@@ -206,7 +206,7 @@ class KVCache:
         self._stored.clear()
 
     def expect(self, real_BL: Tensor) -> None:
-        """Mark which tokens of the next forward pass are text, not padding: boolean, shape (B, L)."""
+        """Mark text (True) and padding (False) in the next forward pass, shape (B, L)."""
         batch, length = real_BL.shape
         end = self.n_slots + length
         assert end <= self.max_slots, f"{end} tokens in a cache for {self.max_slots}"
@@ -235,8 +235,8 @@ class KVCache:
         return q_BLHD, keys[:, :end], values[:, :end], self._mask
 
 
-# Two ways to compute the next token's logits: both yield `step(tokens_B)`, which appends a token to each row (None, at
-# first: the prompts themselves) and returns (B, V).
+# With and without cache. Both yield `step(tokens_B)`, which appends a token to each row (None in the first call) and
+# returns the next token's logits (B, V).
 
 _Step = Callable[[Tensor | None], Tensor]
 
@@ -258,7 +258,7 @@ def _cached_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_t
                 cache.advance(length)
                 return logits_BV
             next_positions_B = next_positions_B + 1
-            # Tensor parallelism divides a sample's tokens evenly: all after the first are padding.
+            # Tensor parallelism needs equally many tokens per rank: all after the first are padding.
             one_BL = new_B.to(tokens_BL.device)[:, None].expand(-1, degree)
             cache.expect(torch.arange(degree, device=one_BL.device).expand_as(one_BL) == 0)
             logits_BV = _logits_at(model, 0, one_BL, next_positions_B[:, None].expand_as(one_BL), packed=False)
@@ -278,14 +278,14 @@ def _recomputed_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_n
             for sequence, token in zip(sequences, new_B.tolist(), strict=True):
                 sequence.append(token)
         tokens_BL, positions_BL = _left_padded(sequences, degree, device)
-        # Each padding token, at position 0, is a separate document to the model.
+        # Each padding token has position 0, so it is a separate document.
         return _logits_at(model, tokens_BL.shape[1] - 1, tokens_BL, positions_BL.clamp(min=0))
 
     yield step
 
 
 def _left_padded(sequences: Sequence[Sequence[int]], multiple: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tokens and positions, (B, L) with L a multiple of `multiple`; padding has negative positions."""
+    """Return tokens and positions (B, L), with L divisible by `multiple`; padding has negative positions."""
     longest = -(-max(map(len, sequences)) // multiple) * multiple
     paddings = [longest - len(sequence) for sequence in sequences]
     tokens = [[_PADDING] * padding + list(sequence) for padding, sequence in zip(paddings, sequences, strict=True)]
@@ -302,7 +302,7 @@ def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, positions_BL: Te
         hidden_BD = hidden_BLD[:, index]
         if not isinstance(weight_VD, DTensor):
             return F.linear(hidden_BD, weight_VD)
-        # Each tensor-parallel rank has its part of the vocabulary; gathering logits is cheaper than gathering weights.
+        # Weights are sharded by vocabulary; gathering logits is cheaper than gathering weights.
         shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
         return cast(DTensor, F.linear(shared_BD, weight_VD)).full_tensor()
 

@@ -1,4 +1,4 @@
-"""Choice of the next token from a model's logits."""
+"""Sampling of the next token from a model's logits."""
 
 import hashlib
 import math
@@ -9,24 +9,24 @@ from torch import Tensor
 
 from torchtitan.tools.errors import UserError
 
-_COLDEST = 1e-30  # below, a temperature or its inverse is nothing that float32 has; logits are never this close
+_COLDEST = 1e-30  # below, the temperature or its inverse is out of range in float32
 
 
 @dataclass(kw_only=True, slots=True)
 class Sampling:
-    """Settings for drawing tokens, applied in the order temperature, top_k, top_p."""
+    """Sampling settings, applied in the order temperature, top_k, top_p."""
 
     temperature: float = 0.0
-    """Divisor of the logits: below 1 sharper, above 1 flatter. 0: always the most probable token."""
+    """Divisor of the logits: less random below 1, more random above. 0: always the most probable token."""
 
     top_k: int | None = None
-    """Draw only among this many most probable tokens. None: among all."""
+    """Number of most probable tokens to sample from; None: all."""
 
     top_p: float | None = None
-    """Draw among the fewest most probable tokens that together have this probability. None: among all."""
+    """Sample from the smallest set of most probable tokens with this total probability; None: all."""
 
     seed: int = 0
-    """Seed of the draws; the same seed, prompts and options give the same text."""
+    """Random seed; the same seed, prompts and options generate the same text."""
 
     def validate(self) -> None:
         """Raise `UserError` for a value out of range."""
@@ -39,8 +39,8 @@ class Sampling:
 
 
 class Sampler:
-    """Draws one token per row, each with its own random number generator on the CPU: the result depends on the row's
-    logits, the seed and the row number, not on other rows or the device."""
+    """Samples one token per row. Each row has a random number generator on the CPU, so that results depend only on the
+    row's logits, the seed and the row number, not on other rows or the device."""
 
     def __init__(self, sampling: Sampling, rows: int):
         sampling.validate()
@@ -63,7 +63,7 @@ def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     """Return the logits (B, V) after temperature (above 0), top_k and top_p, float32, up to a constant per row; -inf if
     excluded. With top_p (Holtzman et al. 2020, arXiv:1904.09751) the token that crosses the bound is included."""
     logits_BV = logits_BV.float()
-    # With the largest at 0, others may become -inf, but none inf.
+    # The largest logit is 0, so that others may become -inf, but never inf.
     logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / max(sampling.temperature, _COLDEST)
     if sampling.top_k is not None and sampling.top_k < logits_BV.shape[-1]:
         smallest_B1 = logits_BV.topk(sampling.top_k).values[:, -1:]
@@ -78,5 +78,5 @@ def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _row_seed(seed: int, row: int) -> int:
-    """Hash seed and row: with neighboring torch seeds, row 1 of seed 0 would equal row 0 of seed 1."""
+    """Hash seed and row. (With seed + row, row 1 of seed 0 would equal row 0 of seed 1.)"""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest(), "big") >> 1

@@ -7,94 +7,94 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
 
-_UNDECODED = "�"  # replaces bytes that are not UTF-8 (yet)
+_UNDECODED = "�"  # replaces invalid or incomplete UTF-8
 
 
 def start_id(tokenizer: Tokenizer) -> int:
-    """Return the token to start an empty text: BOS, or else EOS, the border between documents. Raise `UserError` if the
+    """Return the token that starts an empty text: BOS, else EOS, which separates documents. Raise `UserError` if the
     tokenizer has neither."""
     token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     if token_id is None:
-        raise UserError("the tokenizer has neither BOS nor EOS to begin an empty text with; give a text to begin from")
+        raise UserError("the tokenizer has neither BOS nor EOS to start an empty text; use a prompt that is not empty")
     return token_id
 
 
 def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
     """Return the tokens that end a text: the tokenizer's EOS, and `eos_token_id` of the first of `folders` that sets
-    it, in `generation_config.json`, else in `config.json`. Raise `UserError` if such a file is malformed."""
-    own = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+    it, in `generation_config.json`, else in `config.json`. Raise `UserError` for an invalid file."""
+    eos_ids = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
     for path in (folder / name for folder in folders for name in ("generation_config.json", "config.json")):
         declared = read_object(path).get("eos_token_id")
         ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
         if not all(type(token_id) is int for token_id in ids):
-            raise UserError(f"'{path}' has eos_token_id {declared!r}, and must have an id or a list of ids")
+            raise UserError(f"'{path}': eos_token_id must be an id or a list of ids, not {declared!r}")
         if ids:
-            return own | set(ids)
-    return own
+            return eos_ids | set(ids)
+    return eos_ids
 
 
 class TextStream:
-    """The text of a row of tokens, piece by piece: the joined pieces are the text of all tokens decoded together.
+    """Incremental decoder: the concatenated pieces equal the text of all tokens decoded at once.
 
-    Text that may still change is held back: partial characters, and the beginning of a stop string. Special tokens have
-    no text. If tokens are not UTF-8, a tokenizer with byte fallback decodes all bytes in a row to U+FFFD, including
-    whole characters among them; characters that were already returned stay.
+    Text that may still change is delayed: partial characters, and the beginning of a stop string. Special tokens have
+    no text. For invalid UTF-8, a tokenizer with byte fallback decodes a sequence of bytes to U+FFFD, including complete
+    characters in it; characters that were already returned stay.
 
     Args:
-        prompt: preceding tokens, which may decide whether the text begins with a blank.
-        stop: strings that end the text before them, within or across tokens.
+        prompt: preceding tokens, which may affect a space at the beginning of the text.
+        stop: strings that end the text, within or across tokens; they are not part of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Iterable[str] = ()):
         self._tokenizer = tokenizer
-        # Decoding everything for each token would cost ever more. Starting at the last tokens that had a text suffices,
-        # since they absorb effects at the start of a text: a dropped blank.
+        # Decode only from the last tokens with text on, in constant time per token. They absorb effects at the start of
+        # a text, such as a removed space.
         self._window = list(prompt)
         self._n_context = len(self._window)
         self._n_decoded = len(self._decode())
         self._pending = ""
         self._stops = [string for string in stop if string]
         self.text = ""
-        """All pieces so far."""
+        """Concatenation of all pieces so far."""
         self.stopped = False
-        """True once a stop string was found; nothing follows."""
+        """True if a stop string was found, which ends the text."""
 
     def push(self, token: int) -> str:
-        """Append a token and return the text that is now certain, often none."""
+        """Append a token, and return the text that cannot change anymore, often none."""
         self._window.append(token)
         text = self._decode()
-        certain = text.rstrip(_UNDECODED)
-        fresh = certain[self._n_decoded :]
-        self._pending += fresh
-        self._n_decoded += len(fresh)
-        if fresh and certain == text:
+        final_text = text.rstrip(_UNDECODED)
+        piece = final_text[self._n_decoded :]
+        self._pending += piece
+        self._n_decoded += len(piece)
+        if piece and final_text == text:
             self._window = self._window[self._n_context :]
             self._n_context = len(self._window)
             self._n_decoded = len(self._decode())
-        return self._tell(final=False)
+        return self._release(is_final=False)
 
     def finish(self) -> str:
-        """Return the text held back, once no token follows."""
+        """Return the delayed text after the last token."""
         rest = self._decode()[self._n_decoded :]
         self._pending += rest
         self._n_decoded += len(rest)
-        return self._tell(final=True)
+        return self._release(is_final=True)
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=True)
 
-    def _tell(self, *, final: bool) -> str:
+    def _release(self, *, is_final: bool) -> str:
         if self.stopped:
             return ""
-        fresh = self._pending
-        found = [place for place in (fresh.find(string) for string in self._stops) if place >= 0]
+        piece = self._pending
+        found = [index for index in (piece.find(string) for string in self._stops) if index >= 0]
         if found:
             self.stopped = True
-            fresh = fresh[: min(found)]
-        elif not final:
+            piece = piece[: min(found)]
+        elif not is_final:
             beginnings = (string[:n] for string in self._stops for n in range(1, len(string)))
-            held_back = max((len(beginning) for beginning in beginnings if fresh.endswith(beginning)), default=0)
-            fresh = fresh[: len(fresh) - held_back]
-        self._pending = self._pending[len(fresh) :]
-        self.text += fresh
-        return fresh
+            n_delayed = max((len(beginning) for beginning in beginnings if piece.endswith(beginning)), default=0)
+            piece = piece[: len(piece) - n_delayed]
+        self._pending = self._pending[len(piece) :]
+        self.text += piece
+        return piece

@@ -1,7 +1,7 @@
-"""The rules by which transformers' `AutoTokenizer` opens a folder, and the files with which it gives our token ids.
+"""Compatibility with transformers' `AutoTokenizer`: detection of different token ids, and export of matching files.
 
-We encode with tokenizer.json unchanged. `AutoTokenizer` does so only for some values of `tokenizer_class`: a class with
-its own `__init__` takes vocabulary, merges, added tokens and post-processor from the file, and builds its own
+torchtitan uses tokenizer.json unchanged. `AutoTokenizer` does so only for some values of `tokenizer_class`: a class
+with its own `__init__` reads vocabulary, merges, added tokens and post-processor from the file, but creates its own
 normalizer, pre-tokenizer and decoder. It also ignores `add_bos_token` and `add_eos_token` next to a tokenizer.json.
 Source: transformers 5.23.0, tokenization_auto.py, `convert_to_native_format` in tokenization_utils_tokenizers.py,
 `_from_pretrained` in tokenization_utils_base.py, and models/*/tokenization_*.py.
@@ -14,17 +14,17 @@ from typing import Any
 
 from torchtitan.components.tokenizer.interface import Tokenizer
 from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer
-from torchtitan.components.tokenizer.tiktoken_model import converted_tiktoken
-from torchtitan.components.tokenizer.tokenizer_json import naming, reading
+from torchtitan.components.tokenizer.tiktoken_model import convert_tiktoken
+from torchtitan.components.tokenizer.tokenizer_json import suppress_native_errors, wrap_errors
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger
 
 _VERSION = "5.23.0"
-"""Version of transformers with these rules."""
+"""Version of transformers that these rules follow."""
 
 _GENERIC_CLASS = "PreTrainedTokenizerFast"
-"""Uses tokenizer.json unchanged, in transformers 4 and 5."""
+"""Class that uses tokenizer.json unchanged, in transformers 4 and 5."""
 
 _GENERIC_MODEL_TYPES = frozenset(
     "glm glm4 glm4_moe gpt_bigcode granite granitemoe granitemoehybrid granitemoeshared internlm2 internlm3 jamba "
@@ -37,71 +37,71 @@ _PADS_LEFT = frozenset({"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer"
 """Classes that pad on the left by default."""
 
 _CHANGES_IDS = frozenset({"auto_map", "fast_tokenizer_files", "fix_mistral_regex", "split_special_tokens"})
-"""Keys of tokenizer_config.json that select other code, files or patterns, or turn special tokens into text."""
+"""Keys of tokenizer_config.json that select other code, files or patterns, or disable special tokens."""
 
 _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
-def warn_of_other_ids(tokenizer: Tokenizer) -> None:
-    """Warn if `AutoTokenizer` gives other token ids for the folder of `tokenizer`, with an example. Covers
+def warn_of_different_ids(tokenizer: Tokenizer) -> None:
+    """Warn if `AutoTokenizer` returns different token ids for the folder of `tokenizer`, with an example. Covers
     `tokenizer_class` Llama, CodeLlama, Gemma, Qwen2, GPT2, GPTNeoX and Cohere, flags of added tokens, BOS and EOS."""
     folder = tokenizer.folder
     if type(tokenizer) is not PretrainedTokenizer or folder is None or not (folder / "tokenizer.json").is_file():
         return
-    with naming(folder / "tokenizer_config.json"):
-        name, theirs = _as_opened(folder)
-    for text in _probes(theirs):
-        with naming(folder / "tokenizer.json", "cannot encode a text"):
-            there = theirs.encode(text).ids
-        here = tokenizer.encode(text, allow_special=True)
-        if there != here:
+    with wrap_errors(folder / "tokenizer_config.json"):
+        name, auto_tokenizer = _open_like_auto_tokenizer(folder)
+    for text in _probes(auto_tokenizer):
+        with wrap_errors(folder / "tokenizer.json", "cannot encode a text"):
+            auto_ids = auto_tokenizer.encode(text).ids
+        ids = tokenizer.encode(text, allow_special=True)
+        if auto_ids != ids:
             logger.warning(
-                f"transformers' AutoTokenizer opens '{folder}' as {name} and gives other token ids than this run "
-                f"trains on: {there} for {text!r}, here {here} (rules of transformers {_VERSION}). The Hugging Face "
-                "folders that this run saves open with the ids that it trains on"
+                f"transformers' AutoTokenizer opens '{folder}' as {name}, with different token ids than this run: for "
+                f"{text!r}, it returns {auto_ids} instead of {ids} (transformers {_VERSION}). Hugging Face folders "
+                "saved by this run use the ids of this run"
             )
             return
 
 
 def make_loadable_by_auto_tokenizer(folder: Path) -> None:
-    """Rewrite an exported model's tokenizer files so that `AutoTokenizer` gives our token ids; a tokenizer.model in
-    tiktoken format becomes tokenizer.json. Skip tokenizers that we cannot read, such as SentencePiece models."""
+    """Rewrite the tokenizer files of an exported model so that `AutoTokenizer` returns the same ids as torchtitan. A
+    tokenizer.model in tiktoken format becomes tokenizer.json; unsupported tokenizers (SentencePiece) are skipped."""
     try:
         ours: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=folder)
     except UserError:
         return
     path, tiktoken = folder / "tokenizer.json", folder / "tokenizer.model"
     is_tiktoken = not path.is_file()
-    theirs = converted_tiktoken(tiktoken) if is_tiktoken else _read(path)
-    adds_others = theirs.encode("a").ids != ours.encode("a")
-    if adds_others:
+    theirs = convert_tiktoken(tiktoken) if is_tiktoken else _read(path)
+    has_wrong_ends = theirs.encode("a").ids != ours.encode("a")
+    if has_wrong_ends:
         theirs.post_processor = _post_processor(ours, theirs)
-    if is_tiktoken or adds_others:
+    if is_tiktoken or has_wrong_ends:
         path.write_text(theirs.to_str(pretty=True), encoding="utf-8")
     if is_tiktoken:
         tiktoken.unlink()
     settings = read_object(folder / "tokenizer_config.json")
-    settled = _settled(folder, settings, ours, theirs)
-    if settled != settings:
-        text = json.dumps(settled, indent=2, ensure_ascii=False) + "\n"
-        # A lone surrogate, which JSON allows, stays an escape.
+    updated = _new_settings(folder, settings, ours, theirs)
+    if updated != settings:
+        text = json.dumps(updated, indent=2, ensure_ascii=False) + "\n"
+        # JSON allows lone surrogates, which must stay escaped.
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _read(path: Path) -> Any:
     import tokenizers
 
-    with reading(path):
+    with suppress_native_errors(path):
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def _as_opened(folder: Path) -> tuple[str, Any]:
-    """Return the class that `AutoTokenizer` chooses for `folder`, and the tokenizer that it builds."""
+def _open_like_auto_tokenizer(folder: Path) -> tuple[str, Any]:
+    """Return the name of the class that `AutoTokenizer` selects for `folder`, and its tokenizer."""
     from tokenizers import AddedToken
 
     settings, config = read_object(folder / "tokenizer_config.json"), read_object(folder / "config.json")
@@ -123,7 +123,7 @@ def _class_name(settings: dict[str, Any]) -> str:
 
 
 def _parts_of(name: str, settings: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Return the normalizer and pre-tokenizer that the class `name` builds; None if it uses the file's."""
+    """Return the normalizer and pre-tokenizer created by the class `name`; None if it uses the file's."""
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     prefix = settings.get("add_prefix_space")
@@ -147,7 +147,7 @@ def _parts_of(name: str, settings: dict[str, Any]) -> tuple[Any, Any] | None:
 
 
 def _probes(tokenizer: Any) -> Iterator[str]:
-    """Yield short texts that are likely to show a difference."""
+    """Yield short texts that are likely to reveal a difference."""
     added = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
     yield from ("a b", " a", "a  b\n\n c", "It's 2024!", "e\u0301\ufb01 한국 🦙")
     yield from (f"a{token}a {token} a" for token in [*added[:8], *added[-8:]])
@@ -165,35 +165,35 @@ def _post_processor(ours: PretrainedTokenizer, theirs: Any) -> Any:
     return TemplateProcessing(single=single, pair=[*single, *second], special_tokens=special)
 
 
-def _settled(folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, theirs: Any) -> dict[str, Any]:
-    """Return a tokenizer_config.json with which `AutoTokenizer` uses `theirs`, the tokenizer.json's."""
+def _new_settings(folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, theirs: Any) -> dict[str, Any]:
+    """Return a tokenizer_config.json that makes `AutoTokenizer` use tokenizer.json unchanged."""
     # special_tokens_map.json is ignored if there is an `added_tokens_decoder`, written below.
     named = read_object(folder / "special_tokens_map.json")
-    settled = {key: value for key, value in {**named, **settings}.items() if key not in _CHANGES_IDS}
-    settled |= {key: _text_of(value) for key, value in settled.items() if key.endswith(("_token", "_special_tokens"))}
-    template, source = folder / "chat_template.jinja", str(settled.get("chat_template"))
+    updated = {key: value for key, value in {**named, **settings}.items() if key not in _CHANGES_IDS}
+    updated |= {key: _text_of(value) for key, value in updated.items() if key.endswith(("_token", "_special_tokens"))}
+    template, source = folder / "chat_template.jinja", str(updated.get("chat_template"))
     if template.is_file():
         source = template.read_text(encoding="utf-8", errors="replace")
     for key, token_id in (("bos_token", ours.bos_id), ("eos_token", ours.eos_id)):
-        if token_id is not None and key not in source:  # a template writes nothing for a token without a name
-            settled.setdefault(key, theirs.id_to_token(token_id))
-    if named or "added_tokens_decoder" in settled or (folder / "added_tokens.json").is_file():
+        if token_id is not None and key not in source:  # templates omit undefined tokens
+            updated.setdefault(key, theirs.id_to_token(token_id))
+    if named or "added_tokens_decoder" in updated or (folder / "added_tokens.json").is_file():
         added = sorted(theirs.get_added_tokens_decoder().items())
         flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-        settled["added_tokens_decoder"] = {str(i): {flag: getattr(token, flag) for flag in flags} for i, token in added}
-    if settled.get("tokenizer_class") != _GENERIC_CLASS:
-        settled["tokenizer_class"] = _GENERIC_CLASS
-        settled.setdefault("model_input_names", ["input_ids", "attention_mask"])
+        updated["added_tokens_decoder"] = {str(i): {flag: getattr(token, flag) for flag in flags} for i, token in added}
+    if updated.get("tokenizer_class") != _GENERIC_CLASS:
+        updated["tokenizer_class"] = _GENERIC_CLASS
+        updated.setdefault("model_input_names", ["input_ids", "attention_mask"])
         if _class_name(settings) in _PADS_LEFT:
-            settled.setdefault("padding_side", "left")
-        settled.setdefault("clean_up_tokenization_spaces", False)
-    if settled.get("clean_up_tokenization_spaces"):
-        settled["clean_up_tokenization_spaces"] = False  # it takes blanks out of decoded text
-    return settled
+            updated.setdefault("padding_side", "left")
+        updated.setdefault("clean_up_tokenization_spaces", False)
+    if updated.get("clean_up_tokenization_spaces"):
+        updated["clean_up_tokenization_spaces"] = False  # it removes spaces from decoded text
+    return updated
 
 
 def _text_of(token: Any) -> Any:
-    """Return the text of a token, or of each in a list; a token may be a serialized `AddedToken` with its `content`."""
+    """Return the text of a token (possibly a serialized `AddedToken`), or of all tokens in a list."""
     if isinstance(token, list):
         return [_text_of(each) for each in token]
     return token["content"] if isinstance(token, dict) and "content" in token else token

@@ -23,25 +23,25 @@ _USUAL_NAMES = {
 
 
 class PretrainedTokenizer(Tokenizer):
-    """The tokenizer in the folder `path`; if `path` is empty, the embedded one. Raises `UserError` if the folder has no
-    tokenizer, or one that cannot be used or extended.
+    """Tokenizer in the folder `path`, or the embedded one if `path` is empty. Raises `UserError` if the folder contains
+    no usable tokenizer, or tokens cannot be added to it.
 
-    `tokenizer.json` (read by the library `tokenizers`) wins over `tokenizer.model` in tiktoken format, assumed to be
-    Llama 3's. BOS and EOS come from tokenizer_config.json, special_tokens_map.json, config.json, generation_config.json
-    or else the usual names. `add_bos_token` and `add_eos_token` of tokenizer_config.json, else the tokenizer itself,
-    decide whether they are added.
+    `tokenizer.json` (read by the library `tokenizers`) takes precedence over `tokenizer.model` in tiktoken format,
+    which must be Llama 3's. BOS and EOS are read from tokenizer_config.json, special_tokens_map.json, config.json or
+    generation_config.json, else the usual names are tried. `add_bos_token` and `add_eos_token` of
+    tokenizer_config.json, else the post-processor, decide whether to add them.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Tokenizer.Config):
-        """Additions to a tokenizer's files."""
+        """Tokens added to a tokenizer."""
 
         added_tokens: list[str] = field(default_factory=list)
-        """Special tokens, such as <|im_start|>, to add if the vocabulary lacks them; the model gets rows for them."""
+        """Special tokens to add to the vocabulary and the model if they are missing, such as <|im_start|>."""
 
         def validate(self) -> None:
             if blank := [token for token in self.added_tokens if not token.strip()]:
-                raise UserError(f"--tokenizer.added_tokens has {blank[0]!r}, and needs texts that are not blank")
+                raise UserError(f"--tokenizer.added_tokens contains {blank[0]!r}; tokens must not be blank")
 
     def __init__(self, config: Config, *, path: str | Path = ""):
         super().__init__(config)
@@ -72,8 +72,8 @@ class PretrainedTokenizer(Tokenizer):
         return self._backend.tokenize(texts, allow_special=allow_special)
 
     def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
-        """As `Tokenizer.tokenize_with_offsets`. White space at the start of a token is part of its span."""
-        if type(self).tokenize is not PretrainedTokenizer.tokenize:  # a subclass has other ids
+        """Like `Tokenizer.tokenize_with_offsets`. Spans include white space at the start of a token."""
+        if type(self).tokenize is not PretrainedTokenizer.tokenize:  # a subclass changes the ids
             return super().tokenize_with_offsets(texts, allow_special=allow_special)
         return self._backend.tokenize_with_offsets(texts, allow_special=allow_special)
 
@@ -96,12 +96,12 @@ def _load_backend(folder: Path) -> HuggingFace | Tiktoken:
     if (folder / "tokenizer.model").is_file():
         return Tiktoken(folder / "tokenizer.model")
     raise UserError(
-        f"no tokenizer in '{folder}': it has neither tokenizer.json (Hugging Face) nor tokenizer.model (tiktoken)"
+        f"no tokenizer in '{folder}': found neither tokenizer.json (Hugging Face) nor tokenizer.model (tiktoken)"
     )
 
 
 def _special_id(folder: Path, kind: str, backend: HuggingFace | Tiktoken) -> int | None:
-    """Return the id of the `kind` ("bos" or "eos") token; the first file that names it decides, even with null."""
+    """Return the id of BOS or EOS (`kind` "bos" or "eos") from the first file that sets it, even to null."""
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         content = read_object(path)
         if f"{kind}_token" in content:
@@ -109,21 +109,21 @@ def _special_id(folder: Path, kind: str, backend: HuggingFace | Tiktoken) -> int
     for path in (folder / "config.json", folder / "generation_config.json"):
         declared = read_object(path).get(f"{kind}_token_id")
         if declared not in (None, []):
-            # Several ids are several stop tokens; the first is the model's own end of text.
+            # A list contains all stop tokens; the first one is the model's end of text.
             token_id = declared[0] if isinstance(declared, list) else declared
             if type(token_id) is not int or token_id not in range(backend.vocab_size):
-                raise UserError(f"'{path}' has {kind}_token_id {declared!r}, not an id of the tokenizer beside it")
+                raise UserError(f"'{path}' has {kind}_token_id {declared!r}, not an id of the tokenizer in this folder")
             return token_id
     ids = (backend.id_of(name) for name in _USUAL_NAMES[kind])
     return next((token_id for token_id in ids if token_id is not None), None)
 
 
 def _named_id(token: Any, path: Path, kind: str, backend: HuggingFace | Tiktoken) -> int | None:
-    """Return the id of a token given as null, a string, or a serialized `AddedToken` with its `content`."""
+    """Return the id of a token declared as null, a string, or a serialized `AddedToken`."""
     name = token.get("content") if isinstance(token, dict) else token
     if name is None:
         return None
     token_id = backend.id_of(name) if isinstance(name, str) else None
     if token_id is None:
-        raise UserError(f"'{path}' has {kind}_token {name!r}, which is no token of the tokenizer beside it")
+        raise UserError(f"'{path}' has {kind}_token {name!r}, which is not a token of the tokenizer in this folder")
     return token_id

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.tokenizer.interface import Offsets
-from torchtitan.components.tokenizer.tokenizer_json import without_surrogates
+from torchtitan.components.tokenizer.tokenizer_json import replace_surrogates
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import unreadable_file_error
 
@@ -34,7 +34,7 @@ _LLAMA3_NAMED = {
 }
 _LLAMA3_N_SPECIAL = 256
 
-# The pattern's backtracking overflows the stack of tiktoken's regex engine after about a million blanks.
+# A million spaces overflow the stack of tiktoken's regex engine.
 _LONG_BLANK = re.compile(r"(\s{500000})")
 
 
@@ -58,8 +58,8 @@ class Tiktoken:
     def add_special_tokens(self, tokens: Sequence[str]) -> int:
         if absent := [token for token in tokens if token not in self.special]:
             raise UserError(
-                f"--tokenizer.added_tokens: {', '.join(absent)} cannot be added to '{self.path}', a file in tiktoken "
-                "format; use the model's tokenizer.json, or a chat template of this tokenizer's own special tokens"
+                f"--tokenizer.added_tokens: cannot add {', '.join(absent)} to '{self.path}', a file in tiktoken "
+                "format; use the model's tokenizer.json, or a chat template with special tokens of this tokenizer"
             )
         return 0
 
@@ -80,8 +80,8 @@ class Tiktoken:
         ends = list(accumulate(map(len, self._encoding.decode_tokens_bytes(ids))))
         if text.isascii():
             return list(pairwise([0, *ends]))
-        # The tokens' bytes are the text's: map each byte to its character.
-        characters = [i for i, char in enumerate(without_surrogates(text)) for _ in char.encode()]
+        # Tokens are byte ranges of the text: map each byte to its character.
+        characters = [i for i, char in enumerate(replace_surrogates(text)) for _ in char.encode()]
         return [(characters[start], characters[end - 1] + 1) for start, end in pairwise([0, *ends])]
 
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
@@ -99,26 +99,26 @@ class Tiktoken:
             return [ids for slice_ids in pool.map(tokenize, slices) for ids in slice_ids]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        # Models may have more rows than there are tokens: these rows have no text, as with a tokenizer.json.
+        # Models may have more rows than tokens; ids of unused rows have no text, as with tokenizer.json.
         end = self.n_ranks if skip_special_tokens else self.vocab_size
         return self._encoding.decode([i for i in ids if i < end])
 
 
-def converted_tiktoken(path: Path) -> Any:
-    """Return a tokenizer of the library `tokenizers` with the ids and texts of `Tiktoken(path)`; it adds no BOS.
-    Follows transformers' `TikTokenConverter`: each split of a token into two tokens is a merge, ordered by rank."""
+def convert_tiktoken(path: Path) -> Any:
+    """Convert `Tiktoken(path)` to a tokenizer of the library `tokenizers`, without BOS. Like transformers'
+    `TikTokenConverter`, every split of a token into two tokens becomes a merge, ordered by rank."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ranks = _parse_ranks(path, path.read_bytes())
     characters = _byte_characters()
-    spelled = {token: "".join(characters[byte] for byte in token) for token in sorted(ranks, key=ranks.__getitem__)}
+    written = {token: "".join(characters[byte] for byte in token) for token in sorted(ranks, key=ranks.__getitem__)}
     merges = []
-    for token in spelled:
+    for token in written:
         halves = ((token[:i], token[i:]) for i in range(1, len(token)))
         splits = [(left, right) for left, right in halves if left in ranks and right in ranks]
         splits.sort(key=lambda split: (ranks[split[0]], ranks[split[1]]))
-        merges += [(spelled[left], spelled[right]) for left, right in splits]
-    vocab = {text: ranks[token] for token, text in spelled.items()}
+        merges += [(written[left], written[right]) for left, right in splits]
+    vocab = {text: ranks[token] for token, text in written.items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
     split = pre_tokenizers.Split(Regex(_LLAMA3_PATTERN), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -130,18 +130,18 @@ def converted_tiktoken(path: Path) -> Any:
 
 
 def _byte_characters() -> list[str]:
-    """Return the character that `tokenizers` writes for each byte: itself if printable, else the next from 256."""
+    """Return the character that represents each byte in `tokenizers`: itself if printable, else the next from 256."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unused = count(256)
     return [chr(byte if byte in printable else next(unused)) for byte in range(256)]
 
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Return token bytes → rank, from lines of `<base64 of the bytes> <rank>`."""
-    # A SentencePiece model is a protobuf with the pieces as first field, tag 0x0A.
+    """Parse lines of `<base64 of the token's bytes> <rank>` into a dictionary."""
+    # SentencePiece models are protobufs that begin with tag 0x0A, the list of pieces.
     if content.startswith(b"\x0a"):
         raise UserError(
-            f"'{path}' is a SentencePiece model, which is not read directly; convert it once with transformers: "
+            f"'{path}' is a SentencePiece model, which is not supported; convert it with transformers: "
             f"AutoTokenizer.from_pretrained('{path.parent}').save_pretrained('{path.parent}') writes tokenizer.json"
         )
     ranks: dict[bytes, int] = {}
@@ -150,7 +150,7 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            message = f"'{path}' line {number} is not `<base64> <rank>`, tiktoken's format"
+            message = f"'{path}' line {number} is not in tiktoken's format, `<base64> <rank>`"
             raise unreadable_file_error(path, message) from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
         raise UserError(f"'{path}' is incomplete: its {len(ranks)} ranks are not 0, 1, 2, ... with all single bytes")

@@ -13,52 +13,52 @@ from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import unreadable_file_error
 
-_UNUSABLE = "is not a tokenizer that `tokenizers` can use"
+_UNUSABLE = "is not a valid tokenizer of the library `tokenizers`"
 
 
 @contextlib.contextmanager
-def naming(path: Path, fault: str = _UNUSABLE) -> Iterator[None]:
-    """Turn errors of the library `tokenizers` in the block into a `UserError` with the file and `fault`."""
+def wrap_errors(path: Path, problem: str = _UNUSABLE) -> Iterator[None]:
+    """Turn errors of the library `tokenizers` in the block into a `UserError` with the file and `problem`."""
     try:
         yield
     except UserError:
         raise
     except BaseException as error:
-        # A panic of its Rust code is no Exception, and its class cannot be imported.
+        # A panic of the Rust code is not an Exception, and its class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise unreadable_file_error(path, f"'{path}' {fault}: {error}") from error
+        raise unreadable_file_error(path, f"'{path}' {problem}: {error}") from error
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """As `naming`, for calls that test whether the library can use the file: their standard error, several lines for a
-    panic, is dropped on failure. Not thread-safe, since threads share standard error."""
-    if sys.stderr is None:  # it was closed when Python started, and its number may be another file's
-        with naming(path):
+def suppress_native_errors(path: Path) -> Iterator[None]:
+    """Like `wrap_errors`, but also discard standard error on failure, to which a panic prints several lines. Not
+    thread-safe, since threads share standard error."""
+    if sys.stderr is None:  # closed when Python started: its descriptor may belong to another file
+        with wrap_errors(path):
             yield
         return
-    with naming(path), tempfile.TemporaryFile() as kept:
+    with wrap_errors(path), tempfile.TemporaryFile() as captured:
         standard_error = os.dup(2)
-        os.dup2(kept.fileno(), 2)
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         finally:
             os.dup2(standard_error, 2)
             os.close(standard_error)
-        kept.seek(0)
-        os.write(2, kept.read())
+        captured.seek(0)
+        os.write(2, captured.read())
 
 
-def without_surrogates(text: str) -> str:
-    """Return `text` with surrogate pairs joined and lone surrogates, which UTF-8 cannot encode, replaced by U+FFFD."""
+def replace_surrogates(text: str) -> str:
+    """Join surrogate pairs, and replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class HuggingFace:
-    """A file's tokenizer. `Tiktoken` has the same methods: `PretrainedTokenizer` uses either."""
+    """Tokenizer of a tokenizer.json. `Tiktoken` has the same interface; `PretrainedTokenizer` uses either."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -70,28 +70,28 @@ class HuggingFace:
         self.vocab_size = max(vocab.values()) + 1
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled `tokenizers.Tokenizer` loses `encode_special_tokens`: the copy reads the content again.
+        # A pickled `tokenizers.Tokenizer` loses `encode_special_tokens`, so the copy parses the content again.
         return {name: self.__dict__[name] for name in ("path", "content", "is_changed", "vocab_size")}
 
     @property
     def changed_files(self) -> dict[str, bytes]:
-        """Name → content of the files that differ from the folder's."""
+        """Name → content of files that differ from the folder."""
         return {self.path.name: self.content} if self.is_changed else {}
 
     def add_special_tokens(self, tokens: Sequence[str]) -> int:
-        """Make `tokens` special tokens; new ones get ids after the last one. Return the number of new ones."""
+        """Make `tokens` special tokens, with new ids after the last one if necessary. Return the number of new ids."""
         from tokenizers import AddedToken
 
         tokenizer = self._read()
-        # Tokens added before are already recognized in any text, and stay unchanged.
+        # Added tokens are already recognized in any text, and stay unchanged.
         present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         missing = [token for token in dict.fromkeys(tokens) if token not in present]
         new = [token for token in missing if tokenizer.token_to_id(token) is None]
         tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in missing])
         if [tokenizer.token_to_id(token) for token in new] != list(range(self.vocab_size, self.vocab_size + len(new))):
-            raise UserError(f"'{self.path}' has unused ids below its last one, so that no tokens can be added to it")
+            raise UserError(f"'{self.path}' has unused ids below its last one, so no tokens can be added")
         if missing:
-            # Rebuilt from the content, as by readers of the checkpoint.
+            # Parsed again from the content, as checkpoints are.
             self.content, self.is_changed = tokenizer.to_str(pretty=True).encode(), True
             self.vocab_size += len(new)
             for name in ("_literal", "_parsing"):
@@ -100,43 +100,43 @@ class HuggingFace:
 
     @cached_property
     def _literal(self) -> Any:
-        """Tokenizer that treats the spelling of a special token as ordinary text."""
+        """Tokenizer that treats special tokens in a text as ordinary text."""
         return self._load(literal=True)
 
     @cached_property
     def _parsing(self) -> Any:
-        """Tokenizer that turns the spelling into the token; separate, since switching one is not thread-safe."""
+        """Tokenizer that recognizes special tokens in a text; separate because switching modes is not thread-safe."""
         return self._load(literal=False)
 
     def _read(self) -> Any:
         import tokenizers
 
-        with reading(self.path):
+        with suppress_native_errors(self.path):
             return tokenizers.Tokenizer.from_buffer(self.content)
 
     def _load(self, *, literal: bool) -> Any:
         tokenizer = self._read()
-        # Files often keep the settings of the example they were saved from, which would truncate documents.
+        # Files often contain truncation and padding settings, which must not apply to documents.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        # We add BOS and EOS ourselves, and for some models the post-processor trims white space from the offsets.
+        # `Tokenizer` adds BOS and EOS, and some post-processors exclude white space from offsets.
         self._post_processor, tokenizer.post_processor = tokenizer.post_processor, None
         tokenizer.encode_special_tokens = literal
         return tokenizer
 
     def added_ids(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the file puts before a text and after it."""
-        with reading(self.path):
+        """Return the ids that the post-processor adds before and after a text."""
+        with suppress_native_errors(self.path):
             encoding = self._literal.encode("a")
             processed = self._post_processor.process(encoding) if self._post_processor else encoding
         plain, full = encoding.ids, processed.ids
         start = next((i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain), None)
         if start is None:
-            raise UserError(f"'{self.path}' has a post_processor that leaves out the text itself")
+            raise UserError(f"'{self.path}' has a post_processor that omits the text")
         return full[:start], full[start + len(plain) :]
 
     def id_of(self, token: str) -> int | None:
-        token_id: int | None = self._literal.token_to_id(without_surrogates(token))
+        token_id: int | None = self._literal.token_to_id(replace_surrogates(token))
         return token_id
 
     def tokenize(self, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
@@ -147,14 +147,14 @@ class HuggingFace:
 
     def _encode(self, method: str, texts: Sequence[str], allow_special: bool) -> Any:
         tokenizer = self._parsing if allow_special else self._literal
-        with naming(self.path, "cannot encode a text"):
-            return getattr(tokenizer, method)([without_surrogates(text) for text in texts], add_special_tokens=False)
+        with wrap_errors(self.path, "cannot encode a text"):
+            return getattr(tokenizer, method)([replace_surrogates(text) for text in texts], add_special_tokens=False)
 
     def special_ids(self) -> frozenset[int]:
         added = self._literal.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        with naming(self.path, "cannot decode tokens"):
+        with wrap_errors(self.path, "cannot decode tokens"):
             text: str = self._literal.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text

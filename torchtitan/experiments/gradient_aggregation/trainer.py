@@ -35,21 +35,21 @@ class MicroBatchClippingTrainer(Trainer):
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
         """Add a micro-batch's clipped gradient; return its part of the global batch's mean loss."""
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
-        of_earlier_ones = [parameter.grad for parameter in parameters]
+        earlier_gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         loss = super().forward_backward_step(batch, n_tokens)
-        # Gradient and norm limit are those of the micro-batch's share in the global mean.
+        # The gradient is a share of the global mean, so the norm limit is scaled alike.
         share = (self.count_tokens_on_all_ranks(batch) / n_tokens.clamp(min=1)).item()
         pipeline = self.mesh.get_group("pp") if self.mesh and self.pipeline else None
         clip_grad_norm(parameters, self.config.micro_batch_max_norm * share, pipeline)
-        for parameter, earlier in zip(parameters, of_earlier_ones, strict=True):
+        for parameter, earlier in zip(parameters, earlier_gradients, strict=True):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         return loss
 
     def count_tokens_on_all_ranks(self, batch: Batch) -> Tensor:
-        """Count a micro-batch's valid tokens over all ranks; one rank counts tokens that several ranks have."""
+        """Count a micro-batch's valid tokens over all ranks, without counting replicated tokens twice."""
         n_tokens = (batch["labels"] != IGNORE_INDEX).sum().to(self.statistics_dtype)
-        has_it_first = self.parallel_dims.is_tensor_leader and self.parallel_dims.coordinate("pp") == 0
-        return sum_over_ranks(n_tokens if has_it_first else n_tokens * 0)
+        is_counting = self.parallel_dims.is_tensor_leader and self.parallel_dims.coordinate("pp") == 0
+        return sum_over_ranks(n_tokens if is_counting else n_tokens * 0)

@@ -16,11 +16,11 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 _LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?s>|<(?:start|end)_of_turn>")
-"""Text that is always meant as a special token: the forms of most models, DeepSeek (full-width bars) and Gemma. Not
-`[INST]` and the like, which is ordinary text in Llama 2."""
+"""Text that can only be a special token, in the forms of most models, DeepSeek (full-width bars) and Gemma. Excludes
+`[INST]` and similar markers, which are ordinary text in Llama 2."""
 
 _MARKUP = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
-"""Text that looks like one token, at the place where a model has to stop."""
+"""Text that looks like a single token; applied only to the end of an answer."""
 
 
 class EncodedSample(NamedTuple):
@@ -31,14 +31,14 @@ class EncodedSample(NamedTuple):
     trained: np.ndarray
     """Mask of the tokens that the model learns to predict, bool (n,)."""
     n_special_in_text: int = 0
-    """Special tokens, not written by the template, that its content spells."""
+    """Special tokens written in the text rather than by the template."""
 
 
 class EncodedRow(NamedTuple):
-    """A row as a model sees it."""
+    """An encoded row."""
 
     parts: tuple[EncodedSample, ...]
-    """Token sequences, the same number for every row of a kind."""
+    """Token sequences; all rows of a kind have the same number."""
     answer: str | None = None
 
     @property
@@ -57,7 +57,7 @@ class EncodedRow(NamedTuple):
 
     @property
     def n_trained(self) -> int:
-        """Predicted tokens: trained ones except the first of each part."""
+        """Predicted tokens: the trained tokens except the first token of each part."""
         return sum(int(part.trained[1:].sum()) for part in self.parts)
 
     @property
@@ -66,50 +66,49 @@ class EncodedRow(NamedTuple):
 
 
 class ChatEncoder:
-    """Encodes conversations by a chat template.
+    """Encodes conversations with a chat template.
 
     The ids encode the whole rendered text, as transformers' `apply_chat_template` does. The mask equals its
-    `assistant_masks` if the template marks the assistant's text (see `render_with_mask`), with three exceptions: a
-    trained turn's end token is trained even if it is not marked, as are all tokens of the turn's last character; a
-    special token before a turn that absorbs the turn's leading white space is not trained; nor is white space after a
-    turn found by prefixes.
+    `assistant_masks` if the template marks the assistant's text (see `render_with_mask`), with three exceptions: the
+    end token of a trained turn and all tokens of its last character are trained even if they are not marked; a special
+    token that absorbs the leading white space of the next turn is not trained; white space after a turn found by
+    prefixes is not trained.
 
     Args:
-        tokenizer: of the model.
-        template: None if there are only texts.
-        train_on: turns to train on, unless a conversation's row says so itself.
+        tokenizer: tokenizer of the model.
+        template: chat template; None for data without conversations.
+        train_on: turns to train on if the row does not specify them.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, train_on: TrainOn):
         self._tokenizer, self._template, self._train_on = tokenizer, template, train_on
         self._special_ids = tokenizer.special_ids
-        self._spellings = _Spellings([tokenizer.decode([token_id]) for token_id in self._special_ids])
+        self._special_finder = _SpecialTokenFinder([tokenizer.decode([token_id]) for token_id in self._special_ids])
         self._end_ids = {tokenizer.eos_id, template.end_of_turn_id(tokenizer) if template else None} - {None}
         self._reported = self._warned = False
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal digest of tokenizer, template and `train_on`, which decide ids and masks, for cache keys."""
+        """Hexadecimal digest of tokenizer, template and `train_on`, for cache keys."""
         template = [self._template.source, self._template.variables] if self._template else None
         parts = [self._tokenizer.fingerprint, sorted(self._special_ids), template, self._train_on]
         return digest_of(parts)
 
     def check(self) -> None:
-        """Raise `UserError` if the vocabulary lacks tokens of the template, see `_check_template_tokens`; warn if the
-        template's text depends on the date."""
+        """Raise `UserError` if tokens of the template are missing from the vocabulary (see `_check_template_tokens`).
+        Warn if the template's text depends on the date."""
         if self._template:
             _check_template_tokens(self._template, self._tokenizer)
             if "strftime_now" in self._template.source:
                 logger.warning(
-                    f"{self._template.name} writes the date, by strftime_now: what is tokenized now keeps this day's, "
-                    "also where it is found again in the cache"
+                    f"{self._template.name} writes the current date (strftime_now): cached samples keep the date of "
+                    "their tokenization"
                 )
 
     def encode_batch(self, samples: Sequence[Conversation | Text]) -> list[EncodedSample | BrokenSample]:
-        """Return the ids and mask of each sample, or why it cannot be encoded; raises `UserError` if a template is
-        missing.
+        """Return each encoded sample, or the error that prevents encoding. Raises `UserError` if a template is missing.
 
-        A text gets BOS if the model has it, and EOS, see `Tokenizer.encode_documents`; all but BOS is trained on.
+        Texts get BOS (if the model has it) and EOS, as by `Tokenizer.encode_documents`; all tokens but BOS are trained.
         """
         texts = iter(self._encode_texts([sample.text for sample in samples if isinstance(sample, Text)]))
         conversations = [sample for sample in samples if not isinstance(sample, Text)]
@@ -117,7 +116,7 @@ class ChatEncoder:
         return [next(texts) if isinstance(sample, Text) else next(chats) for sample in samples]
 
     def encode_prompt(self, conversation: Conversation) -> np.ndarray:
-        """Return the ids, int64 (n,), of a conversation that awaits the assistant's answer, with the generation prompt.
+        """Return the ids, int64 (n,), of a conversation followed by the generation prompt.
 
         Raises:
             BrokenSample: the template does not accept the conversation.
@@ -131,10 +130,10 @@ class ChatEncoder:
         return np.array(self._tokenizer.tokenize([text], allow_special=True)[0], dtype=np.int64)
 
     def encode_pair(self, pair: Pair) -> tuple[EncodedSample, EncodedSample]:
-        """Encode the prompt with each continuation; only the assistant's turns of the continuation are trained on.
+        """Encode the prompt with each continuation. Only the assistant's turns in the continuations are trained.
 
         Raises:
-            BrokenSample: one of them cannot be encoded.
+            BrokenSample: a continuation cannot be encoded.
             UserError: there is no template.
         """
         chosen, rejected = self._encode_conversations(
@@ -149,8 +148,8 @@ class ChatEncoder:
     def _required_template(self) -> ChatTemplate:
         if self._template is None:
             raise UserError(
-                "there are conversations, which need a chat template: --dataloader.chat_template "
-                f"{'|'.join(BUILT_IN_TEMPLATES)} sets one, as does a file"
+                "the data contains conversations, but the model has no chat template; set --dataloader.chat_template "
+                f"to a file or one of: {', '.join(BUILT_IN_TEMPLATES)}"
             )
         return self._template
 
@@ -165,7 +164,7 @@ class ChatEncoder:
         texts = [result.text for result in results if isinstance(result, Rendered)]
         encoded = iter(self._tokenizer.tokenize_with_offsets(texts, allow_special=True) if texts else [])
         return [
-            self._masked(result, *next(encoded), self._spellings.count(conversation))
+            self._masked(result, *next(encoded), self._special_finder.count(conversation))
             if isinstance(result, Rendered)
             else result
             for conversation, result in zip(conversations, results, strict=True)
@@ -181,15 +180,15 @@ class ChatEncoder:
             self._warned = True
             prompt, header = rendered.unprompted
             logger.warning(
-                f"the generation prompt of {template.name} is {prompt!r}, but in its finished turns answers follow "
-                f"{header!r}: they are trained behind that header, and generation begins behind that prompt by default"
+                f"{template.name} writes {header!r} before finished answers, but its generation prompt is {prompt!r}: "
+                "training uses the first, generation the second by default"
             )
         return rendered
 
     def _masked(self, rendered: Rendered, ids: list[int], offsets: Offsets, n_special_in_text: int) -> EncodedSample:
         tokens = _Tokens(rendered.text, ids, offsets, self._special_ids)
         trained = np.full(len(ids), rendered.default)
-        # Unmarked turns that a row asks for come last, so that marked turns do not undo them.
+        # Unmarked turns that the row selects come last, so that marked turns do not overwrite them.
         for turn in rendered.turns:
             positions = tokens.range_of(*turn.span)
             if turn.marked:
@@ -200,15 +199,15 @@ class ChatEncoder:
         return EncodedSample(np.array(ids, dtype=np.int64), self._without_bos(ids, trained), n_special_in_text)
 
     def _end_of_marked(self, tokens: "_Tokens", turn: range) -> int:
-        """Return the position after a turn, including its end token even if the template does not mark it."""
+        """Return the position after a turn and its end token, marked or not."""
         if tokens.ends_with_special(turn) or tokens.special_at(turn.stop) not in self._end_ids:
             return turn.stop
         if not self._reported:
             self._reported = True
             text = self._tokenizer.decode([tokens.ids[turn.stop]])
             logger.info(
-                f"{self._required_template().name} marks the assistant's turns without {text!r}, which ends them: it "
-                "is trained on as well, for the model to learn to stop"
+                f"{self._required_template().name} does not mark the end token {text!r} of the assistant's turns; it "
+                "is trained anyway, so that the model learns to stop"
             )
         return turn.stop + 1
 
@@ -230,13 +229,13 @@ class _Tokens:
         self._starts, self._ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
 
     def range_of(self, start: int, end: int) -> range:
-        """Return the tokens with a character in [start, end), or an empty range at `start`, without a special token
-        that begins before `start`: some absorb the white space that follows them."""
+        """Return the tokens with a character in [start, end), or an empty range at `start`. Excludes a special token
+        that begins before `start` and absorbs the white space after it."""
         found = np.flatnonzero((self._starts < end) & (self._ends > start) & (self._ends > self._starts))
         if len(found):
             first = int(found[0])
-            in_front = self._starts[first] < start and self.special_at(first) is not None
-            return range(first + in_front, int(found[-1]) + 1)
+            is_excluded = self._starts[first] < start and self.special_at(first) is not None
+            return range(first + is_excluded, int(found[-1]) + 1)
         position = int(np.searchsorted(self._starts, start))
         return range(position, position)
 
@@ -245,11 +244,11 @@ class _Tokens:
         return token if token in self._special_ids else None
 
     def ends_with_special(self, turn: range) -> bool:
-        """Return whether a turn ends with a special token, followed by white space at most."""
+        """Return whether a turn ends with a special token, ignoring white space after it."""
         return bool(turn) and self.special_at(self.end_of_turn(turn) - 1) is not None
 
     def end_of_turn(self, turn: range) -> int:
-        """Return the position after the special token that ends a turn, where the model stops, else after the turn."""
+        """Return the position after the special token that ends a turn, or after the turn if there is none."""
         for position in reversed(turn):
             if self.special_at(position) is not None:
                 return position + 1
@@ -258,8 +257,8 @@ class _Tokens:
         return turn.stop
 
 
-class _Spellings:
-    """Finds special tokens spelled in user content."""
+class _SpecialTokenFinder:
+    """Counts special tokens written in the text of conversations."""
 
     def __init__(self, tokens: Sequence[str]):
         self._tokens = frozenset(tokens)
@@ -276,72 +275,73 @@ class _Spellings:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
+    pending = [value]
+    while pending:
+        value = pending.pop()
         if isinstance(value, str):
             yield value
         elif isinstance(value, dict | list):
-            waiting.extend(value.values() if isinstance(value, dict) else value)
+            pending.extend(value.values() if isinstance(value, dict) else value)
 
 
 def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    """Raise `UserError` if the template writes special tokens that the vocabulary does not have.
+    """Raise `UserError` if the template writes special tokens that are not in the vocabulary.
 
-    They would be learned as ordinary text, and none would end an answer. A model's own template may have such markers
-    if the model was trained with them (Zephyr's `<|user|>`) and a special token ends its turns. In any other template,
-    markup after an answer must be a token, whatever it looks like.
+    They would be learned as ordinary text, and none would end an answer. A model's own template may contain such
+    markers (Zephyr's `<|user|>`) if a special token ends its turns. In any other template, all markup after an answer
+    must be special tokens.
     """
     end = template.end_of_turn()
     [end_ids] = tokenizer.tokenize([end], allow_special=True)
-    ends_by_special = not tokenizer.special_ids.isdisjoint(end_ids)
+    ends_with_special = not tokenizer.special_ids.isdisjoint(end_ids)
     texts = [token for text in template.literals for token in _LOOKS_SPECIAL.findall(text)]
     texts += template.required_tokens
-    if not ends_by_special and not template.of_model:
+    if not ends_with_special and not template.of_model:
         texts += _MARKUP.findall(end)
     missing = [token for token in dict.fromkeys(texts) if tokenizer.id_of(token) is None]
-    if missing and template.of_model and ends_by_special:
+    if missing and template.of_model and ends_with_special:
         logger.warning(f"{template.name} writes {', '.join(missing)}, which the tokenizer encodes as ordinary text")
     elif missing:
         raise UserError(
-            f"{template.name} writes {', '.join(missing)}, which the vocabulary does not have; choose another "
-            f"--dataloader.chat_template, or add the tokens: --tokenizer.added_tokens {' '.join(map(repr, missing))}"
+            f"{template.name} writes {', '.join(missing)}, which the vocabulary does not contain; set "
+            "another --dataloader.chat_template, or add the tokens with --tokenizer.added_tokens "
+            + " ".join(map(repr, missing))
         )
-    elif not ends_by_special:
+    elif not ends_with_special:
         logger.warning(
-            f"{template.name} writes no special token behind an answer: a model that is trained with it will not stop"
+            f"{template.name} writes no special token after an answer: a model trained with it will not stop"
         )
 
 
 class RowEncoder:
-    """Encodes rows of a kind for a `SampleCache`."""
+    """Encodes the rows of one kind for a `SampleCache`."""
 
     n_parts: ClassVar[int] = 1
-    """Token sequences of a row."""
+    """Number of token sequences per row."""
     has_answers: ClassVar[bool] = False
-    """Whether rows may have reference answers."""
+    """True if rows may have reference answers."""
 
     def __init__(self, chat: ChatEncoder):
         self._chat = chat
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal digest; encoders with the same digest encode equally."""
+        """Hexadecimal digest; equal digests mean equal encodings."""
         return digest_of([type(self).__name__, self._chat.fingerprint])
 
     def check(self) -> None:
-        """Prepare for the first conversation; raises `UserError` if none can be encoded."""
+        """Raise `UserError` if conversations cannot be encoded; called before the first one."""
         self._chat.check()
 
     def encode_batch(self, samples: Sequence[Sample]) -> list[EncodedRow | BrokenSample]:
-        """Return each sample encoded, or why it cannot be."""
-        return [self._encoded(sample) for sample in samples]
+        """Return each encoded sample, or the error that prevents encoding."""
+        return [self._try_encode(sample) for sample in samples]
 
     def encode(self, sample: Sample) -> EncodedRow:
-        """Return one encoded sample; raises `BrokenSample` if it cannot be encoded."""
+        """Encode one sample. Raises `BrokenSample` if this is impossible."""
         raise NotImplementedError
 
-    def _encoded(self, sample: Sample) -> EncodedRow | BrokenSample:
+    def _try_encode(self, sample: Sample) -> EncodedRow | BrokenSample:
         try:
             return self.encode(sample)
         except BrokenSample as error:

@@ -1,4 +1,4 @@
-"""Column names in public data: synonyms of our names, and names that reveal the purpose of a column."""
+"""Column names in public datasets: synonyms, and names that indicate the purpose of a column."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,32 +12,32 @@ SYNONYMS = {
     "chosen_messages": "chosen",
     "rejected_messages": "rejected",
 }
-"""Other names of columns → ours."""
+"""Synonym → column name of torchtitan."""
 
 LABELS = ("label", "kto_tag")
-"""Columns that label an answer good (true) or bad (false), as in KTO data."""
+"""Columns that label an answer as good (true) or bad (false), as in KTO data."""
 
 ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
 
-_MATTERS = frozenset(
+_RELEVANT_NAMES = frozenset(
     "label labels kto_tag weight weights loss_weight sample_weight train train_detail mask loss_mask score scores "
     "rating reward rewards chosen rejected system system_prompt tools functions function_call documents history input "
     "inputs context reasoning reasoning_content thinking image images video videos audio audios "
     "chat_template_kwargs".split()
 )
-_ASKS = "prompt question query problem instruction input inputs user human source request".split()
-_ANSWERS = "response completion answer output outputs solution target targets assistant reply".split()
-_TURN_LISTS = "conversation dialogue dialog chat turns dialogs".split()
+_PROMPT_NAMES = "prompt question query problem instruction input inputs user human source request".split()
+_ANSWER_NAMES = "response completion answer output outputs solution target targets assistant reply".split()
+_TURN_NAMES = "conversation dialogue dialog chat turns dialogs".split()
 
 
 def mapped_row(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row's cells, renamed by a mapping of our column names to the row's."""
-    kept = {column: value for column, value in row.items() if column not in mapping.values()}
-    return kept | {ours: row[theirs] for ours, theirs in mapping.items() if theirs in row}
+    """Rename the columns of a row; `mapping` maps torchtitan's column names to the row's."""
+    unmapped = {column: value for column, value in row.items() if column not in mapping.values()}
+    return unmapped | {ours: row[theirs] for ours, theirs in mapping.items() if theirs in row}
 
 
 def renamed_row(row: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row's cells by our column names: first the ones in the mapping, then `SYNONYMS`."""
+    """Rename the columns of a row by `mapping`, then by `SYNONYMS`."""
     renamed = mapped_row(row, mapping)
     for theirs, ours in SYNONYMS.items():
         if theirs in renamed and ours not in mapping and not is_filled(renamed.get(ours)):
@@ -50,30 +50,30 @@ def is_filled(value: Any) -> bool:
 
 
 def relevant_columns(row: Mapping[str, Any]) -> list[str]:
-    """Return the filled columns of a row whose names suggest that they affect training."""
-    return [column for column, value in row.items() if column.lower() in _MATTERS and is_filled(value)]
+    """Return the non-empty columns of a row with names that suggest an effect on training."""
+    return [column for column, value in row.items() if column.lower() in _RELEVANT_NAMES and is_filled(value)]
 
 
 def suggested_columns(columns: Iterable[str]) -> str:
-    """Return a value of `--dataloader.columns` that is likely to read rows with these columns for SFT."""
+    """Suggest a value of `--dataloader.columns` to read rows with these columns for SFT."""
     names = {column.lower(): column for column in columns}
-    ask, answer, turns = (
-        next((names[name] for name in known if name in names), None) for known in (_ASKS, _ANSWERS, _TURN_LISTS)
+    prompt, answer, turns = (
+        next((names[name] for name in known if name in names), None)
+        for known in (_PROMPT_NAMES, _ANSWER_NAMES, _TURN_NAMES)
     )
     if turns:
         return f"messages={turns}"
-    return f"prompt={ask} response={answer}" if ask and answer else "OURS=THEIRS"
+    return f"prompt={prompt} response={answer}" if prompt and answer else "OURS=THEIRS"
 
 
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """Parse `["prompt=question", …]` as ours → the file's name; raises `UserError` for other forms and repeated
-    names."""
+    """Parse `["prompt=question", …]` into a dictionary. Raises `UserError` for other forms and repeated names."""
     mapping: dict[str, str] = {}
     for entry in columns:
         ours, equals, theirs = (part.strip() for part in entry.partition("="))
         if not (ours and equals and theirs):
-            raise UserError(f"--dataloader.columns: {entry!r} must be of the form OURS=THEIRS, such as prompt=question")
+            raise UserError(f"--dataloader.columns: {entry!r} must have the form OURS=THEIRS, such as prompt=question")
         if ours in mapping:
-            raise UserError(f"--dataloader.columns: {ours!r} is given twice, {mapping[ours]!r} and {theirs!r}")
+            raise UserError(f"--dataloader.columns: {ours!r} is set twice, to {mapping[ours]!r} and {theirs!r}")
         mapping[ours] = theirs
     return mapping

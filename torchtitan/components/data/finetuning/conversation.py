@@ -1,7 +1,7 @@
-"""Samples of fine-tuning data, the result of reading any row format.
+"""Samples of fine-tuning data, the common result of reading all row formats.
 
-A message is a dictionary as transformers' chat templates read it: `role`, `content`, optionally `name`, `tool_calls`,
-`tool_call_id`, and any keys that a model's own template reads.
+A message is a dictionary for transformers' chat templates: `role`, `content`, optionally `name`, `tool_calls`,
+`tool_call_id`, and any other keys for the model's own template.
 """
 
 import difflib
@@ -17,57 +17,57 @@ Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _FLAGS = ("weight", "loss_weight", "loss", "train", "training")
-"""Keys of a message that say whether it is trained on."""
+"""Keys of a message that enable or disable training on it."""
 
 _FINE_FLAGS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
-"""Keys of a message that say so in unsupported ways."""
+"""Keys that set finer masks or weights, which are not supported."""
 
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
-"""Keys of a message that templates read. Others are passed on, except misspellings of these."""
+"""Keys that templates read. Other keys are passed through unless they look like misspellings."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of content parts that are text."""
+"""Types of content parts with text."""
 
 
 class BrokenSample(UserError):
-    """A row that cannot be used; the loader's `broken` policy applies."""
+    """Unusable row, handled by the loader's `broken` policy."""
 
 
 class EmptySample(BrokenSample):
-    """A row with nothing to learn: no message, no text, an empty answer. The `empty` policy applies."""
+    """Row without content, such as an empty answer, handled by the `empty` policy."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages in order, with the tools that they may use."""
+    """Messages in order, and the available tools."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     """Functions that the model may call, each `{"type": "function", "function": {"name": …, "parameters": …}}`."""
     trained: list[bool | None] = field(default_factory=list)
-    """For each message whether it is trained on, if its row says so; None, the default: `train_on` decides."""
+    """True to train on each message; None, the default: `train_on` decides."""
 
     def __post_init__(self) -> None:
         self.trained = self.trained or [None] * len(self.messages)
         assert len(self.trained) == len(self.messages)
 
-    def answers(self) -> bool:
-        """Return whether the assistant's messages that may be trained on, if there are any, have content."""
-        asked = [message for message, said in zip(self.messages, self.trained, strict=True) if said is not False]
-        assistant = [message for message in asked if message["role"] == "assistant"]
+    def is_answered(self) -> bool:
+        """Return False if all trainable messages of the assistant are empty."""
+        trainable = [message for message, flag in zip(self.messages, self.trained, strict=True) if flag is not False]
+        assistant = [message for message in trainable if message["role"] == "assistant"]
         return not assistant or any(map(has_content, assistant))
 
 
 @dataclass(slots=True)
 class Text:
-    """Running text, all of it trained on."""
+    """Plain text, trained completely."""
 
     text: str
 
 
 @dataclass(slots=True)
 class Pair:
-    """Two continuations of a conversation, one of them preferred. Both begin with an assistant's message."""
+    """Preferred and rejected continuation of a conversation. Both begin with an assistant message."""
 
     prompt: Conversation
     chosen: list[Message]
@@ -76,7 +76,7 @@ class Pair:
 
 @dataclass(slots=True)
 class Prompt:
-    """A conversation that awaits an answer, with an optional reference answer."""
+    """Conversation to be answered, with an optional reference answer."""
 
     prompt: Conversation
     answer: str | None
@@ -86,26 +86,26 @@ Sample = Conversation | Text | Pair | Prompt
 
 
 def normalize(messages: Any, tools: Any = None) -> Conversation:
-    """Convert messages in OpenAI's format to a conversation as chat templates expect it.
+    """Convert messages in OpenAI's format to a conversation for chat templates.
 
-    - Content in parts (`[{"type": "text", "text": …}, …]`) is joined to one text.
-    - JSON text in `arguments` of tool calls becomes objects; ids and names stay.
+    - Content parts (`[{"type": "text", "text": …}, …]`) are joined.
+    - JSON text in `arguments` of tool calls is parsed; ids and names stay unchanged.
     - A message's `weight`, `loss_weight`, `loss`, `train` or `training` (0, 1 or boolean) moves to
       `Conversation.trained`.
-    - Keys without a value are dropped: tables with a column per key have every key in every message.
+    - Keys with null values are dropped, since tables store every key in every message.
     - A bare function is wrapped in `{"type": "function", "function": …}`.
 
     Args:
-        messages: a list of messages or its JSON text, as in a CSV cell.
-        tools: callable functions, as a list or its JSON text, or nothing.
+        messages: list of messages, or its JSON text, as in a CSV cell.
+        tools: list of callable functions, its JSON text, or None.
 
     Raises:
-        EmptySample: there is no message.
-        BrokenSample: a template could not take the messages; the error names the turn, from 1.
+        EmptySample: there are no messages.
+        BrokenSample: a message is invalid; the error names its number, from 1.
     """
     turns = from_json(messages, "messages")
     if not isinstance(turns, list):
-        raise BrokenSample(f"the messages are {kind_of(turns)}, and must be a list")
+        raise BrokenSample(f"messages must be a list, not {kind_of(turns)}")
     if not turns:
         raise EmptySample("there are no messages")
     normal, trained = [], []
@@ -120,36 +120,36 @@ def normalize(messages: Any, tools: Any = None) -> Conversation:
 
 
 def from_json(value: Any, what: str) -> Any:
-    """Return `value`, parsed if it is text; raises `BrokenSample` for invalid JSON."""
+    """Parse `value` if it is text. Raises `BrokenSample` for invalid JSON."""
     if not isinstance(value, str):
         return value
     try:
         return parse_json(value)
     except ValueError as error:
-        raise BrokenSample(f"the {what} should be JSON ({error}): {shortened(value)}") from None
+        raise BrokenSample(f"the {what} must be valid JSON ({error}): {shortened(value)}") from None
 
 
 def has_content(message: Message) -> bool:
-    """Return whether a normalized message has content, tool calls or reasoning other than white space."""
+    """Return whether a normalized message has tool calls, or content or reasoning other than white space."""
     texts = [message.get(key) or "" for key in ("content", "reasoning_content", "thinking", "reasoning")]
     return "tool_calls" in message or any(not isinstance(text, str) or text.strip() for text in texts)
 
 
 def checked_text(value: Any, what: str) -> str:
-    """Return `value`; raises `BrokenSample` if it is not text."""
+    """Return `value`. Raises `BrokenSample` if it is not a string."""
     if not isinstance(value, str):
-        raise BrokenSample(f"the {what} is {kind_of(value)}, and must be text: {shortened(value)}")
+        raise BrokenSample(f"the {what} must be text, not {kind_of(value)}: {shortened(value)}")
     return value
 
 
 def shortened(value: Any) -> str:
-    """Return the beginning of a value, for a message."""
+    """Shorten the `repr` of a value for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def beside(turn: Mapping[str, Any]) -> str:
-    """Return the other keys of a turn that lacks one, for the message that names it: `, but has text`."""
+def describe_other_keys(turn: Mapping[str, Any]) -> str:
+    """Return the keys of a turn for the error message about a missing key: `, but has text`."""
     others = [key for key, value in turn.items() if value is not None and key not in ("role", "from", *_FLAGS)]
     return f", but has {', '.join(others)}" if others else ""
 
@@ -158,21 +158,21 @@ def _message(turn: Mapping[str, Any]) -> Message:
     message = {key: value for key, value in turn.items() if value is not None and key not in _FLAGS}
     for key in message.keys() - set(_KEYS):
         if near := difflib.get_close_matches(str(key), [*_KEYS, *_FLAGS], n=1, cutoff=0.8):
-            raise BrokenSample(f"it has the key {key!r}, which is not read; did you mean {near[0]!r}?")
+            raise BrokenSample(f"unknown key {key!r}; did you mean {near[0]!r}?")
     role = message.get("role")
     if role is None:
-        raise BrokenSample(f"it has no role{beside(turn)}")
+        raise BrokenSample(f"it has no role{describe_other_keys(turn)}")
     if role not in ROLES:
-        raise BrokenSample(f"its role is {role!r}, and must be one of: {', '.join(ROLES)}")
-    given = message.pop("tool_calls", None)
-    if calls := from_json(given, "tool_calls") if given != "" else None:
+        raise BrokenSample(f"the role {role!r} is unknown; use one of: {', '.join(ROLES)}")
+    raw_calls = message.pop("tool_calls", None)
+    if calls := from_json(raw_calls, "tool_calls") if raw_calls != "" else None:
         if role != "assistant":
-            raise BrokenSample(f"the role {role!r} has tool_calls, which only the assistant makes")
+            raise BrokenSample(f"a message with role {role!r} has tool_calls, which only the assistant may have")
         message["tool_calls"] = [_tool_call(call) for call in _list(calls, "tool_calls")]
     content = message.get("content")
     if content is None and not calls:
-        lacks = "content and no tool_calls" if role == "assistant" else "content"
-        raise BrokenSample(f"the role {role!r} has no {lacks}{beside(message)}")
+        missing = "content and no tool_calls" if role == "assistant" else "content"
+        raise BrokenSample(f"the role {role!r} has no {missing}{describe_other_keys(message)}")
     message["content"] = None if content is None else _content(content)
     return message
 
@@ -188,10 +188,10 @@ def _part(part: Any) -> str:
         return checked_text(part, "content")
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     if kind not in _TEXT_PARTS:
-        raise BrokenSample(f"its content has a part of the type {kind!r}, and only text can be read")
+        raise BrokenSample(f"its content has a part of type {kind!r}; only text is supported")
     text = next((part[key] for key in ("text", "value", "content") if part.get(key) is not None), None)
     if text is None:
-        raise BrokenSample(f"a part of its content has no text{beside(part)}")
+        raise BrokenSample(f"a part of its content has no text{describe_other_keys(part)}")
     return checked_text(text, "text of a part")
 
 
@@ -223,28 +223,25 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 def _trained(turn: Mapping[str, Any]) -> bool | None:
     if fine := [key for key in _FINE_FLAGS if turn.get(key) is not None]:
         raise BrokenSample(
-            f"its {fine[0]} is not read: a message is trained as a whole or not at all, by a weight of 1 or 0"
+            f"its {fine[0]} is not supported: a message is trained completely or not at all; use a weight of 1 or 0"
         )
-    said = {key: turn[key] for key in _FLAGS if turn.get(key) is not None}
-    for key, value in said.items():
+    flags = {key: turn[key] for key in _FLAGS if turn.get(key) is not None}
+    for key, value in flags.items():
         if value not in (0, 1):
-            raise BrokenSample(
-                f"its {key} is {value!r}, and must be 0 or false (not trained), or 1 or true (trained); there are no "
-                "weights between"
-            )
-    values = {bool(value) for value in said.values()}
+            raise BrokenSample(f"its {key} is {value!r}; it must be 0 or false (not trained), or 1 or true (trained)")
+    values = {bool(value) for value in flags.values()}
     if len(values) > 1:
-        raise BrokenSample("its " + " and its ".join(f"{key} is {value!r}" for key, value in said.items()))
+        raise BrokenSample("its " + " and its ".join(f"{key} is {value!r}" for key, value in flags.items()))
     return values.pop() if values else None
 
 
 def _list(value: Any, what: str) -> Sequence[Any]:
     if not isinstance(value, list):
-        raise BrokenSample(f"the {what} are {kind_of(value)}, and must be a list: {shortened(value)}")
+        raise BrokenSample(f"the {what} must be a list, not {kind_of(value)}: {shortened(value)}")
     return value
 
 
 def _object(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise BrokenSample(f"the {what} is {kind_of(value)}, and must be an object: {shortened(value)}")
+        raise BrokenSample(f"the {what} must be an object, not {kind_of(value)}: {shortened(value)}")
     return value

@@ -1,5 +1,4 @@
-"""Readers that convert rows to samples. They raise `BrokenSample` for an unusable row, and `EmptySample` for a row with
-nothing to learn."""
+"""Readers that convert rows to samples. They raise `BrokenSample` for unusable rows, `EmptySample` for empty ones."""
 
 import math
 import re
@@ -15,8 +14,8 @@ from torchtitan.components.data.finetuning.conversation import (
     Pair,
     Prompt,
     Text,
-    beside,
     checked_text,
+    describe_other_keys,
     from_json,
     normalize,
     shortened,
@@ -42,17 +41,17 @@ SPEAKERS = {
     "function": "tool",
     "tool_response": "tool",
 }
-"""Speaker in public data → role."""
+"""Speaker in public datasets → role."""
 
-_CALLERS = ("function_call", "tool_call")
-"""Speakers with function calls in JSON, one or a list, as content."""
+_CALL_SPEAKERS = ("function_call", "tool_call")
+"""Speakers whose content is one or several function calls in JSON."""
 
 _BEGINS_TRANSCRIPT = re.compile(r"\s*Human:")
 _SPEAKER_IN_TRANSCRIPT = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _LOOKS_LIKE_A_MESSAGE = re.compile(r'\s*\{.*"(role|from)"\s*:', re.DOTALL)
 
 ANSWERS = ("answer", "solution", "ground_truth")
-"""Columns with a reference answer; the first one that a row has is read."""
+"""Columns with a reference answer; the first one present is used."""
 
 
 def read_text(row: Cells) -> Text:
@@ -69,8 +68,8 @@ def read_turns(column: str) -> Callable[[Cells], Conversation]:
 
 
 def read_instruction(answer: str) -> Callable[[Cells], Conversation]:
-    """Return a reader of `instruction` and an answer, with an optional `input`, which follows the instruction after an
-    empty line, and pairs of earlier turns in `history`."""
+    """Return a reader of `instruction` and an answer, with an optional `input` (appended to the instruction after an
+    empty line) and pairs of earlier turns in `history`."""
 
     def read(row: Cells) -> Conversation:
         return _conversation(row, [*instruction_in(row), _message("assistant", _filled(row, answer))])
@@ -79,37 +78,37 @@ def read_instruction(answer: str) -> Callable[[Cells], Conversation]:
 
 
 def read_question(question: str, answer: str) -> Callable[[Cells], Conversation]:
-    """Return a reader of two columns: the user's text or the turns so far, and the assistant's answer."""
+    """Return a reader of two columns: the user's text or previous turns, and the assistant's answer."""
 
     def read(row: Cells) -> Conversation:
-        said, answered = _turns(row, question, "user"), _turns(row, answer, "assistant")
-        if (role := role_of(answered[0])) in ("system", "user"):
+        prompt, response = _turns(row, question, "user"), _turns(row, answer, "assistant")
+        if (role := role_of(response[0])) in ("system", "user"):
             raise BrokenSample(
-                f"{answer} begins with the role {role!r}, and must begin with the assistant; a column of whole "
-                "conversations is named by --dataloader.columns messages=NAME"
+                f"{answer} must begin with the role 'assistant', not {role!r}; for a column of whole conversations, "
+                "set --dataloader.columns messages=NAME"
             )
-        return _answered(_conversation(row, [*said, *answered]))
+        return _answered(_conversation(row, [*prompt, *response]))
 
     return read
 
 
 def read_pair(prompt: Callable[[Cells], list[Any]]) -> Callable[[Cells], Pair]:
-    """Return a reader of `chosen` and `rejected`, each a text, a message, or messages, that continue a prompt.
+    """Return a reader of `chosen` and `rejected`, continuations of a prompt as text, a message or messages.
 
-    If they do not begin with the assistant, or are transcripts, they are whole conversations: their common beginning is
-    the prompt, and `prompt` is not called.
+    If they are transcripts or do not begin with the assistant, they are whole conversations: the prompt is their common
+    prefix, and `prompt` is not called.
     """
 
     def read(row: Cells) -> Pair:
         chosen, rejected = (_continuation(row, column) for column in ("chosen", "rejected"))
-        if all(role_of(turns[0]) == "assistant" for turns in (chosen, rejected)):
-            said = prompt(row)
-            n_prompt = len(_conversation(row, said).messages)
-            return _pair(_conversation(row, [*said, *chosen]), _conversation(row, [*said, *rejected]), n_prompt)
+        if all(role_of(messages[0]) == "assistant" for messages in (chosen, rejected)):
+            turns = prompt(row)
+            n_prompt = len(_conversation(row, turns).messages)
+            return _pair(_conversation(row, [*turns, *chosen]), _conversation(row, [*turns, *rejected]), n_prompt)
         first, second = _conversation(row, chosen), _conversation(row, rejected)
         limit = min(len(first.messages), len(second.messages)) - 1
-        alike = (a == b for a, b in zip(first.messages[:limit], second.messages[:limit], strict=True))
-        return _pair(first, second, next((n for n, same in enumerate(alike) if not same), limit))
+        equal = (a == b for a, b in zip(first.messages[:limit], second.messages[:limit], strict=True))
+        return _pair(first, second, next((n for n, is_equal in enumerate(equal) if not is_equal), limit))
 
     return read
 
@@ -121,26 +120,26 @@ def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int) -> Pair:
         rejected.messages[n_prompt:],
     )
     if n_prompt == 0:
-        raise BrokenSample("chosen and rejected have no first message in common that could be the prompt")
+        raise BrokenSample("chosen and rejected have no common first message to use as the prompt")
     if False in (*chosen.trained[n_prompt:], *rejected.trained[n_prompt:]):
-        raise BrokenSample("chosen or rejected has a message that is not to be trained, and answers are compared whole")
+        raise BrokenSample("chosen or rejected has a message with weight 0, but answers are always compared completely")
     for name, messages in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if messages[0]["role"] != "assistant":
-            raise BrokenSample(f"{name} goes on after the prompt with the role {messages[0]['role']!r}")
-        if not Conversation(messages).answers():
+            raise BrokenSample(f"{name} continues the prompt with the role {messages[0]['role']!r}, not 'assistant'")
+        if not Conversation(messages).is_answered():
             raise EmptySample(f"{name} is empty")
     if pair.chosen == pair.rejected:
-        raise EmptySample("chosen and rejected are the same")
+        raise EmptySample("chosen and rejected are equal")
     return pair
 
 
 def read_prompt(prompt: Callable[[Cells], list[Any]]) -> Callable[[Cells], Prompt]:
-    """Return a reader of a prompt, and of the reference answer in one of the `ANSWERS`."""
+    """Return a reader of a prompt and an optional reference answer from one of the columns `ANSWERS`."""
 
     def read(row: Cells) -> Prompt:
         conversation = _conversation(row, prompt(row))
         if conversation.messages[-1]["role"] == "assistant":
-            raise BrokenSample("the prompt ends with the assistant's message, and must end before it")
+            raise BrokenSample("the prompt must not end with a message of the assistant")
         return Prompt(conversation, _answer(row))
 
     return read
@@ -154,28 +153,28 @@ def _answer(row: Cells) -> str | None:
 
 
 def turns_in(column: str) -> Callable[[Cells], list[Any]]:
-    """Return a reader of the turns in a column, or of its text as the user's."""
+    """Return a reader of a column with turns, or with the user's text."""
     return lambda row: _turns(row, column, "user")
 
 
 def listed_in(column: str) -> Callable[[Cells], list[Any]]:
-    """Return a reader of the turns in a column that holds a list or its JSON."""
+    """Return a reader of a column with a list of turns or its JSON text."""
     return lambda row: _listed(row, column)
 
 
 def instruction_in(row: Cells) -> list[Any]:
-    """Return an instruction as turns, with its history and input."""
+    """Return the turns of an instruction, with its history and input."""
     messages: list[Any] = []
     history = from_json(row.get("history") or [], "history")
     if not isinstance(history, list):
         raise BrokenSample(f"history must be a list of pairs of texts, not {shortened(history)}")
     for exchange in history:
         if not isinstance(exchange, list) or len(exchange) != 2:
-            raise BrokenSample(f"history must be a list of pairs of texts, not of {shortened(exchange)}")
+            raise BrokenSample(f"history must contain pairs of texts, not {shortened(exchange)}")
         question, answer = map(_number_as_text, exchange)
         messages += [_message("user", question), _message("assistant", answer)]
-    given = [column for column in ("instruction", "input") if row.get(column) is not None]
-    parts = [checked_text(_number_as_text(row[column]), column) for column in given]
+    columns = [column for column in ("instruction", "input") if row.get(column) is not None]
+    parts = [checked_text(_number_as_text(row[column]), column) for column in columns]
     text = "\n\n".join(part for part in parts if part and not part.isspace())
     if not text:
         raise EmptySample("instruction is empty")
@@ -184,13 +183,13 @@ def instruction_in(row: Cells) -> list[Any]:
 
 def no_prompt(row: Cells) -> list[Any]:
     raise BrokenSample(
-        "chosen and rejected are answers, and there is no column for the prompt (name it by --dataloader.columns "
-        "prompt=NAME); texts that begin with it have the form '\\n\\nHuman: ...\\n\\nAssistant: ...'"
+        "chosen and rejected have no prompt; name its column with --dataloader.columns prompt=NAME, or write "
+        "transcripts such as '\\n\\nHuman: ...\\n\\nAssistant: ...'"
     )
 
 
 def _answered(conversation: Conversation) -> Conversation:
-    if not conversation.answers():
+    if not conversation.is_answered():
         raise EmptySample("the assistant's messages are empty")
     return conversation
 
@@ -199,7 +198,9 @@ def _conversation(row: Cells, turns: list[Any]) -> Conversation:
     messages, system = openai_messages(turns), row.get("system")
     if system not in ("", None):
         if messages and role_of(messages[0]) == "system":
-            raise BrokenSample("there is a column system, and the messages begin with the role 'system'")
+            raise BrokenSample(
+                "there are two system prompts, in the column system and in the first message; remove one"
+            )
         messages = [_message("system", checked_text(system, "system")), *messages]
     return normalize(messages, row.get("tools"))
 
@@ -213,9 +214,9 @@ def _listed(row: Cells, column: str) -> list[Any]:
     try:
         listed = from_json(value, column)
     except BrokenSample as error:
-        raise BrokenSample(f"{error}; running text is read by --dataloader.columns text={column}") from None
+        raise BrokenSample(f"{error}; for plain text, set --dataloader.columns text={column}") from None
     if not isinstance(listed, list):
-        raise BrokenSample(f"{column} is {kind_of(listed)}, and must be a list of messages: {shortened(listed)}")
+        raise BrokenSample(f"{column} must be a list of messages, not {kind_of(listed)}: {shortened(listed)}")
     return alternating(listed)
 
 
@@ -225,7 +226,7 @@ def _continuation(row: Cells, column: str) -> list[Any]:
 
 
 def _turns(row: Cells, column: str, role: str) -> list[Any]:
-    """Return the turns in a column: a list, a single turn, a transcript without its answer, or a text in that role."""
+    """Return the turns in a column: a list, one turn, a transcript without an answer, or a text with the given role."""
     value = row[column]
     if isinstance(value, Mapping):
         return [value]
@@ -248,7 +249,7 @@ def _filled(row: Cells, column: str) -> str:
 
 
 def _number_as_text(value: Any) -> Any:
-    """Return a number as text, since answers to sums often are numbers; other values unchanged."""
+    """Convert a number to text; return other values unchanged."""
     is_number = (
         isinstance(value, int) and not isinstance(value, bool) or isinstance(value, float) and math.isfinite(value)
     )
@@ -256,7 +257,7 @@ def _number_as_text(value: Any) -> Any:
 
 
 def role_of(turn: Any) -> Any:
-    """Return the role of a turn in any shape; None if it has none."""
+    """Return the role of a turn in any format; None if it has none."""
     if not isinstance(turn, Mapping):
         return None
     speaker = turn.get("role") if turn.get("from") is None else turn["from"]
@@ -264,7 +265,7 @@ def role_of(turn: Any) -> Any:
 
 
 def alternating(turns: list[Any]) -> list[Any]:
-    """Return a list of plain texts (not JSON messages) as alternating user and assistant turns; other lists
+    """Convert a list of plain texts (not JSON) to alternating user and assistant turns; return other lists
     unchanged."""
     if not all(isinstance(turn, str) and not _LOOKS_LIKE_A_MESSAGE.match(turn) for turn in turns):
         return turns
@@ -272,26 +273,24 @@ def alternating(turns: list[Any]) -> list[Any]:
 
 
 def transcript(text: str) -> list[Any] | None:
-    """Return the turns of a text such as "\\n\\nHuman: Hi.\\n\\nAssistant: Hello." (Anthropic's HH); None for other
-    texts."""
+    """Parse a transcript such as "\\n\\nHuman: Hi.\\n\\nAssistant: Hello." (Anthropic's HH) into turns, else None."""
     if not _BEGINS_TRANSCRIPT.match(text):
         return None
     _, *pieces = _SPEAKER_IN_TRANSCRIPT.split(text)
     if "Assistant" not in pieces[::2]:
         return None
     return [
-        {"role": SPEAKERS[speaker.lower()], "content": said.strip()}
-        for speaker, said in zip(pieces[::2], pieces[1::2], strict=True)
+        {"role": SPEAKERS[speaker.lower()], "content": text.strip()}
+        for speaker, text in zip(pieces[::2], pieces[1::2], strict=True)
     ]
 
 
 def openai_messages(turns: list[Any]) -> list[Any]:
-    """Return turns as messages with `role` and `content`; unreadable turns stay unchanged for `normalize` to report.
+    """Convert turns to messages with `role` and `content`; `normalize` reports invalid turns, which stay unchanged.
 
     - `from` and `value` (ShareGPT) become `role` and `content`, and `SPEAKERS` become roles.
-    - A legacy `function_call`, as a key or as a speaker, becomes `tool_calls`, and each following result answers the
-      next call. Call ids are numbered within the conversation and have nine letters and digits, as some templates
-      require.
+    - A legacy `function_call`, as a key or a speaker, becomes `tool_calls`, and the following results are assigned to
+      the calls in order. Call ids have nine letters and digits, as some templates require.
     """
     calls = _Calls()
     messages = []
@@ -304,10 +303,10 @@ def openai_messages(turns: list[Any]) -> list[Any]:
 
 
 class _Calls:
-    """Converts consecutive turns to messages, with ids for function calls and their results."""
+    """Converts consecutive turns to messages, and assigns ids to function calls and their results."""
 
     def __init__(self) -> None:
-        self._waiting: deque[str] = deque()
+        self._pending_ids: deque[str] = deque()
         self._n_calls = 0
 
     def message(self, turn: Any) -> Any:
@@ -317,28 +316,28 @@ class _Calls:
         if turn.get("from") is not None:
             speaker = str(message.pop("from"))
             if speaker not in SPEAKERS:
-                raise BrokenSample(f"its from is {speaker!r}, none of: {', '.join(SPEAKERS)}")
+                raise BrokenSample(f"the speaker {speaker!r} is unknown; use one of: {', '.join(SPEAKERS)}")
             if "content" not in message and "value" not in message:
-                raise BrokenSample(f"it has no value{beside(turn)}")
+                raise BrokenSample(f"it has no value{describe_other_keys(turn)}")
             message["content"] = message.pop("value", message.get("content"))
         message["role"] = role
         functions = message.pop("function_call", None)
-        if speaker in _CALLERS:
+        if speaker in _CALL_SPEAKERS:
             functions, message["content"] = message.get("content"), None
         if functions not in (None, "", {}):
             if message.get("tool_calls"):
-                raise BrokenSample("it has tool_calls and a function_call; leave one of them out")
-            message["tool_calls"] = self._called(from_json(functions, "function_call"))
-        elif role == "tool" and self._waiting and message.get("tool_call_id") is None:
-            message["tool_call_id"] = self._waiting.popleft()
+                raise BrokenSample("it has both tool_calls and a function_call; remove one")
+            message["tool_calls"] = self._tool_calls(from_json(functions, "function_call"))
+        elif role == "tool" and self._pending_ids and message.get("tool_call_id") is None:
+            message["tool_call_id"] = self._pending_ids.popleft()
         return message
 
-    def _called(self, functions: Any) -> list[dict[str, Any]]:
-        self._waiting.clear()
+    def _tool_calls(self, functions: Any) -> list[dict[str, Any]]:
+        self._pending_ids.clear()
         calls = []
         for function in functions if isinstance(functions, list) else [functions]:
-            self._waiting.append(f"call{self._n_calls:05}")
-            calls.append({"id": self._waiting[-1], "type": "function", "function": function})
+            self._pending_ids.append(f"call{self._n_calls:05}")
+            calls.append({"id": self._pending_ids[-1], "type": "function", "function": function})
             self._n_calls += 1
         return calls
 

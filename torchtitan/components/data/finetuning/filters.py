@@ -1,5 +1,5 @@
-"""Filters that drop samples: empty or broken rows, and limits on tokens. Samples that are too long are handled later,
-when the window size is known: see `samples`."""
+"""Filters for empty and broken rows, and limits on tokens. The module `samples` handles samples longer than a
+window."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -16,14 +16,14 @@ class Dropped(NamedTuple):
     """Reason for dropping a sample."""
 
     reason: str
-    """Option that decides: `too_long`, `broken`, `min_tokens`, …"""
+    """Option that drops the sample: `too_long`, `broken`, `min_tokens`, …"""
     why: str
-    """Explanation for this sample."""
+    """Details of this sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterConfig:
-    """Filters applied before any truncation, named after the loader's options.
+    """Filters applied before truncation, named like the options of the loader.
 
     Raises:
         UserError: no sample could pass the limits.
@@ -34,14 +34,14 @@ class FilterConfig:
     broken: Policy = "error"
     """Policy for rows that cannot be read, converted or encoded."""
     untrained: Policy | None = "drop"
-    """Policy for samples without predicted tokens; None: not checked because the encoder does it."""
+    """Policy for samples without predicted tokens; None: the encoder checks this."""
     min_tokens: int = 0
     max_tokens: int | None = None
-    """Most tokens of a sample; None: no limit."""
+    """Maximum tokens of a sample; None: no limit."""
     token_range: tuple[int, int] | None = None
-    """Smallest and largest token id allowed; None: any."""
+    """Smallest and largest allowed token id; None: any."""
     max_repetition: float = 1.0
-    """Largest fraction of a sample's n-grams that may be repetitions; 1: any."""
+    """Maximum fraction of repeated n-grams in a sample; 1: no limit."""
     repetition_ngram: int = 10
 
     def __post_init__(self) -> None:
@@ -51,13 +51,12 @@ class FilterConfig:
             limit = max(1, self.min_tokens)
             raise UserError(f"--dataloader.max_tokens must be at least {limit} (min_tokens), not {self.max_tokens}")
         if not 0 <= self.max_repetition <= 1:
-            raise UserError(f"--dataloader.max_repetition is a share from 0 to 1, not {self.max_repetition}")
+            raise UserError(f"--dataloader.max_repetition must be from 0 to 1, not {self.max_repetition}")
         if self.repetition_ngram < 1:
             raise UserError(f"--dataloader.repetition_ngram must be at least 1 token, not {self.repetition_ngram}")
 
     def apply(self, sample: EncodedRow | BrokenSample) -> EncodedRow | Dropped:
-        """Return the sample, or why it is dropped; raises `UserError`, without the location, under the policy
-        `error`."""
+        """Return the sample, or the reason to drop it. Raises `UserError` for the policy `error`."""
         if isinstance(sample, EmptySample):
             return _drop("empty", str(sample), self.empty)
         if isinstance(sample, BrokenSample):
@@ -67,11 +66,11 @@ class FilterConfig:
         if dropped := self.drop_reason(sample.ids):
             return dropped
         if self.untrained and sample.n_trained == 0:
-            return _drop("untrained", "none of its tokens is trained", self.untrained)
+            return _drop("untrained", "it has no trained tokens", self.untrained)
         return sample
 
     def drop_reason(self, ids: Array) -> Dropped | None:
-        """Return the first limit that token ids (n,) violate, with details; None if they pass."""
+        """Return the first limit violated by token ids (n,), with details; None if they pass."""
         if len(ids) < self.min_tokens:
             return Dropped("min_tokens", f"{len(ids)} tokens, fewer than {self.min_tokens}")
         if self.max_tokens is not None and len(ids) > self.max_tokens:
@@ -80,11 +79,11 @@ class FilterConfig:
             low, high = self.token_range
             outside = ids[(ids < low) | (ids > high)]
             if len(outside):
-                return Dropped("token_range", f"token {outside[0]} is not from {low} to {high}")
+                return Dropped("token_range", f"token {outside[0]} is outside {low} to {high}")
         if self.max_repetition < 1:
             share = repetition(ids, self.repetition_ngram)
             if share > self.max_repetition:
-                shown = f"{share:.0%} of its {self.repetition_ngram}-grams occurred before"
+                shown = f"{share:.0%} of its {self.repetition_ngram}-grams are repetitions"
                 return Dropped("max_repetition", f"{shown}, more than {self.max_repetition:.0%}")
         return None
 
@@ -92,15 +91,15 @@ class FilterConfig:
 def _drop(reason: str, why: str, policy: Policy) -> Dropped:
     if policy == "error":
         raise UserError(
-            f"{why}; --dataloader.{reason} drop leaves such rows out (torchtitan data inspect says how many these are)"
+            f"{why}; set --dataloader.{reason} drop to skip such rows (torchtitan data inspect counts them)"
         )
     return Dropped(reason, why)
 
 
 def repetition(ids: Array, n: int) -> float:
-    """Return the fraction of the n-grams of `ids` that occurred before in it, 0 if there are none.
+    """Return the fraction of n-grams that repeat an earlier one, 0 if there are no n-grams.
 
-    After the repetition filters of Rae et al. 2021 (arXiv:2112.11446, table A1), on tokens rather than words.
+    Based on the repetition filters of Rae et al. 2021 (arXiv:2112.11446, table A1), with tokens instead of words.
     """
     n_grams = len(ids) - n + 1
     if n_grams < 1:

@@ -1,4 +1,4 @@
-"""Trained characters of a rendered conversation, found by the template's own marks or by comparing prefixes."""
+"""Location of the trained turns in a rendered conversation, by marks of the template or by comparing prefixes."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,7 +14,7 @@ TrainOn = Literal["all", "assistant", "last_assistant"]
 _PROBE = "an answer that no template writes by itself"
 
 _ADVICE = (
-    f"choose another --dataloader.chat_template: {', '.join(BUILT_IN_TEMPLATES)}, or a file that has "
+    f"set another --dataloader.chat_template ({', '.join(BUILT_IN_TEMPLATES)}), or a file with "
     "{% generation %} around each turn of the assistant"
 )
 
@@ -25,106 +25,106 @@ class Turn(NamedTuple):
     span: Span
     trained: bool
     marked: bool = False
-    """Whether the template marks it; marks may leave out the token that ends a turn."""
+    """True if the template marks the turn; marks may exclude its end token."""
 
 
 class Rendered(NamedTuple):
-    """Text of a conversation, with its trained parts."""
+    """Text of a conversation, with its turns."""
 
     text: str
     turns: list[Turn]
-    """All turns that the template marks; otherwise the turns that differ from `default`."""
+    """All marked turns if the template has marks, otherwise the turns that differ from `default`."""
     default: bool
-    """Whether the text outside of the turns is trained on."""
+    """True if text outside of the turns is trained."""
     unprompted: tuple[str, str] | None = None
-    """Generation prompt and header of a trained turn that does not begin with that prompt, if there is one."""
+    """Generation prompt, and header of a trained turn that does not begin with it; None if all do."""
 
 
 def render_with_mask(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) -> Rendered:
     """Render a conversation and find its trained turns.
 
-    An assistant's turn is the text that the template marks by `{% generation %}`. If it marks nothing, the turn begins
-    where the preceding conversation, rendered with the generation prompt, ends, and ends where the conversation up to
-    it ends. If no finished turn begins with that prompt, as in DeepSeek-R1's distills, which write `<think>` in the
-    prompt only, the turn begins after the header that the template writes before any answer. All of these must be
-    prefixes of the whole text. Other roles' turns, if a row asks for them, are always found by prefixes.
+    An assistant's turn is the text that the template marks by `{% generation %}`. Without marks, the turn is the text
+    between two prefixes: the conversation before the turn with the generation prompt, and the conversation including
+    the turn. If finished turns do not begin with the generation prompt (DeepSeek-R1's distills write `<think>` only in
+    the prompt), the turn begins after the header that the template writes before any answer. Turns of other roles, if
+    the row selects them, are always found by prefixes.
 
     Raises:
-        BrokenSample: the template does not accept the conversation, a turn cannot be located, or a turn that does not
-            begin with the generation prompt also lacks a part of its message.
+        BrokenSample: the template rejects the conversation, a turn cannot be located, or a turn without the generation
+            prompt omits a part of its message.
     """
-    wanted = _wanted(conversation, train_on)
+    should_train = _should_train(conversation, train_on)
     try:
         if train_on == "all":
-            return _all_but(template, conversation, wanted)
+            return _all_but(template, conversation, should_train)
         if template.marks_generation:
-            return _by_marks(template, conversation, wanted)
-        return _by_prefixes(template, conversation, wanted)
+            return _by_marks(template, conversation, should_train)
+        return _by_prefixes(template, conversation, should_train)
     except BrokenSample:
         raise
     except UserError as error:
         raise BrokenSample(str(error)) from error
 
 
-def _wanted(conversation: Conversation, train_on: TrainOn) -> list[bool]:
+def _should_train(conversation: Conversation, train_on: TrainOn) -> list[bool]:
     assistant = _assistant(conversation)
     default = {"all": range(len(conversation.messages)), "assistant": assistant, "last_assistant": assistant[-1:]}
-    return [i in default[train_on] if said is None else said for i, said in enumerate(conversation.trained)]
+    return [i in default[train_on] if flag is None else flag for i, flag in enumerate(conversation.trained)]
 
 
 def _assistant(conversation: Conversation) -> list[int]:
     return [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
 
 
-def _all_but(template: ChatTemplate, conversation: Conversation, wanted: Sequence[bool]) -> Rendered:
+def _all_but(template: ChatTemplate, conversation: Conversation, should_train: Sequence[bool]) -> Rendered:
     prefixes = _Prefixes(template, conversation)
-    left_out = [Turn(prefixes.span(i), False) for i, trained in enumerate(wanted) if not trained]
-    return Rendered(prefixes.text, left_out, default=True)
+    untrained = [Turn(prefixes.span(i), False) for i, trained in enumerate(should_train) if not trained]
+    return Rendered(prefixes.text, untrained, default=True)
 
 
-def _by_marks(template: ChatTemplate, conversation: Conversation, wanted: Sequence[bool]) -> Rendered:
+def _by_marks(template: ChatTemplate, conversation: Conversation, should_train: Sequence[bool]) -> Rendered:
     text, spans = template.render_marked(conversation.messages, tools=conversation.tools)
     assistant = _assistant(conversation)
     turns: list[Turn] = []
-    # If the wanted flag changes between two turns, the conversation up to there tells which turn has which marks.
+    # Where the flag changes between two turns, render the conversation up to there to assign marks to turns.
     for i, following in pairwise(assistant):
-        if wanted[following] != wanted[i]:
+        if should_train[following] != should_train[i]:
             n = _n_marks(template, conversation, i, text, spans)
-            turns += [Turn(span, wanted[i], marked=True) for span in spans[len(turns) : n]]
-    trained = bool(assistant) and wanted[assistant[-1]]
+            turns += [Turn(span, should_train[i], marked=True) for span in spans[len(turns) : n]]
+    trained = bool(assistant) and should_train[assistant[-1]]
     turns += [Turn(span, trained, marked=True) for span in spans[len(turns) :]]
-    others = [i for i, is_wanted in enumerate(wanted) if is_wanted and i not in assistant]
+    others = [i for i, trained in enumerate(should_train) if trained and i not in assistant]
     if others:
         prefixes = _Prefixes(template, conversation)
         turns += [Turn(prefixes.span(i), True) for i in others]
     return Rendered(text, turns, default=False)
 
 
-def _by_prefixes(template: ChatTemplate, conversation: Conversation, wanted: Sequence[bool]) -> Rendered:
+def _by_prefixes(template: ChatTemplate, conversation: Conversation, should_train: Sequence[bool]) -> Rendered:
     prefixes = _Prefixes(template, conversation)
-    trained = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+    trained = [i for i, trained in enumerate(should_train) if trained]
     turns = [Turn(prefixes.span(i), True) for i in trained]
     unprompted = [prefixes.unprompted(i, turn.span) for i, turn in zip(trained, turns, strict=True)]
     return Rendered(prefixes.text, turns, default=False, unprompted=next(filter(None, unprompted), None))
 
 
 def _n_marks(template: ChatTemplate, conversation: Conversation, i: int, text: str, spans: Sequence[Span]) -> int:
-    """Return the number of marked spans in the messages up to the assistant's message `i`, as marked if the
-    conversation ends there. A template may write less of an earlier turn, such as no reasoning: then each span is part
-    of the earlier one, except white space, and begins no later."""
-    until, known = template.render_marked(conversation.messages[: i + 1], tools=conversation.tools)
-    same = len(known) <= len(spans) and all(
-        start <= old_start and text[start:end].strip() in until[old_start:old_end]
-        for (start, end), (old_start, old_end) in zip(spans, known, strict=False)
+    """Return the number of marked spans up to the assistant's message `i`, found by rendering only these messages. A
+    template may omit parts of earlier turns, such as reasoning: each span must then be part of its counterpart, except
+    white space, and begin no later."""
+    prefix, prefix_spans = template.render_marked(conversation.messages[: i + 1], tools=conversation.tools)
+    is_consistent = len(prefix_spans) <= len(spans) and all(
+        start <= old_start and text[start:end].strip() in prefix[old_start:old_end]
+        for (start, end), (old_start, old_end) in zip(spans, prefix_spans, strict=False)
     )
-    if not same:
+    if not is_consistent:
         raise BrokenSample(
-            f"{template.name} marks other texts in the conversation up to message {i + 1} (assistant) where it goes "
-            f"on, so that it cannot be told which of them is which turn; {_ADVICE}"
-            # The option has no effect if a row or the loader itself decides what to train.
-            + ("" if any(said is not None for said in conversation.trained) else ", or --dataloader.train_on assistant")
+            f"{template.name} marks the turns up to message {i + 1} (assistant) differently in the whole conversation, "
+            f"so the marks cannot be assigned to turns; {_ADVICE}"
+            # The option has no effect if the row or the loader selects the turns.
+            + ("" if any(flag is not None for flag in conversation.trained) else ", or --dataloader.train_on assistant")
         )
-    return len(known)
+    return len(prefix_spans)
 
 
 class _Prefixes:
@@ -141,12 +141,12 @@ class _Prefixes:
         return self._rendered[n, prompted]
 
     def span(self, i: int) -> Span:
-        """Return the span of message `i` in the text, for the assistant without the header shared with the generation
-        prompt.
+        """Return the span of message `i` in the text, excluding the header that an assistant's turn shares with the
+        generation prompt.
 
         Raises:
-            BrokenSample: prefixes of the conversation are not prefixes of the text, or an assistant's turn begins
-                neither with the generation prompt nor with the header of any answer.
+            BrokenSample: rendered prefixes of the conversation are not prefixes of the text, or an assistant's turn
+                begins neither with the generation prompt nor with the header of other answers.
         """
         before, after = self._before(i), self._render(i + 1, False)
         if before is not None and self.text.startswith(after) and after.startswith(before):
@@ -154,9 +154,8 @@ class _Prefixes:
         raise BrokenSample(f"{self._template.name} {self._reason(i)}")
 
     def unprompted(self, i: int, span: Span) -> tuple[str, str] | None:
-        """Return the generation prompt and the header of message `i` if it is an assistant's turn that does not begin
-        with that prompt. Raises `BrokenSample` if the turn also lacks a part of its message: training would miss the
-        reasoning that the prompt asks for."""
+        """Return the generation prompt and the header of message `i` if it is an assistant's turn without that prompt.
+        Raises `BrokenSample` if the turn also omits a part of its message, such as reasoning."""
         message, (start, end) = self._conversation.messages[i], span
         if message["role"] != "assistant" or self.text.startswith(self._render(i, True)):
             return None
@@ -165,20 +164,20 @@ class _Prefixes:
         texts = [message.get(key) for key in ("content", "reasoning_content", "thinking", "reasoning")]
         if any(isinstance(text, str) and text.strip() not in self.text[start:end] for text in texts):
             raise BrokenSample(
-                f"{self._template.name} takes a part out of message {i + 1} (assistant), such as its reasoning, while "
-                f"its generation prompt is {prompt!r}: the model would learn to answer without that part; give "
-                "--dataloader.chat_template a copy of the template that keeps it, or remove it from the data"
+                f"{self._template.name} omits a part of message {i + 1} (assistant), such as its reasoning, although "
+                f"its generation prompt is {prompt!r}: the model would learn to answer without it; set "
+                "--dataloader.chat_template to a copy of the template that keeps it, or remove it from the data"
             )
         return prompt, header
 
     def _before(self, i: int) -> str | None:
-        """Return the text up to message `i`, including an assistant's header; None: it cannot be determined."""
+        """Return the text before message `i`, including an assistant's header; None if it cannot be determined."""
         if self._conversation.messages[i]["role"] != "assistant":
             return self._render(i, False) if i else ""
         prompted, after = self._render(i, True), self._render(i + 1, False)
         if after.startswith(prompted):
             return prompted
-        # No finished turn begins with this prompt: its header is the text before any answer.
+        # Finished turns do not begin with this prompt: the header is the text before any answer.
         turns = [*self._conversation.messages[:i], {"role": "assistant", "content": _PROBE}]
         probed = self._template.render(turns, tools=self._conversation.tools, add_generation_prompt=False)
         header, found, _ = probed.rpartition(_PROBE)
@@ -191,15 +190,15 @@ class _Prefixes:
         if self.text.startswith(after) and after.startswith(before):
             return (
                 f"begins message {i + 1} ({role}) neither with its generation prompt, "
-                f"{self._render(i, True).removeprefix(before)!r}, nor as it begins other answers, so that it cannot be "
-                f"told what of the text is the model's; {_ADVICE}"
+                f"{self._render(i, True).removeprefix(before)!r}, nor like other answers, so the model's part of the "
+                f"text cannot be located; {_ADVICE}"
             )
-        # The option has no effect at the last turn, or if the row or the loader itself decides what to train.
-        by_option = (
+        # The option has no effect on the last turn, or if the row or the loader selects the turns.
+        has_option = (
             role == "assistant" and self._conversation.trained[i] is None and i != _assistant(self._conversation)[-1]
         )
         return (
-            f"writes the conversation up to message {i + 1} ({role}) differently where it goes on, so that it cannot "
-            f"be told what of the text is that message; {_ADVICE}"
-            + (", or --dataloader.train_on last_assistant, which needs one turn's beginning only" if by_option else "")
+            f"writes the conversation up to message {i + 1} ({role}) differently if more messages follow, so the "
+            f"message cannot be located in the text; {_ADVICE}"
+            + (", or --dataloader.train_on last_assistant" if has_option else "")
         )

@@ -15,7 +15,7 @@ SIDES = ("chosen", "rejected")
 
 
 class PairEncoder(RowEncoder):
-    """Encode pairs: the prompt with the chosen answer, and with the rejected one."""
+    """Encodes pairs: the prompt with the chosen answer, and the prompt with the rejected answer."""
 
     n_parts = len(SIDES)
 
@@ -32,12 +32,12 @@ class PreferenceDataLoader(PlannedDataLoader):
     """Pairs for the two forward passes of a preference method; see `PlannedDataLoader` for order and position.
 
     A batch has `chosen_input`, `chosen_labels`, `chosen_positions` and likewise `rejected_…`, all (B, T) with T =
-    `seq_len`. Row b of both sides is one pair: its prompt with ignored labels, then one answer with labels on the
-    assistant's turns. The rest of a row is padding: a separate document with ignored labels. So
+    `seq_len`. Row b of both sides is one pair: the prompt with ignored labels, then the answer with labels on the
+    assistant's turns, then padding as a separate document with ignored labels. Therefore
     `model(batch["chosen_input"], batch["chosen_positions"])` needs no mask.
 
-    `too_long` applies to pairs with a side of more than T positions; `truncate_left` cuts the same number of tokens off
-    both sides, and drops pairs with answers that do not fit alone.
+    `too_long` applies to pairs with a side longer than T positions. `truncate_left` removes the same number of tokens
+    from both sides, and drops pairs if an answer alone is too long.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class PreferenceDataLoader(PlannedDataLoader):
         """Preference data."""
 
         too_long: Literal["drop", "truncate_left", "error"] = "drop"
-        """Pairs beyond the sequence length: drop, truncate_left (cuts the beginning of the prompt), or error."""
+        """Pairs longer than the sequence length: drop, truncate_left (shortens the prompt), or error."""
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> PairEncoder:
             return PairEncoder(ChatEncoder(tokenizer, template, "assistant"))

@@ -16,7 +16,7 @@ from torchtitan.components.tokenizer import Tokenizer
 
 
 class PromptEncoder(RowEncoder):
-    """Encode prompts, and keep the reference answers as they are."""
+    """Encodes prompts; reference answers stay text."""
 
     has_answers = True
 
@@ -29,10 +29,9 @@ class PromptEncoder(RowEncoder):
 class PromptDataLoader(PlannedDataLoader):
     """Prompts for generation; see `PlannedDataLoader` for order and position.
 
-    A batch has `prompts` (B, P), token ids that end with the start of the assistant's turn, padded on the right to the
-    longest prompt (answers replace the padding, and positions count from the first column), and `prompt_lengths` (B,).
-    `prompt_ids` returns the lists that `torchtitan.components.generation.generate` takes. A padding row has length 0
-    and `NO_DOCUMENT` in `documents`. `seq_len` is the most tokens of a prompt without its answer.
+    A batch has `prompts` (B, P), token ids including the generation prompt, padded on the right to the longest prompt,
+    and `prompt_lengths` (B,). `prompt_ids` converts them to the lists for `torchtitan.components.generation.generate`.
+    A padding row has length 0 and `NO_DOCUMENT` in `documents`. `seq_len` limits the prompt without its answer.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -40,7 +39,7 @@ class PromptDataLoader(PlannedDataLoader):
         """Prompts to answer."""
 
         too_long: Literal["drop", "truncate_left", "error"] = "drop"
-        """Prompts beyond the sequence length: drop, truncate_left (cuts the beginning), or error."""
+        """Prompts longer than the sequence length: drop, truncate_left (keeps the end), or error."""
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> PromptEncoder:
             return PromptEncoder(ChatEncoder(tokenizer, template, "assistant"))
@@ -61,11 +60,11 @@ class PromptDataLoader(PlannedDataLoader):
         return {"prompts": torch.from_numpy(prompts), "prompt_lengths": torch.tensor([len(ids) for ids in rows])}
 
     def answer(self, document: int) -> str | None:
-        """Return the reference answer to a prompt by its number in `documents`; None: it has none."""
+        """Return the reference answer of a prompt, given its number in `documents`; None if there is none."""
         return None if document == NO_DOCUMENT else self.samples.sample(document).answer
 
 
 def prompt_ids(batch: Batch) -> list[list[int]]:
-    """Return the prompts of a batch as lists of token ids without padding; those of padding rows are empty."""
+    """Return the prompts of a batch as lists of token ids without padding; padding rows are empty."""
     lengths = batch["prompt_lengths"].tolist()
     return [ids[:length] for ids, length in zip(batch["prompts"].tolist(), lengths, strict=True)]

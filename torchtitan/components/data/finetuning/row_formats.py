@@ -1,4 +1,4 @@
-"""Shapes of a fine-tuning row, recognized by its columns."""
+"""Formats of fine-tuning rows, detected from their columns."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,21 +41,21 @@ Kind = Literal["sft", "preference", "prompt"]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A shape of a row."""
+    """Format of a row."""
 
     name: str
     kind: Kind
     required: tuple[str, ...]
     """Columns that a row must have."""
     convert: Callable[[dict[str, Any]], Sample | None]
-    """Converts a row, or returns None to drop it, as only user functions do.
-    Raises `BrokenSample` for an unusable row. In results of `find_format`, it takes rows as they are in the file."""
+    """Converts a row; user functions may return None to drop it. Raises `BrokenSample` for an unusable row. In results
+    of `find_format`, rows have the column names of the file."""
     optional: tuple[str, ...] = ()
-    """Columns that are read if present; all others are ignored."""
+    """Columns that are read if present; other columns are ignored."""
     mapping: Mapping[str, str] = field(default_factory=dict)
-    """Our column name → the file's, if they differ."""
+    """Format's column name → column name in the file, if they differ."""
     by_function: bool = False
-    """Whether a user's function reads the columns."""
+    """True if a user function converts the rows."""
     fingerprint: str = ""
     """Cache key of the conversion, set by `find_format`."""
 
@@ -63,8 +63,8 @@ class RowFormat:
     def columns(self) -> tuple[str, ...]:
         return (*self.required, *self.optional)
 
-    def unread(self, row: Mapping[str, Any]) -> list[str]:
-        """Return a row's filled columns that are not read although their names suggest that they matter."""
+    def unread_columns(self, row: Mapping[str, Any]) -> list[str]:
+        """Return a row's ignored, non-empty columns with names that suggest an effect on training."""
         if self.by_function or not (suspects := relevant_columns(row)):
             return []
         filled = {column: column for column, value in row.items() if is_filled(value)}
@@ -83,7 +83,7 @@ _PROMPTS = {
     "conversations": (listed_in("conversations"), _TURNS),
     "messages": (listed_in("messages"), _TURNS),
 }
-"""Prompt column → its reader, and the optional columns read with it."""
+"""Prompt column → its reader and optional columns."""
 
 _QUESTIONS = (
     ("prompt", "response"),
@@ -103,45 +103,45 @@ FORMATS: Sequence[RowFormat] = (
     *(RowFormat("_".join(columns), "sft", columns, read_question(*columns), _TURNS) for columns in _QUESTIONS),
     RowFormat("text", "sft", ("text",), read_text),
     *(
-        RowFormat(column, "preference", (column, *_CHOICE), read_pair(prompt), beside)
-        for column, (prompt, beside) in _PROMPTS.items()
+        RowFormat(column, "preference", (column, *_CHOICE), read_pair(prompt), optional)
+        for column, (prompt, optional) in _PROMPTS.items()
     ),
     RowFormat("chosen_rejected", "preference", _CHOICE, read_pair(no_prompt), _TURNS),
     *(
-        RowFormat(column, "prompt", (column,), read_prompt(prompt), (*ANSWERS, *beside))
-        for column, (prompt, beside) in _PROMPTS.items()
+        RowFormat(column, "prompt", (column,), read_prompt(prompt), (*ANSWERS, *optional))
+        for column, (prompt, optional) in _PROMPTS.items()
     ),
 )
-"""All formats; the first of a kind that has all its columns in the row is used."""
+"""All formats. The first one whose required columns are present is used."""
 
 
 def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> RowFormat:
-    """Return the format of rows; its `convert` takes rows as they are in the file and renames their columns.
+    """Return the format of rows; its `convert` accepts rows with the column names of the file.
 
     Args:
-        columns: of the first valid row.
-        format: "auto" (recognized by the columns, reading all mapped ones), the name of a format, or a user's function,
+        columns: columns of the first valid row.
+        format: "auto" (detected from the columns, must use all mapped ones), a format name, or a user function,
             `package.module:function` or `path/to/file.py:function`.
-        mapping: the format's column name → the file's.
+        mapping: format's column name → column name in the file.
         kind: purpose of the rows.
 
     Raises:
-        UserError: no format has these columns, there is no such format or function, or a mapped column is missing.
+        UserError: no format matches, the format or function does not exist, or a mapped column is missing.
     """
     if ":" in format:
         if mapping:
-            raise UserError(f"--dataloader.columns cannot be combined with the function {format!r}, which reads them")
+            raise UserError(f"--dataloader.columns cannot be combined with the function {format!r}; remove one")
         return function_format(load_function(format), kind)
     _check_mapping(columns, mapping, kind)
     renamed = mapped_row(dict.fromkeys(columns), mapping)
     known = renamed_row({column: column for column in columns}, mapping)
     if format == AUTO and kind == "sft" and {"chosen", "rejected"} <= set(known):
-        raise _to_imitate_one(known)
-    found = _recognize(known, kind, mapping) if format == AUTO else _named(format, kind)
+        raise _preference_rows_error(known)
+    found = _detect(known, kind, mapping) if format == AUTO else _format_by_name(format, kind)
     if found is None or not set(found.required) <= set(known):
-        raise _not_fitting(list(renamed), found, kind)
+        raise _mismatch_error(list(renamed), found, kind)
     if unread := [column for column in mapping if column not in found.columns]:
-        raise UserError(f"--dataloader.columns: {unread[0]!r} is none that the format {format!r} reads")
+        raise UserError(f"--dataloader.columns: the format {format!r} has no column {unread[0]!r}")
     fingerprint = json.dumps([found.name, format == AUTO, kind, sorted(mapping.items())])
     convert = partial(_convert, found, dict(mapping), format == AUTO)
     return replace(found, convert=convert, mapping=dict(mapping), fingerprint=fingerprint)
@@ -154,50 +154,49 @@ def dataset_formats(
     mapping: Mapping[str, str],
     kind: Kind,
 ) -> list[RowFormat]:
-    """Return the row formats of data sets, by the columns of each.
+    """Return the row formats of data sets, given the columns of each.
 
-    `format` (other than "auto") and `mapping` apply to the data sets that they fit, overriding the registration; the
-    others are read as registered, or by their columns. A function fits every data set whose registration does not say
-    how to read it.
+    `format` (other than "auto") and `mapping` apply to all data sets that they fit and override the registration. Other
+    data sets use the registered or detected format. A function fits all data sets registered without a format.
 
     Raises:
-        UserError: as `find_format`, or they fit no data set.
+        UserError: see `find_format`; also if `format` and `mapping` fit no data set.
     """
     if format == AUTO and not mapping:
-        return [_own_format(dataset, of_set, kind) for dataset, of_set in zip(datasets, columns, strict=True)]
+        return [_default_format(dataset, names, kind) for dataset, names in zip(datasets, columns, strict=True)]
     formats: list[RowFormat | None] = []
     errors = []
-    for dataset, of_set in zip(datasets, columns, strict=True):
+    for dataset, names in zip(datasets, columns, strict=True):
         try:
-            formats.append(_described_format(dataset, of_set, format, mapping, kind))
+            formats.append(_requested_format(dataset, names, format, mapping, kind))
         except UserError as error:
             errors.append(error)
             formats.append(None)
     if not any(formats):
         raise errors[0]
-    own = zip(datasets, columns, formats, strict=True)
-    return [described or _own_format(dataset, of_set, kind) for dataset, of_set, described in own]
+    combined = zip(datasets, columns, formats, strict=True)
+    return [requested or _default_format(dataset, names, kind) for dataset, names, requested in combined]
 
 
-def describes(dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> bool:
-    """Return whether `format` and `mapping` fit a data set, see `dataset_formats`."""
+def fits_dataset(dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> bool:
+    """Return whether `format` and `mapping` fit a data set; see `dataset_formats`."""
     try:
-        _described_format(dataset, columns, format, mapping, kind)
+        _requested_format(dataset, columns, format, mapping, kind)
     except UserError:
         return False
     return True
 
 
-def _described_format(
+def _requested_format(
     dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind
 ) -> RowFormat:
     registered = CHAT_DATASETS.registered.get(dataset)
-    if ":" in format and registered is not None and registered.says_format():
-        raise UserError(f"--dataloader.format {format!r}: {dataset!r} is registered with a way to be read of its own")
+    if ":" in format and registered is not None and registered.has_format():
+        raise UserError(f"--dataloader.format {format!r} cannot be used: {dataset!r} is registered with a format")
     return find_format(columns, format, mapping, kind)
 
 
-def _own_format(dataset: str, columns: Sequence[str], kind: Kind) -> RowFormat:
+def _default_format(dataset: str, columns: Sequence[str], kind: Kind) -> RowFormat:
     registered = CHAT_DATASETS.registered.get(dataset)
     if registered is None:
         return find_format(columns, AUTO, {}, kind)
@@ -207,7 +206,7 @@ def _own_format(dataset: str, columns: Sequence[str], kind: Kind) -> RowFormat:
 
 
 def function_format(function: RowFunction, kind: Kind) -> RowFormat:
-    """Return the format of rows that a function converts to rows of known formats; raises as `function_fingerprint`."""
+    """Return the format of rows that a function converts to known formats. Raises like `function_fingerprint`."""
     fingerprint = json.dumps([function_fingerprint(function), kind])
     return RowFormat(
         name=f"{function.__module__}:{function.__qualname__}",
@@ -219,53 +218,53 @@ def function_format(function: RowFunction, kind: Kind) -> RowFormat:
     )
 
 
-def _to_imitate_one(known: Mapping[str, str]) -> UserError:
-    """Return the error for preference rows in SFT, which names the option that reads one answer. `known` maps our
-    column names to the rows'."""
+def _preference_rows_error(known: Mapping[str, str]) -> UserError:
+    """Return the error for preference rows in SFT, with the option that selects one answer. `known` maps the formats'
+    column names to column names in the file."""
     endings = [(f.required[:-1], f.required[-1]) for f in FORMATS if f.kind == "sft"]
-    suited = [(before, last) for before, last in endings if set(before) <= set(known) and last not in known]
-    _, answer = max(suited, key=lambda ending: len(ending[0]))
-    neither = _recognize(known, "sft")
-    if neither and neither.name in ("messages", "conversations"):  # which the answers may continue or repeat
-        advice = "write a function that gives the whole conversation, --dataloader.format my_rows.py:function"
+    matching = [(before, last) for before, last in endings if set(before) <= set(known) and last not in known]
+    _, answer = max(matching, key=lambda ending: len(ending[0]))
+    other = _detect(known, "sft")
+    if other and other.name in ("messages", "conversations"):  # the answers may continue or repeat them
+        advice = "write a function that returns the whole conversation, --dataloader.format my_rows.py:function"
     else:
-        advice = f"name it by --dataloader.columns {answer}={known['chosen']}"
+        advice = f"set --dataloader.columns {answer}={known['chosen']}"
     return UserError(
-        f"the rows have {known['chosen']} and {known['rejected']}, which are for preference training; to imitate one "
-        f"of them, {advice}" + (f", and to read neither, choose --dataloader.format {neither.name}" if neither else "")
+        f"the columns {known['chosen']} and {known['rejected']} are for preference training; to train on one of them, "
+        f"{advice}" + (f"; to ignore both, set --dataloader.format {other.name}" if other else "")
     )
 
 
-def _not_fitting(columns: Sequence[str], named: RowFormat | None, kind: Kind) -> UserError:
+def _mismatch_error(columns: Sequence[str], format: RowFormat | None, kind: Kind) -> UserError:
     if kind == "preference" and (label := next((name for name in LABELS if name in columns), None)):
         return UserError(
-            f"the rows have the column {label}, which judges one answer each, as for KTO; preference training compares "
-            "two answers to a prompt, in the columns chosen and rejected"
+            f"the column {label} rates single answers, as for KTO; preference training needs two answers per prompt, "
+            "in the columns chosen and rejected"
         )
-    if named:
-        lack, suggested, formats = f"and {named.name!r} needs {_needs(named)}", "OURS=THEIRS", ""
+    if format:
+        problem, suggested, formats = f"but {format.name!r} needs {_needs(format)}", "OURS=THEIRS", ""
     else:
-        lack, formats = "which fit none of the formats", f": {_overview(kind)}"
+        problem, formats = "which match no format", f": {_overview(kind)}"
         suggested = suggested_columns(columns) if kind == "sft" else "OURS=THEIRS"
     return UserError(
-        f"the rows have the columns {', '.join(columns) or '(none)'}, {lack}; name them by --dataloader.columns "
-        f"{suggested}, or choose another --dataloader.format{formats}"
+        f"the rows have the columns {', '.join(columns) or '(none)'}, {problem}; rename them with --dataloader.columns "
+        f"{suggested}, or set another --dataloader.format{formats}"
     )
 
 
-def _recognize(columns: Iterable[str], kind: Kind, mapped: Iterable[str] = ()) -> RowFormat | None:
-    """Return the first format that these columns suffice for and that reads all mapped columns."""
-    there = set(columns)
-    suited = (f for f in FORMATS if f.kind == kind and set(f.required) <= there)
-    return next((f for f in suited if set(mapped) <= set(f.columns)), None)
+def _detect(columns: Iterable[str], kind: Kind, mapped: Iterable[str] = ()) -> RowFormat | None:
+    """Return the first format with all required columns present that reads all mapped columns."""
+    available = set(columns)
+    matching = (f for f in FORMATS if f.kind == kind and set(f.required) <= available)
+    return next((f for f in matching if set(mapped) <= set(f.columns)), None)
 
 
-def _named(name: str, kind: Kind) -> RowFormat:
+def _format_by_name(name: str, kind: Kind) -> RowFormat:
     formats = {format.name: format for format in FORMATS if format.kind == kind}
     if name not in formats:
         raise UserError(
-            f"--dataloader.format {name!r} is none of: {AUTO}, {', '.join(formats)}{suggest(name, formats)} "
-            "(or a function, package.module:function or path/to/file.py:function)"
+            f"--dataloader.format {name!r} is unknown; use one of: {AUTO}, "
+            f"{', '.join(formats)}{suggest(name, formats)} or a function, path/to/file.py:function"
         )
     return formats[name]
 
@@ -275,8 +274,8 @@ def _check_mapping(columns: Sequence[str], mapping: Mapping[str, str], kind: Kin
     for ours, theirs in mapping.items():
         if ours not in known:
             raise UserError(
-                f"--dataloader.columns: {ours!r} is a column of no format{suggest(ours, known)} "
-                f"(left of the = goes one of: {', '.join(known)})"
+                f"--dataloader.columns: no format has a column {ours!r}{suggest(ours, known)} "
+                f"(before the =, use one of: {', '.join(known)})"
             )
         if theirs not in columns:
             raise UserError(
@@ -288,7 +287,7 @@ def _check_mapping(columns: Sequence[str], mapping: Mapping[str, str], kind: Kin
 def _convert(format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Mapping[str, Any]) -> Sample | None:
     renamed = renamed_row(row, mapping)
     if missing := [column for column in format.required if column not in renamed]:
-        raise BrokenSample(f"no column {', '.join(missing)}, only {', '.join(renamed) or 'none at all'}")
+        raise BrokenSample(f"no column {', '.join(missing)}; the columns are: {', '.join(renamed) or '(none)'}")
     if auto:
         _check_label(format, renamed)
     try:
@@ -296,20 +295,20 @@ def _convert(format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Map
     except EmptySample as error:
         if auto and (other := _filled_format(format, renamed)):
             raise BrokenSample(
-                f"{error}, while the columns of another format are filled ({_needs(other)}); rows of one file must be "
-                f"of one format: separate them, or leave such rows out by --dataloader.format {format.name}"
+                f"{error}, but the columns of another format have content ({_needs(other)}); split rows of different "
+                f"formats into separate data sets, or skip such rows with --dataloader.format {format.name}"
             ) from None
         raise
 
 
 _JUDGING_COLUMNS = {
-    **dict.fromkeys(LABELS, "judge one answer each, as for KTO"),
-    **dict.fromkeys(ROW_WEIGHTS, "say how much a row counts"),
+    **dict.fromkeys(LABELS, "rate answers, as for KTO"),
+    **dict.fromkeys(ROW_WEIGHTS, "weight rows"),
 }
-"""Column → meaning, in words."""
+"""Column → meaning, for error messages."""
 
 _BAD = ("false", "0", "0.0", "undesirable")
-"""Values of a label or weight for an answer that must not be imitated."""
+"""Labels and weights of answers that must not be learned."""
 
 
 def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
@@ -318,15 +317,15 @@ def _check_label(format: RowFormat, row: Mapping[str, Any]) -> None:
     for column, meaning in _JUDGING_COLUMNS.items():
         if column not in format.columns and str(row.get(column)).lower() in _BAD:
             raise UserError(
-                f"its {column} is {row[column]!r}: such columns {meaning}, and this row's answer must not be imitated; "
-                "leave such rows out by a function (--dataloader.format my_rows.py:good_ones), or imitate all by "
+                f"its {column} is {row[column]!r}: such columns {meaning}, so this answer must not be learned; drop "
+                "such rows in a function (--dataloader.format my_rows.py:good_ones), or train on all rows with "
                 f"--dataloader.format {format.name}"
             )
 
 
 def _filled_format(format: RowFormat, row: Mapping[str, Any]) -> RowFormat | None:
-    """Return the format that a row empty in its own format may be meant for: all its columns are filled, including the
-    ones filled in its own format. A `text` next to an instruction without output does not count."""
+    """Return another format that fits a row without content in its own format: all required columns have content,
+    including its own columns with content. A `text` next to an instruction without output does not count."""
     filled = {column for column, value in row.items() if is_filled(value)}
     own = filled & set(format.required)
     if own == set(format.required):
@@ -341,15 +340,15 @@ def _convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, An
     except BrokenSample:
         raise
     except Exception as error:
-        raise BrokenSample(f"{name} fails: {type(error).__name__}: {error}") from error
+        raise BrokenSample(f"{name} failed: {type(error).__name__}: {error}") from error
     if result is None:
         return None
     if not isinstance(result, Mapping):
-        raise UserError(f"{name} gave {kind_of(result)}, and must give a dictionary, or None for no row")
+        raise UserError(f"{name} returned {kind_of(result)}; it must return a dictionary, or None to drop the row")
     renamed = renamed_row(result, {})
-    format = _recognize(renamed, kind)
+    format = _detect(renamed, kind)
     if format is None:
-        raise UserError(f"{name} gave {', '.join(map(repr, result))}, which fits none of: {_overview(kind)}")
+        raise UserError(f"{name} returned {', '.join(map(repr, result))}, which match no format: {_overview(kind)}")
     _check_label(format, renamed)
     return format.convert(renamed)
 

@@ -2,9 +2,9 @@
 
 `{cache}/samples/{key}/` holds, for all sequences of all samples, `ids.bin` (uint32), `trained.bin` (one byte per token)
 and `offsets.bin` (int64: sequence starts, and the total); JSON texts `places.bin` with `place_offsets.bin` (row
-locations) and, for rows that may have them, `answers.bin` with `answer_offsets.bin` (reference answers); `report.json`;
-`fingerprint`, a digest of the samples; and checksums (see `disk_cache`). The key is a digest of everything that decides
-the content; the window size does not.
+locations) and, for prompts, `answers.bin` with `answer_offsets.bin` (reference answers); `report.json`;
+`fingerprint`, a digest of the samples; and checksums (see `disk_cache`). The key is a digest of all inputs that
+determine the content; the window size is not one of them.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from torchtitan import components
-from torchtitan.components.data.disk_cache import checked_digest, content_digest, map_array, open_or_build, readable
+from torchtitan.components.data.disk_cache import check_digest, content_digest, map_array, open_or_build, readable
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample, RowEncoder
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Sample, Text
 from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
@@ -33,25 +33,25 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.progress import progress
 
 SOURCES = ("chat_template/*.py", "tokenizer/*.py", "data/report.py", "data/sources/*.py", "data/finetuning/*.py")
-"""Patterns, below `torchtitan/components`, of the modules that read, convert, encode, filter and write rows."""
+"""Patterns in `torchtitan/components` of the modules that affect the content of the cache."""
 
 BATCH_ROWS = 1024
 
 
 @cache
 def code_version() -> str:
-    """Return a hexadecimal digest of `SOURCES`, so that any change of this code rebuilds caches."""
+    """Return a hexadecimal digest of `SOURCES`; any change to this code rebuilds caches."""
     folder = Path(components.__path__[0])
     files = [file for pattern in SOURCES for file in sorted(folder.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 class SampleCache:
-    """Samples of a data set, mapped into memory. Pickling stores the folder's name only.
+    """Samples of a data set, mapped into memory. Pickling stores only the path of the folder.
 
     Args:
-        folder: of a finished cache.
-        n_parts: token sequences of a sample.
+        folder: folder of a finished cache.
+        n_parts: number of token sequences per sample.
         has_answers: whether there are reference answers.
     """
 
@@ -60,12 +60,12 @@ class SampleCache:
         with readable(folder):
             self.report = Report.from_dict(json.loads((folder / "report.json").read_text()))
             n, n_tokens = self.report.kept, self.report.tokens
-            self.fingerprint = checked_digest((folder / "fingerprint").read_text())
-            """Equal ones mean equal samples, whatever they were made from."""
+            self.fingerprint = check_digest((folder / "fingerprint").read_text())
+            """Digest of the samples, regardless of their source."""
             self._ids = _mapped(folder / "ids.bin", "uint32", n_tokens)
             self._trained = _mapped(folder / "trained.bin", "bool", n_tokens)
             self._offsets = _mapped(folder / "offsets.bin", "int64", n * n_parts + 1)
-            self._places = _Texts(folder, "place", n)
+            self._locations = _Texts(folder, "place", n)
             self._answers = _Texts(folder, "answer", n) if has_answers else None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,12 +92,12 @@ class SampleCache:
 
     def describe(self, index: int) -> str:
         """Return the location of the sample's row: `my.jsonl:17`."""
-        place: str = self._places[index]
-        return place
+        location: str = self._locations[index]
+        return location
 
 
 class _Texts:
-    """A text or None for each sample, mapped into memory."""
+    """Text or None for each sample, mapped into memory."""
 
     def __init__(self, folder: Path, name: str, n: int):
         self._offsets = _mapped(folder / f"{name}_offsets.bin", "int64", n + 1)
@@ -108,7 +108,7 @@ class _Texts:
 
 
 def _mapped(path: Path, dtype: str, length: int) -> np.ndarray:
-    """Return `map_array` as a plain array, which is several times faster to slice."""
+    """Map a file as a plain array; slicing is several times faster than with `np.memmap`."""
     return np.asarray(map_array(path, dtype, length))
 
 
@@ -121,8 +121,8 @@ def open_sample_cache(
     *,
     verify: bool = False,
 ) -> SampleCache:
-    """Return the samples of a source, encoding it unless the cache has it intact; see `open_or_build`. Raises
-    `UserError` if `filters` refuse a row, no row is left, or the cache folder cannot be written."""
+    """Open the cached samples of a source, encoding them if necessary; see `open_or_build`. Raises `UserError` if
+    `filters` reject a row with policy `error`, no row is left, or the cache folder is not writable."""
     return open_or_build(
         "samples",
         source,
@@ -135,7 +135,7 @@ def open_sample_cache(
 
 
 def first_columns(source: Source) -> list[str]:
-    """Return the columns of the first readable row, which decide the format; raises `UserError` if there is none."""
+    """Return the columns of the first readable row. Raises `UserError` if there is none."""
     error = ""
     for row in source.rows(lambda _: None):
         if row.values is not None:
@@ -149,20 +149,22 @@ def _write(source: Source, format: RowFormat, encoder: RowEncoder, filters: Filt
     with progress(f"tokenizing {source.name}", source.size()) as advance, _writer(folder, encoder.has_answers) as add:
         for row, encoded in _encode(source.rows(advance), format, encoder):
             report.rows += 1
-            report.unread += [column for column in format.unread(row.values or {}) if column not in report.unread]
+            report.unread += [
+                column for column in format.unread_columns(row.values or {}) if column not in report.unread
+            ]
             try:
-                outcome = encoded if isinstance(encoded, Dropped) else filters.apply(encoded)
+                result = encoded if isinstance(encoded, Dropped) else filters.apply(encoded)
             except UserError as error:
                 raise UserError(f"{row.where}: {error}") from None
-            if isinstance(outcome, Dropped):
-                report.drop(row.where, *outcome)
+            if isinstance(result, Dropped):
+                report.drop(row.where, *result)
                 continue
             report.kept += 1
-            report.tokens += outcome.n_tokens
-            report.trained_tokens += outcome.n_trained
-            if outcome.n_special_in_text:
-                report.special_in_text.add(row.where, f"{outcome.n_special_in_text} of its tokens")
-            add(row.where, outcome)
+            report.tokens += result.n_tokens
+            report.trained_tokens += result.n_trained
+            if result.n_special_in_text:
+                report.special_in_text.add(row.where, f"{result.n_special_in_text} tokens")
+            add(row.where, result)
     if not report.kept:
         raise no_rows_left_error(source.name, report)
     (folder / "report.json").write_text(json.dumps(report.to_dict()))
@@ -177,11 +179,11 @@ def _encode(
     rows, checked = iter(rows), False
     while batch := list(itertools.islice(rows, BATCH_ROWS)):
         converted = [_convert(row, format) for row in batch]
-        whole = [sample for sample in converted if not isinstance(sample, (BrokenSample, Dropped))]
-        if not checked and not all(isinstance(sample, Text) for sample in whole):
+        usable = [sample for sample in converted if not isinstance(sample, (BrokenSample, Dropped))]
+        if not checked and not all(isinstance(sample, Text) for sample in usable):
             encoder.check()
             checked = True
-        encoded = iter(encoder.encode_batch(whole))
+        encoded = iter(encoder.encode_batch(usable))
         for row, sample in zip(batch, converted, strict=True):
             yield row, sample if isinstance(sample, (BrokenSample, Dropped)) else next(encoded)
 
@@ -208,7 +210,7 @@ def _writer(folder: Path, has_answers: bool) -> Iterator[Callable[[str, EncodedR
             opened = (stack.enter_context((folder / f"{file}.bin").open("wb")) for file in (name, offsets))
             return _Column(*opened)
 
-        ids, places = column("ids", "offsets"), column("places", "place_offsets")
+        ids, locations = column("ids", "offsets"), column("places", "place_offsets")
         answers = column("answers", "answer_offsets") if has_answers else None
         trained = stack.enter_context((folder / "trained.bin").open("wb"))
 
@@ -216,7 +218,7 @@ def _writer(folder: Path, has_answers: bool) -> Iterator[Callable[[str, EncodedR
             for part in row.parts:
                 ids.add(part.ids.astype(np.uint32).tobytes(), len(part.ids))
                 trained.write(part.trained.astype(np.bool_).tobytes())
-            places.add_json(where)
+            locations.add_json(where)
             if answers:
                 answers.add_json(row.answer)
 
@@ -224,7 +226,7 @@ def _writer(folder: Path, has_answers: bool) -> Iterator[Callable[[str, EncodedR
 
 
 class _Column:
-    """Consecutive items in one file, with their start offsets and the total in another."""
+    """Writes consecutive items to one file, and their start offsets and the total to another."""
 
     def __init__(self, items: BinaryIO, offsets: BinaryIO):
         self._items, self._offsets, self._end = items, offsets, 0

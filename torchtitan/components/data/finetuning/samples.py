@@ -1,4 +1,4 @@
-"""From samples to batches: samples that fit into a window, one numbering over all data sets, and packed windows."""
+"""Selection of samples that fit into a window, and batches of packed windows."""
 
 import bisect
 import copy
@@ -21,39 +21,39 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.errors import UserError
 
 MANY_TOO_LONG = 0.01
-"""Fraction of a data set's rows that may be dropped as too long without a warning."""
+"""Fraction of dropped rows, because of their length, from which a warning is logged."""
 
 TooLong = Literal["drop", "truncate_left", "truncate_right", "error"]
-"""`truncate_left` keeps a sample's end, `truncate_right` its beginning."""
+"""`truncate_left` keeps the end of a sample, `truncate_right` its beginning."""
 
 
 class LengthFilteredDataset:
-    """Samples of a cache that fit, whole or truncated.
+    """Samples of a cache that fit into a window, possibly truncated.
 
     Args:
         cache: all samples.
-        max_length: most tokens of each sequence of a sample.
+        max_length: maximum tokens per sequence.
         too_long: policy for samples with a longer sequence. Truncation removes the same number of tokens from all
-            sequences of a sample, so that common beginnings stay equal.
-        untrained: policy for samples without trained tokens after truncation. None: truncate only if all trained tokens
-            stay, since comparisons need whole answers; drop other samples.
-        name: of the data set, for messages.
+            sequences of a sample, so that common prefixes stay equal.
+        untrained: policy for samples without trained tokens after truncation. None: drop samples if truncation would
+            remove trained tokens, since comparisons need complete answers.
+        name: name of the data set, for messages.
 
     Raises:
-        UserError: a policy is `error` and applies, or no sample is left.
+        UserError: a sample violates a policy `error`, or no sample is left.
     """
 
     def __init__(self, cache: SampleCache, max_length: int, too_long: TooLong, untrained: Policy | None, name: str):
         self._cache, self._too_long, self._untrained = cache, too_long, untrained
         self.max_length = max_length
         self.report: Report = copy.deepcopy(cache.report)
-        """The cache's report, updated for samples that are too long."""
+        """Report of the cache, updated for samples that are too long."""
         lengths = cache.lengths
         self.all_lengths: Array = lengths
-        """Tokens of the longest sequence of each sample of the cache, including dropped and truncated ones."""
+        """Tokens of the longest sequence of each cached sample, including dropped and truncated ones."""
         keep = np.ones(len(lengths), bool)
         for index in np.flatnonzero(lengths > max_length).tolist():
-            keep[index] = self._fit(index, int(lengths[index]))
+            keep[index] = self._handle_too_long(index, int(lengths[index]))
         self._indices = np.flatnonzero(keep)
         self.lengths: Array = np.minimum(lengths[keep], max_length)
         """Tokens of the longest sequence of each sample, (n_samples,)."""
@@ -65,102 +65,102 @@ class LengthFilteredDataset:
         return len(self._indices)
 
     def sample(self, index: int) -> EncodedRow:
-        return self._cut(self._cache.sample(int(self._indices[index])))
+        return self._truncate(self._cache.sample(int(self._indices[index])))
 
     def describe(self, index: int) -> str:
         """Return the location of the sample's row: `my.jsonl:17`."""
         return self._cache.describe(int(self._indices[index]))
 
     def warnings(self) -> Iterator[str]:
-        """Yield warnings to read before training on the samples."""
+        """Yield warnings about ignored columns and dropped samples."""
         if unread := self.report.unread:
             plural = len(unread) > 1
             yield (
-                f"the column{'s' * plural} {', '.join(unread)} {'are' if plural else 'is'} not read (format "
-                f"{self.report.format}), though the name{'s' * plural} may matter to training; --dataloader.format can "
-                "name a function that reads the rows otherwise"
+                f"the column{'s' * plural} {', '.join(unread)} {'are' if plural else 'is'} ignored (format "
+                f"{self.report.format}) but may affect training; to use {'them' if plural else 'it'}, set "
+                "--dataloader.format to a function that converts the rows"
             )
         dropped = self.report.dropped.get("too_long", ExampleCounter()).count
         if dropped > MANY_TOO_LONG * self.report.rows:
             yield (
                 f"{dropped:,} of {self.report.rows:,} rows ({dropped / self.report.rows:.1%}) are dropped because they "
-                f"have more than {self.max_length:,} tokens: raise --training.seq_len"
-                + (f", or cut them by --dataloader.too_long {self._cuts}" if self._too_long == "drop" else "")
+                f"have more than {self.max_length:,} tokens; increase --training.seq_len"
+                + (f", or set --dataloader.too_long {self._truncations}" if self._too_long == "drop" else "")
             )
 
     @property
-    def _cuts(self) -> str:
+    def _truncations(self) -> str:
         return "truncate_left" if self._untrained is None else "truncate_left or truncate_right"
 
-    def _fit(self, index: int, length: int) -> bool:
-        """Count a sample that is too long; return whether it is kept."""
-        where, whole, report = self._cache.describe(index), self._cache.sample(index), self.report
-        holds = f"{self.max_length:,} fit" if self._untrained is None else f"a window holds {self.max_length:,}"
-        size = f"{length:,} tokens, {holds}"
-        left = self._shortened(whole, where, size)
-        report.tokens -= whole.n_tokens
-        report.trained_tokens -= whole.n_trained
-        if isinstance(left, Dropped):
+    def _handle_too_long(self, index: int, length: int) -> bool:
+        """Count a sample that is too long, and return whether it is kept."""
+        where, sample, report = self._cache.describe(index), self._cache.sample(index), self.report
+        limit = f"{self.max_length:,} fit" if self._untrained is None else f"a window holds {self.max_length:,}"
+        size = f"{length:,} tokens, {limit}"
+        result = self._truncate_or_drop(sample, where, size)
+        report.tokens -= sample.n_tokens
+        report.trained_tokens -= sample.n_trained
+        if isinstance(result, Dropped):
             report.kept -= 1
-            report.drop(where, *left)
+            report.drop(where, *result)
             return False
-        report.tokens += left.n_tokens
-        report.trained_tokens += left.n_trained
+        report.tokens += result.n_tokens
+        report.trained_tokens += result.n_trained
         report.truncated.add(where, size)
         return True
 
-    def _shortened(self, whole: EncodedRow, where: str, size: str) -> EncodedRow | Dropped:
+    def _truncate_or_drop(self, sample: EncodedRow, where: str, size: str) -> EncodedRow | Dropped:
         if self._too_long == "error":
             comma = " or" if self._untrained is None else ","
-            raise UserError(f"{where}: {size}; --dataloader.too_long can also be drop{comma} {self._cuts}")
+            raise UserError(f"{where}: {size}; set --dataloader.too_long to drop{comma} {self._truncations}")
         if self._too_long == "drop":
             return Dropped("too_long", size)
-        cut = self._cut(whole)
+        truncated = self._truncate(sample)
         if self._untrained is None:
-            lost = cut.n_trained < whole.n_trained
-            return Dropped("too_long", f"{size}, and its answers alone are too long") if lost else cut
-        if cut.n_trained:
-            return cut
-        why = f"none of its tokens is trained once it is cut ({size})"
+            is_incomplete = truncated.n_trained < sample.n_trained
+            return Dropped("too_long", f"{size}, and its answers alone are too long") if is_incomplete else truncated
+        if truncated.n_trained:
+            return truncated
+        why = f"it has no trained tokens after truncation ({size})"
         if self._untrained == "error":
-            raise UserError(f"{where}: {why}; --dataloader.untrained drop leaves such rows out")
+            raise UserError(f"{where}: {why}; set --dataloader.untrained drop to skip such rows")
         return Dropped("untrained", why)
 
-    def _cut(self, sample: EncodedRow) -> EncodedRow:
-        n_beyond = max(len(part.ids) for part in sample.parts) - self.max_length
-        if n_beyond <= 0:
+    def _truncate(self, sample: EncodedRow) -> EncodedRow:
+        n_excess = max(len(part.ids) for part in sample.parts) - self.max_length
+        if n_excess <= 0:
             return sample
-        kept = slice(n_beyond, None) if self._too_long == "truncate_left" else slice(-n_beyond)
+        kept = slice(n_excess, None) if self._too_long == "truncate_left" else slice(-n_excess)
         parts = (part._replace(ids=part.ids[kept], trained=part.trained[kept]) for part in sample.parts)
         return sample._replace(parts=tuple(parts))
 
 
 _IN_FILE = re.compile(r"( \(.*\))?(:\d+|, (row|element) \d+)?")
-"""Suffix of a row's location after the file or data set: `:17`, `, row 3`, ` (train), row 3`."""
+"""Location within a file or data set: `:17`, `, row 3`, ` (train), row 3`."""
 
 
 class SampleSets:
-    """Data sets under one numbering: the samples of the first, then of the second, and so on."""
+    """Concatenation of data sets, with one numbering of all samples."""
 
     def __init__(self, names: Sequence[str], sets: Sequence[LengthFilteredDataset]):
         self.names = list(names)
         self.sets = list(sets)
-        self.first = [0, *itertools.accumulate(of_set.n_samples for of_set in sets)]
+        self.first = [0, *itertools.accumulate(data.n_samples for data in sets)]
         """Number of the first sample of each data set, and the total."""
 
     @property
     def positions(self) -> list[Array]:
-        """Window positions of each data set's samples; a sample's last token needs none."""
-        return [of_set.lengths - 1 for of_set in self.sets]
+        """Window positions of each data set's samples; the last token of a sample needs none."""
+        return [data.lengths - 1 for data in self.sets]
 
     @property
     def trained_fraction(self) -> float:
-        """Fraction of these positions that are trained."""
-        n_positions = sum(int(of_set.sum()) for of_set in self.positions)
-        return sum(of_set.report.trained_tokens for of_set in self.sets) / n_positions
+        """Fraction of trained positions."""
+        n_positions = sum(int(data.sum()) for data in self.positions)
+        return sum(data.report.trained_tokens for data in self.sets) / n_positions
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return the index of a sample's data set, and the sample's number in it."""
+        """Return the index of a sample's data set, and the sample's number in that data set."""
         source = bisect.bisect_right(self.first, number) - 1
         return source, number - self.first[source]
 
@@ -169,31 +169,31 @@ class SampleSets:
         return self.sets[source].sample(index)
 
     def describe(self, number: int) -> str:
-        """Return the location of a sample's row, with the data set if there are several: `b/c.jsonl:17` if that is the
+        """Return the location of a sample's row, prefixed by the data set if there are several: `b/c.jsonl:17` for a
         file, otherwise `my_set: c.jsonl:17`."""
         source, index = self.locate(number)
-        place, name = self.sets[source].describe(index), self.names[source]
+        location, name = self.sets[source].describe(index), self.names[source]
         if len(self.sets) == 1:
-            return place
+            return location
         parent, slash, last = name.rpartition("/")
-        names_itself = place.startswith(last) and _IN_FILE.fullmatch(place, len(last))
-        return f"{parent}{slash}{place}" if names_itself else f"{name}: {place}"
+        contains_name = location.startswith(last) and _IN_FILE.fullmatch(location, len(last))
+        return f"{parent}{slash}{location}" if contains_name else f"{name}: {location}"
 
-    def numbers_of(self, names: Sequence[str]) -> list[int]:
-        """Return the numbers of the samples that `describe` names; raises `UserError` for an unknown name."""
-        wanted = set(names)
-        found = {name: number for number in range(self.first[-1]) if (name := self.describe(number)) in wanted}
+    def find_numbers(self, names: Sequence[str]) -> list[int]:
+        """Return the numbers of the samples with these `describe` names. Raises `UserError` for an unknown name."""
+        targets = set(names)
+        found = {name: number for number in range(self.first[-1]) if (name := self.describe(number)) in targets}
         if missing := [name for name in names if name not in found]:
-            raise UserError(f"'{missing[0]}' is no sample of this data; was it another configuration's?")
+            raise UserError(f"'{missing[0]}' is not a sample of this data; use the run's data configuration")
         return [found[name] for name in names]
 
     def report_lines(self) -> Iterator[str]:
-        for name, of_set in zip(self.names, self.sets, strict=True):
-            yield from (f"{name}: {line}" for line in of_set.report.lines())
+        for name, data in zip(self.names, self.sets, strict=True):
+            yield from (f"{name}: {line}" for line in data.report.lines())
 
     def warnings(self) -> Iterator[str]:
-        for name, of_set in zip(self.names, self.sets, strict=True):
-            yield from (f"{name}: {warning}" for warning in of_set.warnings())
+        for name, data in zip(self.names, self.sets, strict=True):
+            yield from (f"{name}: {warning}" for warning in data.warnings())
 
 
 Windows = Sequence[Sequence[EncodedRow]]
@@ -201,7 +201,7 @@ Windows = Sequence[Sequence[EncodedRow]]
 
 
 class WindowDataset(Dataset[Batch]):
-    """Batches by the sample numbers in each of their B windows; `collate` returns a batch without `documents`."""
+    """Map-style dataset from the sample numbers of B windows to a batch; `collate` creates it without `documents`."""
 
     def __init__(self, samples: SampleSets, seq_len: int, collate: Callable[[Windows, int], Batch]):
         self.samples, self.seq_len, self.collate = samples, seq_len, collate
@@ -216,13 +216,13 @@ class WindowDataset(Dataset[Batch]):
 
 
 def pack_windows(windows: Windows, seq_len: int, part: int = 0) -> Batch:
-    """Pack one sequence of each sample, see `pack_samples`; all tensors are (B, `seq_len`)."""
+    """Pack one sequence of each sample by `pack_samples`; all tensors are (B, `seq_len`)."""
     packed = [pack_samples([sample.parts[part] for sample in window], seq_len) for window in windows]
     return {name: torch.from_numpy(np.stack([window[name] for window in packed])) for name in packed[0]}
 
 
 def pack_samples(samples: Sequence[EncodedSample], seq_len: int) -> dict[str, Array]:
-    """Pack whole samples, each a separate document, into one window of `seq_len` positions.
+    """Pack samples into one window of `seq_len` positions, each as a separate document.
 
     Returns:
         `input`, `labels` and `positions`, each (seq_len,). The rest of the window is padding: a separate document with

@@ -1,4 +1,4 @@
-"""Data loader for supervised fine-tuning: rows as conversations, packed whole into windows."""
+"""Data loader for supervised fine-tuning: conversations and texts, packed into windows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ class ConversationEncoder(RowEncoder):
     """Encodes conversations and texts in batches."""
 
     def encode_batch(self, samples: Sequence[Sample]) -> list[EncodedRow | BrokenSample]:
-        whole = [sample for sample in samples if isinstance(sample, Conversation | Text)]
-        assert len(whole) == len(samples), "the format is none of samples to train on"
-        encoded = self._chat.encode_batch(whole)
+        supported = [sample for sample in samples if isinstance(sample, Conversation | Text)]
+        assert len(supported) == len(samples), "samples must be conversations or texts"
+        encoded = self._chat.encode_batch(supported)
         return [part if isinstance(part, BrokenSample) else EncodedRow((part,)) for part in encoded]
 
 
 class SFTDataLoader(PlannedDataLoader):
-    """Conversations, instructions or texts, tokenized and packed whole, and trained on the tokens in the mask.
+    """Conversations, instructions or texts, packed without splitting, with labels for trained tokens only.
 
     A sample of n tokens takes n - 1 positions: its inputs are all tokens except the last, its labels all except the
-    first, or `IGNORE_INDEX` for untrained tokens. Each sample is a separate document, as is a window's padding. With
-    weights, `epochs` end when the first data set has been read that often; `global_batch_size` is used by the weight
-    schedule. See `PlannedDataLoader` for arguments, order and position.
+    first, or `IGNORE_INDEX` for untrained tokens. Each sample is a separate document, as is the padding of a window.
+    With weights, training ends as soon as one data set has been read `epochs` times. Only the weight schedule uses
+    `global_batch_size`. See `PlannedDataLoader` for arguments, order and position.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -42,52 +42,51 @@ class SFTDataLoader(PlannedDataLoader):
         """Fine-tuning data."""
 
         dataset: list[str] = field(default_factory=lambda: ["chats"])
-        """One or several data sets, each `chats` (embedded), a registered name, or a local path: a file (json, jsonl,
-        csv, parquet, txt, md; .gz or .zst of these), a folder, a glob pattern, or a folder saved by the library
-        datasets."""
+        """Data sets, each `chats` (built in), a registered name, or a local path: a file (json, jsonl, csv, parquet,
+        txt, md, optionally .gz or .zst), a folder, a glob pattern, or a folder written by `datasets.save_to_disk`."""
         train_on: TrainOn = "assistant"
-        """Turns to train on: the assistant's, the assistant's last one, or all. A row's own weights take precedence."""
+        """Turns to train on: assistant (all of its turns), last_assistant, or all. Weights in a row take precedence."""
         untrained: Policy = "drop"
         """Samples without trained tokens: drop or error."""
         min_tokens: int = 0
         """Fewest tokens of a sample; shorter samples are dropped."""
         max_tokens: int | None = None
-        """Most tokens of a sample, whatever the sequence length; longer samples are dropped."""
+        """Most tokens of a sample, independent of the sequence length; longer samples are dropped."""
         token_range: str = ""
-        """Allowed token ids, LOW-HIGH, both inclusive; samples with others are dropped. Empty: all."""
+        """Range of allowed token ids, LOW-HIGH (inclusive); samples with other ids are dropped. Empty: all."""
         max_repetition: float = 1.0
-        """Largest fraction of repeated token n-grams; more repetitive samples are dropped. 1: no limit."""
+        """Largest fraction of repeated token n-grams in a sample; others are dropped. 1: no limit."""
         repetition_ngram: int = 10
-        """Tokens per n-gram."""
+        """Tokens per n-gram, for max_repetition."""
         packing: Packing = "ffd"
-        """How samples share windows: ffd (first-fit-decreasing), multipack (equally full windows), or none."""
+        """Packing of samples into windows: ffd (first-fit-decreasing), multipack (equally full windows), or none."""
         pack_chunk: int = 8192
-        """Samples of a data set that are packed together, after shuffling."""
+        """Samples of a data set that are packed at a time, after shuffling."""
         weights: list[float] = field(default_factory=list)
-        """Each data set's share of the tokens; empty: all data sets are read equally often."""
+        """Relative share of each data set in the tokens; empty: read all data sets equally often."""
         weight_schedule: list[str] = field(default_factory=list)
-        """New weights from a step on: "500: 0.2 0.8"."""
+        """Steps from which new weights apply: "500: 0.2 0.8"."""
         max_epochs: list[float] = field(default_factory=list)
-        """Times that each data set may be read. Empty: once with weights and no training.epochs, else no limit."""
+        """Maximum epochs of each data set; empty: 1 with weights and without training.epochs, else no limit."""
 
         def validate(self) -> None:
             PlannedDataLoader.Config.validate(self)
             if self.pack_chunk < 1:
                 raise UserError(f"--dataloader.pack_chunk must be at least 1 sample, not {self.pack_chunk}")
             if self.weight_schedule and not self.weights:
-                raise UserError("--dataloader.weight_schedule needs --dataloader.weights, those before its first step")
+                raise UserError("--dataloader.weight_schedule also needs --dataloader.weights, the initial weights")
             parse_schedule(self.weight_schedule)
             for name, values in (("weights", self.weights), ("max_epochs", self.max_epochs)):
                 if values and len(values) != len(self.dataset):
                     raise UserError(
-                        f"--dataloader.{name} has {len(values)} values for {len(self.dataset)} data sets; give one each"
+                        f"--dataloader.{name} has {len(values)} values for {len(self.dataset)} data sets; set one each"
                     )
             if any(not limit > 0 for limit in self.max_epochs):
                 raise UserError(f"--dataloader.max_epochs must be above 0, not {min(self.max_epochs):g}")
             self.filters()
 
         def filters(self) -> FilterConfig:
-            """Return the filters for rows; raises `UserError` for invalid limits."""
+            """Return the filters for rows. Raises `UserError` for invalid limits."""
             return FilterConfig(
                 empty=self.empty,
                 broken=self.broken,
@@ -106,18 +105,17 @@ class SFTDataLoader(PlannedDataLoader):
             """Return the identity of the data and of the trained turns."""
             return PlannedDataLoader.Config.identity(self) | {"dataloader.train_on": self.train_on}
 
-        def order_key(self) -> list[Any]:  # the weights may change from one position to the next
+        def order_key(self) -> list[Any]:  # without weights, which a resumed run may change
             return [self.too_long, self.untrained, self.packing, self.pack_chunk, self.sampler.to_dict()]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """Return the configured or the model's own template; None if there is none, which only conversations
-            need."""
+            """Return the configured template, by default the model's; None if there is none (for plain text)."""
             if not self.chat_template and (not tokenizer.folder or load_chat_template(tokenizer.folder) is None):
                 return None
             return PlannedDataLoader.Config.find_template(self, tokenizer)
 
         def for_validation(self, dataset: str) -> "SFTDataLoader.Config | None":
-            """Return the base class's config without weights, so that all data sets are read equally often."""
+            """Return the base class's config without weights: all data sets are read equally often."""
             config = PlannedDataLoader.Config.for_validation(self, dataset)
             return config and dataclasses.replace(config, weights=[], weight_schedule=[], max_epochs=[])
 
@@ -127,7 +125,7 @@ class SFTDataLoader(PlannedDataLoader):
     def plan(self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any) -> Planner:
         config, n_sets = self.config, len(self.samples.sets)
         limits: list[float | None] = [*config.max_epochs] or [None] * n_sets
-        if config.weights and not config.max_epochs and epochs is None:  # epochs are an end by themselves
+        if config.weights and not config.max_epochs and epochs is None:  # otherwise, epochs limit the run
             limits = [1.0] * n_sets
         return Planner(
             self.samples.positions,
@@ -152,11 +150,11 @@ class SFTDataLoader(PlannedDataLoader):
 
     @cached_property
     def windows_per_epoch(self) -> int:
-        """Windows in one pass over all data, each data set on its own."""
+        """Windows in one pass over all data, without mixing data sets."""
         positions, config = self.samples.positions, self.config
-        if (of_epochs := self._planner.windows_of_epochs) is not None and not config.weights:
-            return of_epochs[0]
-        samplers = [ShuffleSampler.Config().build(n_samples=len(of_set), seed=0) for of_set in positions]
+        if (windows := self._planner.windows_by_epoch) is not None and not config.weights:
+            return windows[0]
+        samplers = [ShuffleSampler.Config().build(n_samples=len(lengths), seed=0) for lengths in positions]
         epoch = Planner(
             positions, self._layout.seq_len, samplers, packing=config.packing, chunk=config.pack_chunk, epochs=1
         )
@@ -164,7 +162,7 @@ class SFTDataLoader(PlannedDataLoader):
 
     @property
     def packing_efficiency(self) -> float:
-        n_positions = sum(int(of_set.sum()) for of_set in self.samples.positions)
+        n_positions = sum(int(lengths.sum()) for lengths in self.samples.positions)
         return n_positions / (self.windows_per_epoch * self._layout.seq_len)
 
     def log_data(self) -> None:
@@ -176,17 +174,17 @@ class SFTDataLoader(PlannedDataLoader):
 
 
 def parse_token_range(text: str) -> tuple[int, int] | None:
-    """Parse `LOW-HIGH`; an empty text gives None, and any other raises `UserError`."""
+    """Parse `LOW-HIGH`; None for an empty text. Raises `UserError` for other forms."""
     if not text:
         return None
     low, dash, high = text.partition("-")
     if not (dash and low.strip().isdecimal() and high.strip().isdecimal() and int(low) <= int(high)):
-        raise UserError(f"--dataloader.token_range is LOW-HIGH, two token ids such as 0-31999, not {text!r}")
+        raise UserError(f"--dataloader.token_range must have the form LOW-HIGH, such as 0-31999, not {text!r}")
     return int(low), int(high)
 
 
 def parse_schedule(entries: list[str]) -> list[tuple[int, list[float]]]:
-    """Parse `["500: 0.2 0.8", …]`, steps and the weights from then on; raises `UserError` for another form."""
+    """Parse `["500: 0.2 0.8", …]` into pairs of step and weights. Raises `UserError` for other forms."""
     schedule = []
     for entry in entries:
         step, colon, weights = entry.partition(":")
@@ -195,5 +193,5 @@ def parse_schedule(entries: list[str]) -> list[tuple[int, list[float]]]:
         except ValueError:
             colon = ""
         if not colon:
-            raise UserError(f"--dataloader.weight_schedule is entries such as '500: 0.2 0.8', not {entry!r}")
+            raise UserError(f"--dataloader.weight_schedule must have entries such as '500: 0.2 0.8', not {entry!r}")
     return schedule

@@ -1,4 +1,4 @@
-"""Choice of the source of the next window, so that each source has its share of the tokens at every moment."""
+"""Deterministic mixing of sources by weight."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,21 +8,20 @@ from torchtitan.tools.errors import UserError
 
 
 class Mixture:
-    """Deals windows to sources by weight, deterministically and exactly to within one window.
+    """Selects the source of each window by weight, deterministically and exactly to within one window.
 
-    After every window, the tokens a source has given differ from its share (the sum over all windows of its weight
-    times the window's tokens) by at most one window's capacity. A source is *released* if it has given no more than its
-    share, and *due* when its share will cover its next window. The released source due earliest gives the next window.
-    This is non-preemptive earliest-deadline-first scheduling of a processor that is never idle, in which no job is late
-    by more than the longest job (cf. Tijdeman, "The chairman assignment problem", 1980, for windows of one size). If a
-    source is due after a weight change, the windows until then count as full, so that a source with a falling weight
-    receives its windows in time.
+    After every window, the tokens read from a source differ from its share (the sum over all windows of its weight
+    times the window's tokens) by at most one window's capacity. A source is *released* if it is not ahead of its share,
+    and *due* when its share covers its next window. The released source with the earliest due time is next. This is
+    non-preemptive earliest-deadline-first scheduling of a processor that is never idle, in which no job is late by more
+    than the longest job (cf. Tijdeman, "The chairman assignment problem", 1980, for windows of one size). Due times
+    after a weight change assume full windows, so that a source with a decreasing weight is read in time.
 
     Args:
-        weights: of each source, at least 0; only their ratios matter.
-        capacity: most tokens of a window.
-        schedule: pairs of an ascending step and the weights from that step on.
-        windows_per_step: windows of a training step; steps count from 1 and include steps with unused windows.
+        weights: weight of each source, at least 0; only ratios matter.
+        capacity: maximum tokens of a window.
+        schedule: pairs of a step, ascending, and the weights from this step on.
+        windows_per_step: windows of a training step; steps count from 1.
 
     Raises:
         UserError: weights or steps are invalid.
@@ -37,39 +36,40 @@ class Mixture:
     ):
         steps = [step for step, _ in schedule]
         if any(step < 1 for step in steps) or any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
-            raise UserError(f"the steps of the weight schedule must ascend, from 1 on, not be {steps}")
+            raise UserError(f"the steps of --dataloader.weight_schedule must ascend and be at least 1, not {steps}")
         self._weights_before = _normalized(weights, len(weights))
-        self._schedule = [(step, _normalized(of, len(weights))) for step, of in schedule]
+        self._schedule = [(step, _normalized(new, len(weights))) for step, new in schedule]
         self._windows_per_step = windows_per_step
         self._changed_at = (0, 0)  # steps and windows completed before `windows_per_step` applied
         self._pieces = self._pieces_by_window()
         self._capacity = capacity
         self.n_windows = 0
-        self.given = [0] * len(weights)
-        """Tokens dealt to each source."""
+        self.tokens_read = [0] * len(weights)
+        """Tokens read from each source."""
         self.share = [0.0] * len(weights)
-        """Tokens due to each source."""
+        """Share of each source in tokens, according to the weights."""
 
     def released(self) -> list[int]:
-        """Return the sources that are not ahead of their share and may give the next window."""
-        # Shares are sums of floats: a source exactly at its share may seem ahead by a rounding error.
+        """Return the sources that are not ahead of their share."""
+        # Shares are sums of floats: allow for rounding errors.
         tolerance = 1e-6 * self._capacity
         weights = self._weights()
-        behind = [share - given for share, given in zip(self.share, self.given, strict=True)]
-        # A source with weight 0 may still be owed a window from before the weights changed.
+        behind = [share - n_read for share, n_read in zip(self.share, self.tokens_read, strict=True)]
+        # A source with weight 0 may still be behind from before a weight change.
         return [i for i, tokens in enumerate(behind) if tokens > (-tolerance if weights[i] else tolerance)]
 
     def choose(self, n_tokens: Mapping[int, int]) -> int:
-        """Return the source due earliest, given the tokens of each candidate's next window."""
+        """Return the source with the earliest due time, given each candidate's tokens in its next window."""
         return min(n_tokens, key=lambda source: (self._due(source, n_tokens[source]), source))
 
-    def deal(self, source: int, n_tokens: int) -> None:
+    def add_window(self, source: int, n_tokens: int) -> None:
+        """Record that the next window comes from `source`."""
         self.share = [share + weight * n_tokens for share, weight in zip(self.share, self._weights(), strict=True)]
-        self.given[source] += n_tokens
+        self.tokens_read[source] += n_tokens
         self.n_windows += 1
 
     def share_after(self, n_windows: int) -> list[float]:
-        """Estimate each source's tokens in the first `n_windows` by the mean window so far."""
+        """Estimate each source's share of the first `n_windows` in tokens, from the mean window so far."""
         share = self.share
         for count, weights in self._ahead(n_windows):
             share = [tokens + weight * count * self._mean() for tokens, weight in zip(share, weights, strict=True)]
@@ -78,15 +78,15 @@ class Mixture:
     def state_dict(self) -> dict[str, Any]:
         return {
             "n_windows": self.n_windows,
-            "given": list(self.given),
+            "given": list(self.tokens_read),
             "share": list(self.share),
             "windows_per_step": self._windows_per_step,
             "changed_at": list(self._changed_at),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state; completed steps count whatever number of windows each had."""
-        self.n_windows, self.given, self.share = state["n_windows"], list(state["given"]), list(state["share"])
+        """Restore a saved state, possibly with a different `windows_per_step`."""
+        self.n_windows, self.tokens_read, self.share = state["n_windows"], list(state["given"]), list(state["share"])
         n_steps, n_windows = state["changed_at"]
         if state["windows_per_step"] != self._windows_per_step:
             n_steps += (self.n_windows - n_windows) // state["windows_per_step"]
@@ -95,8 +95,8 @@ class Mixture:
         self._pieces = self._pieces_by_window()
 
     def _pieces_by_window(self) -> list[tuple[int, list[float]]]:
-        """Return pairs of a first window and the weights from there on; steps completed before `windows_per_step`
-        changed may have numbers that are too low or negative."""
+        """Return pairs of a window and the weights from this window on. Windows may be negative for steps completed
+        before `windows_per_step` changed."""
         n_steps, n_windows = self._changed_at
         scheduled = [
             (n_windows + (step - 1 - n_steps) * self._windows_per_step, weights) for step, weights in self._schedule
@@ -104,8 +104,8 @@ class Mixture:
         return [(min([0, *(first for first, _ in scheduled)]), self._weights_before), *scheduled]
 
     def _due(self, source: int, n_tokens: int) -> float:
-        """Return the tokens of all sources until `source`'s share covers its next window, if windows are full."""
-        missing = self.given[source] + n_tokens - self.share[source]
+        """Return the tokens of all sources until `source`'s share covers its next window, assuming full windows."""
+        missing = self.tokens_read[source] + n_tokens - self.share[source]
         elapsed = 0.0
         for count, weights in self._ahead(math.inf):
             weight, duration = weights[source], count * self._capacity
@@ -117,7 +117,7 @@ class Mixture:
         return elapsed
 
     def _ahead(self, n_windows: float) -> Iterator[tuple[float, list[float]]]:
-        """Yield the numbers of windows from now up to `n_windows`, with their weights."""
+        """Yield pairs of a number of windows and their weights, from the next window up to `n_windows`."""
         ends = [*(first for first, _ in self._pieces[1:]), math.inf]
         for (first, weights), end in zip(self._pieces, ends, strict=True):
             count = min(end, n_windows) - max(first, self.n_windows)
@@ -128,12 +128,12 @@ class Mixture:
         return next(weights for first, weights in reversed(self._pieces) if first <= self.n_windows)
 
     def _mean(self) -> float:
-        return sum(self.given) / self.n_windows if self.n_windows else self._capacity
+        return sum(self.tokens_read) / self.n_windows if self.n_windows else self._capacity
 
 
 def _normalized(weights: Sequence[float], n_sources: int) -> list[float]:
     if len(weights) != n_sources:
-        raise UserError(f"{len(weights)} weights ({_listed(weights)}) for {n_sources} data sets: give one each")
+        raise UserError(f"{len(weights)} weights ({_listed(weights)}) for {n_sources} data sets; set one each")
     if not all(0 <= weight < math.inf for weight in weights) or sum(weights) == 0:
         raise UserError(f"the weights {_listed(weights)} must be finite, at least 0, and not all 0")
     return [weight / sum(weights) for weight in weights]

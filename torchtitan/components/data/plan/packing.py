@@ -1,7 +1,7 @@
-"""Windows of one source: its sampler's draws, packed chunk by chunk, with no sample split.
+"""Packing of the samples of one source into windows, chunk by chunk, without splitting samples.
 
-The bin-packing functions take the samples' lengths (n,), each from 1 to `capacity`, and return the windows as ascending
-sample indices. They are deterministic.
+The bin-packing functions take the samples' lengths (n,), each from 1 to `capacity`, and return the sample indices of
+each window in ascending order. They are deterministic.
 """
 
 import heapq
@@ -11,33 +11,33 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchtitan.components.data.plan.sampler import Array, Sampler, permutation, without_arrays
+from torchtitan.components.data.plan.sampler import Array, Sampler, arrays_to_lists, permutation
 
 _SWAPPED_AMONG = 8192
 """Samples among which `multipack` searches for a swap."""
 
 
 def no_packing(lengths: Array, capacity: int) -> list[Array]:
-    """Return one window per sample: no packing."""
+    """Return one window per sample."""
     _check(lengths, capacity)
     return [np.array([index]) for index in range(len(lengths))]
 
 
 def first_fit_decreasing(lengths: Array, capacity: int) -> list[Array]:
-    """Put the longest samples first, each into the first window with room: O(n log n).
+    """Put each sample, longest first, into the first window with enough room: O(n log n).
 
     Uses at most 11/9 of the optimal number of windows plus 6/9 (Dósa, "The tight bound of first fit decreasing
-    bin-packing algorithm", 2007). If samples are much shorter than the window, it fills all but the last few windows.
+    bin-packing algorithm", 2007). With samples much shorter than the window, only the last few windows are not full.
     """
     _check(lengths, capacity)
     return _windows(_first_fit_decreasing(lengths, capacity))
 
 
 def multipack(lengths: Array, capacity: int) -> list[Array]:
-    """Fill windows equally, so that ranks and micro-batches are balanced in tokens.
+    """Fill windows equally, to balance tokens between ranks and micro-batches.
 
-    Uses as many windows as first-fit-decreasing, or a few percent more if that number cannot be filled equally. The
-    longest samples go first, each into the least full window ("longest processing time first"; Graham, "Bounds on
+    Uses the number of windows of first-fit-decreasing, or a few percent more if these cannot be filled equally. Puts
+    each sample, longest first, into the least full window ("longest processing time first"; Graham, "Bounds on
     multiprocessing timing anomalies", 1969); overfull windows then swap a sample for a shorter one. A swap searches all
     samples, so they are packed in parts of 8,192: O(n log n).
     """
@@ -58,7 +58,7 @@ def _equal_windows(lengths: Array, capacity: int) -> Array:
 
 
 def _fit_equally(lengths: Array, capacity: int, n_windows: int) -> Array | None:
-    """Return the window of each sample; None if no swap relieves an overfull window."""
+    """Return the window of each sample; None if a window stays overfull."""
     window_of = _longest_processing_time(lengths, n_windows)
     room = capacity - np.bincount(window_of, weights=lengths, minlength=n_windows).astype(np.int64)
     for window in np.flatnonzero(room < 0).tolist():
@@ -66,26 +66,26 @@ def _fit_equally(lengths: Array, capacity: int, n_windows: int) -> Array | None:
             swap = _best_swap(lengths, window_of, room, window)
             if swap is None:
                 return None
-            given, taken = swap
-            difference = lengths[given] - lengths[taken]
+            outgoing, incoming = swap
+            difference = lengths[outgoing] - lengths[incoming]
             room[window] += difference
-            room[window_of[taken]] -= difference
-            window_of[given], window_of[taken] = window_of[taken], window
+            room[window_of[incoming]] -= difference
+            window_of[outgoing], window_of[incoming] = window_of[incoming], window
     return window_of
 
 
 def _best_swap(lengths: Array, window_of: Array, room: Array, window: int) -> tuple[int, int] | None:
-    """Return a sample of an overfull window and the sample to swap it for that leaves the window fullest, or, if no
-    swap suffices, relieves it most; None if none helps."""
+    """Return the best swap for an overfull window as a sample of it and a sample of another window: the swap that
+    leaves the window fullest but not overfull, else the one that reduces it most; None if no swap helps."""
     best, best_rank = None, (True, 0)
-    for given in np.flatnonzero(window_of == window).tolist():
-        gains = lengths[given] - lengths  # tokens that move from the window to the other
+    for outgoing in np.flatnonzero(window_of == window).tolist():
+        gains = lengths[outgoing] - lengths  # tokens that move to the other window
         gains[gains > room[window_of]] = 0
         enough = gains >= -room[window]
-        taken = int(np.argmin(np.where(enough, gains, np.iinfo(np.int64).max)) if enough.any() else np.argmax(gains))
-        rank = (not enough.any(), int(gains[taken] if enough.any() else -gains[taken]))
-        if gains[taken] > 0 and (best is None or rank < best_rank):
-            best, best_rank = (given, taken), rank
+        incoming = int(np.argmin(np.where(enough, gains, np.iinfo(np.int64).max)) if enough.any() else np.argmax(gains))
+        rank = (not enough.any(), int(gains[incoming] if enough.any() else -gains[incoming]))
+        if gains[incoming] > 0 and (best is None or rank < best_rank):
+            best, best_rank = (outgoing, incoming), rank
     return best
 
 
@@ -146,15 +146,15 @@ PACKINGS: dict[Packing, Callable[[Array, int], list[Array]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Samples that share one window."""
+    """Samples that share a window."""
 
     source: int
     epoch: int
-    """Pass over the source, from 0, that the samples belong to."""
+    """Epoch of the source, from 0."""
     samples: Array
-    """Their numbers in the source, in drawing order."""
+    """Numbers of the samples in the source, in drawing order."""
     n_tokens: int
-    """Positions of the window that they take."""
+    """Positions taken by the samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class _Chunk:
 _NO_CHUNK = _Chunk(number=0, epoch=0, drawn=np.empty(0, np.int64), windows=[], n_tokens=[])
 
 StreamSnapshot = tuple[_Chunk, int, dict[str, Any]]
-"""A position: the chunk, the number of its windows already returned, and the sampler's state."""
+"""A position: the chunk, the number of returned windows of the chunk, and the sampler's state."""
 
 
 class SourceStream:
@@ -193,45 +193,45 @@ class SourceStream:
         self._source, self._lengths, self._capacity = source, lengths, capacity
         self._packing, self._chunk_size, self._seed, self._epochs = packing, chunk, seed, epochs
         self._chunk = _NO_CHUNK
-        self._given = 0
+        self._n_returned = 0
 
     def next_size(self) -> int | None:
         """Return the tokens of the next window; None after the last epoch."""
-        if self._given == len(self._chunk.windows):
+        if self._n_returned == len(self._chunk.windows):
             if self._epochs is not None and self.sampler.epoch >= self._epochs:
                 return None
             epoch = self.sampler.epoch
             self._chunk = self._pack(self._chunk.number + 1, epoch, self.sampler.draw(self._chunk_size))
-            self._given = 0
-        return self._chunk.n_tokens[self._given]
+            self._n_returned = 0
+        return self._chunk.n_tokens[self._n_returned]
 
-    def take(self) -> Window:
+    def next_window(self) -> Window:
         n_tokens = self.next_size()
         assert n_tokens is not None
-        samples = self._chunk.drawn[self._chunk.windows[self._given]]
-        self._given += 1
+        samples = self._chunk.drawn[self._chunk.windows[self._n_returned]]
+        self._n_returned += 1
         return Window(self._source, self._chunk.epoch, samples, n_tokens)
 
     def snapshot(self) -> StreamSnapshot:
-        return self._chunk, self._given, self.sampler.state_dict()
+        return self._chunk, self._n_returned, self.sampler.state_dict()
 
     def state_dict(self, snapshot: StreamSnapshot) -> dict[str, Any]:
         """Return a position of this stream, JSON-ready."""
-        chunk, given, sampler = snapshot
+        chunk, n_returned, sampler = snapshot
         return {
             "chunk": chunk.number,
             "epoch": chunk.epoch,
-            "drawn": chunk.drawn.tolist() if given < len(chunk.windows) else [],
-            "given": given if given < len(chunk.windows) else 0,
+            "drawn": chunk.drawn.tolist() if n_returned < len(chunk.windows) else [],
+            "given": n_returned if n_returned < len(chunk.windows) else 0,
             "seed": self._seed,
-            "sampler": without_arrays(sampler),
+            "sampler": arrays_to_lists(sampler),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seed = state["seed"]
         self.sampler.load_state_dict(state["sampler"])
         self._chunk = self._pack(state["chunk"], state["epoch"], np.array(state["drawn"], np.int64))
-        self._given = state["given"]
+        self._n_returned = state["given"]
 
     def _pack(self, number: int, epoch: int, drawn: Array) -> _Chunk:
         lengths = self._lengths[drawn]
@@ -239,6 +239,6 @@ class SourceStream:
         if self.sampler.in_order:
             windows.sort(key=lambda window: int(window[0]))
         else:
-            # Packing sorts the windows by sample length, and training must not see that order.
+            # Packing orders windows by sample length.
             windows = [windows[i] for i in permutation(len(windows), self._seed, self._source, number)]
         return _Chunk(number, epoch, drawn, windows, [int(lengths[window].sum()) for window in windows])

@@ -1,4 +1,4 @@
-"""One global order of windows over all sources, planned from the samples' lengths alone."""
+"""Global order of the windows of all sources, planned from sample lengths."""
 
 import copy
 import itertools
@@ -13,13 +13,13 @@ import numpy as np
 
 from torchtitan.components.data.plan.mixture import Mixture
 from torchtitan.components.data.plan.packing import Packing, SourceStream, StreamSnapshot, Window
-from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics, without_arrays
+from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics, arrays_to_lists
 from torchtitan.tools.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Position of a planner, cheap to take: references to values that no longer change."""
+    """Position of a planner. Cheap to create: it refers to values that no longer change."""
 
     n_windows: int
     mixture: dict[str, Any]
@@ -27,27 +27,28 @@ class Snapshot:
 
 
 class Planner:
-    """Iterator over the windows of all sources, in one order that is the same on every rank.
+    """Iterator over the windows of all sources, in the same order on every rank.
 
-    Each source's sampler draws its samples, `chunk` at a time, to be packed; a `Mixture` deals the sources' windows.
-    The order depends only on the arguments and the input of `observe`, not on ranks, workers or batches, so a count of
-    windows is a position. Sample s of source i has the global number `offsets[i] + s`.
+    The sampler of each source draws chunks of samples, which are packed into windows; a `Mixture` selects the source of
+    each window. The order depends only on the arguments and the input of `observe`, not on ranks, workers or batches,
+    so a count of windows is a position. Sample s of source i has the global number `offsets[i] + s`.
 
     Args:
         lengths: for each source, the positions (n,) of its samples, 1 to `capacity` each; n is at least 1.
         capacity: positions of a window.
         samplers: one new sampler per source.
-        packing: how the samples of a chunk become windows.
-        chunk: samples of one source that are packed together.
-        weights: each source's share of the tokens; None: by their tokens, so that all are read equally often.
-        schedule: steps and the weights from then on, see `Mixture`; requires `weights`.
+        packing: packing method of a chunk.
+        chunk: samples of one source that are packed at a time.
+        weights: share of each source in the tokens; None: by size, so that all are read equally often.
+        schedule: steps and new weights, see `Mixture`; requires `weights`.
         windows_per_step: windows of a training step, for the schedule; a resumed run may change it.
-        max_epochs: times that each source may be read; None: no limit. `next` raises `UserError` beyond it.
-        names: of the sources, for messages.
-        seed: orders the windows of a chunk.
-        epochs: passes over the sources; with weights, until a source that has completed them is needed. None: endless.
-        ahead: most windows planned before they are trained on; a step's statistics affect samples drawn this many
-            windows later. A resumed run needs the same value to draw the same samples.
+        max_epochs: limit of epochs of each source; None: no limit. `next` raises `UserError` if it is exceeded.
+        names: names of the sources, for messages.
+        seed: seed of the order of windows in a chunk.
+        epochs: passes over the sources; with weights, the iterator ends when a source has completed them. None:
+            endless.
+        ahead: maximum number of windows planned before they are trained on; a step's statistics affect samples drawn
+            this many windows later. A resumed run needs the same value to draw the same samples.
 
     Raises:
         UserError: weights, schedule or limits are invalid.
@@ -80,25 +81,25 @@ class Planner:
             for i, (of_source, sampler) in enumerate(zip(lengths, samplers, strict=True))
         ]
         if weights is None and schedule:
-            raise UserError("a weight schedule needs --dataloader.weights, those before its first step")
+            raise UserError("--dataloader.weight_schedule also needs --dataloader.weights, the initial weights")
         self._weighted = weights is not None
         self._mixture = Mixture(weights or self.n_tokens, capacity, schedule, windows_per_step)
         self.max_epochs: list[float | None] = list([None] * len(lengths) if max_epochs is None else max_epochs)
         if len(self.max_epochs) != len(lengths):
             raise UserError(
-                f"{len(self.max_epochs)} values of --dataloader.max_epochs for {len(lengths)} data sets: give one each"
+                f"--dataloader.max_epochs has {len(self.max_epochs)} values for {len(lengths)} data sets; set one each"
             )
         self.epochs = epochs
         self._ahead = ahead
         self.is_adaptive = any(sampler.adaptive for sampler in samplers)
-        """Whether the windows depend on observed statistics."""
+        """True if the windows depend on observed statistics."""
         self._observed: list[tuple[int, StepStatistics]] = []
         self._horizon = 0
         self._shared = {id(of_source): of_source for of_source in lengths}
         self._initial = copy.deepcopy(self, {**self._shared})
 
     def _from_start(self) -> "Planner":
-        """Return a planner at the start that has observed nothing."""
+        """Return a planner in the initial state, without observed statistics."""
         planner = copy.deepcopy(self._initial, {**self._shared})
         planner._ahead = 0
         return planner
@@ -114,64 +115,64 @@ class Planner:
         due = self.n_windows - self._ahead
         for at, statistics in self._observed:
             if at == due:
-                self._teach(statistics)
+                self._apply_statistics(statistics)
         source, n_tokens = self._choose()
         limit = self.max_epochs[source]
-        if limit is not None and self._mixture.given[source] + n_tokens > limit * self.n_tokens[source]:
-            raise self._over_epoching(source, limit, n_tokens)
-        self._mixture.deal(source, n_tokens)
-        return self._streams[source].take()
+        if limit is not None and self._mixture.tokens_read[source] + n_tokens > limit * self.n_tokens[source]:
+            raise self._max_epochs_error(source, limit, n_tokens)
+        self._mixture.add_window(source, n_tokens)
+        return self._streams[source].next_window()
 
     def _choose(self) -> tuple[int, int]:
         sizes = {source: self._streams[source].next_size() for source in self._mixture.released()}
         if self._weighted and None in sizes.values():
             raise StopIteration
-        left = {source: size for source, size in sizes.items() if size is not None}
-        if not left:  # the released sources have ended; the others end within a window of their share
-            every = {source: stream.next_size() for source, stream in enumerate(self._streams)}
-            left = {source: size for source, size in every.items() if size is not None}
-        if not left:
+        candidates = {source: size for source, size in sizes.items() if size is not None}
+        if not candidates:  # all released sources have ended; the others end within a window of their share
+            all_sizes = {source: stream.next_size() for source, stream in enumerate(self._streams)}
+            candidates = {source: size for source, size in all_sizes.items() if size is not None}
+        if not candidates:
             raise StopIteration
-        source = self._mixture.choose(left)
-        return source, left[source]
+        source = self._mixture.choose(candidates)
+        return source, candidates[source]
 
-    def _over_epoching(self, source: int, limit: float, n_tokens: int) -> UserError:
+    def _max_epochs_error(self, source: int, limit: float, n_tokens: int) -> UserError:
         n_windows = max(self._horizon, self.n_windows + 1)
         estimated = self._mixture.share_after(n_windows)[source] / self.n_tokens[source]
-        at_least = (self._mixture.given[source] + n_tokens) / self.n_tokens[source]
+        at_least = (self._mixture.tokens_read[source] + n_tokens) / self.n_tokens[source]
         times = max(min(estimated, self.epochs or math.inf), at_least)
         return UserError(
-            f"{self.names[source]} would be read {times:.2f} times in {n_windows} windows, beyond its limit of "
-            f"{limit:g}: train fewer steps, give it less weight, or allow more by --dataloader.max_epochs"
+            f"{self.names[source]} would be read {times:.2f} times in {n_windows} windows, more than its limit of "
+            f"{limit:g}; train fewer steps, reduce its weight, or increase --dataloader.max_epochs"
         )
 
     def epochs_after(self, n_windows: int) -> list[float]:
-        """Return the passes over each source, by tokens, after the first `n_windows` or at the end, ignoring limits and
-        statistics: exact for as many tokens as all sources have, then estimated by the mean window."""
+        """Return the epochs of each source, by tokens, after `n_windows` windows or at the end, ignoring limits and
+        statistics. Exact for one pass over all tokens, then estimated from the mean window."""
         planner = self._from_start()
         planner.max_epochs = [None] * len(self.max_epochs)
         mixture, n_all = planner._mixture, sum(self.n_tokens)
         for _ in itertools.islice(planner, n_windows):
-            if sum(mixture.given) >= n_all and planner.n_windows < n_windows:
+            if sum(mixture.tokens_read) >= n_all and planner.n_windows < n_windows:
                 tokens = mixture.share_after(n_windows)
                 break
         else:
-            tokens = [float(given) for given in mixture.given]
-        most = self.epochs or math.inf
-        return [min(given / total, most) for given, total in zip(tokens, self.n_tokens, strict=True)]
+            tokens = [float(n_read) for n_read in mixture.tokens_read]
+        limit = self.epochs or math.inf
+        return [min(n_read / total, limit) for n_read, total in zip(tokens, self.n_tokens, strict=True)]
 
     @cached_property
-    def windows_of_epochs(self) -> list[int] | None:
-        """Windows of each epoch (with weights, of all sources together), planned in seconds per million samples; None:
-        endless, or dependent on observed statistics. Raises `UserError` if a source would be read beyond its limit."""
+    def windows_by_epoch(self) -> list[int] | None:
+        """Number of windows in each epoch, over all sources; None: endless, or dependent on observed statistics. Takes
+        seconds per million samples. Raises `UserError` if the limit of a source would be exceeded."""
         if self.epochs is None or self.is_adaptive:
             return None
         counts = Counter(window.epoch for window in self._from_start())
         return [counts[epoch] for epoch in range(self.epochs)]
 
     def check_repetitions(self, n_windows: int) -> None:
-        """Raise `UserError` if planning `n_windows` windows, without further statistics, exceeds a source's limit; the
-        message estimates how often the source would be read from the mean window."""
+        """Raise `UserError` if `n_windows` windows, without further statistics, exceed the limit of a source. The
+        message estimates the epochs of the source from the mean window."""
         if all(limit is None for limit in self.max_epochs):
             return
         planner = self._from_start()
@@ -185,19 +186,19 @@ class Planner:
         windows trained on so far, including the step's, and must increase."""
         if not self.is_adaptive:
             return
-        assert self.n_windows <= n_windows + self._ahead, "planned further ahead than `ahead` says"
-        # No position before `n_windows` will be saved, and later positions have learned the entries dropped here.
+        assert self.n_windows <= n_windows + self._ahead, "planned further ahead than `ahead` allows"
+        # Positions before `n_windows` are not saved anymore; later positions have applied the dropped entries.
         self._observed = [entry for entry in self._observed if entry[0] >= n_windows - self._ahead]
         self._observed.append((n_windows, statistics))
 
-    def _teach(self, statistics: StepStatistics) -> None:
+    def _apply_statistics(self, statistics: StepStatistics) -> None:
         for i, stream in enumerate(self._streams):
-            own = (statistics.samples >= self.offsets[i]) & (statistics.samples < self.offsets[i + 1])
+            is_local = (statistics.samples >= self.offsets[i]) & (statistics.samples < self.offsets[i + 1])
             stream.sampler.observe(
                 replace(
                     statistics,
-                    samples=statistics.samples[own] - self.offsets[i],
-                    sample_losses=statistics.sample_losses[own],
+                    samples=statistics.samples[is_local] - self.offsets[i],
+                    sample_losses=statistics.sample_losses[is_local],
                 )
             )
 
@@ -206,32 +207,32 @@ class Planner:
         return Snapshot(self.n_windows, self._mixture.state_dict(), [stream.snapshot() for stream in self._streams])
 
     def state_dict(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
-        """Return a position, by default the current one, JSON-ready and exact at any window, with the statistics not
-        yet applied there. A `snapshot` must not be older than the last `observe`."""
+        """Return a position, by default the current one, JSON-ready, with statistics that are not applied yet. A
+        `snapshot` must not be older than the last `observe`."""
         snapshot = snapshot or self.snapshot()
-        learned = snapshot.n_windows - 1 - self._ahead
+        applied = snapshot.n_windows - 1 - self._ahead
         return {
             "mixture": snapshot.mixture,
             "streams": [
                 stream.state_dict(position) for stream, position in zip(self._streams, snapshot.streams, strict=True)
             ],
             "observed": [
-                {"n_windows": at, **without_arrays(vars(statistics))}
+                {"n_windows": at, **arrays_to_lists(vars(statistics))}
                 for at, statistics in self._observed
-                if at > learned
+                if at > applied
             ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position in the same data, with the same capacity, packing, chunk and number of sources."""
         self._mixture.load_state_dict(state["mixture"])
-        for stream, of_stream in zip(self._streams, state["streams"], strict=True):
-            stream.load_state_dict(of_stream)
+        for stream, stream_state in zip(self._streams, state["streams"], strict=True):
+            stream.load_state_dict(stream_state)
         self._observed = []
         for entry in state["observed"]:
             samples, losses = np.array(entry["samples"], np.int64), np.array(entry["sample_losses"], np.float64)
             statistics = StepStatistics(entry["step"], entry["loss"], entry["grad_norm"], samples, losses)
             if entry["n_windows"] < self.n_windows - self._ahead:
-                self._teach(statistics)  # the run that saved it planned further ahead
+                self._apply_statistics(statistics)  # saved by a run with a larger `ahead`
             else:
                 self._observed.append((entry["n_windows"], statistics))

@@ -1,4 +1,4 @@
-"""Samplers: the order in which a data set's samples are drawn."""
+"""Samplers, which define the order of samples in a data set."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,21 +22,21 @@ class StepStatistics:
     grad_norm: float
     """Gradient norm before clipping."""
     samples: Array
-    """Data-set numbers (n,) of the step's samples; empty unless the sampler `needs_sample_losses`."""
+    """Numbers (n,) of the step's samples in the data set; empty unless the sampler `needs_sample_losses`."""
     sample_losses: npt.NDArray[np.float64]
-    """Mean loss (n,) per trained token of each sample, in nats; empty likewise."""
+    """Mean loss (n,) per trained token of each sample, in nats; empty unless the sampler `needs_sample_losses`."""
 
 
 class Sampler(Configurable):
-    """Draws the samples of one data set, by their numbers 0 to `n_samples` - 1.
+    """Draws the samples of one data set, numbered from 0 to `n_samples` - 1.
 
-    Each rank has its own sampler, and all must draw the same: they may depend only on their arguments, the calls of
-    `draw`, and the input of `observe`. A subclass defines `draw`, `epoch`, `state_dict` and `load_state_dict`, and
-    overrides `observe` if it learns from training.
+    Each rank has its own sampler, and all must draw the same samples: draws may depend only on the arguments, the calls
+    of `draw`, and the input of `observe`. Subclasses define `draw`, `epoch`, `state_dict` and `load_state_dict`, and
+    override `observe` to adapt to training.
 
     Args:
         n_samples: samples in the data set, at least 1.
-        seed: of this data set.
+        seed: random seed for this data set.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class Sampler(Configurable):
         """Order in which samples are drawn."""
 
     needs_sample_losses: ClassVar[bool] = False
-    """Whether `observe` reads each sample's loss, which slows training."""
+    """True if `observe` needs per-sample losses, which slow down training."""
 
     def __init__(self, config: Config, *, n_samples: int, seed: int):
         super().__init__(config)
@@ -54,12 +54,12 @@ class Sampler(Configurable):
 
     @property
     def in_order(self) -> bool:
-        """Whether to keep the drawing order; otherwise windows packed together are shuffled."""
+        """True to keep the drawing order instead of shuffling the windows of a chunk."""
         return False
 
     @property
     def adaptive(self) -> bool:
-        """Whether draws depend on training."""
+        """True if draws depend on training."""
         return type(self).observe is not Sampler.observe
 
     @property
@@ -72,21 +72,21 @@ class Sampler(Configurable):
         raise NotImplementedError
 
     def observe(self, statistics: StepStatistics) -> None:
-        """Learn from a training step; `statistics.samples` are numbers in this data set. Calls come in step order,
-        after the samples prefetched for later steps have been drawn: see `Planner`."""
+        """Adapt to a training step; `statistics.samples` are numbers in this data set. Called in step order, after the
+        samples prefetched for later steps have been drawn; see `Planner`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that decides future draws, JSON-ready except for numpy arrays as values. It is called for
-        every batch: return large state as such arrays, without a copy, and do not modify them later."""
+        """Return the complete state, JSON-ready except for numpy arrays as values. Called for every batch: return large
+        state as arrays without copying, and do not modify them later."""
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, with lists in place of arrays."""
+        """Restore a saved state, in which arrays have become lists."""
         raise NotImplementedError
 
 
 class ShuffleSampler(Sampler):
-    """Every sample once per epoch, in an order that depends on the seed and epoch only."""
+    """Draws every sample once per epoch, in an order that depends only on seed and epoch."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Sampler.Config):
@@ -128,18 +128,18 @@ class ShuffleSampler(Sampler):
         return {"seed": self.seed, "epoch": self._epoch, "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # With another seed, some samples of this epoch would come twice and some never.
+        # With a different seed, samples of this epoch would be repeated or skipped.
         self.seed, self._epoch, self._drawn = state["seed"], state["epoch"], state["drawn"]
         self._order = self._order_of_epoch()
 
 
 def permutation(size: int, *key: int) -> Array:
-    """Return a pseudo-random permutation of `range(size)` that depends on `key` only: the order of a bit generator's
-    raw numbers, which numpy guarantees never to change, unlike `Generator.permutation`."""
+    """Return a pseudo-random permutation of `range(size)` that depends only on `key`. Sorts raw numbers of a bit
+    generator, which are stable across numpy versions, unlike `Generator.permutation`."""
     raw = np.random.PCG64(np.random.SeedSequence([part % (1 << 64) for part in key])).random_raw(size)
     return np.argsort(raw, kind="stable")
 
 
-def without_arrays(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy with lists in place of numpy arrays."""
+def arrays_to_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy with numpy arrays converted to lists."""
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}

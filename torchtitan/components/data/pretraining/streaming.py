@@ -1,9 +1,9 @@
-"""Batches from a stream: registered data sets, read and tokenized during training.
+"""Batches from registered data sets that are streamed and tokenized during training.
 
-The stream is split over the workers of all data-parallel ranks, called "nodes" here. Each node packs its own documents
-into windows and can resume at any window. The shuffle buffer of `datasets` is not used because resuming loses its
-content. Instead, a node reads a block of documents and permutes it: the stream's state before the block and the
-position in the block are the whole state, and resuming reads the block again.
+The stream is split over the workers of all data-parallel ranks, called "nodes" here. Each node packs its documents into
+windows and can resume at any window. The shuffle buffer of `datasets` is not used because resuming loses its content.
+Instead, a node reads a block of documents and permutes it. Its state is the stream's state before the block and the
+position in the block; resuming reads the block again.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class StreamPosition(NamedTuple):
     source: dict[str, Any] | None = None
     """State of the `datasets` stream before the block; None: the stream's start."""
     document: int = 0
-    """Number of the document in the permuted block."""
+    """Index of the document in the permuted block."""
     token: int = 0
 
 
@@ -48,12 +48,12 @@ class StreamOrder:
     block_size: int
     seed: int
     restarts: int = 0
-    """Times that the stream had to restart, each time shuffled differently."""
+    """Number of restarts of the stream, each shuffled differently."""
     first_epoch: int = 0
 
 
 class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
-    """Batches of one rank; each of its workers packs its own share of the stream."""
+    """Batches of one rank; each worker packs its own shard of the stream."""
 
     def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
         self.source, self.tokenizer, self.layout, self.order = source, tokenizer, layout, order
@@ -66,20 +66,20 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
 
 
 class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
-    """Batches of one node; the state is the start of the next window. See `Workers` for errors as items."""
+    """Batches of one node; the state is the start of the next window. Errors are returned as items, see `Workers`."""
 
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
         self.dataset, self.node, self.n_nodes = dataset, node, n_nodes
-        self._place = StreamPosition(epoch=dataset.order.first_epoch)
-        self._windows = self._all_windows(self._place)
+        self._position = StreamPosition(epoch=dataset.order.first_epoch)
+        self._windows = self._all_windows(self._position)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch, JSON-ready."""
-        return self._place._asdict()
+        return self._position._asdict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._place = StreamPosition(**state)
-        self._windows = self._all_windows(self._place)
+        self._position = StreamPosition(**state)
+        self._windows = self._all_windows(self._position)
 
     def __next__(self) -> Batch | UserError | RunFailure:
         try:
@@ -90,9 +90,9 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
     def _next_batch(self) -> Batch:
         layout = self.dataset.layout
         samples = []
-        for sample, place in self._windows:
+        for sample, position in self._windows:
             samples.append(sample)
-            self._place = place
+            self._position = position
             if len(samples) == layout.local_batch_size:
                 break
         if not samples:
@@ -100,47 +100,47 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         padding = padding_sample(layout.seq_len, document_mask=layout.document_mask)
         return collate(samples + [padding] * (layout.local_batch_size - len(samples)))
 
-    def _all_windows(self, place: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
+    def _all_windows(self, position: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
         """Yield samples with the position after each."""
         epochs = self.dataset.layout.epochs
-        while epochs is None or place.epoch < epochs:
-            at_beginning, empty = place == StreamPosition(epoch=place.epoch), True
-            for window in self._epoch_windows(place):
+        while epochs is None or position.epoch < epochs:
+            at_beginning, empty = position == StreamPosition(epoch=position.epoch), True
+            for window in self._epoch_windows(position):
                 yield window
                 empty = False
             if at_beginning and empty:
-                return  # this node has no documents, and would look for some forever
-            place = StreamPosition(epoch=place.epoch + 1)
+                return  # this node has no documents: avoid an endless loop
+            position = StreamPosition(epoch=position.epoch + 1)
 
-    def _epoch_windows(self, place: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
+    def _epoch_windows(self, position: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
         seq_len, document_mask = self.dataset.layout.seq_len, self.dataset.layout.document_mask
         buffer = _TokenBuffer()
 
         def window() -> tuple[Sample, StreamPosition]:
             tokens, starts, first, last = buffer.pop(seq_len)
             sample = pack(tokens, starts, seq_len, document_mask=document_mask)
-            return (sample, (self._number(first), self._number(last))), buffer.place()
+            return (sample, (self._number(first), self._number(last))), buffer.position()
 
-        skip = place.token
-        for begin, ids in self._documents(place):
+        skip = position.token
+        for begin, ids in self._documents(position):
             buffer.append(begin._replace(token=skip), ids[skip:])
             skip = 0
             while len(buffer) > seq_len:
                 yield window()
         if len(buffer) > 1:
             sample, _ = window()
-            yield sample, StreamPosition(epoch=place.epoch + 1)
+            yield sample, StreamPosition(epoch=position.epoch + 1)
 
-    def _documents(self, place: StreamPosition) -> Iterator[tuple[StreamPosition, Array]]:
-        """Yield the non-empty documents with their positions, from the document of `place` to the epoch's end."""
-        for block, source, texts in self._blocks(place):
-            texts = self._permuted(texts, place.epoch, block)
-            first = place.document if block == place.block else 0
+    def _documents(self, position: StreamPosition) -> Iterator[tuple[StreamPosition, Array]]:
+        """Yield the non-empty documents with their positions, from `position` to the end of the epoch."""
+        for block, source, texts in self._blocks(position):
+            texts = self._permuted(texts, position.epoch, block)
+            first = position.document if block == position.block else 0
             for start in range(first, len(texts), DOCUMENTS_PER_ENCODING):
                 numbers = range(start, min(start + DOCUMENTS_PER_ENCODING, len(texts)))
                 for number, ids in zip(numbers, self._encode(texts[start : numbers.stop]), strict=True):
                     if len(ids):
-                        yield StreamPosition(place.epoch, block, source, number), ids
+                        yield StreamPosition(position.epoch, block, source, number), ids
 
     def _permuted(self, texts: list[str], epoch: int, block: int) -> list[str]:
         order = self.dataset.order
@@ -149,19 +149,19 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         key = (order.seed, order.restarts, epoch, block, self.node)
         return [texts[permute(i, len(texts), *key)] for i in range(len(texts))]
 
-    def _blocks(self, place: StreamPosition) -> Iterator[tuple[int, dict[str, Any] | None, list[str]]]:
-        """Yield each block's number, the stream's state before it, and its texts, from the block of `place` on."""
+    def _blocks(self, position: StreamPosition) -> Iterator[tuple[int, dict[str, Any] | None, list[str]]]:
+        """Yield each block's number, the stream's state before it, and its texts, from the block of `position` on."""
         source, column = self.dataset.source, self.dataset.source.text_column
-        with _named_failures(source):
+        with _stream_failures(source):
             stream = open_shard(source, self.node, self.n_nodes)
         if self.dataset.order.shuffle:
-            stream.set_epoch(place.epoch)  # from the second epoch on, another order of the files
-        if place.source is not None:
-            stream.load_state_dict(place.source)
-        block, state = place.block, place.source
+            stream.set_epoch(position.epoch)  # shuffles the files, from the second epoch on
+        if position.source is not None:
+            stream.load_state_dict(position.source)
+        block, state = position.block, position.source
         blocks = stream.iter(batch_size=self.dataset.order.block_size)
         while True:
-            with _named_failures(source):
+            with _stream_failures(source):
                 rows = next(blocks, None)
             if rows is None:
                 return
@@ -172,8 +172,8 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         encoded = self.dataset.tokenizer.encode_documents(texts)
         return [np.array(ids if text.strip() else [], np.int64) for text, ids in zip(texts, encoded, strict=True)]
 
-    def _number(self, place: StreamPosition) -> int:
-        return (place.block * self.dataset.order.block_size + place.document) * self.n_nodes + self.node
+    def _number(self, position: StreamPosition) -> int:
+        return (position.block * self.dataset.order.block_size + position.document) * self.n_nodes + self.node
 
 
 class _TokenBuffer:
@@ -184,44 +184,44 @@ class _TokenBuffer:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def append(self, place: StreamPosition, ids: Array) -> None:
-        self._spans.append((len(self._tokens), place))
+    def append(self, position: StreamPosition, ids: Array) -> None:
+        self._spans.append((len(self._tokens), position))
         self._tokens = np.concatenate([self._tokens, ids])
 
     def pop(self, seq_len: int) -> tuple[Array, Array, StreamPosition, StreamPosition]:
-        """Return the next window's tokens, document starts, and first and last document; keep its last token."""
+        """Remove the next window except its last token; return its tokens, document starts, first and last document."""
         tokens = self._tokens[: seq_len + 1]
-        inside = [(begin, place) for begin, place in self._spans if begin < len(tokens)]
+        inside = [(begin, position) for begin, position in self._spans if begin < len(tokens)]
         starts = np.array([begin for begin, _ in inside if begin > 0], np.int64)
         self._tokens = self._tokens[seq_len:]
         self._drop(seq_len)
         return tokens, starts, inside[0][1], inside[-1][1]
 
-    def place(self) -> StreamPosition:
+    def position(self) -> StreamPosition:
         """Return the position of the next window's first token."""
         return self._spans[0][1]
 
     def _drop(self, n_tokens: int) -> None:
         index = max((i for i, (begin, _) in enumerate(self._spans) if begin <= n_tokens), default=0)
-        begin, place = self._spans[index]
+        begin, position = self._spans[index]
         rest = [(b - n_tokens, p) for b, p in self._spans[index + 1 :]]
-        self._spans = [(0, place._replace(token=place.token + n_tokens - begin)), *rest]
+        self._spans = [(0, position._replace(token=position.token + n_tokens - begin)), *rest]
 
 
 @contextmanager
-def _named_failures(source: StreamSource) -> Iterator[None]:
-    """Turn errors of `datasets`, the hub's client or the network during a run into a `RunFailure`."""
+def _stream_failures(source: StreamSource) -> Iterator[None]:
+    """Turn errors of `datasets`, the Hub client or the network into a `RunFailure`."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        message = f"{source.cannot_be_read(error)}; check the network, and resume from the last checkpoint"
+        message = f"{source.read_failure(error)}; check the network, and resume from the last checkpoint"
         raise RunFailure(message) from error
 
 
 def open_shard(source: StreamSource, node: int, n_nodes: int) -> Any:
-    """Return one node's part of a stream: whole files if there are enough of them, else every n-th row."""
+    """Return one node's shard of a stream: whole files if there are enough, else every n-th row."""
     from datasets.distributed import split_dataset_by_node
 
     stream = source.open()
@@ -231,16 +231,16 @@ def open_shard(source: StreamSource, node: int, n_nodes: int) -> Any:
 
 
 class StreamBatches(BatchIterator):
-    """Batches from a stream. Exact resuming needs the same numbers of ranks and workers; with others, the stream is
-    split differently, so it restarts with a warning, shuffled differently."""
+    """Batches from a stream. Exact resumption needs the same number of ranks and workers; otherwise the stream restarts
+    with a warning and is shuffled differently."""
 
     def __init__(self, source: StreamSource, tokenizer: Tokenizer, layout: Layout, order: StreamOrder):
         self._source, self._tokenizer, self._order = source, tokenizer, order
         self._workers_state: dict[str, Any] | None = None
         data = [source.dataset.path, source.dataset.name, source.split, source.text_column]
-        cutting = [layout.seq_len, order.shuffle, order.block_size]
+        windowing = [layout.seq_len, order.shuffle, order.block_size]
         encoding = [tokenizer.fingerprint, document_wrapping(tokenizer)]
-        super().__init__(layout, ["stream", data, encoding, cutting])
+        super().__init__(layout, ["stream", data, encoding, windowing])
 
     def __next__(self) -> Batch:
         layout = self._layout
@@ -257,13 +257,13 @@ class StreamBatches(BatchIterator):
             raise StopIteration
         return collate([padding_sample(layout.seq_len, document_mask=layout.document_mask)] * layout.local_batch_size)
 
-    def _shape(self) -> dict[str, int]:
+    def _shard_counts(self) -> dict[str, int]:
         layout = self._layout
         return {"ranks": layout.dp_world_size, "rank": layout.dp_rank, "workers": layout.num_workers}
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "layout": self._shape(),
+            "layout": self._shard_counts(),
             "seed": self._order.seed,
             "restarts": self._order.restarts,
             "first_epoch": self._order.first_epoch,
@@ -277,16 +277,16 @@ class StreamBatches(BatchIterator):
         self._workers_state = None
         order = replace(self._order, seed=state["seed"], restarts=state["restarts"], first_epoch=state["first_epoch"])
         ended, epochs = state["ended_after_epochs"], self._layout.epochs
-        if state["layout"] == self._shape():
+        if state["layout"] == self._shard_counts():
             self._order = order if ended is None else replace(order, first_epoch=ended)
             self.exhausted = ended is not None and epochs is not None and ended >= epochs
             self._workers_state = state["workers"] if ended is None else None
         else:
             self._order = replace(order, restarts=order.restarts + 1)
             logger.warning(
-                f"the position in {self._source.name!r} was saved with {_in_words(state['layout'])}, and this run has "
-                f"{_in_words(self._shape())}: a stream cannot be split anew in the middle, so it starts from its "
-                "beginning, shuffled in another way. For an exact resume, use the same numbers"
+                f"the position in {self._source.name!r} was saved with {_in_words(state['layout'])}, but this run has "
+                f"{_in_words(self._shard_counts())}: the stream restarts from its beginning and is shuffled "
+                "differently. To resume exactly, use the same number of ranks and workers"
             )
 
     def describe(self, first: int, last: int) -> str:
@@ -304,4 +304,4 @@ class StreamBatches(BatchIterator):
 
 
 def _in_words(layout: dict[str, int]) -> str:
-    return f"{layout['ranks']} ranks of {layout['workers']} workers"
+    return f"{layout['ranks']} ranks with {layout['workers']} workers each"

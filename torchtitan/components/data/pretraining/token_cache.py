@@ -1,8 +1,8 @@
 """Local documents as token ids on disk, built once per host, addressed by content, and mapped into memory.
 
 `{cache}/tokens/{key}/` holds `tokens.bin` (uint16, or uint32 for more than 65,536 token ids), `offsets.bin` (int64:
-where each document begins, and the total), `meta.json`, and checksums (see `disk_cache`). Documents are encoded in
-batches that keep all tokenizer threads busy and memory bounded.
+start of each document, and the total), `meta.json`, and checksums (see `disk_cache`). Documents are encoded in
+batches to use all tokenizer threads with bounded memory.
 """
 
 import bisect
@@ -27,15 +27,15 @@ from torchtitan.tools.progress import progress
 FORMAT_VERSION = 2
 
 PIECE_SIZE = 1 << 18
-"""Characters after which a long document is split, if that does not change its tokens."""
+"""Approximate characters of the pieces of a long document; splitting does not change its tokens."""
 BATCH_SIZE = 1 << 23
-"""Approximate maximum of characters encoded at a time."""
+"""Approximate maximum characters encoded at a time."""
 BATCH_TEXTS = 1 << 15
-"""Texts encoded at a time."""
+"""Maximum texts encoded at a time."""
 
 
 class TokenCache:
-    """Token ids of a data set's consecutive documents, mapped into memory. Pickling stores the folder's name only."""
+    """Token ids of a data set's documents, mapped into memory. Pickling stores only the path of the folder."""
 
     def __init__(self, folder: Path, names: list[str]):
         self.folder = folder
@@ -51,12 +51,12 @@ class TokenCache:
 
     @property
     def key(self) -> str:
-        """Key of the content; equal keys mean equal tokens and documents."""
+        """Cache key; equal keys mean equal documents and tokens."""
         return self.folder.name
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens, including those around each document."""
+        """Number of tokens, including BOS and EOS."""
         return len(self._tokens)
 
     @property
@@ -79,25 +79,25 @@ class TokenCache:
         return np.array(self._offsets[low:high]) - start
 
     def document_at(self, token: int) -> int:
-        """Return the number, from 0 over all files, of the document that holds the given token."""
+        """Return the number, from 0 over all files, of the document that contains a token."""
         return int(np.searchsorted(self._offsets, token, side="right")) - 1
 
     def describe(self, first: int, last: int) -> str:
-        """Return a range of documents in words, numbered from 1 in each file."""
-        if self._place(first)[0] != self._place(last)[0]:
+        """Describe a range of documents, numbered from 1 in each file."""
+        if self._locate(first)[0] != self._locate(last)[0]:
             return f"{self.describe(first, first)} to {self.describe(last, last)}"
-        name, begin = self._place(first)
-        _, end = self._place(last)
+        name, begin = self._locate(first)
+        _, end = self._locate(last)
         return f"{name}, document {begin}" if begin == end else f"{name}, documents {begin}-{end}"
 
-    def _place(self, document: int) -> tuple[str, int]:
+    def _locate(self, document: int) -> tuple[str, int]:
         part = bisect.bisect_right(self._first_documents, document) - 1
         return self.names[part], document - self._first_documents[part] + 1
 
 
 def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "", *, verify: bool = False) -> TokenCache:
-    """Return the tokens of a source, encoding it unless the cache has it intact; see `open_or_build`. Raises
-    `UserError` if the data is bad or empty, or the cache folder cannot be written."""
+    """Open the cached tokens of a source, encoding it if necessary; see `open_or_build`. Raises `UserError` if the data
+    is invalid or empty, or the cache folder is not writable."""
     return open_or_build(
         "tokens",
         source,
@@ -112,7 +112,7 @@ def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "", 
 def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> str:
     meta = _write(source, tokenizer, folder)
     if meta["n_tokens"] < 2:
-        raise UserError(f"{source.name} holds no text to train on")
+        raise UserError(f"{source.name} contains no text to train on")
     _warn_of_empty_parts(source, meta["documents_per_part"], folder / "offsets.bin")
     (folder / "meta.json").write_text(json.dumps(meta))
     return f"{sum(meta['documents_per_part']):,} documents, {meta['n_tokens']:,} tokens"
@@ -150,24 +150,24 @@ def _warn_of_empty_parts(source: Source, documents_per_part: list[int], offsets_
     empty = [part.name for part, n_tokens in zip(source.parts, np.diff(at_bounds), strict=True) if n_tokens == 0]
     if empty:
         shown = ", ".join(empty[:3]) + (", ..." if len(empty) > 3 else "")
-        logger.warning(f"{len(empty)} of {len(source.parts)} files of {source.name} hold no text: {shown}")
+        logger.warning(f"{len(empty)} of {len(source.parts)} files of {source.name} contain no text: {shown}")
 
 
 class Piece(NamedTuple):
-    """Token ids of a piece of a document, with the document's prefix and suffix tokens at its ends."""
+    """Token ids of a piece of a document, including BOS or EOS at the document's ends."""
 
     ids: list[int]
     ends_document: bool
 
 
 def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Yield documents encoded as by `Tokenizer.encode_documents`, each as one or more pieces; a document without
-    visible characters is one empty piece, without prefix and suffix."""
-    cuts, wrapping = _may_be_cut(tokenizer), document_wrapping(tokenizer)
+    """Yield the pieces of documents, encoded as by `Tokenizer.encode_documents`. A document without visible characters
+    is one empty piece without BOS and EOS."""
+    is_splittable, wrapping = _is_splittable(tokenizer), document_wrapping(tokenizer)
     batch: list[tuple[str, bool, bool]] = []
     n_characters = 0
     for document in documents:
-        for piece in _with_ends(split_document(document, PIECE_SIZE) if cuts else iter(["".join(document)])):
+        for piece in _with_ends(split_document(document, PIECE_SIZE) if is_splittable else iter(["".join(document)])):
             batch.append(piece)
             n_characters += len(piece[0])
             if n_characters >= BATCH_SIZE or len(batch) >= BATCH_TEXTS:
@@ -195,7 +195,7 @@ def document_wrapping(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _with_ends(texts: Iterator[str]) -> Iterator[tuple[str, bool, bool]]:
-    """Yield each text, or one empty text, with whether it is the first and the last."""
+    """Yield each text (or one empty text) with flags for the first and the last."""
     begins, text = True, next(texts, "")
     for following in texts:
         yield text, begins, False
@@ -204,24 +204,23 @@ def _with_ends(texts: Iterator[str]) -> Iterator[tuple[str, bool, bool]]:
 
 
 def split_document(document: Document, size: int) -> Iterator[str]:
-    """Yield a document's text in pieces of about `size` characters, split only where tokenizers split too.
+    """Yield a document's text in pieces of about `size` characters, split only at boundaries of pre-tokens.
 
-    These places are after a newline between two non-space characters, and before a `\\r\\n` that follows a letter or
-    digit: byte-level BPE pre-tokenizers always split there, whatever the context. Text without such a place stays
-    whole.
+    Byte-level BPE pre-tokenizers always split after a newline between two non-space characters, and before a `\\r\\n`
+    after a letter or digit. Text without such a boundary is not split.
     """
-    held: list[str] = []
+    pending: list[str] = []
     for chunk in document:
         for start in range(0, len(chunk), size):
             part = chunk[start : start + size]
-            cut = _last_cut(part) if len(part) == size or held else 0
+            cut = _last_cut(part) if len(part) == size or pending else 0
             if cut:
-                yield "".join([*held, part[:cut]])
-                held = [part[cut:]]
+                yield "".join([*pending, part[:cut]])
+                pending = [part[cut:]]
             else:
-                held.append(part)
-    if held:
-        yield "".join(held)
+                pending.append(part)
+    if pending:
+        yield "".join(pending)
 
 
 def _last_cut(text: str) -> int:
@@ -236,8 +235,8 @@ def _last_cut(text: str) -> int:
     return 0
 
 
-def _may_be_cut(tokenizer: Tokenizer) -> bool:
-    """Return whether texts may be encoded in pieces; not in SentencePiece, which marks the start of a text."""
+def _is_splittable(tokenizer: Tokenizer) -> bool:
+    """Return whether texts can be encoded in pieces; not with SentencePiece, which marks the start of a text."""
 
     def encode(*texts: str) -> list[int]:
         return [i for ids in tokenizer.encode_batch(list(texts), add_bos=False, add_eos=False) for i in ids]

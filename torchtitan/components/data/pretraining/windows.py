@@ -1,7 +1,7 @@
-"""Windows over a stream of tokens: their order, their conversion to samples, and batches of them.
+"""Windows over a stream of tokens, their order, and their batches.
 
 The concatenated documents of a data set are one stream of tokens. Window `i` covers the `seq_len` + 1 tokens from `i *
-seq_len` on: neighbors overlap by one, so every token except the first is the label of exactly one input position.
+seq_len` on. Neighboring windows overlap by one, so every token except the first is a label exactly once.
 """
 
 import hashlib
@@ -30,16 +30,16 @@ _ROUNDS = 6
 
 
 def count_windows(n_tokens: int, seq_len: int) -> int:
-    """Return the number of windows of `seq_len` predictions in `n_tokens` tokens, the last one possibly partial."""
+    """Return the number of windows of `seq_len` labels in `n_tokens` tokens, including a partial last one."""
     return max(0, -(-(n_tokens - 1) // seq_len))
 
 
 def permute(index: int, size: int, *key: int) -> int:
     """Return the image of `index` under a pseudo-random permutation of `range(size)` chosen by `key`.
 
-    It needs no memory: a Feistel network permutes the smallest even-bit power of two that holds `size`, and is applied
-    again until the result is in range ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-    2002). The domain is at most 4 times `size`: fewer than 4 passes on average.
+    Needs no memory: a Feistel network permutes a range of at least `size` with an even number of bits, and is repeated
+    until the result is in range ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    2002). The domain has at most 4 * `size` elements, so the mean number of passes is below 4.
     """
     assert 0 <= index < size
     half_bits = max(1, -(-(size - 1).bit_length() // 2))
@@ -67,13 +67,13 @@ def _mix(value: int) -> int:
 
 
 def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> dict[str, Array]:
-    """Convert one window to a sample of `seq_len` positions.
+    """Create the sample of one window, with `seq_len` positions.
 
     Args:
         tokens: the window's 2 to `seq_len + 1` tokens; fewer than `seq_len + 1` only at the end of the data.
         starts: indices in `tokens` of document starts, with or without index 0.
-        document_mask: keep documents apart: positions restart with each document, and a document's last token does not
-            predict the next document's first. False: the window is one text without positions.
+        document_mask: restart positions at each document, and do not predict a document's first token from the previous
+            document. False: the window is one text without positions.
 
     Returns:
         `input`, `labels` and, with document masking, `positions`, each (seq_len,). The rest of a short window is
@@ -95,7 +95,7 @@ def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> 
 
 
 def padding_sample(seq_len: int, *, document_mask: bool) -> Sample:
-    """Return a sample that predicts nothing, to fill up the last batch."""
+    """Return a sample without labels, to fill the last batch."""
     sample = {"input": np.zeros(seq_len, np.int64), "labels": np.full(seq_len, IGNORE_INDEX, np.int64)}
     if document_mask:
         sample["positions"] = np.arange(seq_len)
@@ -112,7 +112,7 @@ class BatchIterator(ABC):
     """Iterator over one rank's batches with a position that can be saved and restored.
 
     Args:
-        fingerprint: JSON-ready parts that are equal if positions mean the same samples.
+        fingerprint: JSON-ready values that are equal if positions refer to the same samples.
         n_samples: samples of all epochs over all ranks; None: unknown or endless.
     """
 
@@ -120,13 +120,13 @@ class BatchIterator(ABC):
         self.fingerprint = digest_of(fingerprint)
         self.n_samples = n_samples
         self.exhausted = False
-        """Whether `next` has found no more samples for this rank."""
+        """True if `next` has found no further samples of this rank."""
         self._layout = layout
         self._workers: Workers | None = None
 
     @abstractmethod
     def __next__(self) -> Batch:
-        """Return the next batch; raises `StopIteration` if every rank ends after the same number of batches."""
+        """Return the next batch. Raises `StopIteration` if all ranks end after the same number of batches."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -138,10 +138,10 @@ class BatchIterator(ABC):
 
     @abstractmethod
     def describe(self, first: int, last: int) -> str:
-        """Return the documents with the numbers `first` to `last` in words."""
+        """Describe the documents with the numbers `first` to `last`."""
 
     def summary(self, name: str, n_samples: int) -> DataSummary | None:
-        """Summarize the data set `name` for a run that reads `n_samples`; None: nothing is known in advance."""
+        """Summarize the data set `name` for a run of `n_samples`; None: unknown."""
         return None
 
     def close(self) -> None:
@@ -151,15 +151,15 @@ class BatchIterator(ABC):
 
 
 class PackedDataset(Dataset[Batch]):
-    """Batches of one rank as a pure function of their position in the global order of samples: in epochs of n windows,
-    sample `p` is window `permute(p % n)`, with the permutation of epoch `p // n`."""
+    """Batches of one rank by their position in the global order of samples. With n windows per epoch, sample `p` is
+    window `permute(p % n)`, with the permutation of epoch `p // n`."""
 
     def __init__(self, cache: TokenCache, layout: Layout, *, shuffle: bool, seed: int, n_samples: int | None):
         self.cache, self.layout, self.shuffle, self.seed, self.n_samples = cache, layout, shuffle, seed, n_samples
         self.n_windows = count_windows(cache.n_tokens, layout.seq_len)
 
     def __getitem__(self, position: int) -> Batch:
-        """Return the batch that begins at global position `position`; samples from `n_samples` on predict nothing."""
+        """Return the batch that begins at a global position; samples from `n_samples` on are padding."""
         return collate([self._sample(position + i) for i in range(self.layout.local_batch_size)])
 
     def _sample(self, position: int) -> Sample:
@@ -176,8 +176,8 @@ class PackedDataset(Dataset[Batch]):
 
 
 class CachedBatches(BatchIterator):
-    """Batches from the token cache. The position is the number of samples that all ranks together have taken, so any
-    number of ranks and workers, with any batch size, can resume from it."""
+    """Batches from the token cache. The position is the number of samples that all ranks have read in total; a run with
+    different ranks, workers or batch size can resume from it."""
 
     def __init__(self, cache: TokenCache, layout: Layout, *, shuffle: bool, seed: int):
         self._cache, self._shuffle, self._seed = cache, shuffle, seed
@@ -215,7 +215,7 @@ class CachedBatches(BatchIterator):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
         self.exhausted = False
-        # With another seed, some samples of this epoch would come twice and some never.
+        # With a different seed, samples of this epoch would be repeated or skipped.
         self._position, self._seed = state["position"], state["seed"]
 
     def describe(self, first: int, last: int) -> str:
@@ -224,7 +224,7 @@ class CachedBatches(BatchIterator):
     def summary(self, name: str, n_samples: int) -> DataSummary:
         cache, seq_len, per_epoch = self._cache, self._layout.seq_len, self._windows_per_epoch
         lengths = cache.lengths
-        # The first token of a text cannot be predicted.
+        # The first token of a text is not predicted.
         n_firsts = int((lengths > 0).sum()) if self._layout.document_mask else 1
         report = Report("text", len(lengths), len(lengths), cache.n_tokens, cache.n_tokens - n_firsts)
         return DataSummary(

@@ -1,5 +1,5 @@
-"""File formats: the rows or documents of a local file. An error of the file is a `UserError` that names the file and
-the position; an error of a single row is kept in the row."""
+"""Readers of local files. Invalid files raise `UserError` with file name and position; errors of rows are stored in
+rows."""
 
 import codecs
 import csv
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from torchtitan.components.data.sources.rows import (
-    LONGEST,
+    MAX_ROW_CHARACTERS,
     Document,
     OnRead,
     Part,
@@ -30,12 +30,12 @@ from torchtitan.tools.errors import UserError
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK_SIZE = 1 << 20
 
-_MOST_UNPACKED = 4 << 30
-"""Most bytes of a decompressed parquet file, which is held in memory."""
+_MAX_PARQUET_BYTES = 4 << 30
+"""Maximum bytes of a decompressed parquet file, which must fit into memory."""
 
 
 def file_format(path: Path) -> str | None:
-    """Return the extension, ignoring a compression's, if it has a reader: `.jsonl` for `a.jsonl.zst`."""
+    """Return the extension without compression, `.jsonl` for `a.jsonl.zst`; None if it has no reader."""
     name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     suffix = name.suffix.lower()
     return suffix if suffix in _READERS else None
@@ -53,10 +53,10 @@ def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None)
         path: a file of a known format.
         name: file name in the rows' locations.
         on_read: see `OnRead`.
-        column: the only column needed; others may be omitted.
+        column: column to read; None: all.
 
     Raises:
-        UserError: the file cannot be opened, decompressed, decoded or parsed as a whole, or lacks the `column`.
+        UserError: the file cannot be opened, decompressed, decoded or parsed, or has no such `column`.
     """
     suffix = file_format(path)
     assert suffix is not None, path
@@ -109,7 +109,7 @@ def _open_bytes(path: Path, on_read: OnRead) -> IO[bytes]:
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return file
-    # pyarrow rather than gzip and zstandard: it reads both formats, several frames too, and notices truncation.
+    # Unlike gzip and zstandard, pyarrow reads both formats, supports several frames, and detects truncation.
     import pyarrow
 
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), compression)
@@ -119,19 +119,20 @@ def _open_text(path: Path, on_read: OnRead, newline: str = "\n") -> IO[str]:
     return io.TextIOWrapper(_open_bytes(path, on_read), encoding="utf-8-sig", newline=newline)
 
 
-def _unread(n_bytes: int) -> None:
-    """Ignore the bytes read, as an `OnRead`."""
+def _ignore_progress(n_bytes: int) -> None:
+    """`OnRead` that does nothing."""
 
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Turn read errors into a `UserError` that names the file and the position."""
+    """Turn read errors into a `UserError` with file name and position."""
     try:
         yield
     except UnicodeDecodeError:
         offset, line, byte = _find_bad_byte(path)
         raise UserError(
-            f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset} (line {line}); convert it, or leave it out"
+            f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset} (line {line}); convert the file to UTF-8, or "
+            "remove it from the data"
         ) from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or first_line(error)}") from error
@@ -141,22 +142,22 @@ def _find_bad_byte(path: Path) -> tuple[int, int, int]:
     """Return the decompressed offset, line number (from 1) and value of the first byte that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     n_bytes, n_lines = 0, 1
-    with _open_bytes(path, _unread) as file:
+    with _open_bytes(path, _ignore_progress) as file:
         while True:
             chunk = file.read(CHUNK_SIZE)
-            held = decoder.getstate()[0]  # the start of a character that the last chunk cut in two
-            seen = held + chunk
+            pending = decoder.getstate()[0]  # start of a character that the last chunk split
+            content = pending + chunk
             try:
                 decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                line = n_lines + seen[: error.start].count(b"\n")
-                return n_bytes - len(held) + error.start, line, seen[error.start]
+                line = n_lines + content[: error.start].count(b"\n")
+                return n_bytes - len(pending) + error.start, line, content[error.start]
             n_bytes += len(chunk)
             n_lines += chunk.count(b"\n")
 
 
 def _text_chunks(path: Path, on_read: OnRead) -> Iterator[str]:
-    # Handles errors itself: the chunks are read after `documents` has yielded the document.
+    # Errors are handled here, because chunks are read after `documents` has yielded the document.
     line = 1
     with _named_errors(path), _open_text(path, on_read) as file:
         while chunk := file.read(CHUNK_SIZE):
@@ -169,7 +170,7 @@ def _check_nul(text: str, path: Path, line: int) -> None:
     if "\0" in text:
         line += text.count("\n", 0, text.index("\0"))
         raise UserError(
-            f"{path}:{line}: a NUL character, as in a damaged file or in UTF-16; mend or convert it, or leave it out"
+            f"{path}:{line}: found a NUL character; the file may be damaged or UTF-16; convert it to UTF-8 or remove it"
         )
 
 
@@ -183,14 +184,14 @@ def _read_json_lines(path: Path, name: str, on_read: OnRead, column: str | None)
 
 
 def _read_json(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
-    with _open_text(path, _unread) as file:
+    with _open_text(path, _ignore_progress) as file:
         first = next((c for c in iter(partial(file.read, 1), "") if not c.isspace()), "")
     with _open_text(path, on_read) as file:
         yield from read_json(file, path, name, is_list=first == "[", chunk_size=CHUNK_SIZE)
 
 
 def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
-    csv.field_size_limit(LONGEST)  # the default of 131,072 characters is less than a long document
+    csv.field_size_limit(MAX_ROW_CHARACTERS)  # the default of 131,072 characters is less than a long document
     with _open_text(path, on_read, newline="") as file:
         reader = csv.reader(_without_nul(numbered_lines(file, path), path), strict=True)
         try:
@@ -202,8 +203,7 @@ def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Ite
                 if len(cells) == len(columns):
                     yield Row(where, dict(zip(columns, cells, strict=True)))
                 else:
-                    differ = "more" if len(cells) > len(columns) else "fewer"
-                    yield Row(where, None, f"{differ} cells than the {len(columns)} columns")
+                    yield Row(where, None, f"{len(cells)} cells for {len(columns)} columns")
         except csv.Error as error:
             raise UserError(f"{path}:{reader.line_num}: broken CSV, {error}") from None
 
@@ -226,22 +226,20 @@ def _csv_lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
 def _check_header(columns: Sequence[str], where: str) -> None:
     _check_names(columns, where)
     if len(columns) == 1 and (other := next((mark for mark in ";\t" if mark in columns[0]), None)):
-        raise UserError(
-            f"{where}: the only column is {columns[0]!r}; columns must be separated by commas, not {other!r}"
-        )
+        raise UserError(f"{where}: the only column is {columns[0]!r}; separate columns by commas, not {other!r}")
 
 
 def _check_names(columns: Sequence[str], where: str) -> None:
-    named = Counter(filter(str.strip, columns))
-    if twice := [column for column, count in named.items() if count > 1]:
-        raise UserError(f"{where}: several columns are called {twice[0]!r}; rename one of them")
+    counts = Counter(filter(str.strip, columns))
+    if repeated := [column for column, count in counts.items() if count > 1]:
+        raise UserError(f"{where}: the column name {repeated[0]!r} is repeated; rename one column")
 
 
 def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
     import pyarrow
     from pyarrow import parquet
 
-    source = pyarrow.BufferReader(_unpacked(path)) if path.suffix.lower() in COMPRESSIONS else path
+    source = pyarrow.BufferReader(_decompress(path)) if path.suffix.lower() in COMPRESSIONS else path
     try:
         file = parquet.ParquetFile(source, page_checksum_verification=True)
         _check_names(file.schema_arrow.names, str(path))
@@ -257,18 +255,20 @@ def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) ->
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise UserError(f"{path} is not a readable parquet file: {first_line(error)}") from None
     if n_read != n_rows:
-        raise UserError(f"{path} is not a readable parquet file: it has {n_read:,} rows, and should have {n_rows:,}")
+        raise UserError(f"{path} is not a readable parquet file: it has {n_read:,} rows instead of {n_rows:,}")
 
 
-def _unpacked(path: Path) -> bytearray:
-    """Return a decompressed parquet file; it is read from its end, so it must be in memory."""
+def _decompress(path: Path) -> bytearray:
+    """Decompress a parquet file into memory, which reading from its end requires."""
     content = bytearray()
-    with _open_bytes(path, _unread) as file:
+    with _open_bytes(path, _ignore_progress) as file:
         while piece := file.read(CHUNK_SIZE):
             content += piece
-            if len(content) > _MOST_UNPACKED:
-                most = f"{_MOST_UNPACKED:,} bytes"
-                raise UserError(f"{path} unpacks to more than {most}; store it unpacked, parquet compresses by itself")
+            if len(content) > _MAX_PARQUET_BYTES:
+                limit = f"{_MAX_PARQUET_BYTES:,} bytes"
+                raise UserError(
+                    f"{path} decompresses to more than {limit}; decompress it (parquet has its own compression)"
+                )
     return content
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that a dataset string names."""
+"""Resolution of dataset strings to local files and folders."""
 
 import difflib
 import glob
@@ -16,11 +16,11 @@ from torchtitan.tools.errors import UserError
 
 _PATTERN_CHARACTERS = "*?["
 _SPLIT = re.compile(r"\w[\w.-]*")
-"""Name of a split, which is also the name of a folder; `..` does not match."""
+"""Valid name of a split, which is also a folder name; excludes `..`."""
 
 
 def local_splits(dataset: str) -> tuple[str, ...]:
-    """Return the splits of a local path: several for a saved `DatasetDict`, otherwise one, `train`."""
+    """Return the splits of a saved `DatasetDict`, otherwise `train`."""
     path = _path(dataset)
     if not _is_saved_dict(path):
         return ("train",)
@@ -30,11 +30,11 @@ def local_splits(dataset: str) -> tuple[str, ...]:
             return tuple(splits)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         pass
-    raise UserError(f"{path / _SAVED_DICT} is damaged: it does not name the splits; save the data set again")
+    raise UserError(f"{path / _SAVED_DICT} is damaged: it contains no list of splits; save the data set again")
 
 
 def saved_dataset(dataset: str, split: str) -> Path | None:
-    """Return the folder that `datasets.save_to_disk` wrote for a split; None if the path is not one."""
+    """Return the folder of a split written by `datasets.save_to_disk`; None for other paths."""
     path = _path(dataset)
     if _is_saved_dict(path):
         return path / split
@@ -42,7 +42,7 @@ def saved_dataset(dataset: str, split: str) -> Path | None:
 
 
 def location(dataset: str) -> str:
-    """Return a dataset string valid in any working directory: local paths become absolute, even of deleted files."""
+    """Make local paths absolute, even of deleted files; return other dataset strings unchanged."""
     path = _path(dataset)
     is_local = os.path.exists(path) or path.suffix or any(character in dataset for character in _PATTERN_CHARACTERS)
     return os.path.realpath(path) if is_local else dataset
@@ -60,50 +60,49 @@ def _is_saved_dict(path: Path) -> bool:
 
 
 def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
-    """Return the files of a path or pattern by display name, sorted, each real file once even if several links lead to
-    it.
+    """Return the files of a path or pattern by display name, sorted; links to the same file are merged.
 
     Args:
-        dataset: a file, a glob pattern, or a folder to search for files of a known format.
-        names: registered data sets, for the message.
+        dataset: file, glob pattern, or folder to search for files of known formats.
+        names: registered data sets, for the error message.
 
     Raises:
-        UserError: no file is found, or one cannot be read: a broken link, a pipe, a folder without permission.
+        UserError: no file is found, or a path cannot be read: a broken link, a pipe, a folder without permission.
     """
     path = _path(dataset)
     try:
         if path.is_file() and dataset:
             return {path.name: _readable(path)}
         if path.is_dir() and dataset:
-            found = _once(file for folder in _folders(path) for file in _data_files(folder))
+            found = _without_duplicates(file for folder in _folders(path) for file in _data_files(folder))
             if not found:
-                raise UserError(f"folder {dataset!r} has no file that can be read ({supported_formats()})")
+                raise UserError(f"the folder {dataset!r} contains no data files ({supported_formats()})")
             return {str(file.relative_to(path)): file for file in found}
         if path.exists() and dataset:
-            raise UserError(f"{dataset!r} is not a regular file; save its content in one")
+            raise UserError(f"{dataset!r} is not a regular file; save its content to a file")
         if any(character in dataset for character in _PATTERN_CHARACTERS):
-            matches = _once(_readable(match) for match in _matches(path) if not match.is_dir())
+            matches = _without_duplicates(_readable(match) for match in _matches(path) if not match.is_dir())
             if not matches:
                 raise UserError(f"no file matches the pattern {dataset!r}")
             return {str(match): match for match in matches}
-        raise UserError(_not_found(dataset, path, names))
+        raise UserError(_not_found_message(dataset, path, names))
     except OSError as error:
         raise UserError(f"dataset {dataset!r}: {error.filename} cannot be read: {error.strerror}") from error
 
 
 def _folders(top: Path) -> Iterator[Path]:
-    """Yield a folder and all below it except hidden ones, each real folder once, by its own name rather than a link's.
-    Cyclic links do no harm."""
-    seen, waiting = set(), deque([top])
-    while waiting:
-        folder = waiting.popleft()
-        if (place := os.path.realpath(folder)) in seen:
+    """Yield a folder and its subfolders, except hidden ones. Each real folder is yielded once, preferably not by a
+    link; cyclic links are allowed."""
+    visited, pending = set(), deque([top])
+    while pending:
+        folder = pending.popleft()
+        if (real_path := os.path.realpath(folder)) in visited:
             continue
-        seen.add(place)
+        visited.add(real_path)
         yield folder
-        inside = sorted((entry for entry in _visible(folder) if _is_folder(entry)), key=lambda entry: entry.name)
-        waiting.extendleft(Path(entry) for entry in reversed(inside) if not entry.is_symlink())
-        waiting.extend(Path(entry) for entry in inside if entry.is_symlink())
+        subfolders = sorted((entry for entry in _visible(folder) if _is_folder(entry)), key=lambda entry: entry.name)
+        pending.extendleft(Path(entry) for entry in reversed(subfolders) if not entry.is_symlink())
+        pending.extend(Path(entry) for entry in subfolders if entry.is_symlink())
 
 
 def _visible(folder: Path) -> list["os.DirEntry[str]"]:
@@ -116,7 +115,7 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
 
 
 def _data_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a known format in a folder; raises `UserError` for a broken link, which may be data."""
+    """Yield the files of known formats in a folder. Raises `UserError` for a broken link, which may be data."""
     for entry in _visible(folder):
         path = folder / entry.name
         if not _is_folder(entry) and (file_format(path) is not None or entry.is_symlink() and not path.exists()):
@@ -124,7 +123,7 @@ def _data_files(folder: Path) -> Iterator[Path]:
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """Yield the paths that match a pattern; `**` is each folder below once, as in `_folders`."""
+    """Yield the paths that match a pattern; `**` matches all subfolders, each once as in `_folders`."""
     if "**" not in pattern.parts:
         yield from map(Path, glob.glob(str(pattern)))
         return
@@ -135,28 +134,28 @@ def _matches(pattern: Path) -> Iterator[Path]:
                 yield from _matches(Path(glob.escape(str(folder)), *(pattern.parts[depth + 1 :] or ("*",))))
 
 
-def _once(files: Iterable[Path]) -> list[Path]:
-    """Return each real file once, by its own name rather than a link's, sorted."""
+def _without_duplicates(files: Iterable[Path]) -> list[Path]:
+    """Return each real file once, sorted, preferably not by a link."""
     real = cache(os.path.realpath)
-    by_place: dict[str, Path] = {}
+    by_real_path: dict[str, Path] = {}
     for is_link, name, file in sorted((file.is_symlink(), str(file), file) for file in files):
-        by_place.setdefault(real(name) if is_link else os.path.join(real(file.parent), file.name), file)
-    return sorted(by_place.values(), key=str)
+        by_real_path.setdefault(real(name) if is_link else os.path.join(real(file.parent), file.name), file)
+    return sorted(by_real_path.values(), key=str)
 
 
 def _readable(path: Path) -> Path:
     if file_format(path) is None:
-        raise UserError(f"{path}: files of this kind cannot be read as data ({supported_formats()} can)")
+        raise UserError(f"{path}: the file format is not supported; use one of: {supported_formats()}")
     return regular_file(path)
 
 
-def _not_found(dataset: str, path: Path, names: Sequence[str]) -> str:
+def _not_found_message(dataset: str, path: Path, names: Sequence[str]) -> str:
     missing = next(step for step in (*reversed(path.parents), path) if not step.exists()) if dataset else path
     siblings = sorted(os.listdir(missing.parent)) if missing.parent.is_dir() else []
     is_name = os.sep not in dataset
     near = difflib.get_close_matches(missing.name, [*siblings, *(names if is_name else ())], n=1)
     if is_name:
         message = f"dataset {dataset!r} is neither a registered name ({', '.join(names)}) nor a file or folder"
-        return message + (f"; did you mean {near[0]!r}?" if near else "; give one of these or a local path")
+        return message + (f"; did you mean {near[0]!r}?" if near else "; use one of these or a local path")
     message = f"dataset {dataset!r}: {missing} does not exist"
     return message + (f"; did you mean {missing.parent / near[0]}?" if near else "")

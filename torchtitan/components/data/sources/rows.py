@@ -11,14 +11,14 @@ from typing import IO, Any
 
 from torchtitan.tools.errors import UserError
 
-LONGEST = 1 << 28
-"""Most characters of a row. A longer row means that the file is broken, and memory would run out before its end."""
+MAX_ROW_CHARACTERS = 1 << 28
+"""Maximum characters of a row. Longer rows indicate a broken file and would exhaust memory."""
 
 Document = Iterable[str]
-"""Text of one document, in chunks of any size. An empty document keeps its number and is skipped."""
+"""Text of one document in chunks of any size. Empty documents are numbered but skipped."""
 
 OnRead = Callable[[int], None]
-"""Progress callback: receives the number of further bytes of a file, or rows of a table, that have been read."""
+"""Progress callback, called with the number of bytes of a file or rows of a table read since the last call."""
 
 _DECODER = json.JSONDecoder()
 
@@ -28,11 +28,11 @@ class Row:
     """A row of a table."""
 
     where: str
-    """Location: `my.jsonl:17` (in CSV, the row's first line) or `a.parquet, row 3`."""
+    """Location: `my.jsonl:17` (for CSV, the first line of the row) or `a.parquet, row 3`."""
     values: dict[str, Any] | None
     """Cells by column; None: no cells."""
     error: str = ""
-    """Reason for missing cells; empty for a blank line."""
+    """Reason why there are no cells; empty for a blank line."""
 
 
 class Part(ABC):
@@ -44,7 +44,7 @@ class Part(ABC):
     """
 
     kind = ""
-    """Distinguishes parts with the same content that are read in different ways."""
+    """Distinguishes parts with equal content that are read differently."""
 
     def __init__(self, name: str, text_column: str = "text"):
         self.name = name
@@ -52,23 +52,23 @@ class Part(ABC):
 
     @abstractmethod
     def size(self) -> int:
-        """Return the total that `on_read` adds up to: bytes or rows."""
+        """Return the sum of all `on_read` calls: bytes or rows."""
 
     @abstractmethod
     def contents(self, digest: Callable[[Path], str]) -> list[str]:
-        """Return the part's identity: equal lists mean equal rows. `digest` returns the digest of a file's content."""
+        """Return the identity of the rows: equal lists mean equal rows. `digest` hashes the content of a file."""
 
     @abstractmethod
     def rows(self, on_read: OnRead) -> Iterator[Row]:
-        """Yield the rows in order; raises `UserError` for an unreadable file."""
+        """Yield the rows in order. Raises `UserError` for an unreadable file."""
 
     @abstractmethod
     def documents(self, on_read: OnRead) -> Iterator[Document]:
-        """Yield the documents in order, each to be read before the next; raises `UserError` if one cannot be read."""
+        """Yield the documents in order; consume each before the next. Raises `UserError` for unreadable data."""
 
 
 def text_of(row: Row, text_column: str) -> Document:
-    """Return a row's text as a document; raises `UserError` if there is none."""
+    """Return a row's text as a document. Raises `UserError` if there is none."""
     if row.values is None:
         if row.error:
             raise UserError(f"{row.where}: {row.error}")
@@ -85,47 +85,47 @@ def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
 
 
 def check_text(value: Any, text_column: str, where: str) -> str:
-    """Return a cell's text, empty for a null; raises `UserError` for other types."""
+    """Return a cell's text, empty for null. Raises `UserError` for other types."""
     if value is not None and not isinstance(value, str):
-        raise UserError(f"{where}: column {text_column!r} holds {kind_of(value)}, not text")
+        raise UserError(f"{where}: column {text_column!r} contains {kind_of(value)}, not text")
     return value or ""
 
 
 def regular_file(path: Path) -> Path:
-    """Return an existing path; raises `UserError` for a broken link, pipe, socket or device, which may block on
-    opening."""
+    """Return the path of a regular file. Raises `UserError` for a broken link, and for a pipe, socket or device, which
+    may block when opened."""
     if path.is_file():
         return path
     if path.exists():
-        raise UserError(f"{path} is not a regular file; save its content in one, or move it elsewhere")
-    raise UserError(f"{path} is a link to {path.readlink()}, which does not exist; mend the link, or remove it")
+        raise UserError(f"{path} is not a regular file; save its content to a file, or remove it")
+    raise UserError(f"{path} is a link to {path.readlink()}, which does not exist; fix or remove the link")
 
 
 def kind_of(value: Any) -> str:
-    """Return a value's type for a message: `a str`, `an int`."""
+    """Describe a value's type for an error message: `a str`, `an int`."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a library's error, or its type if there is no message."""
+    """Return the first line of an error message, or the error's type if there is no message."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of JSON text; raises `ValueError` in words if it is invalid, too deep, or not Unicode."""
+    """Parse JSON. Raises a readable `ValueError` if the text is invalid, nested too deeply, or not valid Unicode."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
         raise
     except (ValueError, RecursionError) as error:
-        raise ValueError(_in_words(error)) from None
+        raise ValueError(_describe_error(error)) from None
     _check_characters(value, text)
     return value
 
 
 def json_rows(name: str, lines: Iterable[str], first_line: int = 1) -> Iterator[Row]:
-    """Yield the rows of lines with one JSON object each; a blank line is a row without values.
+    """Yield one row per line with a JSON object; blank lines are rows without values.
 
     Args:
         name: file name in the rows' locations.
@@ -140,32 +140,31 @@ def json_rows(name: str, lines: Iterable[str], first_line: int = 1) -> Iterator[
         try:
             yield _object_row(where, parse_json(line))
         except ValueError as error:
-            yield Row(where, None, f"broken JSON, {_in_words(error)}")
+            yield Row(where, None, f"broken JSON, {_describe_error(error)}")
 
 
 def numbered_lines(file: IO[str], path: Path) -> Iterator[str]:
-    """Yield the lines of a file; raises `UserError` for a line of more than `LONGEST` characters."""
-    for number, line in enumerate(iter(partial(file.readline, LONGEST), ""), 1):
-        if len(line) == LONGEST:
+    """Yield the lines of a file. Raises `UserError` for a line of more than `MAX_ROW_CHARACTERS` characters."""
+    for number, line in enumerate(iter(partial(file.readline, MAX_ROW_CHARACTERS), ""), 1):
+        if len(line) == MAX_ROW_CHARACTERS:
             raise UserError(
-                f"{path}:{number}: the line has more than {LONGEST:,} characters; split it, or leave it out"
+                f"{path}:{number}: the line has more than {MAX_ROW_CHARACTERS:,} characters; split or remove it"
             )
         yield line
 
 
 def read_json(file: IO[str], path: Path, name: str, *, is_list: bool, chunk_size: int) -> Iterator[Row]:
-    """Yield the rows of a `.json` file, a list of objects or one object per line, reading a list no further than
-    needed.
+    """Yield the rows of a `.json` file, a list of objects or one object per line. Lists are read incrementally.
 
     Args:
-        file: at its beginning.
-        path: file name in messages about the whole file.
+        file: open file, at its beginning.
+        path: path for error messages.
         name: file name in the rows' locations.
         is_list: whether the first non-space character is a bracket.
-        chunk_size: fewest characters of a list to read at a time.
+        chunk_size: minimum characters of a list to read at a time.
 
     Raises:
-        UserError: the list is broken, with the line, or the file is a single object.
+        UserError: the list is invalid (with the line), or the file is a single object.
     """
     if is_list:
         for number, (value, text) in enumerate(_list_elements(file, path, chunk_size), 1):
@@ -180,7 +179,9 @@ def read_json(file: IO[str], path: Path, name: str, *, is_list: bool, chunk_size
     lines = numbered_lines(file, path)
     first, line = next(((n, line) for n, line in enumerate(lines, 1) if not line.isspace()), (0, ""))
     if line.strip() == "{":
-        raise UserError(f"{path}:{first}: one object over several lines; it must be a list of rows, or a row per line")
+        raise UserError(
+            f"{path}:{first}: the file is one object over several lines; write a list of rows, or one row per line"
+        )
     yield from json_rows(name, itertools.chain([line], lines), first)
 
 
@@ -191,17 +192,17 @@ def _object_row(where: str, value: Any) -> Row:
 
 
 def _check_characters(value: Any, text: str) -> None:
-    """Raise `ValueError` for a lone surrogate, which JSON can spell but UTF-8 cannot encode."""
+    """Raise `ValueError` for a lone surrogate, which JSON allows but UTF-8 cannot encode."""
     if "\\ud" in text or "\\uD" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"half of a character, {error.object[error.start]!r}") from None
+            raise ValueError(f"lone surrogate {error.object[error.start]!r}") from None
         except RecursionError as error:
-            raise ValueError(_in_words(error)) from None
+            raise ValueError(_describe_error(error)) from None
 
 
-def _in_words(error: ValueError | RecursionError) -> str:
+def _describe_error(error: ValueError | RecursionError) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} (column {error.colno})"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
@@ -215,7 +216,7 @@ def _list_elements(file: IO[str], path: Path, chunk_size: int) -> Iterator[tuple
     start, line = len(text) - len(text.lstrip()), 1  # `line`: number of the first line of `text`
 
     def broken(why: str) -> UserError:
-        begin = _after_blanks(text, start + 1)
+        begin = _skip_blanks(text, start + 1)
         return UserError(f"{path}:{line + text.count(chr(10), 0, begin)}: broken JSON, {why}")
 
     while True:
@@ -224,13 +225,13 @@ def _list_elements(file: IO[str], path: Path, chunk_size: int) -> Iterator[tuple
         except json.JSONDecodeError as error:
             if not (more := file.read(max(chunk_size, len(text) - start))):
                 raise UserError(f"{path}:{line + error.lineno - 1}: broken JSON, {error.msg}") from None
-            if len(text) - start > LONGEST:
-                raise broken(f"an element has more than {LONGEST:,} characters") from None
+            if len(text) - start > MAX_ROW_CHARACTERS:
+                raise broken(f"an element has more than {MAX_ROW_CHARACTERS:,} characters") from None
             line += text.count("\n", 0, start)
             text, start = text[start:] + more, 0
             continue
         except (ValueError, RecursionError) as error:
-            raise broken(_in_words(error)) from None
+            raise broken(_describe_error(error)) from None
         if element is not None:
             yield element
         if text[stop] == "]":
@@ -240,23 +241,23 @@ def _list_elements(file: IO[str], path: Path, chunk_size: int) -> Iterator[tuple
     while not rest.strip():
         if not (rest := file.read(chunk_size)):
             return
-    raise UserError(f"{path}: broken JSON, there is more behind the list: {rest.strip()[:40]!r}")
+    raise UserError(f"{path}: broken JSON, unexpected text after the list: {rest.strip()[:40]!r}")
 
 
 def _element(text: str, start: int) -> tuple[tuple[Any, str] | None, int]:
     """Return the element after the bracket or comma at `start` with its source text (None for an empty list), and the
-    index of the comma or bracket after it. Raises `ValueError` if there is no complete element."""
-    begin = _after_blanks(text, start + 1)
+    index of the next comma or bracket. Raises `ValueError` if the element is incomplete."""
+    begin = _skip_blanks(text, start + 1)
     if text[start] == "[" and text[begin : begin + 1] == "]":
         return None, begin
     value, end = _DECODER.raw_decode(text, begin)
-    stop = _after_blanks(text, end)
+    stop = _skip_blanks(text, end)
     if text[stop : stop + 1] not in (",", "]"):
         raise json.JSONDecodeError("Expecting ',' delimiter", text, stop)
     return (value, text[begin:end]), stop
 
 
-def _after_blanks(text: str, start: int) -> int:
+def _skip_blanks(text: str, start: int) -> int:
     while text[start : start + 1] in (" ", "\n", "\r", "\t"):
         start += 1
     return start

@@ -1,7 +1,7 @@
 """Resolution of `--dataloader.dataset` to documents or rows.
 
-Local data is a `Source`, which can be read repeatedly and is tokenized into a cache. A data set registered for
-pre-training is a `StreamSource`, read during training.
+Local data is a `Source`, which is tokenized into a cache before training. A data set registered for pre-training is a
+`StreamSource`, which is read during training.
 """
 
 import re
@@ -19,20 +19,20 @@ from torchtitan.components.data.sources.tables import Table, saved_table
 from torchtitan.tools.errors import UserError
 
 AUTO = "auto"
-"""Format that is recognized by the columns."""
+"""Name of automatic format detection from the columns."""
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
-"""Maps a row, its cells by column, to a row of a known format (`{"messages": […], "tools": […]}`, `{"text": …}`, …), or
-to None to drop it."""
+"""Maps a row (column → cell) to a row of a known format (`{"messages": […]}`, `{"text": …}`, …), or to None to drop
+it."""
 
 
 class Source:
     """Local data in a fixed order, as documents or as rows.
 
     Args:
-        name: the configured name.
-        parts: at least one.
-        documents: whether it is read as documents rather than rows.
+        name: configured name.
+        parts: at least one part.
+        documents: whether to read documents instead of rows.
     """
 
     def __init__(self, name: str, parts: Sequence[Part], *, documents: bool):
@@ -41,18 +41,18 @@ class Source:
         self._documents = documents
 
     def size(self) -> int:
-        """Return the total that `on_read` adds up to: bytes or rows."""
+        """Return the sum of all `on_read` calls: bytes or rows."""
         return sum(part.size() for part in self.parts)
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
-        """Yield the rows in order, without blank lines; raises `UserError` for an unreadable file."""
+        """Yield the rows in order, without blank lines. Raises `UserError` for an unreadable file."""
         for part in self.parts:
             for row in part.rows(on_read):
                 if row.values is not None or row.error:
                     yield row
 
     def identity(self, digest: Callable[[Path], str]) -> list[str]:
-        """Return the data's identity: equal lists mean equal documents, or equal rows at equal locations. `digest`
+        """Return the identity of the data: equal lists mean equal documents, or equal rows at equal locations. `digest`
         returns the digest of a file's content."""
         contents = [part.contents(digest) for part in self.parts]
         if not self._documents:
@@ -65,12 +65,12 @@ class Source:
 @dataclass(frozen=True, kw_only=True)
 class _Registered:
     path: str
-    """Hugging Face hub repository (`allenai/c4`) or local path: a folder of data files for pre-training, any
-    `--dataloader.dataset` path for fine-tuning, in which `{split}` becomes the split."""
+    """Hugging Face Hub repository (`allenai/c4`) or local path: a folder of data files for pre-training, any
+    `--dataloader.dataset` path for fine-tuning, with `{split}` as placeholder for the split."""
     name: str | None = None
     """Configuration of the repository, if it has several."""
     splits: tuple[str, ...] = ("train",)
-    """Splits; `validation` serves as validation data."""
+    """Splits; `validation` is used for validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +86,16 @@ class ChatDataset(_Registered):
 
     format: str = AUTO
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The format's column name → the data set's."""
+    """Format's column name → column name in the data set."""
     function: RowFunction | None = None
     """Maps a row to a row of a known format, or None to drop it; replaces `format` and `columns`."""
 
-    def says_format(self) -> bool:
-        """Return whether the registration decides how rows are read."""
+    def has_format(self) -> bool:
+        """Return whether the registration specifies the row format."""
         return self.function is not None or self.format != AUTO or bool(self.columns)
 
     def on_hub(self) -> bool:
-        """Return whether `path` looks like a repository, and is neither a data file nor a local path."""
+        """Return whether `path` is a valid repository name, and neither a data file nor a local path."""
         is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path) is not None
         return is_name and file_format(Path(self.path)) is None and not Path(self.path).exists()
 
@@ -114,7 +114,7 @@ D = TypeVar("D", HubDataset, ChatDataset)
 
 @dataclass
 class Catalog(Generic[D]):
-    """Names of data sets for the loaders of one kind."""
+    """Registered and embedded data sets for one kind of loader."""
 
     kind: str
     """Term used in messages."""
@@ -125,13 +125,13 @@ class Catalog(Generic[D]):
         return [*self.embedded, *self.registered]
 
     def register(self, name: str, dataset: D) -> None:
-        """Register a data set; raises `UserError` if another has the name."""
+        """Register a data set. Raises `UserError` if the name is taken."""
         if name in self.embedded or self.registered.get(name, dataset) != dataset:
-            raise UserError(f"there is a {self.kind} called {name!r} already; register yours under another name")
+            raise UserError(f"the {self.kind} {name!r} is already registered; use another name")
         self.registered[name] = dataset
 
     def splits(self, dataset: str) -> tuple[str, ...]:
-        """Return the splits of a dataset string, see `resolve_source`."""
+        """Return the splits of a dataset string; see `resolve_source`."""
         if dataset in self.embedded:
             return tuple(self.embedded[dataset].items.n_default)
         return self.registered[dataset].splits if dataset in self.registered else local_splits(dataset)
@@ -147,12 +147,13 @@ CHAT_DATASETS: Catalog[ChatDataset] = Catalog("chat dataset", {"chats": _CHATS, 
 
 
 def register_dataset(name: str, dataset: HubDataset) -> None:
-    """Make `--dataloader.dataset NAME` stream this data set in pre-training; raises `UserError` for a taken name."""
+    """Register a data set to stream in pre-training, `--dataloader.dataset NAME`. Raises `UserError` for a taken
+    name."""
     DOCUMENTS.register(name, dataset)
 
 
 def register_chat_dataset(name: str, dataset: ChatDataset) -> None:
-    """Make `--dataloader.dataset NAME` read this data set in fine-tuning; raises `UserError` for a taken name."""
+    """Register a data set for fine-tuning with `--dataloader.dataset NAME`. Raises `UserError` for a taken name."""
     CHAT_DATASETS.register(name, dataset)
 
 
@@ -192,8 +193,8 @@ class StreamSource:
         """Return a `datasets.IterableDataset` of the text column.
 
         Raises:
-            UserError: the data set has no such column.
-            Exception: any error of `datasets`, the hub's client or the network; see `cannot_be_read`.
+            UserError: the text column does not exist.
+            Exception: any error of `datasets`, the Hub client or the network; see `read_failure`.
         """
         from datasets import load_dataset
 
@@ -203,39 +204,39 @@ class StreamSource:
         return stream.select_columns([self.text_column])
 
     def check(self) -> None:
-        """Read one document, to fail early; raises `UserError`."""
+        """Read one document to detect problems early. Raises `UserError`."""
         try:
             first = next(iter(self.open()), None)
         except UserError:
             raise
         except Exception as error:  # of `open`
-            raise UserError(f"{self.cannot_be_read(error)}; check the network, or give a local path") from error
+            raise UserError(f"{self.read_failure(error)}; check the network, or use a local path") from error
         if first is None:
             raise UserError(f"dataset {self.name!r} has no documents in its split {self.split!r}")
         check_text(first[self.text_column], self.text_column, f"dataset {self.name!r}")
 
-    def cannot_be_read(self, error: Exception) -> str:
-        """Return a one-line message that names the data set and the cause, an error of `open` or of iteration."""
-        return _cannot_be_read(self.name, self.dataset, self.split, error)
+    def read_failure(self, error: Exception) -> str:
+        """Return a one-line message with the data set and the cause, an error of `open` or of iteration."""
+        return _read_failure(self.name, self.dataset, self.split, error)
 
 
-def _cannot_be_read(name: str, dataset: _Registered, split: str, error: Exception) -> str:
-    place = f"{dataset.path}, {dataset.name}" if dataset.name else dataset.path
-    return f"dataset {name!r} ({place}, split {split!r}) cannot be read: {first_line(error)}"
+def _read_failure(name: str, dataset: _Registered, split: str, error: Exception) -> str:
+    repository = f"{dataset.path}, {dataset.name}" if dataset.name else dataset.path
+    return f"dataset {name!r} ({repository}, split {split!r}) cannot be read: {first_line(error)}"
 
 
 def _hub_table(name: str, dataset: ChatDataset, split: str) -> Table:
-    """Return a table of a Hugging Face hub repository, downloaded on first use."""
+    """Return a table of a Hugging Face Hub repository, downloaded on first use."""
 
     def load() -> Any:
         from datasets import load_dataset
 
         try:
-            # Not in memory, whatever the user's settings: the files identify the rows.
+            # `keep_in_memory` must be False, because the files identify the rows.
             return load_dataset(dataset.path, dataset.name, split=split, keep_in_memory=False)
-        except Exception as error:  # of `datasets`, the hub's client, or the network
-            message = _cannot_be_read(name, dataset, split, error)
-            raise UserError(f"{message}; check the network, or give a local path") from error
+        except Exception as error:  # of `datasets`, the Hub client, or the network
+            message = _read_failure(name, dataset, split, error)
+            raise UserError(f"{message}; check the network, or use a local path") from error
 
     def files(table: Any) -> list[Path]:
         return [Path(file["filename"]) for file in table.cache_files]
@@ -249,22 +250,22 @@ def resolve_source(
     split: str = "train",
     catalog: Catalog[HubDataset] | Catalog[ChatDataset] = DOCUMENTS,
 ) -> Source | StreamSource:
-    """Return the data that a dataset string names.
+    """Return the data of a dataset string.
 
     Args:
-        dataset: a name of the catalog, or a local path (`~` is the home folder): a file, a folder to search for files
-            of a known format, a glob pattern, or a folder written by `datasets.save_to_disk`. A name takes precedence
-            over a path; write `./stories` for the path.
-        text_column: column with a document's text; None: a registered data set's own, otherwise `text`.
+        dataset: name in the catalog, or local path (`~` is the home folder): a file, a folder to search for files of
+            known formats, a glob pattern, or a folder written by `datasets.save_to_disk`. Names take precedence over
+            paths; write `./stories` for the path.
+        text_column: column with a document's text; None: the registered data set's column, else `text`.
         split: `train`, or another split of the data set.
-        catalog: known names; only `DOCUMENTS` gives a `StreamSource`.
+        catalog: known names; only `DOCUMENTS` contains streams.
 
     Raises:
-        UserError: there is no such data set, path, split, or reader for the file.
+        UserError: the data set, path or split does not exist, or the file format is not supported.
     """
     splits = catalog.splits(dataset)
     if split not in splits:
-        raise UserError(f"dataset {dataset!r} has no split {split!r}; it has: {', '.join(splits)}")
+        raise UserError(f"dataset {dataset!r} has no split {split!r}; use one of: {', '.join(splits)}")
     registered = catalog.registered.get(dataset)
     if isinstance(registered, HubDataset):
         column = text_column or registered.text_column
@@ -277,7 +278,7 @@ def resolve_source(
     else:
         path = registered.path.replace("{split}", split) if registered else dataset
         if registered and path == registered.path and split not in local_splits(path):
-            raise UserError(f"dataset {dataset!r}: {path} has no split {split!r}; write {{split}} in its path")
+            raise UserError(f"dataset {dataset!r}: {path} has no split {split!r}; use {{split}} in its path")
         if folder := saved_dataset(path, split):
             parts = [saved_table(folder, text_column or "text")]
         else:

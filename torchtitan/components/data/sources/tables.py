@@ -1,4 +1,4 @@
-"""Arrow tables: the rows of a batch, and data sets of the library `datasets`, saved or downloaded."""
+"""Arrow tables: rows of record batches, and data sets of the library `datasets`."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -29,9 +29,9 @@ class Table(Part):
 
     Args:
         name: prefix of the rows' locations.
-        place: location for messages.
+        location: location for error messages.
         load: returns the data set.
-        files: returns the files that decide its content.
+        files: returns the files that determine its content.
         text_column: see `Part`.
     """
 
@@ -40,13 +40,13 @@ class Table(Part):
     def __init__(
         self,
         name: str,
-        place: str,
+        location: str,
         load: Callable[[], Any],
         files: Callable[[Any], list[Path]],
         text_column: str = "text",
     ):
         super().__init__(name, text_column)
-        self._place = place
+        self._location = location
         self._load = load
         self._files = files
 
@@ -64,12 +64,12 @@ class Table(Part):
         return self._rows(self._dataset, self.name, on_read)
 
     def documents(self, on_read: OnRead) -> Iterator[Document]:
-        check_column(self._dataset.column_names, self.text_column, self._place)
-        for row in self._rows(self._dataset.select_columns([self.text_column]), self._place, on_read):
+        check_column(self._dataset.column_names, self.text_column, self._location)
+        for row in self._rows(self._dataset.select_columns([self.text_column]), self._location, on_read):
             yield text_of(row, self.text_column)
 
     def _rows(self, dataset: Any, name: str, on_read: OnRead) -> Iterator[Row]:
-        # As Arrow data, so that images and sounds, which no format reads, are not decoded.
+        # As Arrow data, so that images and audio, which no format uses, are not decoded.
         batches, n_read = iter(dataset.with_format("arrow").iter(batch_size=BATCH_SIZE)), 0
         while (batch := self._next(batches)) is not None:
             for row in arrow_rows(batch, name, n_read + 1):
@@ -78,19 +78,17 @@ class Table(Part):
             n_read += len(batch)
 
     def _next(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, validated: files are memory-mapped as they are, and damaged offsets would make Arrow
-        read out of bounds."""
+        """Return the next batch, validated, since damaged offsets in files would make Arrow read out of bounds."""
         try:
             if (batch := next(batches, None)) is not None:
                 batch.validate(full=True)
             return batch
-        except Exception as error:  # of `datasets` or pyarrow, at any damage
-            raise _cannot_be_read(self._place, error) from error
+        except Exception as error:  # damage may cause any error in `datasets` or pyarrow
+            raise _read_error(self._location, error) from error
 
 
 def saved_table(folder: Path, text_column: str) -> Table:
-    """Return the table that `datasets.Dataset.save_to_disk` wrote to a folder; using it raises `UserError` if
-    damaged."""
+    """Return the table written by `datasets.Dataset.save_to_disk`. Using a damaged table raises `UserError`."""
 
     def load() -> Any:
         from datasets import load_from_disk
@@ -103,8 +101,8 @@ def saved_table(folder: Path, text_column: str) -> Table:
             return load_from_disk(folder)
         except UserError:
             raise
-        except Exception as error:  # of `datasets` or pyarrow, at any damage
-            raise _cannot_be_read(str(folder), error) from error
+        except Exception as error:  # damage may cause any error in `datasets` or pyarrow
+            raise _read_error(str(folder), error) from error
 
     def files(dataset: Any) -> list[Path]:
         return sorted(path for path in folder.iterdir() if path.is_file())
@@ -113,32 +111,32 @@ def saved_table(folder: Path, text_column: str) -> Table:
 
 
 def _check_names(folder: Path) -> None:
-    """Refuse a saved data set that refers to a file outside its folder."""
+    """Raise `UserError` if a saved data set refers to a file outside its folder."""
     state = folder / "state.json"
     files = {path.name for path in folder.iterdir() if path.is_file()}
     for data_file in json.loads(state.read_bytes())["_data_files"]:
         if (name := data_file["filename"]) not in files:
-            raise UserError(f"{state} names {name!r}, which is not a file in its folder; save the data set again")
+            raise UserError(f"{state} refers to {name!r}, which is not a file in its folder; save the data set again")
 
 
-def _cannot_be_read(place: str, error: Exception) -> UserError:
-    return UserError(f"the data set saved in {place} cannot be read ({first_line(error)}); save it again")
+def _read_error(location: str, error: Exception) -> UserError:
+    return UserError(f"the data set saved in {location} cannot be read ({first_line(error)}); save it again")
 
 
 def arrow_rows(batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: int) -> Iterator[Row]:
-    """Yield the rows of an Arrow batch, numbered from `first`. A row with a value that Python cannot represent, such as
-    a time after the year 9999 or invalid UTF-8, has an error."""
+    """Yield the rows of an Arrow batch, numbered from `first`. Values that Python cannot represent, such as a time
+    after the year 9999 or invalid UTF-8, become an error of the row."""
     try:
         cells = batch.to_pylist()
-    except Exception as error:  # of many types, by the type of the column
+    except Exception as error:  # depends on the column's type
         if len(batch) == 1:
-            yield Row(f"{name}, row {first}", None, f"a cell that cannot be read, {first_line(error)}")
+            yield Row(f"{name}, row {first}", None, f"a cell cannot be read: {first_line(error)}")
             return
         for index in range(len(batch)):
             yield from arrow_rows(batch.slice(index, 1), name, first + index)
         return
     for number, values in enumerate(cells, first):
-        # Arrow gives an object the keys of all objects in its column: drop the keys without a value.
+        # Arrow adds the keys of all objects in the column to each object: drop those without a value.
         filled = {field.name: _without_nulls(values[field.name], field.type) for field in batch.schema}
         yield Row(f"{name}, row {number}", filled)
 
