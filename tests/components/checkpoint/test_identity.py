@@ -1,0 +1,348 @@
+"""A folder of checkpoints belongs to one run: no other run resumes from them, replaces or removes them."""
+
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.commands import run_command
+from tests.components.weights.test_formats_in_runs import make_pretrained
+from tests.training import TINY, flags, launch, read_metrics, run, tiny_config
+from torchtitan.cli.main import main
+from torchtitan.components.checkpoint import catalog, list_checkpoints
+from torchtitan.components.checkpoint.identity import RunIdentity
+from torchtitan.components.checkpoint.manifest import Marker
+from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
+from torchtitan.tools.errors import RunComplete, UserError
+from torchtitan.trainer import Trainer
+
+SAVING = {"checkpoint.enable": True, "checkpoint.interval": 100, "training.mixed_precision_param": "float32"}
+TEMPLATE = "{% for message in messages %}{{ '<|pad|>' + message['role'] + ': ' + message['content'] }}{% endfor %}"
+AUTO = ("--module", "auto", "--config")
+
+Torchtitan = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of token caches; building one takes longer than a run."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def torchtitan(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Torchtitan:
+    """Runs `torchtitan train` in this process; its exit code and what it logged."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(cache))
+    monkeypatch.delenv("NGPU", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def train(*words: str, **options: object) -> tuple[int, str]:
+        overrides = {key.replace("__", "."): value for key, value in options.items()}
+        code = main(["train", *words, *flags(overrides)])
+        return code, capfd.readouterr().err
+
+    return train
+
+
+@pytest.fixture
+def from_hf(tmp_path: Path) -> dict[str, object]:
+    """Options of the configurations for a tiny Llama in a Hugging Face folder, each of 2 steps."""
+    folder = tmp_path / "pretrained"
+    for file in EMBEDDED_TOKENIZER.iterdir():
+        folder.mkdir(exist_ok=True)
+        shutil.copy(file, folder)
+    make_pretrained(folder, bos_token_id=0, eos_token_id=1)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "text.txt").write_text("Once upon a time. " * 200)
+    rows = [{"prompt": f"What is {n}?", "response": "A number."} for n in range(8)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = {"training.seq_len": 32, "training.steps": 2, "metrics.enable_tensorboard": False}
+    return {"hf_assets_path": folder, **small, "dataloader.num_workers": 0}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_two_methods_in_the_default_folder(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
+    """The second does not write over the model of the first; a folder of its own is the way on."""
+    chats = {"dataloader.dataset": "chats.jsonl", **from_hf}
+    assert torchtitan(*AUTO, "sft", **chats)[0] == 0
+    before = contents(tmp_path / "outputs")
+    code, printed = torchtitan(*AUTO, "lora", **chats)
+    assert code == 2 and "--dump_folder" in printed and len(printed.splitlines()) == 1, printed
+    assert "outputs/checkpoint/step-2 belongs to another run" in printed
+    assert "configuration was auto.sft and is auto.lora" in printed
+    assert contents(tmp_path / "outputs") == before
+    assert torchtitan(*AUTO, "lora", **chats, dump_folder="outputs/lora")[0] == 0
+
+
+def test_another_method_does_not_resume(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
+    """Also where the shapes fit: `pretrain` leaves full checkpoints, from which `sft` would continue."""
+    assert torchtitan(*AUTO, "pretrain", **from_hf, **{"dataloader.dataset": "text.txt"})[0] == 0
+    code, printed = torchtitan(*AUTO, "sft", **from_hf, **{"dataloader.dataset": "chats.jsonl"})
+    assert code == 2 and "auto.pretrain and is auto.sft" in printed and "dataloader.dataset was" in printed, printed
+
+
+@pytest.mark.parametrize("last", ["last_save_in_hf", "last_save_model_only", ""])
+def test_the_same_command_after_the_end(torchtitan: Torchtitan, tmp_path: Path, last: str) -> None:
+    options = {**TINY, **SAVING, **({f"checkpoint.{last}": True} if last else {})}
+    assert torchtitan(**options)[0] == 0
+    before = contents(tmp_path / "outputs" / "checkpoint")
+    losses = read_metrics(tmp_path / "outputs", "loss")
+    code, printed = torchtitan(**options)
+    assert code == 0 and "complete at step 4" in printed, printed
+    assert contents(tmp_path / "outputs" / "checkpoint") == before
+    assert read_metrics(tmp_path / "outputs", "loss") == losses, "trained again"
+
+
+def test_the_same_command_after_the_data_ended(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    """`training.epochs` says how long, so that no number of steps tells that it is complete."""
+    (tmp_path / "text.txt").write_text("Once upon a time. " * 40)
+    data = {"dataloader.dataset": "text.txt", "training.epochs": 1}
+    options = {**TINY, **SAVING, **data, "checkpoint.last_save_in_hf": True}
+    assert torchtitan(**options)[0] == 0
+    (step,) = [info.step for info in list_checkpoints(tmp_path / "outputs" / "checkpoint")]
+    code, printed = torchtitan(**options)
+    assert code == 0 and f"complete at step {step}:" in printed
+
+
+def test_a_run_that_ended_in_another_form(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    """As it does where the Hugging Face files could not be made, and the weights were kept: it is not complete."""
+    options = {**TINY, **SAVING}
+    assert torchtitan(**options, **{"checkpoint.last_save_model_only": True})[0] == 0
+    before = contents(tmp_path / "outputs")
+    code, printed = torchtitan(**options, **{"checkpoint.last_save_in_hf": True})
+    assert code == 2 and "step-4 holds the model only; use `torchtitan convert`" in printed, printed
+    assert contents(tmp_path / "outputs") == before
+
+
+def test_other_training_is_not_complete(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
+    """Other columns, turns, template or adapters after an end that nothing can resume from."""
+    options = {"dataloader.dataset": "chats.jsonl", **from_hf}
+    assert torchtitan(*AUTO, "lora", **options)[0] == 0
+    for change, message in (
+        ({"dataloader.columns": ["prompt=response", "response=prompt"]}, "dataloader.columns was none and is prompt="),
+        ({"dataloader.train_on": "all"}, "dataloader.train_on was assistant and is all"),
+        ({"dataloader.chat_template": "alpaca"}, "dataloader.chat_template was none and is alpaca"),
+        ({"model_converters.lora.rank": 2}, "model_converters.lora.rank was 16 and is 2"),
+    ):
+        code, printed = torchtitan(*AUTO, "lora", **{**options, **change})
+        assert code == 2 and message in printed, printed
+    assert torchtitan(*AUTO, "lora", **options)[0] == 0
+
+
+def test_an_end_whose_run_is_unknown_is_not_replaced(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "checkpoint"
+    marker = Marker(step=4, kind="model_only", world_size=1)
+    path = Path(str(catalog.commit(catalog.start_partial(folder, 4), marker)))
+    before = contents(path)
+    code, printed = torchtitan(**TINY, **SAVING)
+    assert code == 2 and "of an unknown run" in printed, printed
+    assert contents(path) == before
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    """All ranks end alike, also where no check came before them."""
+    options = {key.replace(".", "__"): value for key, value in SAVING.items()}
+    launch(tmp_path, 2, **options, checkpoint__last_save_in_hf=True)
+    before = contents(tmp_path)
+    assert "complete at step 4" in launch(tmp_path, 2, **options, checkpoint__last_save_in_hf=True)
+    words = flags({**TINY, **SAVING, "dump_folder": tmp_path, "checkpoint.last_save_in_hf": True, "model.dim": 32})
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "torchtitan.train"]
+    result = run_command([*torchrun, *words])
+    assert result.returncode != 0 and "model.dim was 64 and is 32" in result.stderr
+    assert contents(tmp_path) == before
+
+
+def test_more_steps_than_a_finished_export_has(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    """No full checkpoint is there to go on from: a run that began anew would stand beside the finished model."""
+    options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True}
+    assert torchtitan(**options)[0] == 0
+    before = contents(tmp_path / "outputs")
+    code, printed = torchtitan(**{**options, "training.steps": 6})
+    advice = "--checkpoint.initial_load_path outputs/checkpoint/step-4 --checkpoint.initial_load_in_hf"
+    assert code == 2 and advice in printed, printed
+    assert contents(tmp_path / "outputs") == before
+    words = advice.split()
+    assert torchtitan(*words, **{**options, "training.steps": 6, "dump_folder": "outputs/on"})[0] == 0
+
+
+def test_a_longer_run_keeps_the_finished_export(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    """It goes on from the full checkpoint before it, and neither replaces nor removes the export on its way."""
+    options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "checkpoint.keep_latest_k": 1}
+    assert torchtitan(**{**options, "training.steps": 4, "checkpoint.interval": 3})[0] == 0
+    finished = tmp_path / "outputs" / "checkpoint" / "step-4"
+    before = contents(finished)
+    code, printed = torchtitan(**{**options, "training.steps": 8, "checkpoint.interval": 2})
+    assert code == 0 and "outputs/checkpoint/step-4 is the final checkpoint of a finished run" in printed, printed
+    assert contents(finished) == before
+    saved = list_checkpoints(finished.parent)
+    assert [(info.step, info.kind) for info in saved] == [(4, "huggingface"), (6, "full"), (8, "huggingface")]
+
+
+CHANGES = {
+    "architecture": ({"model__ffn_dim": 96}, "model.ffn_dim was 128 and is 96"),
+    "part of it": ({"model__rope__theta": 1e6}, "model.rope.theta was 10000.0 and is 1000000.0"),
+    "base weights": ({"checkpoint__initial_load_path": "other/step-4"}, "base weights was none and is"),
+    "tokenizer": ({"tokenizer__added_tokens": ["<|new|>"]}, "tokenizer (.*) has changed since"),
+    "data": ({"dataloader__dataset": "other.txt"}, "dataloader.dataset was .*text.txt and is .*other.txt"),
+    "trainer": ({}, "trainer was .*:Trainer and is .*:Other"),
+    "split": ({"dataloader__split": "validation", "dataloader__dataset": "stories"}, "dataloader.split was train"),
+}
+
+
+class Other(Trainer):
+    """Another method."""
+
+
+@pytest.fixture(scope="module")
+def half_way(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that can resume, in the folder `run`, and its data."""
+    folder = tmp_path_factory.mktemp("half-way")
+    (folder / "text.txt").write_text("Once upon a time. " * 200)
+    (folder / "other.txt").write_text("Long ago and far away. " * 200)
+    run(_config(folder, training__steps=2))
+    return folder
+
+
+def _config(folder: Path, **changes: object) -> object:
+    data = {"dataloader__cache_dir": folder / "cache", "dataloader__dataset": str(folder / "text.txt")}
+    options = {key.replace(".", "__"): value for key, value in SAVING.items()} | data | changes
+    if not str(options["dataloader__dataset"]).startswith(("/", "stories")):
+        options["dataloader__dataset"] = str(folder / str(options["dataloader__dataset"]))
+    return tiny_config(folder / "run", **options)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_makes_another_run(half_way: Path, change: str) -> None:
+    """Found by the check before a run and, where a script builds a Trainer without it, when it loads."""
+    changes, message = CHANGES[change]
+    config = _config(half_way, **changes)
+    if change == "trainer":
+        config = Other.Config(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    with pytest.raises(UserError, match=message):
+        config.check(world_size=1)
+    config.checkpoint.initial_load_path = ""
+    trainer = config.build()
+    try:
+        if change != "base weights":
+            with pytest.raises(UserError, match=message):
+                trainer.train()
+    finally:
+        trainer.close()
+
+
+def test_what_may_change(half_way: Path, tmp_path: Path) -> None:
+    """Steps, rate, batch, workers, saves, validation, logging, the place of the cache, and the folder's own."""
+    shutil.copytree(half_way / "run", tmp_path / "run")
+    changes = {"training__steps": 4, "optimizer__lr": 1e-4, "training__global_batch_size": 4, "debug__seed": 3}
+    changes |= {"dataloader__num_workers": 1, "dataloader__cache_dir": tmp_path / "cache", "checkpoint__interval": 1}
+    config = _config(half_way, **changes, checkpoint__last_save_in_hf=True)
+    config.dump_folder, config.metrics.log_freq, config.validator.enable = str(tmp_path / "run"), 2, True
+    config.check(world_size=1)
+    assert run(config).step == 4
+
+
+def test_base_weights_are_told_by_their_content(tmp_path: Path, from_hf: dict[str, object]) -> None:
+    """They may move, or be gone; others in their place make another run."""
+    folder = Path(str(from_hf["hf_assets_path"]))
+
+    def config(base: Path) -> object:
+        load = {"checkpoint__initial_load_path": base, "checkpoint__initial_load_in_hf": True}
+        options = {key.replace(".", "__"): value for key, value in SAVING.items()}
+        return tiny_config(tmp_path / "run", **options, **load)
+
+    run(config(folder))
+    folder.rename(tmp_path / "moved")
+    config(tmp_path / "moved").check(world_size=1)
+    make_pretrained(folder, torch.bfloat16)
+    with pytest.raises(UserError, match=r"base weights \(.*pretrained\) has changed since"):
+        config(folder).check(world_size=1)
+    shutil.rmtree(folder)
+    assert run(config(folder)).step == 4, "what a run resumes from holds the weights"
+
+
+def test_a_complete_run_needs_its_base_no_more(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    assert torchtitan(**TINY, **SAVING, dump_folder="base")[0] == 0
+    options = {**TINY, **SAVING, "checkpoint.initial_load_path": "base/checkpoint/step-4"}
+    options |= {"checkpoint.last_save_in_hf": True}
+    assert torchtitan(**options)[0] == 0
+    shutil.rmtree(tmp_path / "base")
+    code, printed = torchtitan(**options)
+    assert code == 0 and "complete at step 4" in printed, printed
+
+
+@pytest.mark.parametrize("config", ["debugmodel", "llama3_debugmodel_sft"])
+def test_data_are_told_by_their_content(torchtitan: Torchtitan, tmp_path: Path, config: str) -> None:
+    """They may move, get another name, or be gone when the run is complete; other content makes another run."""
+    rows = [json.dumps({"prompt": f"What is {n}?", "response": "A number.", "text": "A. " * 40}) for n in range(8)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "training.seq_len": 64}
+    words = ("--config", config)
+
+    def train(dataset: str) -> tuple[int, str]:
+        return torchtitan(*words, **{**options, "dataloader.dataset": dataset})
+
+    assert train("data.jsonl")[0] == 0
+    (tmp_path / "folder").mkdir()
+    shutil.copy(tmp_path / "data.jsonl", tmp_path / "folder" / "renamed.jsonl")
+    for path in ("folder/../data.jsonl", str(tmp_path / "data.jsonl"), "folder/renamed.jsonl", "folder"):
+        code, printed = train(path)
+        assert code == 0 and "complete at step 4" in printed, printed
+    (tmp_path / "data.jsonl").write_text("\n".join(rows[1:]))
+    code, printed = train("data.jsonl")
+    assert code == 2 and "data.jsonl) has changed since" in printed, printed
+    (tmp_path / "data.jsonl").unlink()
+    assert train("data.jsonl")[0] == 0
+    code, printed = train("stories")
+    assert code == 2 and "data.jsonl and is stories" in printed, printed
+
+
+def test_a_step_that_is_asked_for_is_gone_back_to(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    """What was made after it, the end included, is made anew."""
+    options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "checkpoint.interval": 2}
+    assert torchtitan(**options)[0] == 0
+    before = contents(tmp_path / "outputs" / "checkpoint" / "step-4")
+    assert torchtitan(**{**options, "checkpoint.load_step": 2, "optimizer.lr": 1e-2})[0] == 0
+    after = contents(tmp_path / "outputs" / "checkpoint" / "step-4")
+    assert after.keys() == before.keys() and after["model.safetensors"] != before["model.safetensors"]
+
+
+def test_a_script_whose_run_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`train` says so and returns; a loop of one's own learns it from `load_checkpoint`."""
+    caplog.set_level("INFO")
+    options = {key.replace(".", "__"): value for key, value in SAVING.items()}
+    config = tiny_config(tmp_path, **options, checkpoint__last_save_model_only=True)
+    run(config)
+    before = contents(tmp_path)
+    assert run(config).step == 0 and "complete at step 4" in caplog.text
+    assert contents(tmp_path) == before
+    trainer = config.build()
+    with pytest.raises(RunComplete, match="complete at step 4"):
+        trainer.load_checkpoint()
+    trainer.close()
+
+
+def test_a_property_that_one_side_lacks_counts_as_equal() -> None:
+    """As the registered name of a configuration that was built in Python."""
+    identity = RunIdentity({"model.dim": 8, "configuration": "a.b"}, {"steps": 3})
+    assert identity.describe_differences({"model.dim": 8}) == []
+    assert identity.describe_differences({"model.dim": 4, "loss": 1}) == ["model.dim was 4 and is 8"]
+
+
+def test_when_a_run_is_finished() -> None:
+    by_steps, by_epochs = RunIdentity({}, {"steps": 3}), RunIdentity({}, {"epochs": 2})
+    assert [by_steps.is_finished(step, {"steps": 5}) for step in (2, 3, 5)] == [False, True, True]
+    assert by_steps.is_finished(2, {"steps": 3}), "the data ended before"
+    assert [by_epochs.is_finished(9, {"epochs": epochs}) for epochs in (1, 2, 3)] == [False, True, True]
+    assert not by_epochs.is_finished(9, {"steps": 9})

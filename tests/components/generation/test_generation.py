@@ -1,0 +1,519 @@
+"""Generation against transformers' on a real small model, and its parts against what they are defined by."""
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.models.test_llama3 import VARIANTS, reference_of, small_model
+from tests.processes import run_processes
+from torchtitan.components.generation import KVCache, Sampling, TextStream, generate, start_id, stop_ids
+from torchtitan.components.generation.sampling import Sampler, restricted_logits
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.context_parallel import SequenceShards, apply_context_parallel
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.parallelize import parallelize_decoder
+from torchtitan.models.llama3 import SHARDING
+from torchtitan.models.pretrained import load_model
+from torchtitan.tools.errors import UserError
+
+BOS = 1
+TINY_PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], list(range(20, 40)), [1, 2]]
+"""For models with 97 tokens."""
+
+
+@pytest.fixture(scope="module")
+def stories(assets):
+    return assets / "stories260K" / "hf-converted"
+
+
+@pytest.fixture(scope="module")
+def stories_model(stories):
+    return load_model(stories, device="cpu").model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(stories):
+    return PretrainedTokenizer.Config().build(path=stories)
+
+
+@pytest.fixture(scope="module")
+def story_prompts(tokenizer):
+    texts = ["", "Once upon a time", "Lily", "Tom and his dog went to the park. They saw a"]
+    return [tokenizer.encode(text) for text in texts]
+
+
+def ids_of(generations):
+    return [generation.ids for generation in generations]
+
+
+def reference_ids(reference, prompts, new_tokens):
+    """transformers' greedy continuation of each prompt by itself, whatever its configuration would stop at."""
+    reference.generation_config.eos_token_id = None
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens, pad_token_id=0
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+# Greedy decoding.
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_the_stories_model_tells_the_published_text(stories_model, tokenizer, assets, use_cache):
+    """llama2.c counts a step for each forward pass, the one of BOS too: 200 steps are 200 new tokens."""
+    stream = TextStream(tokenizer, [BOS])
+    [generation] = generate(
+        stories_model,
+        [[BOS]],
+        max_new_tokens=200,
+        use_cache=use_cache,
+        on_token=lambda _, token: stream.push(token) is None,
+    )
+    stream.finish()
+    assert stream.text == (assets / "stories260K" / "expected_greedy_200steps.txt").read_text()
+    assert generation.finish_reason == "length"
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_batch_of_ragged_prompts_equals_transformers_on_each(stories_model, stories, story_prompts, use_cache):
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
+    generations = generate(stories_model, story_prompts, max_new_tokens=60, use_cache=use_cache)
+    assert ids_of(generations) == reference_ids(reference, story_prompts, 60)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_random_models_continue_as_transformers_does(variant):
+    model = small_model(**VARIANTS[variant])
+    reference, _ = reference_of(model)
+    expected = reference_ids(reference, TINY_PROMPTS, 24)
+    assert len({tuple(ids) for ids in expected}) == len(expected)
+    for use_cache in (True, False):
+        assert ids_of(generate(model, TINY_PROMPTS, max_new_tokens=24, use_cache=use_cache)) == expected
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_log_probabilities_are_the_models_own(use_cache):
+    model = small_model()
+    reference, _ = reference_of(model)
+    sampling = Sampling(temperature=0.7, top_k=20, seed=3)
+    generations = generate(model, TINY_PROMPTS, max_new_tokens=16, sampling=sampling, use_cache=use_cache)
+    for prompt, generation in zip(TINY_PROMPTS, generations, strict=True):
+        logits = reference(torch.tensor([prompt + generation.ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)[range(16), generation.ids]
+        # Float32 rounding of logits of order 1, in another order of sums.
+        torch.testing.assert_close(torch.tensor(generation.logprobs), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_in_a_batch_changes_no_row(stories_model, story_prompts):
+    together = generate(stories_model, story_prompts, max_new_tokens=40)
+    alone = [generate(stories_model, [prompt], max_new_tokens=40)[0] for prompt in story_prompts]
+    assert ids_of(together) == ids_of(alone)
+
+
+# Where rows end.
+
+
+def test_rows_end_by_themselves():
+    model = small_model()
+    free = generate(model, TINY_PROMPTS, max_new_tokens=20)
+    stop = free[1].ids[3]
+    told: dict[int, list[int]] = {row: [] for row in range(4)}
+
+    def on_token(row, token):
+        told[row].append(token)
+        return row == 2 and len(told[row]) == 5
+
+    generations = generate(model, TINY_PROMPTS, max_new_tokens=20, stop_ids={stop}, on_token=on_token)
+    for row, (generation, whole) in enumerate(zip(generations, free, strict=True)):
+        length = whole.ids.index(stop) + 1 if stop in whole.ids else 20
+        by_stop_token = stop in whole.ids
+        if row == 2 and length > 5:
+            length, by_stop_token = 5, False
+        assert generation.ids == whole.ids[:length]
+        assert generation.logprobs == pytest.approx(whole.logprobs[:length])
+        assert generation.finish_reason == ("stop" if by_stop_token or row == 2 else "length")
+        assert told[row] == generation.ids[: length - by_stop_token]
+    assert len({len(generation.ids) for generation in generations}) > 2
+
+
+def test_no_new_tokens_is_nothing_to_do():
+    assert ids_of(generate(small_model(), [[1], [2]], max_new_tokens=0)) == [[], []]
+
+
+def test_a_model_that_gives_nan_is_refused():
+    """Its most probable token would be 0. Rows that are done may have any logits."""
+    model, cold = small_model(), Sampling(temperature=1e-40)
+    model.output.weight.data[3] = math.inf
+    for sampling in (None, Sampling(temperature=1.0)):
+        with pytest.raises(UserError, match="not finite"):
+            generate(model, [[1]], max_new_tokens=2, sampling=sampling)
+    model = small_model()
+
+    def poison_row_0(module, args, output):
+        output[0] = math.nan
+
+    def on_token(row, token):
+        model.norm.register_forward_hook(poison_row_0)
+        return row == 0
+
+    for sampling in (None, cold):
+        done, going_on = generate(small_model(), [[1], [2]], max_new_tokens=3, sampling=sampling)
+        generations = generate(model, [[1], [2]], max_new_tokens=3, on_token=on_token, sampling=sampling)
+        assert ids_of(generations) == [done.ids[:1], going_on.ids]
+        model = small_model()
+
+
+def test_parts_of_a_model_are_refused():
+    class Mesh:
+        def get_local_rank(self):
+            return 0
+
+    for part in ("tok_embeddings", "norm"):
+        model = small_model()
+        setattr(model, part, None)
+        with pytest.raises(UserError, match="pipeline"):
+            generate(model, [[1]], max_new_tokens=1)
+    model = small_model()
+    apply_context_parallel(model, Mesh(), SHARDING, SequenceShards(2, "headtail"))
+    with pytest.raises(UserError, match="context parallelism"):
+        generate(model, [[1]], max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new_tokens", "message"),
+    [
+        ([], 5, "at least one"),
+        ([[1], []], 5, "at least one token"),
+        ([[1]], -1, "-1"),
+        ([[1] * 60], 5, "64"),
+        ("hello", 5, "lists of token ids"),
+        ([1, 2], 5, "lists of token ids"),
+        ([[99999]], 5, "token 99999"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(prompts, new_tokens, message):
+    with pytest.raises(UserError, match=message):
+        generate(small_model(max_seq_len=64), prompts, max_new_tokens=new_tokens)
+
+
+def test_the_whole_context_can_be_used():
+    model = small_model(max_seq_len=64)
+    [cached] = generate(model, [[1] * 60], max_new_tokens=4)
+    assert len(cached.ids) == 4
+
+
+# What is left behind.
+
+
+def hooks_of(model):
+    return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_as_it_was(training):
+    model = small_model().train(training)
+    tokens = torch.arange(30)[None]
+    before = model(tokens)
+
+    def fail(row, token):
+        assert not model.training and hooks_of(model) > 0
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, [[1, 2]], max_new_tokens=5, on_token=fail)
+    assert model.training is training and hooks_of(model) == 0
+    assert torch.equal(model(tokens), before)
+
+
+def test_a_model_without_attention_to_hook_onto_is_refused():
+    with pytest.raises(ValueError, match="attend"):
+        KVCache(torch.nn.Linear(2, 2), 5)
+
+
+def test_compiled_and_checkpointed_blocks_generate_the_same():
+    """What was traced before, for the very same shapes, knows nothing of the cache."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    prompts = [list(range(10)), list(range(20, 30))]
+    expected = ids_of(generate(small_model(), prompts, max_new_tokens=10))
+    model = small_model().eval()
+    for name, block in list(model.layers.items()):
+        model.layers[name] = torch.compile(checkpoint_wrapper(block), backend="eager")
+    tokens, positions = torch.tensor(prompts), torch.arange(10).expand(2, -1)
+    with torch.no_grad():
+        before = model(tokens, positions, packed=False)
+        assert ids_of(generate(model, prompts, max_new_tokens=10)) == expected
+        assert torch.equal(model(tokens, positions, packed=False), before)
+
+
+def test_the_mask_of_padding():
+    """Rows of slots: a padding token sees itself, so that no row of the softmax is empty; a real one all real ones."""
+    cache = KVCache(small_model(), 4)
+    cache.expect(torch.tensor([[False, True, True]]))
+    assert cache._mask.int().tolist() == [[[[1, 0, 0], [0, 1, 0], [0, 1, 1]]]]
+    cache.advance(3)
+    cache.expect(torch.tensor([[True]]))
+    assert cache._mask.int().tolist() == [[[[0, 1, 1, 1]]]]
+
+
+def test_under_autocast_the_cache_has_the_type_of_the_computation():
+    model = small_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        cached, recomputed = (
+            generate(model, TINY_PROMPTS, max_new_tokens=2, use_cache=use_cache) for use_cache in (True, False)
+        )
+        with KVCache(model, 4) as cache:
+            cache.expect(torch.ones(1, 3, dtype=torch.bool))
+            model(torch.tensor([[1, 2, 3]]), packed=False)
+            assert {x.dtype for pair in cache._stored.values() for x in pair} == {torch.bfloat16}
+    for one, other in zip(cached, recomputed, strict=True):
+        # bfloat16 has 8 bits: logits of order 1 differ by some 2^-8.
+        assert one.logprobs[0] == pytest.approx(other.logprobs[0], abs=0.05)
+
+
+# Sampling.
+
+
+def test_drawn_frequencies_follow_the_softmax():
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5]])
+    for temperature in (1.0, 0.5):
+        draws, n = Sampler(Sampling(temperature=temperature, seed=1), rows=1), 4000
+        counts = torch.bincount(torch.cat([draws.draw(logits) for _ in range(n)]), minlength=5)
+        expected = n * (logits[0] / temperature).softmax(-1)
+        # Pearson's statistic with 4 degrees of freedom is above 18.5 once in a thousand seeds.
+        assert ((counts - expected) ** 2 / expected).sum() < 18.5
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (5, None), (None, 0.7), (8, 0.6), (1, None), (500, 1.0)])
+def test_restrictions_equal_transformers(temperature, top_k, top_p):
+    transformers = pytest.importorskip("transformers")
+    logits = torch.randn(16, 50, generator=torch.Generator().manual_seed(0))
+    steps = [transformers.TemperatureLogitsWarper(temperature)]
+    steps += [transformers.TopKLogitsWarper(top_k)] if top_k else []
+    steps += [transformers.TopPLogitsWarper(top_p)] if top_p and top_p < 1 else []
+    expected = logits
+    for step in steps:
+        expected = step(None, expected)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    # Logits mean the same whatever constant is added to them.
+    found = restricted_logits(logits, sampling)
+    torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-300])
+def test_the_coldest_draw_is_the_most_probable(temperature):
+    logits = 50 * torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
+    sampler = Sampler(Sampling(temperature=temperature, top_k=5, top_p=0.9), rows=8)
+    assert torch.equal(sampler.draw(logits), logits.argmax(-1))
+
+
+def test_only_what_is_left_is_drawn():
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
+    sampler = Sampler(Sampling(temperature=5.0, top_k=2), rows=1)
+    assert {sampler.draw(logits).item() for _ in range(200)} == {1, 2}
+
+
+def test_a_rows_draws_do_not_depend_on_the_batch():
+    model, sampling = small_model(), Sampling(temperature=1.5, seed=7)
+    together = generate(model, [[5], *TINY_PROMPTS], max_new_tokens=20, sampling=sampling)
+    alone = generate(model, [[5]], max_new_tokens=20, sampling=sampling)
+    assert together[0].ids == alone[0].ids
+    assert together[1].ids != together[0].ids  # the same prompt in another row
+    assert ids_of(generate(model, [[5]], max_new_tokens=20, sampling=Sampling(temperature=1.5, seed=8))) != ids_of(
+        alone
+    )
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}])
+def test_senseless_sampling_is_refused(options):
+    with pytest.raises(UserError, match=next(iter(options))):
+        generate(small_model(), [[1]], max_new_tokens=1, sampling=Sampling(**options))
+
+
+# Text.
+
+
+@pytest.mark.parametrize(
+    "name", ["stories260K/hf-converted", "gpt2-tokenizer", "mistral-v0.3-tokenizer", "llama3-tokenizer"]
+)
+def test_streamed_pieces_are_the_text(assets, name):
+    """Also of characters that several tokens make up: nothing is told of them before they are whole."""
+    tokenizer = PretrainedTokenizer.Config().build(path=assets / name)
+    prompt = tokenizer.encode("Once upon")
+    for text in (" a time, Lily", "🙂 naïve — 東京\n\n  two", "é" * 5, "no blank"):
+        ids = tokenizer.encode(text, add_bos=False)
+        stream = TextStream(tokenizer, prompt)
+        pieces = [stream.push(token) for token in ids]
+        assert not any("�" in piece for piece in pieces)
+        pieces.append(stream.finish())
+        whole = tokenizer.decode([*prompt, *ids], skip_special_tokens=True)
+        assert "Once upon" + "".join(pieces) == whole
+        assert stream.text == "".join(pieces)
+
+
+CHARACTERS = "ab \n\té¿中東🙂🇨🇭\u200d▁\u0301'#"
+
+
+@pytest.mark.parametrize(
+    ("name", "first_plain"),
+    [
+        ("stories260K/hf-converted", 259),
+        ("gpt2-tokenizer", 0),
+        ("mistral-v0.3-tokenizer", 1027),
+        ("llama3-tokenizer", 0),
+    ],
+)
+def test_streams_decode_what_decoding_all_together_does(assets, name, first_plain):
+    """Random texts, and random ids: special tokens and broken characters, but none of the tokens of byte fallback."""
+    tokenizer, rng = PretrainedTokenizer.Config().build(path=assets / name), random.Random(0)
+    special = [token for token in (tokenizer.bos_id, tokenizer.eos_id) if token is not None]
+    for _ in range(60):
+        ids = tokenizer.encode("".join(rng.choices(CHARACTERS, k=30)), add_bos=False)
+        noise = [rng.randrange(first_plain, tokenizer.vocab_size) for _ in range(40)] + special * 3
+        rng.shuffle(noise)
+        for prompt, row in (([], ids), (special + ids[:3], ids), (ids[:1], noise), (special, noise)):
+            if "�" in tokenizer.decode(prompt):
+                prompt = special
+            stream = TextStream(tokenizer, prompt)
+            pieces = [stream.push(token) for token in row] + [stream.finish()]
+            before, whole = (tokenizer.decode(x, skip_special_tokens=True) for x in (prompt, prompt + row))
+            assert before + "".join(pieces) == whole
+
+
+def test_bytes_that_are_no_text_change_nothing_that_was_told(tokenizer):
+    """Byte fallback turns the whole run to U+FFFD, of which the newline was told."""
+    newline, broken = (tokenizer.tokenize([text], allow_special=False)[0] for text in ("a\n", "a🙂"))
+    row = newline[-1:] + broken[-4:-2] + tokenizer.encode("b", add_bos=False)
+    stream = TextStream(tokenizer)
+    assert "".join(stream.push(token) for token in row) == "\n�� b"
+    assert tokenizer.decode(row) == "��� b"
+
+
+def test_a_token_costs_the_decoding_of_a_few():
+    class Counting(Characters):
+        decoded = 0
+
+        def decode(self, ids, **options):
+            self.decoded += len(ids)
+            return super().decode(ids, **options)
+
+    tokenizer = Counting()
+    stream = TextStream(tokenizer, prompt=[65] * 1000)
+    for token in range(1000):
+        stream.push(66 + token)
+    assert tokenizer.decoded < 10 * 1000
+
+
+def test_half_a_character_at_the_end_is_told_at_last(assets):
+    tokenizer = PretrainedTokenizer.Config().build(path=assets / "gpt2-tokenizer")
+    stream = TextStream(tokenizer)
+    assert "".join(stream.push(token) for token in tokenizer.encode("a🙂")[:-1]) == "a"
+    assert stream.finish() == "�"
+
+
+class Characters:
+    """A tokenizer whose tokens are code points."""
+
+    def decode(self, ids, *, skip_special_tokens):
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "told"),
+    [
+        ("one two three", ["two"], "one "),
+        ("one two three", ["four", "o t"], "one tw"),
+        ("one two three", ["three", " two"], "one"),
+        ("aab", ["ab"], "a"),
+        ("aabaabaac", ["aabaac"], "aab"),
+        ("unstopped sto", ["stop"], "un"),
+        ("never sto", ["stop"], "never sto"),
+        ("never", [""], "never"),
+    ],
+)
+def test_stop_strings(text, stop, told):
+    stream = TextStream(Characters(), stop=stop)
+    pieces = []
+    for token in map(ord, text):
+        pieces.append(stream.push(token))
+        assert told.startswith("".join(pieces))  # nothing is told that is to be taken back
+        if stream.stopped:
+            break
+    pieces.append(stream.finish())
+    assert stream.text == "".join(pieces) == told
+    assert stream.stopped is (told != text)
+
+
+def test_the_prompt_is_not_searched_for_stop_strings():
+    stream = TextStream(Characters(), prompt=list(map(ord, "stop st")), stop=["stop"])
+    assert "".join(stream.push(token) for token in map(ord, "op on")) == "op on"
+
+
+def test_what_begins_and_ends_a_text(tokenizer, tmp_path):
+    assert start_id(tokenizer) == BOS
+    assert stop_ids(tokenizer, tmp_path) == {2}
+    for declared, found in [(7, {2, 7}), ([7, 8], {2, 7, 8}), (None, {2})]:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
+        assert stop_ids(tokenizer, tmp_path) == found
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [9]}))
+    assert stop_ids(tokenizer, tmp_path) == {2, 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert stop_ids(tokenizer, tmp_path) == {2, 7}
+    for broken in ('{"eos_token_id": "x"}', "[]", "{"):
+        (tmp_path / "generation_config.json").write_text(broken)
+        with pytest.raises(UserError, match="generation_config"):
+            stop_ids(tokenizer, tmp_path)
+
+
+# Several processes.
+
+
+def sharded_generations(layout: str, expected: list[list[int]]) -> None:
+    rank = dist.get_rank()
+    degrees = {"fsdp": {"dp_shard": 2}, "tp": {"tp": 2}}[layout]
+    dims = ParallelDims(**{"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "world_size": 2, **degrees})
+    training, parallelism = TrainingConfig(), ParallelismConfig()
+    model = small_model()
+    parallelize_decoder(
+        model,
+        parallel_dims=dims,
+        mesh=dims.build_mesh("cpu"),
+        sharding=SHARDING,
+        training=training,
+        parallelism=parallelism,
+    )
+    # Under FSDP each rank has prompts of its own, and rank 1's ends early.
+    mine, length = ([rank], 3 if rank else 12) if layout == "fsdp" else ([0, 1, 2, 3], 12)
+    for use_cache in (True, False):
+        told = itertools.count(1)
+        generations = generate(
+            model,
+            [TINY_PROMPTS[row] for row in mine],
+            max_new_tokens=12,
+            on_token=lambda row, token, told=told: next(told) == 3 and length == 3,
+            use_cache=use_cache,
+            group=dist.group.WORLD,
+        )
+        assert ids_of(generations) == [expected[row][:length] for row in mine], (layout, rank, use_cache)
+    if rank == 1:
+        model.norm.register_forward_hook(lambda module, args, output: output * math.nan)
+    with pytest.raises(UserError, match="not finite"):
+        generate(model, [[1]], max_new_tokens=2, group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_sharded_models_generate_the_same(layout):
+    expected = ids_of(generate(small_model(), TINY_PROMPTS, max_new_tokens=12))
+    run_processes(sharded_generations, 2, layout, expected)

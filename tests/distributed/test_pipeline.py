@@ -1,0 +1,314 @@
+"""Pipeline stages: how a model is cut, which schedules run how many micro-batches, and that all of them compute the
+gradients of the whole model."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from tests.distributed.test_parallel_dims import fake_rank
+from tests.processes import run_processes
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed import initialize_weights
+from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.tools.errors import UserError
+
+SINGLE = ("GPipe", "1F1B")
+V = ("ZBVZeroBubble", "DualPipeV")
+SCHEDULES: tuple[Any, ...] = (*SINGLE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V)
+VOCABULARY, LENGTH, DIM = 31, 8, 16
+
+
+def model_config(n_layers: int = 4, **options: Any) -> Llama3Model.Config:
+    sizes = {"vocab_size": VOCABULARY, "dim": DIM, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 24}
+    return Llama3Model.Config(rope=RoPEConfig(), n_layers=n_layers, **sizes, **options)
+
+
+def make_plan(model: Llama3Model.Config | None = None, local_batch_size: int = 8, **options: Any) -> PipelinePlan:
+    """Of two ranks, unless `options` (those of `ParallelismConfig`, without `pipeline_parallel_`) say otherwise."""
+    by_name = options.pop("module_fqns_per_model_part", None)
+    settings = {f"pipeline_parallel_{name}": value for name, value in {"degree": 2, **options}.items()}
+    config = ParallelismConfig(module_fqns_per_model_part=by_name, **settings)
+    return PipelinePlan.from_config(config, model or model_config(), local_batch_size)
+
+
+def layers_of_stages(plan: PipelinePlan) -> list[int]:
+    return [sum(name.startswith("layers.") for name in stage) for stage in plan.stages]
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def test_embedding_and_head_weigh_as_much_as_a_layer():
+    plan = make_plan(schedule="Interleaved1F1B")
+    assert plan.stages == (
+        ("tok_embeddings", "layers.0"),
+        ("layers.1", "layers.2"),
+        ("layers.3",),
+        ("norm", "output"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "options", "expected"),
+    [
+        (4, {}, [2, 2]),
+        (5, {}, [3, 2]),
+        (4, {"first_stage_less_layers": 0, "last_stage_less_layers": 0}, [2, 2]),
+        (4, {"first_stage_less_layers": 0, "last_stage_less_layers": 2}, [3, 1]),
+        (6, {"first_stage_less_layers": 2, "last_stage_less_layers": 0}, [2, 4]),
+        (4, {"schedule": "Interleaved1F1B", "layers_per_stage": 1}, [0, 1, 1, 1, 1, 0]),
+        (8, {"schedule": "LoopedBFS", "layers_per_stage": 3}, [2, 3, 2, 1]),
+        (30, {"degree": 4, "schedule": "ZBVZeroBubble"}, [3, 4, 4, 4, 4, 4, 4, 3]),
+    ],
+)
+def test_layers_per_stage(n_layers, options, expected):
+    assert layers_of_stages(make_plan(model_config(n_layers), **options)) == expected
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_stages_are_all_modules_in_order_and_of_about_the_same_weight(degree, schedule):
+    for n_layers in range(4 * degree, 24):  # no stage is lighter than the heaviest end
+        for first, last in ((0, 0), (1, 1), (0, 2), (2, 1)):
+            model = model_config(n_layers)
+            weights = {"first_stage_less_layers": first, "last_stage_less_layers": last}
+            plan = make_plan(model, degree=degree, schedule=schedule, **weights)
+            listed = [name for stage in plan.stages for name in stage]
+            assert listed == [name for group in model.pipeline_modules() for name in group]
+            loads = layers_of_stages(plan)
+            loads[0], loads[-1] = loads[0] + first, loads[-1] + last
+            assert max(loads) - min(loads) <= 1
+
+
+def test_every_stage_is_on_one_rank():
+    for schedule in SCHEDULES:
+        for degree in (2, 4):
+            plan = make_plan(model_config(12), degree=degree, schedule=schedule)
+            held = sorted(stage for rank in range(degree) for stage in plan.stages_of_rank(rank))
+            assert held == list(range(len(plan.stages)))
+    assert make_plan(schedule="ZBVZeroBubble").stages_of_rank(0) == [0, 3]
+    assert make_plan(schedule="LoopedBFS").stages_of_rank(0) == [0, 2]
+
+
+def test_stages_by_name():
+    parts = ["tok_embeddings", "layers.0,layers.1, layers.2", "layers.3", "norm, output"]
+    plan = make_plan(schedule="Interleaved1F1B", module_fqns_per_model_part=parts)
+    assert plan.stages == (
+        ("tok_embeddings",),
+        ("layers.0", "layers.1", "layers.2"),
+        ("layers.3",),
+        ("norm", "output"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            ["tok_embeddings,layers.0,layers.1", "layers.2,layers.3,norm,outputs"],
+            "'outputs' is not a part of",
+        ),
+        (["tok_embeddings,layers.0", "layers.2,layers.3,norm,output"], "must list each part of the model once"),
+        (["tok_embeddings,layers.0,layers.0,layers.1", "layers.2,layers.3,norm,output"], "each part of the model once"),
+        (
+            ["tok_embeddings,layers.1,layers.0", "layers.2,layers.3,norm,output"],
+            "in this order: tok_embeddings, layers.0",
+        ),
+        (
+            ["tok_embeddings,layers.0,layers.1,layers.2,layers.3,norm", "output"],
+            "output must be in the same stage",
+        ),
+        (["tok_embeddings,layers.0,layers.1,layers.2,layers.3,norm,output", ""], "a stage is empty"),
+        (["tok_embeddings", "layers.0,layers.1,layers.2,layers.3", "norm,output"], "3 stages for 2 ranks"),
+    ],
+)
+def test_mistakes_in_stages_by_name_are_told(parts, message):
+    with pytest.raises(UserError) as error:
+        make_plan(module_fqns_per_model_part=parts)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ({"tie_embeddings": True}, {}, "tied embeddings: its first and its last stage"),
+        ({"n_layers": 2}, {"degree": 4, "schedule": "LoopedBFS"}, "2 layers are too few for 8 pipeline stages"),
+        ({}, {"microbatch_size": 3}, "microbatch_size 3 does not divide --training.local_batch_size 8"),
+        ({}, {"schedule": "LoopedBFS", "layers_per_stage": 2}, "pipeline_parallel_layers_per_stage 2 gives 3 stages"),
+        (
+            {},
+            {"schedule": "1F1B", "layers_per_stage": 1},
+            "1F1B needs one stage per rank, but there are 6 stages",
+        ),
+        ({}, {"schedule": "LoopedBFS", "layers_per_stage": 3}, "LoopedBFS needs the same number of stages"),
+        ({}, {"schedule": "DualPipeV", "layers_per_stage": 1}, "DualPipeV needs two stages per rank, but there are 6"),
+        ({}, {"microbatch_size": 8}, "1F1B with 2 stages on 2 ranks needs at least 2 micro-batches"),
+        (
+            {},
+            {"schedule": "InterleavedZeroBubble", "local_batch_size": 5},
+            "InterleavedZeroBubble with 4 stages on 2 ranks needs a multiple of 2 micro-batches, but "
+            "--training.local_batch_size / --parallelism.pipeline_parallel_microbatch_size is 5",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(model, options, message):
+    with pytest.raises(UserError) as error:
+        make_plan(model_config(**model), **options)
+    assert message in str(error.value)
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+def is_taken_by_torch(schedule: str, degree: int, n_microbatches: int) -> bool:
+    """Whether torch's own constructor takes that many micro-batches; on rank 0 of a process group of `degree`."""
+    kind = get_schedule_class(schedule)
+    single = issubclass(kind, PipelineScheduleSingle)
+    n_stages = degree if single else 2 * degree
+    indices = [0] if single else [0, n_stages - 1 if schedule in V else degree]
+    stages = [PipelineStage(nn.Linear(2, 2), index, n_stages, torch.device("cpu")) for index in indices]
+    try:
+        kind(stages[0] if single else stages, n_microbatches=n_microbatches, loss_fn=lambda loss, _: loss)
+    except ValueError:
+        return False
+    return True
+
+
+def is_taken(schedule: str, degree: int, n_microbatches: int) -> bool:
+    try:
+        make_plan(model_config(12), local_batch_size=n_microbatches, degree=degree, schedule=schedule)
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_numbers_of_micro_batches_are_refused_where_torch_would(schedule, degree):
+    with fake_rank(0, degree):
+        for number in range(1, 14):
+            assert is_taken(schedule, degree, number) == is_taken_by_torch(schedule, degree, number), number
+
+
+def test_the_comparison_with_torch_sees_both():
+    with fake_rank(0, 2):
+        assert is_taken_by_torch("1F1B", 2, 2)
+        assert not is_taken_by_torch("1F1B", 2, 1)
+
+
+# --- the parts of a model ---------------------------------------------------------------------------------------------
+
+
+def test_a_stage_has_the_named_modules_under_their_names():
+    with torch.device("meta"):
+        model = model_config().build()
+    names = {name for name, _ in model.named_parameters()}
+    plan = make_plan(schedule="Interleaved1F1B")
+    stages = [take_stage(model, stage) for stage in plan.stages]
+    of_stages = [[name for name, _ in stage.named_parameters()] for stage in stages]
+    assert sum(of_stages, []) == [name for name, _ in model.named_parameters()]
+    assert len(sum(of_stages, [])) == len(names)
+    assert list(stages[1].layers) == ["1", "2"]
+    assert stages[1].tok_embeddings is None and stages[1].norm is None and stages[1].output is None
+    assert stages[1].mask is not None  # has no parameters, and is needed everywhere
+    assert {name for name, _ in model.named_parameters()} == names  # the model itself is as it was
+
+
+def test_stages_one_behind_the_other_are_the_model():
+    model = model_config().build()
+    initialize_weights(model, 0)
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
+    hidden = tokens
+    for names in make_plan(schedule="Interleaved1F1B").stages:
+        hidden = take_stage(model, names)(hidden, torch.arange(LENGTH).expand(2, -1))
+    torch.testing.assert_close(hidden, model(tokens), rtol=0, atol=0)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def make_batch(samples: int) -> dict[str, Tensor]:
+    """Packed documents, and other numbers of ignored labels in every sample."""
+    generator = torch.Generator().manual_seed(samples)
+    tokens = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
+    labels = tokens.roll(-1, dims=1)
+    for row in range(samples):
+        labels[row, : row % LENGTH] = -100
+    positions = torch.cat([torch.arange(3), torch.arange(LENGTH - 3)]).expand(samples, -1)
+    return {"input": tokens, "labels": labels, "positions": positions}
+
+
+def whole_model(batch: dict[str, Tensor], scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+    model = model_config().build()
+    initialize_weights(model, 0)
+    loss = CrossEntropyLoss.Config().build()
+    value = model(batch["input"], batch["positions"], head=loss, labels_BL=batch["labels"]) * scale
+    value.backward()
+    return value.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def run_schedules(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    runs = 0
+    for schedule in SCHEDULES:
+        for number in range(1, 7):
+            if is_taken(schedule, 2, number):
+                compare_with_whole_model(make_plan(local_batch_size=number, schedule=schedule), mesh, number)
+                runs += 1
+    (folder / f"{dist.get_rank()}").write_text(str(runs))
+
+
+def compare_with_whole_model(plan: PipelinePlan, mesh: Any, samples: int) -> None:
+    batch, scale = make_batch(samples), 0.37
+    parts = [take_stage(model_config().build(), plan.stages[stage]) for stage in plan.stages_of_rank(dist.get_rank())]
+    for part in parts:
+        initialize_weights(part, 0)
+    pipeline = Pipeline(
+        plan,
+        parts,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        hidden=torch.empty(1, LENGTH, DIM, device="meta", requires_grad=True),
+        head=CrossEntropyLoss.Config().build(),
+    )
+    expected, gradients = whole_model(batch, scale)
+    for _ in range(2):  # the second time adds to the gradients
+        loss = pipeline.forward_backward(batch, lambda summed: summed * scale)
+        assert_scalar_on_last(loss, expected, pipeline)
+        assert_scalar_on_last(pipeline.forward(batch), expected / scale, pipeline)
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            # Sums over micro-batches in another order.
+            error = (parameter.grad - 2 * gradients[name]).norm() / gradients[name].norm()
+            assert error < 1e-5, f"{plan.schedule}, {samples} micro-batches: {name} {error}"
+
+
+def assert_scalar_on_last(value: Tensor, expected: Tensor, pipeline: Pipeline) -> None:
+    torch.testing.assert_close(value, expected if pipeline.has_last else torch.zeros(()), rtol=1e-5, atol=0)
+
+
+def test_every_accepted_number_of_micro_batches_gives_the_gradients_of_the_whole_model(tmp_path):
+    """Training steps and evaluations by turns, as a run has them."""
+    run_processes(run_schedules, 2, tmp_path)
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["36", "36"]
+
+
+def test_a_user_s_mistake_in_a_stage_is_not_wrapped():
+    def run(*args, **kwargs):
+        raise RuntimeError("the shapes of its inputs") from UserError("the loss is mistaken")
+
+    stages = SimpleNamespace(has_first=True, has_last=True, head=None)
+    batch = {name: torch.zeros(1, 2, dtype=torch.int64) for name in ("input", "labels")}
+    with pytest.raises(UserError, match="the loss is mistaken"):
+        Pipeline._run(stages, run, batch)

@@ -1,0 +1,268 @@
+"""A run in which a step does not end: it ends, every rank prints its stacks, and the one to blame is named."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_launch import Command, free_port
+from tests.cli.test_main import write_module
+from tests.commands import RunningCommand
+from tests.conftest import PROJECT
+from tests.training import TINY, flags
+from torchtitan.distributed.hang_consensus import Position, Process, describe
+
+_TIMEOUT = 300  # seconds after which a command hangs; it takes less than 20 where the machine is not busy
+_LIMIT = 2  # seconds that a step may take here; one takes milliseconds
+
+LOOP = f"""
+import ctypes, os, signal, sys, time
+import torch.distributed as dist
+from torchtitan.distributed.watchdog import Watchdog
+from torchtitan.tools.logging import init_logger
+
+def hold_the_lock():
+    ctypes.PyDLL(None).sleep(1000)  # as a call into C that does not let other threads run
+
+init_logger()
+rank = int(os.environ.get("RANK", "0"))
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+with Watchdog(first_step_seconds=30, step_seconds={_LIMIT}) as watchdog:
+    for step in range(1, 4):
+        with watchdog.step(step):
+            watchdog.phase("data")
+            DATA
+            watchdog.phase("forward and backward")
+            if dist.is_initialized():
+                dist.barrier()
+        BETWEEN
+if dist.is_initialized():
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+class Ranks:
+    """The processes of a loop of one's own, without a launcher."""
+
+    def __init__(self, folder: Path, world_size: int, *, data: str = "pass", between: str = "pass"):
+        script = folder / "loop.py"
+        script.write_text(LOOP.replace("DATA", data).replace("BETWEEN", between))
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+        self.processes = []
+        for rank in range(world_size):
+            variables = {**meeting, "RANK": str(rank)} if world_size > 1 else {}
+            environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", **variables}
+            process = RunningCommand([sys.executable, script], env=environment, stderr=subprocess.PIPE, text=True)
+            self.processes.append(process)
+
+    def wait(self) -> tuple[list[int], list[str]]:
+        """Exit codes and what was printed."""
+        printed = [process.communicate(timeout=_TIMEOUT)[1] for process in self.processes]
+        return [process.returncode for process in self.processes], printed
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[Ranks]]:
+    """What is put in here is ended when the test ends."""
+    started: list[Ranks] = []
+    yield started
+    for one in started:
+        one.kill()
+
+
+class TestLoops:
+    """Of a builder's own."""
+
+    def test_one_process(self, ranks: list[Ranks], tmp_path: Path) -> None:
+        ranks.append(Ranks(tmp_path, 1, data="if step == 2: time.sleep(1000)"))
+        codes, (printed,) = ranks[0].wait()
+        assert codes == [3]
+        assert re.search(r'rank 0 \(.*, process \d+\) is in step 2, phase "data"', printed)
+        assert "MainThread (most recent call last):\n" in printed and "time.sleep(1000)" not in printed.splitlines()[0]
+        assert f'has not ended after {_LIMIT} seconds: the process is in step 2, phase "data"' in printed
+
+    def test_a_rank_that_sleeps(self, ranks: list[Ranks], tmp_path: Path) -> None:
+        ranks.append(Ranks(tmp_path, 2, data="if step == 2 and rank == 1: time.sleep(1000)"))
+        codes, printed = ranks[0].wait()
+        assert codes == [3, 3]
+        assert 'is in step 2, phase "forward and backward"' in printed[0] and "dist.barrier()" in printed[0]
+        assert 'is in step 2, phase "data"' in printed[1] and "time.sleep(1000)" in printed[1]
+        together = "".join(printed)
+        assert together.count("rank 1 holds up the others") == 1, "by one rank"
+        findings = together.partition("rank 1 holds up the others\n")[2].splitlines()[:2]
+        assert re.fullmatch(r'  rank 1: in step 2, phase "data", at <module> \(loop.py:\d+\)', findings[0])
+        assert re.fullmatch(r'  rank 0: in step 2, phase "forward and backward", at .*', findings[1])
+
+    @pytest.mark.parametrize(
+        ("culprit", "how"),
+        [
+            (0, "os.kill(os.getpid(), signal.SIGSTOP)"),
+            (0, "hold_the_lock()"),
+            pytest.param(1, "os.kill(os.getpid(), signal.SIGSTOP)", marks=pytest.mark.slow),
+        ],
+        ids=["rank 0 stopped", "Python's lock held", "rank 1 stopped"],
+    )
+    def test_a_rank_that_does_not_answer(self, ranks: list[Ranks], tmp_path: Path, culprit: int, how: str) -> None:
+        """It cannot print its stacks itself: another rank sees to it. Rank 0 holds the store that they talk through."""
+        ranks.append(Ranks(tmp_path, 2, data=f"if step == 2 and rank == {culprit}: {how}"))
+        codes, printed = ranks[0].wait()
+        other = 1 - culprit
+        assert codes[other] == 3 and codes[culprit] == -signal.SIGQUIT
+        pid = ranks[0].processes[culprit].pid
+        assert re.search(rf"rank {culprit} .*does not answer", printed[other])
+        assert re.search(rf"rank {culprit}\W.*, process {pid}", printed[other])
+        assert f'rank {other}: in step 2, phase "forward and backward"' in printed[other]
+        assert "dist.barrier()" in printed[other]
+        assert re.search(r'File ".*loop.py", line \d+ in (<module>|hold_the_lock)', printed[culprit])
+
+    def test_time_between_steps_does_not_count(self, ranks: list[Ranks], tmp_path: Path) -> None:
+        """Also where one rank alone takes it, and the others wait for it in their next step; and at the end."""
+        ranks.append(Ranks(tmp_path, 2, between=f"if rank == 1 and step > 1: time.sleep({3 * _LIMIT})"))
+        assert ranks[0].wait() == ([0, 0], ["", ""])
+
+    @pytest.mark.slow
+    def test_a_suspicion_that_was_none_does_not_hide_a_hang(self, ranks: list[Ranks], tmp_path: Path) -> None:
+        data = "if step == 3 and rank == 1: time.sleep(1000)"
+        between = f"if rank == 1 and step == 2: time.sleep({2 * _LIMIT})"
+        ranks.append(Ranks(tmp_path, 2, data=data, between=between))
+        codes, printed = ranks[0].wait()
+        assert codes == [3, 3] and "rank 1 holds up the others" in "".join(printed)
+
+    def test_time_in_which_the_process_was_stopped_does_not_count(self, ranks: list[Ranks], tmp_path: Path) -> None:
+        """As by Ctrl-Z, and then `fg`."""
+        begun = tmp_path / "begun"
+        ranks.append(Ranks(tmp_path, 1, data=f"if step == 2: open({str(begun)!r}, 'w'); time.sleep({_LIMIT / 2})"))
+        (process,) = ranks[0].processes
+        deadline = time.monotonic() + _TIMEOUT
+        while not begun.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2 * _LIMIT)
+        process.send_signal(signal.SIGCONT)
+        assert ranks[0].wait() == ([0], [""])
+
+
+class TestDescription:
+    """What is said of where ranks stand."""
+
+    PLACES = {
+        0: Position(step=4, n_phases=2, phase="forward and backward", line="wait (a.py:1)"),
+        1: Position(step=4, n_phases=1, phase="data", line="read (b.py:2)"),
+        2: Position(step=4, n_phases=2, phase="forward and backward", line="wait (a.py:1)"),
+    }
+
+    def test_the_rank_that_is_behind_is_named_first(self) -> None:
+        assert describe(self.PLACES, {}, 600) == (
+            "the run hangs, a step has not ended after 600 seconds: rank 1 holds up the others\n"
+            '  rank 1: in step 4, phase "data", at read (b.py:2)\n'
+            '  ranks 0, 2: in step 4, phase "forward and backward", at wait (a.py:1)'
+        )
+
+    def test_a_rank_that_does_not_answer_is_to_blame(self) -> None:
+        text = describe(self.PLACES, {3: Process("host-7", 4711, 0.0)}, 600)
+        assert "rank 3 does not answer\n  rank 3: host-7, process 4711; it is stopped" in text
+
+    def test_a_rank_in_an_earlier_step_is_behind(self) -> None:
+        """A later phase of an earlier step is further behind; the end of a step comes after all its phases."""
+        late = Position(step=3, n_phases=9, phase="optimizer step", line="step (c.py:3)")
+        done = Position(step=3, n_phases=sys.maxsize, phase=None, line="save (d.py:4)")
+        assert "rank 3 holds up" in describe({**self.PLACES, 3: late, 4: done}, {}, 600)
+        assert "rank 3: after step 3, at save" in describe({**self.PLACES, 3: done}, {}, 600)
+
+    def test_all_in_the_same_phase(self) -> None:
+        """Where each is remains to be seen."""
+        there = Position(step=4, n_phases=2, phase="forward and backward", line="loop (e.py:5)")
+        text = describe({0: self.PLACES[0], 1: there}, {}, 600)
+        assert "all ranks are in the same phase" in text and "at wait (a.py:1)" in text and "at loop (e.py:5)" in text
+
+
+class TestRuns:
+    """Of the trainer."""
+
+    HANGING = """
+        import time
+
+
+        class Hanging(Trainer):
+            def next_micro_batches(self, batches):
+                if self.step == 2 and self.rank == 1:
+                    time.sleep(1000)
+                return super().next_micro_batches(batches)
+
+
+        def debug():
+            return config_of(Hanging)
+    """
+
+    SLOW = """
+        import time
+
+        from torchtitan.components.checkpoint import CheckpointManager
+
+
+        class Slow(CheckpointManager):
+            def save(self, step, **arguments):
+                time.sleep(5)
+                super().save(step, **arguments)
+
+
+        class SlowTrainer(Trainer):
+            def validate(self):
+                loss = super().validate()
+                time.sleep(5 * self.rank)
+                return loss
+
+
+        def debug():
+            return dataclasses.replace(config_of(SlowTrainer), checkpoint=Slow.Config(enable=True))
+    """
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        (tmp_path / "corpus.txt").write_text("".join(f"This is sentence {number}. " for number in range(400)))
+        write_module(tmp_path / "hanging", textwrap.dedent(self.HANGING))
+        write_module(tmp_path / "slow", textwrap.dedent(self.SLOW))
+        return tmp_path
+
+    def run(self, folder: Path, module: str, *words: str, torchrun: bool = False, **options: object) -> tuple[int, str]:
+        """With two processes; the exit code and what was printed."""
+        own = [sys.executable, "-m", "torchtitan.cli.main", "train"]
+        elastic = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        start = [*elastic, "-m", "torchtitan.train"] if torchrun else own
+        settings = {**TINY, "dataloader.dataset": "corpus.txt", **options}
+        command = Command([*start, "--module", module, "--config", "debug", *flags(settings), *words], folder, NGPU="2")
+        try:
+            return command.wait(), command.printed
+        finally:
+            command.kill()
+
+    @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+    def test_a_worker_that_sleeps_for_ever(self, folder: Path, torchrun: bool) -> None:
+        code, printed = self.run(folder, "hanging", torchrun=torchrun, **{"comm.step_timeout_seconds": 3})
+        assert code == (1 if torchrun else 3)  # torchrun has a code of its own
+        assert re.search(r'rank 1 \(.*\) is in step 3, phase "data"', printed) and "time.sleep(1000)" in printed
+        assert re.search(r'rank 0 \(.*\) is in step 3, phase "forward and backward"', printed)
+        assert "in count_valid_tokens" in printed
+        assert printed.count(" ERROR ") == 1 and printed.count("rank 1 holds up the others") == 1
+
+    @pytest.mark.slow
+    def test_slow_validation_and_saving_are_no_hang(self, folder: Path) -> None:
+        options = {"comm.step_timeout_seconds": 3, "validator.enable": True, "validator.freq": 2}
+        code, printed = self.run(folder, "slow", "--validator.dataset", "corpus.txt", **options)
+        assert code == 0 and "training completed: 4 steps" in printed
+        assert "the run hangs" not in printed and "most recent call" not in printed

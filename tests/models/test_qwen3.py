@@ -1,0 +1,231 @@
+"""Qwen3 against transformers' Qwen3ForCausalLM, in its own files and ours; its sizes against the published ones."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.test_sft_configs import CHATS, SHORT, chat_file, loss_of_transformers, run_named
+from torchtitan.cli.main import main
+from torchtitan.components.generation import generate
+from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
+from torchtitan.distributed import initialize_weights
+from torchtitan.models.common.rope import RoPEConfig, apply_rope
+from torchtitan.models.pretrained import load_model
+from torchtitan.models.qwen3 import FLAVORS, FORMATS, model_registry
+from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.tools.errors import UserError
+
+__all__ = ["chat_file"]  # a fixture
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 97, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 256}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "wide heads": {"head_dim": 16},
+    "tied": {"tie_embeddings": True},
+    "scaled RoPE": {"head_dim": 16, "rope": RoPEConfig(theta=1e4, scaling="linear", scaling_factor=2.0)},
+}
+
+
+def small_model(**options: Any) -> Qwen3Model:
+    """A model whose attention is far from even, and whose norms' weights are not 1."""
+    model: Qwen3Model = Qwen3Model.Config(**{"rope": RoPEConfig(theta=1e4), **SIZES, **options}).build()
+    initialize_weights(model, seed=1)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 2.0)
+    return model
+
+
+def reference_of(model: Qwen3Model) -> tuple[Any, dict[str, str]]:
+    """transformers' model of the config.json that we write, with the same weights, and our names → its names."""
+    written = FORMATS["hf"].to_external(model.config)
+    reference = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(written))
+    adapter = FORMATS["hf"].adapter(model.config)
+    names = dict(zip(adapter.internal_names, adapter.external_names, strict=True))
+    state = {names[name]: tensor for name, tensor in model.state_dict().items()}
+    missing, unexpected = reference.load_state_dict(state, strict=False)
+    assert set(missing) <= set(adapter.tied) and not unexpected
+    return reference, names
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_all_gradients_equal_transformers(variant: str) -> None:
+    model = small_model(**VARIANTS[variant])
+    reference, names = reference_of(model)
+    tokens, labels = torch.randint(97, (2, 48)), torch.randint(97, (2, 48))
+    logits, expected = model(tokens), reference(tokens).logits
+    # 1e-5 of the largest: float32 rounding of sums in another order.
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    for output in (logits, expected):
+        torch.nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten()).backward()
+    theirs = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient = theirs[names[name]].grad
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item())
+
+
+def _after_rope(q: Tensor, k: Tensor, rope: Any, q_norm: Any, k_norm: Any) -> tuple[Tensor, Tensor]:
+    return q_norm(apply_rope(q, rope)), k_norm(apply_rope(k, rope))
+
+
+def _over_all_heads(q: Tensor, k: Tensor, rope: Any, q_norm: Any, k_norm: Any) -> tuple[Tensor, Tensor]:
+    def normalized(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean((-2, -1), keepdim=True) + 1e-6).rsqrt() * weight
+
+    return apply_rope(normalized(q, q_norm.weight), rope), apply_rope(normalized(k, k_norm.weight), rope)
+
+
+def _exchanged(q: Tensor, k: Tensor, rope: Any, q_norm: Any, k_norm: Any) -> tuple[Tensor, Tensor]:
+    return apply_rope(k_norm(q), rope), apply_rope(q_norm(k), rope)
+
+
+def _of_queries_alone(q: Tensor, k: Tensor, rope: Any, q_norm: Any, k_norm: Any) -> tuple[Tensor, Tensor]:
+    return apply_rope(q_norm(q), rope), apply_rope(k, rope)
+
+
+@pytest.mark.parametrize("mistake", [_after_rope, _over_all_heads, _exchanged, _of_queries_alone])
+def test_a_norm_in_another_place_is_caught_by_the_comparison(mistake: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    def forward(self: Any, x: Tensor, rope: Any, mask: Any) -> Tensor:
+        q, k, v = (projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv))
+        return self.wo(self.attend(*mistake(q, k, rope, self.q_norm, self.k_norm), v, mask).flatten(-2))
+
+    model = small_model()
+    reference, _ = reference_of(model)
+    for layer in model.layers.values():
+        layer.attention.forward = MethodType(forward, layer.attention)
+    tokens = torch.randint(97, (1, 48))
+    with torch.no_grad():
+        difference = (model(tokens) - reference(tokens).logits).abs().max()
+    assert difference > 1e-3  # a hundred times the tolerance above
+
+
+def test_cached_generation_is_that_of_transformers() -> None:
+    model = small_model(head_dim=16)
+    reference, _ = reference_of(model)
+    prompt = [5, 17, 3]
+    (generation,) = generate(model, [prompt], max_new_tokens=20)
+    expected = reference.generate(
+        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert [*prompt, *generation.ids] == expected[0].tolist()
+
+
+# --- sizes and config.json --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flavor", "parameters"),
+    # As the published models' files have them, without the second copy of a tied matrix.
+    [
+        ("0.6B", 596_049_920),
+        ("1.7B", 1_720_574_976),
+        ("4B", 4_022_468_096),
+        ("8B", 8_190_735_360),
+        ("14B", 14_768_307_200),
+        ("32B", 32_762_123_264),
+    ],
+)
+def test_published_sizes(flavor: str, parameters: int, assets: Path) -> None:
+    with torch.device("meta"):
+        assert model_registry(flavor).model.build().num_parameters() == parameters
+    read, write = FORMATS["hf"].from_external, FORMATS["hf"].to_external
+    assert read(write(FLAVORS[flavor])) == FLAVORS[flavor]
+    published = assets / "hf-configs" / f"Qwen--Qwen3-{flavor}_config.json"
+    if flavor in ("0.6B", "8B"):
+        assert read(json.loads(published.read_text())) == FLAVORS[flavor]
+
+
+def test_absent_keys_have_transformers_defaults() -> None:
+    names = ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling")
+    document = {key: value for key, value in FORMATS["hf"].to_external(FLAVORS["8B"]).items() if key not in names}
+    config, theirs = FORMATS["hf"].from_external(document), transformers.Qwen3Config.from_dict(document)
+    assert (config.n_kv_heads, config.resolved_head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
+    assert (config.norm_eps, config.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window is True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is 'sliding_attention'"),
+        ({"layer_types": 2}, "layer_types is 2"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE of type 'yarn'"),
+        ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe', and this family is qwen3"),
+    ],
+)
+def test_models_that_it_does_not_compute_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        FORMATS["hf"].from_external({**FORMATS["hf"].to_external(FLAVORS["8B"]), **change})
+
+
+def test_the_config_json_of_transformers_is_read_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """In the spelling of version 5, and with a window that is not used."""
+    config = small_model(head_dim=16).config
+    written = transformers.Qwen3Config.from_dict(FORMATS["hf"].to_external(config)).to_diff_dict()
+    assert FORMATS["hf"].from_external({**written, "sliding_window": 8, "max_window_layers": 1}) == config
+    assert not caplog.records
+
+
+# --- files and runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    """A tiny Qwen3 as transformers saves it, with the embedded tokenizer and a template of its own."""
+    reference, _ = reference_of(small_model(vocab_size=2048, head_dim=16, max_seq_len=2048))
+    reference.generation_config.eos_token_id = 1
+    reference.save_pretrained(tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED_TOKENIZER)
+    tokenizer.chat_template = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def test_adapters_for_a_folder(tmp_path: Path, pretrained: Path, chat_file: Path) -> None:
+    """The merged model by transformers, and the adapter by peft on the model that it was trained for."""
+    from peft import PeftModel
+
+    trainer = run_named(
+        "lora",
+        tmp_path / "run",
+        module="auto",
+        hf_assets_path=pretrained,
+        dataloader__dataset=[chat_file],
+        training__seq_len=128,
+        optimizer__lr=1e-2,
+        **{**SHORT, "training__epochs": 1},
+    )
+    assert trainer.config.model_spec.name == "qwen3"
+    folder = tmp_path / "run/checkpoint" / f"step-{trainer.step}"
+    assert loss_of_transformers(folder, CHATS) < loss_of_transformers(pretrained, CHATS)
+    merged, base = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (folder, pretrained))
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        expected = merged(tokens).logits
+        adapted = PeftModel.from_pretrained(base, folder / "adapter")(tokens).logits
+    # Of the largest one: products of small matrices, added up in another order in float32.
+    torch.testing.assert_close(adapted, expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
+
+
+def test_conversion_there_and_back(tmp_path: Path, pretrained: Path) -> None:
+    assert main(["convert", "--to", "dcp", str(pretrained), str(tmp_path / "dcp")]) == 0
+    assert main(["convert", "--to", "hf", str(tmp_path / "dcp"), str(tmp_path / "again")]) == 0
+    tokens = torch.arange(30)[None]
+    original, again = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("hf", "again"))
+    loaded = load_model(tmp_path / "dcp", device="cpu")
+    with torch.no_grad():
+        expected = original(tokens).logits
+        assert torch.equal(again(tokens).logits, expected)
+        # Float32 rounding of sums in another order.
+        torch.testing.assert_close(loaded.model(tokens), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())

@@ -1,0 +1,179 @@
+"""What is called complete outlasts a power failure: it is synced before it has its name, and the name after that."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.components.data.finetuning.test_sample_cache import Texts
+from tests.components.data.finetuning.test_sample_cache import open_cache as open_samples
+from tests.training import flags, train
+from torchtitan.cli.main import main
+from torchtitan.components.data.pretraining.token_cache import open_token_cache
+from torchtitan.components.data.sources.source import resolve_source
+from torchtitan.components.metric_sinks import JsonLines
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.tools import durable
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@dataclass
+class Disk:
+    """A file layer that knows what was synced, by which it tells what a power failure would take away."""
+
+    synced: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Inode of a file or folder → its size and time of change when it was last synced."""
+
+    on_rename: list[Callable[[Path], object]] = field(default_factory=list)
+    """Called with the new name before something gets it."""
+
+    def sync(self, descriptor: int) -> None:
+        stat = os.fstat(descriptor)
+        self.synced[stat.st_ino] = (stat.st_size, stat.st_mtime_ns)
+
+    def loses(self, path: Path) -> bool:
+        """Whether the content of a file, or a name in a folder, is not on the disk."""
+        stat = path.stat()
+        return self.synced.get(stat.st_ino) != (stat.st_size, stat.st_mtime_ns)
+
+    def lost(self, folder: Path) -> list[str]:
+        """The files in a folder, and folders in it whose names, would be lost; "." is the folder itself."""
+        return [str(path.relative_to(folder)) for path in (folder, *sorted(folder.rglob("*"))) if self.loses(path)]
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk, fsync = Disk(), os.fsync
+
+    def sync(descriptor: int) -> None:
+        fsync(descriptor)
+        disk.sync(descriptor)
+
+    def watched(rename: Callable[..., None]) -> Callable[..., None]:
+        def change(source: str, target: str) -> None:
+            for look in disk.on_rename:
+                look(Path(source), Path(target))
+            rename(source, target)
+
+        return change
+
+    monkeypatch.setattr(os, "fsync", sync)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    return disk
+
+
+def synced_when_renamed(disk: Disk, wanted: Callable[[Path], bool]) -> list[Path]:
+    """From now on, make sure that what gets a name that is `wanted` is synced by then; the names, as they are given."""
+    seen: list[Path] = []
+
+    def look(source: Path, target: Path) -> None:
+        if wanted(target):
+            lost = disk.lost(source) if source.is_dir() else [source.name] if disk.loses(source) else []
+            assert lost == [], f"{target} would be lost"
+            seen.append(target)
+
+    disk.on_rename.append(look)
+    return seen
+
+
+def test_the_layer_sees_what_is_not_synced(tmp_path: Path, disk: Disk) -> None:
+    file = tmp_path / "a"
+    file.write_text("a")
+    assert disk.lost(tmp_path) == [".", "a"]
+    durable.sync_tree(tmp_path)
+    assert disk.lost(tmp_path) == []
+    with file.open("a") as more:
+        more.write("b")
+    assert disk.lost(tmp_path) == ["a"]
+    synced_when_renamed(disk, lambda target: target.name == "b")
+    with pytest.raises(AssertionError, match="b would be lost"):
+        file.rename(tmp_path / "b")
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable.write(tmp_path / "a", "before")
+
+    def full(path: Path) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(durable, "sync", full)
+    with pytest.raises(OSError, match="full"):
+        durable.write(tmp_path / "a", "after")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "before")]
+
+
+def test_a_token_cache(tmp_path: Path, disk: Disk) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    tokenizer = PretrainedTokenizer.Config().build(path="")
+    named = synced_when_renamed(disk, lambda target: target.parent.name == "tokens")
+    cache = open_token_cache(resolve_source(str(tmp_path / "a.txt")), tokenizer, str(tmp_path / "cache"))
+    assert named == [cache.folder] and disk.lost(cache.folder.parent) == [f"{cache.key}.lock"]
+
+
+def test_a_sample_cache(tmp_path: Path, disk: Disk) -> None:
+    named = synced_when_renamed(disk, lambda target: target.parent.name == "samples")
+    folder = open_samples(Texts("aB"), tmp_path).folder
+    assert named == [folder] and disk.lost(folder.parent) == [f"{folder.name}.lock"]
+
+
+def test_records_that_are_cut_short_for_a_resumed_run(tmp_path: Path, disk: Disk) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    named = synced_when_renamed(disk, lambda target: target == path)
+    JsonLines(path, 1).close()
+    assert named == [path] and disk.lost(tmp_path) == [] and path.read_text() == '{"step": 1}\n'
+
+
+def test_a_run_its_records_and_its_export(tmp_path: Path, disk: Disk) -> None:
+    """At each save, what the checkpoint counts on is on the disk; at the end, everything is."""
+    records = [tmp_path / "run" / name for name in ("ledger.jsonl", "metrics.jsonl")]
+    steps: list[int] = []
+
+    def look(source: Path, target: Path) -> None:
+        if target.name == "complete.json":
+            assert disk.lost(target.parent)[1:] == [], "but for the folder itself, whose names are synced next"
+            assert not any(map(disk.loses, [*records, records[0].parent]))
+            steps.append(json.loads(source.read_bytes())["step"])
+            assert [json.loads(line)["step"] for line in records[0].read_text().splitlines()][-1] == steps[-1]
+
+    disk.on_rename.append(look)
+    options = {"debug__ledger": True, "checkpoint__enable": True, "checkpoint__interval": 2, "training__steps": 3}
+    train(tmp_path / "run", **options, checkpoint__last_save_in_hf=True)
+    assert steps == [2, 3] and (tmp_path / "run/checkpoint/step-3/config.json").exists()
+    # The folder that the export was made from may come back; the file of the lock means nothing by itself.
+    assert disk.lost(tmp_path / "run") == ["checkpoint", "run.lock"]
+
+
+def test_a_run_without_checkpoints(tmp_path: Path, disk: Disk) -> None:
+    train(tmp_path / "run", training__steps=1, debug__ledger=True)
+    assert disk.lost(tmp_path / "run") == ["run.lock"]
+
+
+def test_the_configuration(tmp_path: Path, disk: Disk) -> None:
+    from torchtitan.config.manager import ConfigManager
+
+    resolved = ConfigManager().parse_args(flags({"dump_folder": tmp_path}))
+    named = synced_when_renamed(disk, lambda target: True)
+    resolved.save(tmp_path / "config.yaml")
+    assert named == [tmp_path / "config.yaml"] and disk.lost(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(folder, training__steps=1, checkpoint__enable=True)
+    return folder / "checkpoint/step-1"
+
+
+@pytest.mark.parametrize("to", ["hf", "meta", "dcp"])
+def test_a_converted_checkpoint(tmp_path: Path, disk: Disk, checkpoint: Path, to: str) -> None:
+    named = synced_when_renamed(disk, lambda target: target == tmp_path / "out")
+    assert main(["convert", "--to", to, str(checkpoint), str(tmp_path / "out")]) == 0
+    assert len(list((tmp_path / "out").rglob("*"))) >= 4
+    # What has taken the workplace away again need not outlast anything.
+    assert named == [tmp_path / "out"] and disk.lost(tmp_path / "out") == []
