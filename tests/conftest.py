@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.equivalence.workers import Workers
+from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.tools import device
 from torchtitan.tools.logging import logger
 
@@ -30,6 +32,32 @@ def assets() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test assets in {folder} (set TORCHTITAN_TEST_ASSETS)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def stories(assets: Path) -> Path:
+    """Hugging Face folder of a real model of 260K parameters."""
+    return assets / "stories260K" / "hf-converted"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The built-in tokenizer."""
+    return PretrainedTokenizer.Config().build()
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The package's log messages, from INFO."""
+    caplog.set_level(logging.INFO, logger="torchtitan")
+    return caplog
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    """Two processes that run a module's functions in one process group."""
+    with Workers(2) as workers:
+        yield workers
 
 
 @contextlib.contextmanager

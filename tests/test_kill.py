@@ -159,7 +159,7 @@ def train_noisy(
     small = {"model.dim": 64, "model.ffn_dim": 128, "training.steps": STEPS, "noise": 0.1}
     module = {"module": "tests.kill_test", "config": "noisy_debugmodel"}
     data = {"dataloader.dataset": text, "dataloader.cache_dir": text.parent / "cache"}
-    train(folder, trainer_class, **{**RUN, **small, **module, **data, **options})
+    train(folder, trainer_class=trainer_class, **{**RUN, **small, **module, **data, **options})
     return read_lines(folder), read_state(folder / "checkpoint" / f"step-{STEPS}")
 
 

@@ -67,9 +67,11 @@ def run(config: Any, trainer_class: type[Trainer] | None = None) -> Trainer:
     return trainer
 
 
-def train(folder: Path, trainer_class: type[Trainer] | None = None, **options: Any) -> Trainer:
-    """Train to the end, in this process or in all of `run_processes`; the trainer as it was left."""
+def train(folder: Path, *converters: Any, trainer_class: type[Trainer] | None = None, **options: Any) -> Any:
+    """Run a tiny training with `converters` (configurations; None: no converter) to its end, in this process or in all
+    of `run_processes`; return the trainer."""
     config = tiny_config(folder, **options)
+    config.model_converters += filter(None, converters)
     config.check(world_size=int(os.environ.get("WORLD_SIZE", 1)))
     return run(config, trainer_class)
 

@@ -183,11 +183,6 @@ def test_where_a_template_is_found(tmp_path):
 # The commands.
 
 
-@pytest.fixture(scope="module")
-def stories(assets):
-    return str(assets / "stories260K" / "hf-converted")
-
-
 def run(capsys, command, *args):
     code = command([str(arg) for arg in args])
     captured = capsys.readouterr()

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.commands import run_command
 from tests.conftest import PROJECT
-from tests.equivalence.workers import Workers
 from tests.test_docs import documented_class
 from tests.training import TINY, RaggedDataLoader, flags, read_metrics, run, tiny_config
 from torchtitan.components.loss import CrossEntropyLoss
@@ -48,12 +47,6 @@ def train_documented_loss(folder: Path, options: dict[str, Any], penalty: float 
 
 def numbers(folder: Path) -> list[float]:
     return [number for step in read_metrics(folder, "loss", "grad_norm") for number in step]
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with Workers(2) as workers:
-        yield workers
 
 
 @pytest.fixture(scope="module")

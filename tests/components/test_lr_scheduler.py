@@ -1,6 +1,5 @@
 """The learning-rate schedule against formulas and torch's own schedulers."""
 
-import logging
 import math
 from functools import partial
 
@@ -14,14 +13,9 @@ from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.optimizer import Optimizer, ParamGroup
 from torchtitan.tools.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("log")
+
 PEAK = 0.5
-
-
-@pytest.fixture(autouse=True)
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The package's log lines."""
-    caplog.set_level(logging.WARNING, logger="torchtitan")
-    return caplog
 
 
 def make_optimizer(**groups: ParamGroup) -> Optimizer:

@@ -22,6 +22,8 @@ from torchtitan.tools import device as device_facts
 from torchtitan.tools.device import PeakFlops, memory_gib, peak_flops, published_peak
 from torchtitan.tools.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("log")
+
 CPU = torch.device("cpu")
 PEAK = 1e12
 KEYS = {
@@ -55,13 +57,6 @@ class Clock:
 @pytest.fixture(autouse=True)
 def known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtitan.components.metrics.peak_flops", lambda *_: PeakFlops(PEAK, "made up"))
-
-
-@pytest.fixture(autouse=True)
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The package's log lines."""
-    caplog.set_level(logging.INFO, logger="torchtitan")
-    return caplog
 
 
 def build(folder: Path, config: MetricsProcessor.Config | None = None, **runtime: Any) -> MetricsProcessor:

@@ -1,6 +1,5 @@
 """The optimizer against torch.optim used directly, and clipping against float64; on whole and on sharded parameters."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("log")
+
 STEPS = 5
 NO_DECAY = {
     "tok_embeddings.weight",
@@ -23,13 +24,6 @@ NO_DECAY = {
     *(f"layers.{layer}.{norm}.weight" for layer in (0, 1) for norm in ("attention_norm", "ffn_norm")),
 }
 """What the default group leaves without weight decay, by hand."""
-
-
-@pytest.fixture(autouse=True)
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The package's log lines."""
-    caplog.set_level(logging.WARNING, logger="torchtitan")
-    return caplog
 
 
 @pytest.fixture(autouse=True, scope="module")

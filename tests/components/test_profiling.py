@@ -1,7 +1,6 @@
 """Traces and memory snapshots: which files appear, what they hold, and what is refused."""
 
 import json
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,9 @@ from tests.conftest import file_size_limit
 from torchtitan.components.profiling import Profiler
 from torchtitan.tools.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("log")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The package's log lines."""
-    caplog.set_level(logging.INFO, logger="torchtitan")
-    return caplog
 
 
 def train(profiler: Profiler, first: int, last: int) -> None:

@@ -19,11 +19,6 @@ UNTRAINED = {"validator__enable": True, "training__steps": 1, "optimizer__lr": 0
 
 
 @pytest.fixture
-def tokenizer():
-    return PretrainedTokenizer.Config().build(path="")
-
-
-@pytest.fixture
 def texts(tmp_path) -> dict[str, Path]:
     """Three sets of different sizes; the last has characters of several bytes."""
     contents = {

@@ -23,6 +23,8 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("log")
+
 BATCH, LENGTH, VOCABULARY = 2, 24, 99
 EAGER_KERNELS = CompileConfig(enable=True, backend="aot_eager")
 """Traces forward and backward as inductor does, and then runs torch's own kernels: seconds, not half a minute."""
@@ -38,13 +40,6 @@ def fresh() -> Iterator[None]:
     with torch._functorch.config.patch(donated_buffer=True, activation_memory_budget=1.0):
         yield
     torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True)
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The package's log lines."""
-    caplog.set_level(logging.INFO, logger="torchtitan")
-    return caplog
 
 
 def make_model(compile: CompileConfig | None = None, mode: Any = "none") -> Llama3Model:

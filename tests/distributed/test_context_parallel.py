@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.equivalence.workers import Workers
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.context_parallel import (
     LoadBalancer,
@@ -121,12 +120,6 @@ def compare_with_whole_sequences(folder: Path, balancer: LoadBalancer) -> None:
         outputs.append(expected)
     assert (outputs[0] - outputs[1]).norm() > 1e-2 * outputs[0].norm()  # documents matter
     (folder / str(dist.get_rank())).touch()
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with Workers(2) as workers:
-        yield workers
 
 
 @pytest.mark.parametrize("balancer", BALANCERS)

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.equivalence.workers import Workers
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel, check_parts
@@ -38,12 +37,6 @@ class ZLoss(CrossEntropyLoss):
         valid = labels_N != IGNORE_INDEX
         penalty = torch.logsumexp(logits_NV.float(), dim=-1) ** 2
         return super().from_logits(logits_NV, labels_N) + 0.1 * (penalty * valid).sum()
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with Workers(PROCESSES) as workers:
-        yield workers
 
 
 def whole_loss(hidden: Tensor, weight: Tensor, labels: Tensor, with_z: bool) -> Tensor:

@@ -100,7 +100,7 @@ def test_where_nothing_is_clipped_it_is_the_library_s_step(tmp_path):
 
 def run_all(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
     for name, options in runs.items():
-        train(folder / name, MicroBatchClippingTrainer, **options)
+        train(folder / name, trainer_class=MicroBatchClippingTrainer, **options)
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_two_processes_clip_what_one_does(tmp_path):
     options = {**TINY, "micro_batch_max_norm": 0.3}
     options = {name.replace(".", "__"): value for name, value in options.items()}
     one = {**options, "training__local_batch_size": 4}
-    train(tmp_path / "one", MicroBatchClippingTrainer, **one)
+    train(tmp_path / "one", trainer_class=MicroBatchClippingTrainer, **one)
     replicas = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
     tensor_parallel = {**one, "parallelism__tensor_parallel_degree": 2}
     runs = {"FSDP": options, "DDP": {**options, **replicas}, "TP": tensor_parallel}

@@ -154,7 +154,7 @@ def test_a_trainer_holds_the_lock_until_it_is_closed(tmp_path: Path) -> None:
             super().complete_step(outcome)
             assert folder_lock._held[tmp_path / "run"] is self.folder_lock
 
-    train(tmp_path / "run", Held, training__steps=1)
+    train(tmp_path / "run", trainer_class=Held, training__steps=1)
 
 
 @pytest.fixture

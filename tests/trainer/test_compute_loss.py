@@ -146,15 +146,15 @@ def _weights(trainer, name):
 def test_a_second_trained_model_learns_like_the_first_and_resumes(tmp_path):
     options = {"checkpoint__enable": True, "checkpoint__interval": 2, "training__mixed_precision_param": "float32"}
     options |= {"training__max_norm": "inf"}
-    straight = train(tmp_path / "straight", WithCritic, **options)
+    straight = train(tmp_path / "straight", trainer_class=WithCritic, **options)
     alone = train(tmp_path / "alone", **options)
     model, critic, frozen = (_weights(straight, name) for name in ("model", "critic", "frozen"))
     for name, value in _weights(alone, "model").items():
         assert torch.equal(model[name], critic[name])
         assert torch.allclose(model[name], value, atol=1e-6)  # the division comes behind the backward pass
     assert not torch.equal(model["tok_embeddings.weight"], frozen["tok_embeddings.weight"])
-    train(tmp_path / "resumed", WithCritic, training__steps=2, lr_scheduler__total_steps=4, **options)
-    resumed = train(tmp_path / "resumed", WithCritic, lr_scheduler__total_steps=4, **options)
+    train(tmp_path / "resumed", trainer_class=WithCritic, training__steps=2, lr_scheduler__total_steps=4, **options)
+    resumed = train(tmp_path / "resumed", trainer_class=WithCritic, lr_scheduler__total_steps=4, **options)
     for name in ("model", "critic", "frozen"):
         for (key, value), expected in zip(
             _weights(resumed, name).items(), _weights(straight, name).values(), strict=True
@@ -172,7 +172,7 @@ class OwnStep(TemplateTrainer):
 
 def test_a_step_that_does_not_divide_is_told(tmp_path):
     with pytest.raises(UserError, match=r"OwnStep has a train_step and a compute_loss.*divide_by_weight"):
-        train(tmp_path, OwnStep)
+        train(tmp_path, trainer_class=OwnStep)
 
 
 def test_names_of_other_states_are_not_for_models(tmp_path):
@@ -181,4 +181,4 @@ def test_names_of_other_states_are_not_for_models(tmp_path):
             return {**super().build_models(), "optimizer": self.build_other_model(self.config.model_spec)}
 
     with pytest.raises(UserError, match=r"a model cannot be called optimizer"):
-        train(tmp_path, Misnamed)
+        train(tmp_path, trainer_class=Misnamed)

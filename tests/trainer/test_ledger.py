@@ -66,7 +66,7 @@ def test_a_resumed_run_drops_what_is_done_again(tmp_path, data):
     options |= {"checkpoint__enable": True, "checkpoint__interval": 2}
     train(tmp_path / "straight", **options)
     with pytest.raises(Killed):
-        train(tmp_path / "resumed", KilledAfterStepThree, **options)
+        train(tmp_path / "resumed", trainer_class=KilledAfterStepThree, **options)
     assert [line["step"] for line in read(tmp_path / "resumed")] == [1, 2, 3]
     with open(tmp_path / "resumed" / "ledger.jsonl", "a") as torn:
         torn.write('{"step": 2, "docu')
@@ -90,7 +90,7 @@ def test_a_larger_batch_after_a_resume_reads_the_rest(tmp_path, data):
     options = {"dataloader__dataset": data, "debug__ledger": True, "training__epochs": 1}
     options |= {"checkpoint__enable": True, "checkpoint__interval": 3, "lr_scheduler__min_lr_factor": 0.0}
     with pytest.raises(Killed):
-        train(tmp_path, KilledAfterStepThree, **options)
+        train(tmp_path, trainer_class=KilledAfterStepThree, **options)
     trainer = train(tmp_path, **options, training__global_batch_size=8)
     n_samples = trainer.dataloader.n_samples
     assert trainer.step == 3 + math.ceil((n_samples - 3 * 2) / 8)
@@ -106,7 +106,9 @@ def test_a_step_that_was_not_taken_has_no_line(tmp_path, data):
             outcome = super().read_result(*arguments)
             return dataclasses.replace(outcome, loss=math.inf) if self.step == 1 else outcome
 
-    train(tmp_path, Overflowing, dataloader__dataset=data, debug__ledger=True, training__on_nonfinite="skip")
+    train(
+        tmp_path, trainer_class=Overflowing, dataloader__dataset=data, debug__ledger=True, training__on_nonfinite="skip"
+    )
     assert [(line["step"], line["data_step"]) for line in read(tmp_path)] == [(1, 1), (3, 3), (4, 4)]
 
 
@@ -116,7 +118,7 @@ def test_a_line_is_there_before_its_checkpoint(tmp_path, data):
             assert read(tmp_path)[-1]["step"] == self.step
             super().report(outcome)
 
-    train(tmp_path, Looking, dataloader__dataset=data, debug__ledger=True)
+    train(tmp_path, trainer_class=Looking, dataloader__dataset=data, debug__ledger=True)
 
 
 def test_a_full_disk_ends_the_run(tmp_path, data, monkeypatch):
@@ -131,7 +133,7 @@ def test_a_full_disk_ends_the_run(tmp_path, data, monkeypatch):
             monkeypatch.setattr(ledger._file, "append", full)
 
     with pytest.raises(RunFailure, match=r"ledger\.jsonl' cannot be written: No space left"):
-        train(tmp_path, FullAfterOneStep, dataloader__dataset=data, debug__ledger=True)
+        train(tmp_path, trainer_class=FullAfterOneStep, dataloader__dataset=data, debug__ledger=True)
     assert [line["step"] for line in read(tmp_path)] == [1]
 
 

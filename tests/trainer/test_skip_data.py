@@ -61,7 +61,7 @@ def test_a_resumed_run_counts_what_was_left_out(tmp_path):
     options = {**SAVING, "training__skip_data": ["2", "5-6"]}
     train(tmp_path / "straight", **options)
     with pytest.raises(Killed):
-        train(tmp_path / "resumed", KilledAfterStepFive, **options)
+        train(tmp_path / "resumed", trainer_class=KilledAfterStepFive, **options)
     train(tmp_path / "resumed", **options)
     assert list(documents(tmp_path / "resumed")) == [1, 3, 4, 7, 8, 9, 10]
     for name in ("loss", "grad_norm"):
@@ -72,7 +72,7 @@ def test_a_resumed_run_counts_what_was_left_out(tmp_path):
 def test_a_spike_is_left_out_on_resume(tmp_path):
     """What it is for: back to a checkpoint, and past the data that did the damage; what lies before is ignored."""
     with pytest.raises(Killed):
-        train(tmp_path, KilledAfterStepFive, **SAVING)
+        train(tmp_path, trainer_class=KilledAfterStepFive, **SAVING)
     train(tmp_path, **SAVING, training__skip_data=["1", "4-5"])
     assert list(documents(tmp_path)) == [1, 2, 3, 6, 7, 8, 9]
 

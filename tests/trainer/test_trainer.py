@@ -132,7 +132,7 @@ def test_resume_is_exact(tmp_path, num_workers, async_mode):
     options = {**RESUMABLE, "dataloader__num_workers": num_workers, "checkpoint__async_mode": async_mode}
     straight = train(tmp_path / "straight", **options)
     with pytest.raises(Killed):
-        train(tmp_path / "resumed", KilledAfterStepSeven, **options)
+        train(tmp_path / "resumed", trainer_class=KilledAfterStepSeven, **options)
     assert len(read_metrics(tmp_path / "resumed")) == 7
     resumed = train(tmp_path / "resumed", **options)
     assert read_metrics(tmp_path / "resumed", *EXACT) == read_metrics(tmp_path / "straight", *EXACT)

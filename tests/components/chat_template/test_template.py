@@ -30,11 +30,6 @@ def build(path: str | Path = "") -> PretrainedTokenizer:
     return tokenizer
 
 
-@pytest.fixture
-def stories(assets: Path) -> Path:
-    return assets / "stories260K" / "hf-converted"
-
-
 # Marks.
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import os
 import random
 import resource
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +41,8 @@ from torchtitan.components.checkpoint import (
     list_checkpoints,
 )
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+
+pytestmark = pytest.mark.usefixtures("log")
 
 # Everything is compared exactly (torch.equal, ==): saving and loading must not change a bit.
 
@@ -139,13 +139,6 @@ def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
 
 def steps(folder: Path) -> list[int]:
     return [info.step for info in list_checkpoints(folder / "checkpoint") if info.is_complete]
-
-
-@pytest.fixture(autouse=True)
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What is logged."""
-    with caplog.at_level(logging.INFO, logger=logger.name):
-        yield caplog
 
 
 # Saving and resuming

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.training import run, tiny_config
+from tests import training
 from torchtitan.components.peft import LoRA
 from torchtitan.tools.errors import UserError
 
@@ -25,10 +25,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 def train(folder: Path, *, converters: bool, **options: Any) -> Any:
-    config = tiny_config(folder, **{**SAVING, **options})
-    config.model_converters = [LORA] if converters else []
-    config.check(world_size=1)
-    return run(config)
+    return training.train(folder, *([LORA] if converters else []), **{**SAVING, **options})
 
 
 @pytest.fixture(scope="module")

@@ -39,19 +39,14 @@ from torchtitan.components.checkpoint.filesystem import LocalFolder, folder_at
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+
+pytestmark = pytest.mark.usefixtures("log")
 
 # Everything is compared exactly (torch.equal, ==): saving and loading must not change a bit.
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 MODES = ["disabled", "async", "async_with_pinned_mem"]
-
-
-@pytest.fixture(autouse=True)
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    with caplog.at_level(logging.INFO, logger=logger.name):
-        yield caplog
 
 
 class ModelFile:

@@ -22,15 +22,9 @@ from torchtitan.components.data.pretraining.token_cache import open_token_cache
 from torchtitan.components.data.pretraining.windows import pack
 from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
 
 SEQ_LEN = 16
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return PretrainedTokenizer.Config().build()
 
 
 @pytest.fixture(scope="module")

@@ -28,11 +28,6 @@ BOS, CONTEXT = 1, 512
 
 
 @pytest.fixture(scope="module")
-def stories(assets):
-    return assets / "stories260K" / "hf-converted"
-
-
-@pytest.fixture(scope="module")
 def model(stories):
     return load_model(stories, device="cpu").model
 

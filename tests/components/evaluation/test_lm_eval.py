@@ -34,11 +34,6 @@ metric_list: [{metric: exact_match}]
 
 
 @pytest.fixture(scope="module")
-def stories(assets):
-    return assets / "stories260K" / "hf-converted"
-
-
-@pytest.fixture(scope="module")
 def ours(stories):
     from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM
 

@@ -28,11 +28,6 @@ TINY_PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], list(range(20, 40)), [1, 2]]
 
 
 @pytest.fixture(scope="module")
-def stories(assets):
-    return assets / "stories260K" / "hf-converted"
-
-
-@pytest.fixture(scope="module")
 def stories_model(stories):
     return load_model(stories, device="cpu").model
 

@@ -1,7 +1,6 @@
 """LoRA, rsLoRA and DoRA against peft, on one process and on two."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from tests.equivalence.runs import UnitVariance
-from tests.equivalence.workers import Workers
 from tests.training import RaggedDataLoader, flags, read_metrics, read_validation, run, tiny_config
 from torchtitan.components.peft import LoRA
 from torchtitan.components.peft.lora import AdaptedLayer, LoRALinear
@@ -452,12 +450,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "PP, LoRA in the last stage": ({"include": [r"layers\.1\."]}, PP),
 }
 """Options of the adapter and of the layout; every layer is split by rows or by columns, the vocabulary unevenly."""
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(PROCESSES) as workers:
-        yield workers
 
 
 def run_and_keep_warnings(config: Any) -> None:

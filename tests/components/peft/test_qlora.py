@@ -1,6 +1,5 @@
 """QLoRA against LoRA on the unpacked weights, and on two processes against one."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -211,12 +210,6 @@ SLOW_LAYOUTS = {
     ),
     "FSDP, CPU offload": ({"training__enable_cpu_offload": True}, {}),
 }
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(2) as workers:
-        yield workers
 
 
 def drop_out_on_shared_layers() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as fsdp_collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.distributed.test_parallel_dims import fake_rank
 from tests.processes import run_processes
-from tests.training import read_metrics, run, tiny_config
+from tests.training import read_metrics, tiny_config, train
 from torchtitan.components.freeze import Freeze
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -37,14 +36,6 @@ MATRICES_OF_A_BLOCK = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128
 
 def float8(**options: Any) -> Float8LinearConverter.Config:
     return Float8LinearConverter.Config(emulate=True, **{"min_features": 0, **options})
-
-
-def train(folder: Path, converter: LayerConverter.Config | None, **options: Any) -> Trainer:
-    """A tiny run, in this process or in all of `run_processes`."""
-    config = tiny_config(folder, **options)
-    config.model_converters = [converter] if converter else []
-    config.check(world_size=dist.get_world_size() if dist.is_initialized() else 1)
-    return run(config)
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -268,7 +259,7 @@ def mean_losses(folder: Path) -> list[float]:
 def test_the_loss_stays_within_1_percent_of_bfloat16(tmp_path):
     """Over 200 steps, with every recipe, of what the same steps give in bfloat16 alone."""
     options = {"training__steps": 200, "optimizer__lr": 1e-3, "training__mixed_precision_param": "bfloat16"}
-    train(tmp_path / "bfloat16", None, **options)
+    train(tmp_path / "bfloat16", **options)
     expected = mean_losses(tmp_path / "bfloat16")
     assert expected[-1] < 0.8 * expected[0]
     for recipe in RECIPES:

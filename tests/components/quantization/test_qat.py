@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from tests.processes import run_processes
-from tests.training import flags, read_metrics, read_validation, run, tiny_config
+from tests.training import flags, read_metrics, read_validation, run, tiny_config, train
 from torchtitan.cli.main import main
 from torchtitan.components.freeze import Freeze
 from torchtitan.components.quantization.qat import QAT
@@ -22,18 +22,9 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.models.pretrained import load_model
 from torchtitan.protocols.initializer import initializers_of
 from torchtitan.tools.errors import UserError
-from torchtitan.trainer import Trainer
 from torchtitan.trainer.callbacks import RecompileWarning
 
 pytest.importorskip("torchao")
-
-
-def train(folder: Path, qat: QAT.Config | None, **options: Any) -> Trainer:
-    """A tiny run of the group size that its widths are divisible by; `__` in options for `.`."""
-    config = tiny_config(folder, **options)
-    config.model_converters = [qat] if qat else []
-    config.check(world_size=1)
-    return run(config)
 
 
 def losses(folder: Path) -> list[tuple[Any, ...]]:
@@ -116,7 +107,7 @@ def test_delayed_start(tmp_path):
     """Until then to the bit the plain run, of which it takes a checkpoint too; resumed before or behind, the same."""
     saving = {"checkpoint__enable": True, "checkpoint__interval": 1, "lr_scheduler__total_steps": 4}
     late = QAT.Config(start_step=2)
-    train(tmp_path / "plain", None, **saving)
+    train(tmp_path / "plain", **saving)
     train(tmp_path / "late", late, **saving)
     train(tmp_path / "at once", QAT.Config(), **saving)
     plain, delayed, at_once = (losses(tmp_path / name) for name in ("plain", "late", "at once"))
@@ -128,7 +119,7 @@ def test_delayed_start(tmp_path):
         train(folder, late, **saving, training__steps=stop)
         train(folder, late, **saving)
         assert losses(folder) == delayed
-    train(tmp_path / "begun plain", None, **saving, training__steps=2)
+    train(tmp_path / "begun plain", **saving, training__steps=2)
     train(tmp_path / "begun plain", late, **saving)
     assert losses(tmp_path / "begun plain") == delayed
 
@@ -189,10 +180,10 @@ def test_two_processes_equal_one(tmp_path):
     by a whole step; the steps after that step differ more and more, so three are compared. Measured: 3e-7 without such
     a case, and 7e-5 in the loss and 2e-4 in the gradient norm with one; a plain run is 5e-3 to 2e-2 away in the norm.
     """
-    train(tmp_path / "begin", None, training__steps=40, optimizer__lr=1e-2, checkpoint__enable=True, **WARM_UP)
+    train(tmp_path / "begin", training__steps=40, optimizer__lr=1e-2, checkpoint__enable=True, **WARM_UP)
     run_processes(train_layouts, 2, tmp_path)
     train(tmp_path / "one", OF_LAYOUTS, **begun_at(tmp_path))
-    train(tmp_path / "plain", None, **begun_at(tmp_path))
+    train(tmp_path / "plain", **begun_at(tmp_path))
     one = losses(tmp_path / "one")
     assert losses(tmp_path / "resumed") == losses(tmp_path / "fsdp")
     for name in LAYOUTS:
@@ -276,7 +267,7 @@ def test_an_exported_bfloat16_model(tmp_path):
     declared = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
     start = {"hf_assets_path": tmp_path, "training__steps": 1}
-    trainer = train(tmp_path / "run", None, checkpoint__enable=True, **start)
+    trainer = train(tmp_path / "run", checkpoint__enable=True, **start)
     how = ["--to", "hf", "--quantize", "int8dyn_int4w", "--export_dtype", "bfloat16"]
     assert main(["convert", str(tmp_path / "run/checkpoint/step-1"), str(tmp_path / "hf"), *how]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

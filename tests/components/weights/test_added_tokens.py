@@ -313,7 +313,7 @@ class ChatTrainer(Trainer):
 class TestAssets:
     def test_checkpoints_carry_template_and_tokens(self, tmp_path):
         """The native one, the exported one, and what convert makes of the first."""
-        train(tmp_path, ChatTrainer, **FLOAT32, **ADDED, **LAST_IN_HF)  # 3 is saved in full, 4 exported
+        train(tmp_path, trainer_class=ChatTrainer, **FLOAT32, **ADDED, **LAST_IN_HF)  # 3 is saved in full, 4 exported
         native, exported, converted = (
             tmp_path / "checkpoint" / "step-3",
             tmp_path / "checkpoint" / "step-4",

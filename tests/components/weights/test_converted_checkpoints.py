@@ -20,7 +20,7 @@ from tests.commands import RunningCommand
 from tests.components.weights.test_formats_in_runs import from_folder, make_pretrained, weights_of
 from tests.conftest import PROJECT
 from tests.processes import run_processes
-from tests.training import read_metrics, run, tiny_config
+from tests.training import read_metrics, tiny_config, train
 from torchtitan.cli.main import main
 from torchtitan.components.checkpoint import CheckpointManager, CheckpointSaveError, ModelState, catalog
 from torchtitan.components.checkpoint.dcp import DcpSource
@@ -129,13 +129,6 @@ class Still(ModelConverter):
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def train(folder: Path, converters: list[Any], **options: Any) -> Any:
-    config = tiny_config(folder, **options)
-    config.model_converters = converters
-    config.check(world_size=int(os.environ.get("WORLD_SIZE", 1)))
-    return run(config)
-
-
 def begin(folder: Path, converters: list[Any], **options: Any) -> dict[str, torch.Tensor]:
     """The weights that a run begins with, whole."""
     config = tiny_config(folder, **options)
@@ -206,7 +199,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     step 2 is a full checkpoint, step 4 the folder."""
     folder = tmp_path_factory.mktemp("adapted")
     source = make_pretrained(folder / "source")
-    train(folder, [LORA], **SAVING, **from_folder(source), checkpoint__last_save_in_hf=True, optimizer__lr=0.02)
+    train(folder, LORA, **SAVING, **from_folder(source), checkpoint__last_save_in_hf=True, optimizer__lr=0.02)
     return folder
 
 
@@ -300,7 +293,7 @@ def test_a_converter_s_own_initial_weights_come_where_a_run_begins(tmp_path):
     for options in ({}, from_folder(make_pretrained(tmp_path / "source"))):
         weights = begin(tmp_path / "begun", [converter], **FLOAT32, **options)
         assert (weights["layers.0.attention.wq.more"] == 3.0).all()
-    train(tmp_path / "run", [converter], **SAVING, training__steps=2, lr_scheduler__total_steps=4)
+    train(tmp_path / "run", converter, **SAVING, training__steps=2, lr_scheduler__total_steps=4)
     resumed = begin(tmp_path / "run", [converter], **SAVING)
     assert (resumed["layers.0.attention.wq.more"] != 3.0).any()
     assert torch.equal(
@@ -314,7 +307,7 @@ def test_a_file_that_does_not_fit_is_found_before_any_process_starts(tmp_path):
     config.model_converters = [LORA]
     with pytest.raises(UserError, match="embed_tokens"):
         config.check(world_size=2)
-    train(tmp_path / "own", [], **SAVING, model__ffn_dim=96, training__steps=2)
+    train(tmp_path / "own", **SAVING, model__ffn_dim=96, training__steps=2)
     config = tiny_config(tmp_path / "run", checkpoint__initial_load_path=step(tmp_path / "own", 2))
     config.model_converters = [LORA]
     with pytest.raises(UserError, match="feed_forward.w1.weight"):
@@ -359,14 +352,14 @@ def test_logits_are_those_of_the_run(tmp_path):
     for name, converters in CONVERTERS.items():
         folder = tmp_path / name
         options = {"checkpoint__last_save_in_hf": True, "checkpoint__export_dtype": "float32", "optimizer__lr": 0.01}
-        trainer = train(folder, converters, **SAVING, **options, training__steps=3)
+        trainer = train(folder, *converters, **SAVING, **options, training__steps=3)
         expected = logits_in_training(trainer)
         with torch.no_grad():
             theirs = AutoModelForCausalLM.from_pretrained(step(folder, 3))(torch.arange(24).view(2, 12)).logits
         # Merged weights in 4 bits are bfloat16 first: 8 bits of each weight, and the run multiplies without merging.
         rounding = 2e-2 if name == "qlora" else 1e-5
         assert torch.allclose(theirs, expected, rtol=rounding, atol=rounding * expected.abs().max()), name
-        trainer = train(tmp_path / f"{name}-full", converters, **SAVING, training__steps=2)
+        trainer = train(tmp_path / f"{name}-full", *converters, **SAVING, training__steps=2)
         expected = logits_in_training(trainer)
         found = logits_of(step(tmp_path / f"{name}-full", 2))
         assert torch.allclose(found, expected, rtol=rounding, atol=rounding * expected.abs().max()), name
@@ -392,7 +385,7 @@ def test_inspect_shows_it(adapted, capsys):
 
 def test_what_converters_write_beside_is_of_the_checkpoint(tmp_path, capsys):
     """In the folder of a run's end, under the same digests; and in what `convert` writes."""
-    train(tmp_path, [NORMED], **SAVING, checkpoint__last_save_in_hf=True, training__steps=3)
+    train(tmp_path, NORMED, **SAVING, checkpoint__last_save_in_hf=True, training__steps=3)
     folder = step(tmp_path, 3)
     written = folder / "beside" / "lengths.json"
     assert len(json.loads(written.read_text())) == 64
@@ -414,13 +407,13 @@ def written_bytes(folder: Path) -> int:
 
 def test_a_type_for_export_leaves_what_has_one_of_its_own(tmp_path):
     options = {**SAVING, "checkpoint__last_save_model_only": True, "training__steps": 3}
-    train(tmp_path / "bf16", [QLORA], **options, checkpoint__export_dtype="bfloat16")
+    train(tmp_path / "bf16", QLORA, **options, checkpoint__export_dtype="bfloat16")
     forms = DcpSource(step(tmp_path / "bf16", 3)).specs
     types = {name.rpartition(".")[2]: form.dtype for name, form in forms.items() if "layers.0.attention.wq" in name}
     quantized = dict.fromkeys(("packed", "scales", "scale_ranges"), torch.uint8)
     assert types == {**quantized, "lora_A": torch.bfloat16, "lora_B": torch.bfloat16}
     assert forms["tok_embeddings.weight"].dtype == torch.bfloat16
-    train(tmp_path / "hf", [QLORA], **SAVING, checkpoint__last_save_in_hf=True, training__steps=3)
+    train(tmp_path / "hf", QLORA, **SAVING, checkpoint__last_save_in_hf=True, training__steps=3)
     forms = HuggingFaceSource(step(tmp_path / "hf", 3)).specs
     assert forms["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
     assert forms["lm_head.weight"].dtype == torch.float32
@@ -467,7 +460,7 @@ def test_beginning_from_an_adapter_checkpoint(adapted, tmp_path):
 
 def test_the_same_adapters_trained_in_another_way_go_on(adapted, tmp_path, caplog):
     """Weights are the ones saved, to the bit, where options differ that do not say what they mean."""
-    train(tmp_path / "qlora", [QLORA], **SAVING, training__steps=2, optimizer__lr=0.01)
+    train(tmp_path / "qlora", QLORA, **SAVING, training__steps=2, optimizer__lr=0.01)
     for folder, config, change in (
         (tmp_path / "qlora", QLORA, {"dropout": 0.1, "exclude": [r"attention\.wo$"]}),
         (adapted, LORA, {"include": ["."], "exclude": ["tok_embeddings"]}),
@@ -540,7 +533,7 @@ def test_a_checkpoint_to_begin_from_is_digested_once(adapted, tmp_path, monkeypa
 
 def test_beginning_from_a_plain_checkpoint(tmp_path):
     """What is excluded from loading is initialized as where the run begins."""
-    trainer = train(tmp_path / "plain", [], **SAVING, training__steps=2)
+    trainer = train(tmp_path / "plain", **SAVING, training__steps=2)
     plain, from_it = whole_weights(trainer), {"checkpoint__initial_load_path": step(tmp_path / "plain", 2)}
     weights = begin(tmp_path / "adapted", [LORA], **FLOAT32, **from_it)
     assert_equal(plain, {name: tensor for name, tensor in weights.items() if "lora" not in name})
@@ -552,9 +545,9 @@ def test_beginning_from_a_plain_checkpoint(tmp_path):
 def resumed_and_straight(folder: Path, converters: list[Any], **options: Any) -> None:
     """Two steps and two more are four, to the bit."""
     options = {**SAVING, "lr_scheduler__total_steps": 4, "optimizer__lr": 0.01, **options}
-    train(folder / "resumed", converters, **options, training__steps=2)
-    resumed = train(folder / "resumed", converters, **options)
-    straight = train(folder / "straight", converters, **options)
+    train(folder / "resumed", *converters, **options, training__steps=2)
+    resumed = train(folder / "resumed", *converters, **options)
+    straight = train(folder / "straight", *converters, **options)
     metrics = [read_metrics(folder / name, "loss", "grad_norm") for name in ("resumed", "straight")]
     assert len(metrics[0]) == 4 and metrics[0] == metrics[1]
     assert_equal(whole_weights(resumed), whole_weights(straight))
@@ -619,7 +612,7 @@ def test_trained_weights_only(adapted, tmp_path, capsys):
     """Checkpoints of the adapters' size; a run goes on with the weights that it began with, and with no others."""
     sources = [make_pretrained(tmp_path / "source"), make_pretrained(tmp_path / "other", vocab_size=2064)]
     options = {**SAVING, "checkpoint__save_trainable_only": True, "lr_scheduler__total_steps": 8}
-    train(tmp_path, [LORA], **options, **from_folder(sources[0]), training__steps=4, checkpoint__last_save_in_hf=True)
+    train(tmp_path, LORA, **options, **from_folder(sources[0]), training__steps=4, checkpoint__last_save_in_hf=True)
     path = step(tmp_path, 2)
     saved = DcpSource(path)
     assert {name.rpartition(".")[2] for name in saved.specs} == {"lora_A", "lora_B"}
@@ -642,7 +635,7 @@ def test_trained_weights_only(adapted, tmp_path, capsys):
     assert f"initial_load_path {sources[0]}" in capsys.readouterr().out
     # Without the option a run goes on from there too, and saves all from then on.
     whole = {**options, "checkpoint__save_trainable_only": False, "checkpoint__load_step": 2, "training__steps": 6}
-    train(tmp_path, [LORA], **whole, **from_folder(sources[0]))
+    train(tmp_path, LORA, **whole, **from_folder(sources[0]))
     assert "output.weight" in DcpSource(step(tmp_path, 6)).specs
     with pytest.raises(UserError, match="checkpoint.save_trainable_only: .*step-6 holds all weights"):
         begin(tmp_path, [LORA], **options, **from_folder(sources[0]))
@@ -654,7 +647,7 @@ def left_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("left_out")
     options = {**SAVING, **from_folder(make_pretrained(folder / "base")), "optimizer__lr": 0.02}
     last = {"checkpoint__last_save_in_hf": True, "training__steps": 3, "checkpoint__interval": 1}
-    train(folder, [LORA], **{**options, **last}, checkpoint__save_trainable_only=True)
+    train(folder, LORA, **{**options, **last}, checkpoint__save_trainable_only=True)
     return folder
 
 
@@ -677,13 +670,15 @@ def test_a_checkpoint_of_trained_weights_opens_as_the_one_of_all(tmp_path, name,
         shutil.copy(EMBEDDED_TOKENIZER / "tokenizer.json", tmp_path / "base")
         source["tokenizer__added_tokens"] = ["<|one|>"]
     if kind in ("plain", "same"):
-        train(tmp_path / "begun", converters if kind == "same" else [], **SAVING, training__steps=2, optimizer__lr=0.01)
+        train(
+            tmp_path / "begun", *converters if kind == "same" else [], **SAVING, training__steps=2, optimizer__lr=0.01
+        )
         source = {"checkpoint__initial_load_path": step(tmp_path / "begun", 2)}
     options = {**SAVING, **source, "training__steps": 2, "optimizer__lr": 0.01, "debug__seed": 3}
     found = []
     for save_trainable_only in (True, False):
         folder = tmp_path / f"run-{save_trainable_only}"
-        train(folder, converters, **options, checkpoint__save_trainable_only=save_trainable_only)
+        train(folder, *converters, **options, checkpoint__save_trainable_only=save_trainable_only)
         found.append(opened(step(folder, 2)))
     assert_equal(*found)
 
@@ -779,13 +774,13 @@ def test_trained_only_without_a_converted_weight(tmp_path):
     with pytest.raises(UserError, match="use a checkpoint of the run with all weights"):
         begin(tmp_path / "next", [Still.Config()], checkpoint__initial_load_path=path)
     with pytest.raises(UserError, match="checkpoint.save_trainable_only: all weights are trained"):
-        train(tmp_path / "all", [], **SAVING, checkpoint__save_trainable_only=True)
+        train(tmp_path / "all", **SAVING, checkpoint__save_trainable_only=True)
 
 
 def test_an_end_that_is_a_step_saved_already_is_whole(tmp_path):
     """Where the data ends at a step that has its checkpoint, no other form could be made of trained weights only."""
     options = {**SAVING, "checkpoint__save_trainable_only": True, "lr_scheduler__total_steps": 8}
-    trainer = train(tmp_path, [LORA], **options, training__steps=2)
+    trainer = train(tmp_path, LORA, **options, training__steps=2)
     assert trainer.checkpointer._saver.kind == "full"
     config = tiny_config(tmp_path, **options, checkpoint__last_save_in_hf=True)
     config.model_converters = [LORA]
@@ -799,7 +794,7 @@ def test_an_end_that_is_a_step_saved_already_is_whole(tmp_path):
 def test_an_end_that_fails_leaves_what_a_run_resumes_from(tmp_path, monkeypatch):
     """The step's checkpoint of trained weights, with all that a run needs besides."""
     options = {**SAVING, "checkpoint__save_trainable_only": True}
-    train(tmp_path, [LORA], **options, training__steps=2)
+    train(tmp_path, LORA, **options, training__steps=2)
     config = tiny_config(tmp_path, **options, checkpoint__last_save_in_hf=True)
     config.model_converters = [LORA]
     resumed = config.build()
@@ -821,7 +816,7 @@ def test_an_end_that_fails_leaves_what_a_run_resumes_from(tmp_path, monkeypatch)
 def test_a_store_that_cannot_rename_keeps_what_a_run_resumes_from(tmp_path, caplog):
     """To replace it would be to remove it first."""
     options = {**SAVING, "checkpoint__save_trainable_only": True, "checkpoint__folder": f"memory://{tmp_path.name}"}
-    train(tmp_path, [LORA], **options, training__steps=2)
+    train(tmp_path, LORA, **options, training__steps=2)
     config = tiny_config(tmp_path, **options, checkpoint__last_save_model_only=True)
     config.model_converters = [LORA]
     resumed = config.build()
@@ -838,7 +833,7 @@ from pathlib import Path
 from tests.components.weights.test_converted_checkpoints import LORA, SAVING, train
 options = {**SAVING, "checkpoint__save_trainable_only": True, "checkpoint__interval": 1}
 options["training__steps"] = int(sys.argv[2])
-train(Path(sys.argv[1]), [LORA], **options, lr_scheduler__total_steps=400)
+train(Path(sys.argv[1]), LORA, **options, lr_scheduler__total_steps=400)
 """
 
 
@@ -863,7 +858,7 @@ def test_killed_and_resumed(tmp_path):
         "checkpoint__interval": 1,
         "lr_scheduler__total_steps": 400,
     }
-    runs = {name: train(tmp_path / name, [LORA], **options, training__steps=newest + 2) for name in ("killed", "left")}
+    runs = {name: train(tmp_path / name, LORA, **options, training__steps=newest + 2) for name in ("killed", "left")}
     assert_equal(whole_weights(runs["killed"]), whole_weights(runs["left"]))
     losses = [dict(read_metrics(tmp_path / name, "loss")) for name in ("killed", "left")]
     assert losses[0] == losses[1]

@@ -89,7 +89,7 @@ def test_values_that_the_export_cannot_hold_are_saved_as_they_are(tmp_path, capl
             with torch.no_grad():
                 self.model_parts[0].tok_embeddings.weight[0, 0] = 1e5
 
-    train(tmp_path, Large, **FLOAT32, **LAST_IN_HF, checkpoint__export_dtype="float16", optimizer__lr=0)
+    train(tmp_path, trainer_class=Large, **FLOAT32, **LAST_IN_HF, checkpoint__export_dtype="float16", optimizer__lr=0)
     weights = weights_of(tmp_path / "checkpoint" / "step-4")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert weights["model.embed_tokens.weight"][0, 0] == 1e5
@@ -171,7 +171,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path):
 
     options = {"validator__enable": True, "validator__freq": 2, "validator__steps": 1, "training__steps": 8}
     keep = {"checkpoint__enable": True, "checkpoint__keep_best": True, "checkpoint__interval": 100}
-    train(tmp_path, Scripted, **FLOAT32, **options, **keep, checkpoint__keep_latest_k=1)
+    train(tmp_path, trainer_class=Scripted, **FLOAT32, **options, **keep, checkpoint__keep_latest_k=1)
     kept = {info.step: info.validation_loss for info in list_checkpoints(tmp_path / "checkpoint")}
     assert kept == {4: 3.0, 8: 3.5}
 
@@ -191,10 +191,10 @@ def test_resume_with_another_batch_size(tmp_path):
             seen.extend(batch["input"])
             return super().post_dataloading_process(batch)
 
-    train(tmp_path / "changed", Watching, **options, training__steps=2, training__local_batch_size=2)
-    train(tmp_path / "changed", Watching, **options, training__steps=4, training__local_batch_size=4)
+    train(tmp_path / "changed", trainer_class=Watching, **options, training__steps=2, training__local_batch_size=2)
+    train(tmp_path / "changed", trainer_class=Watching, **options, training__steps=4, training__local_batch_size=4)
     changed, seen[:] = list(seen), []
-    train(tmp_path / "plain", Watching, **options, training__steps=6, training__local_batch_size=2)
+    train(tmp_path / "plain", trainer_class=Watching, **options, training__steps=6, training__local_batch_size=2)
     assert torch.equal(torch.stack(changed), torch.stack(seen))
 
 

@@ -28,11 +28,6 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return PretrainedTokenizer.Config().build()
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A working directory with a template in it, and a cache of its own."""

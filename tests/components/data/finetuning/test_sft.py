@@ -38,11 +38,6 @@ TEMPLATE = """\
 WORDS = "the cat saw a small red dog and ran home to sleep in the sun by the old tree".split()
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return PretrainedTokenizer.Config().build()
-
-
 def write_rows(path: Path, n: int, seed: int = 0) -> Path:
     """Questions and answers of very different lengths."""
     rng = random.Random(seed)

@@ -17,7 +17,6 @@ from torchtitan.components.data.base import Layout
 from torchtitan.components.data.pretraining.streaming import PackedStream, StreamOrder
 from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import RunFailure, UserError
 
 datasets = pytest.importorskip("datasets")
@@ -26,11 +25,6 @@ SEQ_LEN = 64
 # Short, empty and long (many windows) ones.
 TEXTS = [" ".join(story.split()[: 5 + 2 * i]) for i, story in enumerate(Stories("validation", 75))]
 TEXTS[7], TEXTS[20] = "", " ".join(TEXTS[65:75])
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return PretrainedTokenizer.Config().build()
 
 
 def write_folder(folder: Path, kind: str, n_files: int) -> Path:

@@ -36,11 +36,6 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.progress import progress
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return PretrainedTokenizer.Config().build()
-
-
 class NeverAsked(PretrainedTokenizer):
     """The embedded tokenizer, which fails when it has to encode more than a probe."""
 
