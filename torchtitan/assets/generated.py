@@ -1,4 +1,4 @@
-"""Data that a program makes up: the splits, and the random draws behind each item."""
+"""Base classes of procedurally generated data: splits and seeded random draws."""
 
 import hashlib
 import json
@@ -16,18 +16,18 @@ _FOLDER = Path(__file__).parent
 
 
 def read_tables(name: str) -> dict[str, Any]:
-    """Return the tables in `name`, a JSON file beside this module."""
+    """Return the tables in `name`, a JSON file next to this module."""
     return json.loads((_FOLDER / name).read_bytes())
 
 
 def version_of(*names: str) -> str:
-    """Digest of files beside this module and of this module itself: equal versions generate equal items."""
+    """Return a digest of this module and of files next to it; equal versions generate equal items."""
     contents = [(_FOLDER / name).read_bytes() for name in (*names, Path(__file__).name)]
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 class Draw:
-    """Draws from tables; of `random.Random`, only `random()` promises the same numbers in every version of Python."""
+    """Seeded draws from tables. They use only `Random.random`, whose numbers are the same in every Python version."""
 
     def __init__(self, seed: int):
         self.uniform = Random(seed).random
@@ -37,30 +37,30 @@ class Draw:
 
 
 class Generated(ABC, Generic[T]):
-    """The items of one split, by index.
+    """Items of one split, by index.
 
-    Item `i` is a function of the split and `i` alone, on every machine and in every version of Python.
+    Item `i` depends only on the split and `i`, on every machine and in every Python version.
 
     Args:
         split: `train`, or `validation`.
-        n: number of items; None: as many as usual.
+        n: number of items; None: `n_default`.
 
     Raises:
-        UserError: when `n` is below 1.
+        UserError: if `n` is below 1.
     """
 
     n_default: ClassVar[Mapping[str, int]]
-    """Usual number of items of each split."""
+    """Default number of items of each split."""
 
     def __init__(self, split: Literal["train", "validation"], n: int | None = None):
         if n is not None and n < 1:
-            raise UserError(f"there must be at least 1 of the {type(self).__name__}, not {n}")
+            raise UserError(f"{type(self).__name__}: n must be at least 1, not {n}")
         self.split = split
         self._n = self.n_default[split] if n is None else n
 
     @abstractmethod
     def write(self, draw: Draw, *, held_out: bool) -> T:
-        """An item by fresh draws; `held_out`: of the split `validation`."""
+        """Return a new item; `held_out` is True for the validation split."""
 
     def __len__(self) -> int:
         return self._n
@@ -69,7 +69,7 @@ class Generated(ABC, Generic[T]):
         return (self[i] for i in range(self._n))
 
     def __getitem__(self, i: int) -> T:
-        """Item `i`; raises `IndexError` outside [0, len)."""
+        """Return item `i`; raise `IndexError` outside [0, len)."""
         if not 0 <= i < self._n:
             raise IndexError(f"{i} of {self._n} {type(self).__name__}")
         held_out = self.split == "validation"
@@ -77,7 +77,7 @@ class Generated(ABC, Generic[T]):
 
 
 def draw_pair(draw: Draw, n: int, *, held_out: bool) -> tuple[int, int]:
-    """Two different numbers below `n` that the other split never has together: about one pair in 20 is held out."""
+    """Return two different numbers below `n` that the other split never pairs; about 1 in 20 pairs is held out."""
     while True:
         first, second = draw(range(n)), draw(range(n))
         if first != second and ((first + second) % 20 == 0) == held_out:
@@ -85,5 +85,5 @@ def draw_pair(draw: Draw, n: int, *, held_out: bool) -> tuple[int, int]:
 
 
 def capitalized(text: str) -> str:
-    """Return a text with a capital first letter; the others stay."""
+    """Return `text` with its first letter capitalized."""
     return text[0].upper() + text[1:]

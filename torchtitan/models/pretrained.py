@@ -79,7 +79,7 @@ def internal_source(
     """Return the model of a checkpoint in any format, and its weights under our names and in our layout.
 
     Args:
-        base: folder of the remaining weights if the checkpoint has only trained ones; by default, where they were.
+        base: folder of the remaining weights if the checkpoint has only trained ones; default: their original folder.
         family: as in `spec_of`.
 
     Raises:
@@ -105,7 +105,7 @@ def load_model(
         family: as in `spec_of`.
 
     Raises:
-        UserError: as `internal_source`; if a checkpoint of ours is damaged, or its weights are quantized.
+        UserError: as `internal_source`; if a DCP checkpoint is damaged, or its weights are quantized.
     """
     checkpoint_format(path, family)
     pretrained.check_digests(path)

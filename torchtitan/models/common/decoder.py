@@ -218,7 +218,7 @@ class Decoder(BaseModel):
 
         N counts the parameters that multiply every token, so not an embedding that is only looked up. Attention (L
         layers, H heads of width Q, T = seq_len) has two products with scores, of 2 H Q T operations each forward and
-        twice as many backward, by convention not reduced for the causal mask or packed documents.
+        twice that number backward, by convention not reduced for the causal mask or packed documents.
 
         Of the 6 operations, 2 are the forward pass, 2 the parameter's gradient, absent if it is frozen, and 2 the
         gradient of its input. The backward pass ends at the first trained parameter, in order of registration within a
