@@ -364,6 +364,7 @@ def test_custom_subclass(config, tokenizer):
     assert torch.equal(next(own)["input"], next(build(config, tokenizer))["input"].flip(0))
 
 
+@pytest.mark.slow
 def test_import_loads_no_heavy_module():
     heavy = "{'datasets', 'pyarrow', 'pandas', 'transformers', 'tokenizers', 'tiktoken', 'rich', 'zstandard'}"
     code = f"import sys, torchtitan.components.data; print(sorted({heavy} & sys.modules.keys()))"

@@ -118,19 +118,28 @@ def llama3(assets: Path) -> PretrainedTokenizer:
     return build(assets / "llama3-tokenizer")
 
 
-def test_tiktoken_format_equals_transformers_conversion(
-    llama3: PretrainedTokenizer, assets: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def converted_llama3(llama3: PretrainedTokenizer, assets: Path) -> tokenizers.Tokenizer:
+    """Llama 3's tokenizer, converted by transformers."""
     convert = pytest.importorskip("transformers.convert_slow_tokenizer")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # the reference reads the file, not a cached copy
     special = [llama3.decode([i]) for i in range(128_000, 128_256)]
     path = str(assets / "llama3-tokenizer" / "tokenizer.model")
-    reference = convert.TikTokenConverter(path, extra_special_tokens=special).converted()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # transformers reads the file, not a cached copy
+        converted: tokenizers.Tokenizer = convert.TikTokenConverter(path, extra_special_tokens=special).converted()
+    return converted
+
+
+def test_tiktoken_format_equals_transformers_conversion(
+    llama3: PretrainedTokenizer, converted_llama3: tokenizers.Tokenizer, assets: Path
+) -> None:
+    reference = converted_llama3
     texts = SCRIPTS + EXTREMES + LOOKS_SPECIAL + real_texts(assets)
     parsed = [encoding.ids for encoding in reference.encode_batch(texts)]
     assert llama3.encode_batch(texts, add_bos=False, allow_special=True) == parsed
     reference.encode_special_tokens = True
     literal = [encoding.ids for encoding in reference.encode_batch(texts)]
+    reference.encode_special_tokens = False
     assert llama3.encode_batch(texts, add_bos=False) == literal
     assert [llama3.decode(ids) for ids in parsed] == [
         reference.decode(ids, skip_special_tokens=False) for ids in parsed
@@ -142,16 +151,13 @@ def test_tiktoken_format_equals_transformers_conversion(
 
 @pytest.mark.parametrize("name", [*HUGGING_FACE, "llama3-tokenizer"])
 @pytest.mark.parametrize("special", [True, False])
-def test_offsets_equal_transformers(name: str, special: bool, assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offsets_equal_transformers(name: str, special: bool, assets: Path, request: pytest.FixtureRequest) -> None:
     transformers = pytest.importorskip("transformers")
     folder = folder_of(name, assets)
     ours = build(folder)
     if name == "llama3-tokenizer":
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
-        tokens = [ours.decode([i]) for i in range(128_000, 128_256)]
-        convert = pytest.importorskip("transformers.convert_slow_tokenizer")
-        converter = convert.TikTokenConverter(str(folder / "tokenizer.model"), extra_special_tokens=tokens)
-        reference = transformers.PreTrainedTokenizerFast(tokenizer_object=converter.converted())
+        converted = request.getfixturevalue("converted_llama3")
+        reference = transformers.PreTrainedTokenizerFast(tokenizer_object=converted)
     else:
         reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     texts = SCRIPTS + EXTREMES + LOOKS_SPECIAL + real_texts(assets)[:10]
@@ -431,12 +437,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert (result.stdout, result.stderr) == ("0\n", "")
 
 
-def test_import_loads_no_heavy_module() -> None:
-    program = "import sys, torchtitan.components.tokenizer; print({'tokenizers', 'tiktoken'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout == "set()\n"
-
-
 class Lowercase(PretrainedTokenizer):
     """Custom subclass of the pretrained tokenizer that lowercases text."""
 
@@ -478,6 +478,7 @@ def test_custom_tokenizers() -> None:
             custom.tokenize_with_offsets(["Hi"], allow_special=True)
 
 
+@pytest.mark.slow
 def test_embedded_files_equal_the_output_of_the_script(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("train_tokenizer", PROJECT / "scripts/train_tokenizer.py")
     assert spec is not None and spec.loader is not None

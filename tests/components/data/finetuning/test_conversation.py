@@ -149,7 +149,7 @@ def test_no_messages():
         normalize([])
     with raises("messages is empty", EmptySample):
         converted({"messages": None})
-    with raises("messages must be a list, not a dict", BrokenSample):
+    with raises("messages must be a list of messages, not a dict", BrokenSample):
         converted({"messages": {"role": ["user"], "content": ["x"]}})
 
 

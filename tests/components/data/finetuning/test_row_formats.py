@@ -197,7 +197,7 @@ class TestRecognition:
         ],
     )
     def test_error_suggests_how_to_train_on_one_answer_of_a_pair(self, row):
-        with raises("rejected_messages are for preference training; to train on one of them") as caught:
+        with raises(" are for preference training; to train on one of them") as caught:
             find_format(list(row), "auto", {}, "sft")
         [option] = re.findall(r"--dataloader.columns ([a-z_=]+)", str(caught.value))
         formats = re.findall(r"; to ignore both, set --dataloader.format (\S+)", str(caught.value))
@@ -206,7 +206,7 @@ class TestRecognition:
 
     def test_answers_next_to_a_conversation_need_a_function(self):
         """No option appends an answer column to a conversation column."""
-        with raises("on one of them, write a function that returns the whole conversation") as caught:
+        with raises("to train on one of them, write a function that returns the whole conversation") as caught:
             find_format(["conversations", "chosen", "rejected"], "auto", {}, "sft")
         assert str(caught.value).endswith("; to ignore both, set --dataloader.format conversations")
 

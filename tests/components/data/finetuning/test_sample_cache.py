@@ -376,7 +376,7 @@ def test_damaged_cache_is_renamed_and_rebuilt(tmp_path, caplog, damage):
         caplog.clear()
         assert texts_of(open_cache(Texts("aBc"), tmp_path)) == ["aBc"]
         [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert line.startswith(f"the token cache {folder} is damaged (") and "\n" not in line
+        assert line.startswith(f"the cache {folder} is damaged (") and "\n" not in line
         assert line.endswith(f"); it was renamed to {folder.name}.damaged and is rebuilt")
         assert {path: path.read_bytes() for path in folder.iterdir()} == written
         assert cache_folders(tmp_path) == [folder.name, f"{folder.name}.damaged"]

@@ -270,7 +270,7 @@ def test_damaged_cache_is_renamed_and_rebuilt(tmp_path, tokenizer, caplog, damag
         cache = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
         assert cache.tokens(0, 99).tolist() == tokenizer.encode_documents(["some text"])[0]
         [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert line.startswith(f"the token cache {folder} is damaged (") and "\n" not in line
+        assert line.startswith(f"the cache {folder} is damaged (") and "\n" not in line
         assert line.endswith(f"); it was renamed to {folder.name}.damaged and is rebuilt")
         assert {path: path.read_bytes() for path in folder.iterdir()} == written
         assert cache_folders(tmp_path / "cache") == [folder.name, f"{folder.name}.damaged"]

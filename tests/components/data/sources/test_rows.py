@@ -193,7 +193,7 @@ def test_completely_broken_files(tmp_path):
             b"question;answer\na;b\n",
             "c.csv:1: the only column is 'question;answer'; separate columns by commas, not ';'",
         ),
-        ("b.csv", b"prompt,text,text\na,b,c\n", "b.csv:1: several columns are called 'text'; rename one of them"),
+        ("b.csv", b"prompt,text,text\na,b,c\n", "b.csv:1: the column name 'text' is repeated; rename one column"),
         ("a.parquet", b"no parquet", "a.parquet is not a readable parquet file"),
         ("a.jsonl", b'{"n": 1}\n{"n": "\xff"}', "a.jsonl is not UTF-8: byte 0xff at offset 16 (line 2)"),
         ("a.jsonl.gz", gzip.compress(b'{"n": 1}')[:-8], "a.jsonl.gz cannot be read"),
@@ -411,7 +411,7 @@ def test_registered_local_set(tmp_path, own_registry):
     one_file = str(tmp_path / "train.jsonl")
     register_chat_dataset("one", ChatDataset(path=one_file, splits=("train", "validation")))
     assert len(rows_at("one")) == 1
-    with raises(f"dataset 'one': {one_file} has no split 'validation'; write {{split}} in its path"):
+    with raises(f"dataset 'one': {one_file} has no split 'validation'; use {{split}} in its path"):
         rows_at("one", "validation")
     register_chat_dataset("missing", ChatDataset(path=str(tmp_path / "nothing.jsonl")))
     with raises(f"{tmp_path / 'nothing.jsonl'} does not exist"):

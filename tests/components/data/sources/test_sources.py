@@ -299,11 +299,11 @@ def test_paths_without_data(tmp_path):
     (tmp_path / "a.docx").write_text("a")
     with raises("the file format is not supported; use one of: txt, md, jsonl, json, csv, parquet, each also as .gz"):
         documents_at(tmp_path / "a.docx")
-    with raises("has no file that can be read"):
+    with raises(f"the folder '{tmp_path}' contains no data files (txt, md, jsonl,"):
         documents_at(tmp_path)
     with raises("no file matches the pattern"):
         documents_at(tmp_path / "*.txt")
-    with raises("has no split 'validation'; it has: train"):
+    with raises("has no split 'validation'; use one of: train"):
         resolve_source(str(tmp_path / "a.docx"), None, "validation")
 
 
