@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from tests.components.chat_template.helpers import Message, assistant, user
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
@@ -19,8 +20,6 @@ from torchtitan.components.data.finetuning.conversation import BrokenSample, Con
 from torchtitan.components.data.finetuning.loss_mask import TrainOn
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.weights.assets import chat_assets
-
-Message = dict[str, Any]
 
 FAMILIES = ["qwen3", "qwen3-now", "phi-3", "phi-3.5", "gpt-oss"]
 
@@ -102,14 +101,6 @@ def template_of(source: str) -> ChatTemplate:
 
 
 # Conversations.
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str, **more: Any) -> Message:
-    return {"role": "assistant", "content": text, **more}
 
 
 def words(rng: random.Random) -> str:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.components.tokenizer.helpers import load_tokenizer
 from torchtitan.components.chat_template import (
     BUILT_IN_TEMPLATES,
     ChatTemplate,
     load_chat_template,
     resolve_chat_template,
 )
-from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
+from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
 TURNS: list[dict[str, Any]] = [
@@ -23,11 +24,6 @@ TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": "More?"},
     {"role": "assistant", "content": "👩 No."},
 ]
-
-
-def build(path: str | Path = "") -> PretrainedTokenizer:
-    tokenizer: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=path)
-    return tokenizer
 
 
 # Marks.
@@ -103,7 +99,7 @@ def test_end_of_turn() -> None:
 def test_built_in_mistral_equals_mistrals_template(assets: Path) -> None:
     """Except for the system message, which Mistral's template writes with the last question."""
     folder = assets / "mistral-v0.3-tokenizer"
-    own, built_in = (resolve_chat_template(name, [folder], build(folder)) for name in ("", "mistral"))
+    own, built_in = (resolve_chat_template(name, [folder], load_tokenizer(folder)) for name in ("", "mistral"))
     for n in range(1, len(TURNS) + 1):
         assert built_in.render(TURNS[:n], add_generation_prompt=n % 2 == 1) == own.render(
             TURNS[:n], add_generation_prompt=n % 2 == 1
@@ -134,7 +130,7 @@ def test_built_in_mistral_equals_mistrals_template(assets: Path) -> None:
     ],
 )
 def test_built_in_templates(name: str, prompt: str, answer: str, rest: str, stories: Path) -> None:
-    template = resolve_chat_template(name, [], build(stories))
+    template = resolve_chat_template(name, [], load_tokenizer(stories))
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     assert template.render(messages, add_generation_prompt=True) == prompt
     messages += [{"role": "assistant", "content": "Ho"}]
@@ -148,13 +144,13 @@ def test_built_in_templates(name: str, prompt: str, answer: str, rest: str, stor
 
 
 def test_alpaca_has_a_default_system_message(stories: Path) -> None:
-    text = resolve_chat_template("alpaca", [], build(stories)).render(TURNS[:1], add_generation_prompt=True)
+    text = resolve_chat_template("alpaca", [], load_tokenizer(stories)).render(TURNS[:1], add_generation_prompt=True)
     assert text.startswith("<s>Below is an instruction that describes a task.")
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral", "alpaca"])
 def test_built_in_templates_reject_unsupported_messages(name: str, stories: Path) -> None:
-    template = resolve_chat_template(name, [], build(stories))
+    template = resolve_chat_template(name, [], load_tokenizer(stories))
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     cases: list[tuple[list[dict[str, Any]], Any]] = [([TURNS[0], call], None), (TURNS, [{"function": {"name": "f"}}])]
     for messages, tools in cases:
@@ -167,7 +163,9 @@ def test_built_in_templates_reject_unsupported_messages(name: str, stories: Path
 def test_built_in_template_uses_the_tokens_of_the_tokenizer(assets: Path, stories: Path) -> None:
     turns = TURNS[:2]
     rendered = {
-        (name, folder.name): resolve_chat_template(name, [], build(folder)).render(turns, add_generation_prompt=False)
+        (name, folder.name): resolve_chat_template(name, [], load_tokenizer(folder)).render(
+            turns, add_generation_prompt=False
+        )
         for name in ("chatml", "alpaca")
         for folder in (stories, assets / "gpt2-tokenizer")
     }
@@ -176,9 +174,9 @@ def test_built_in_template_uses_the_tokens_of_the_tokenizer(assets: Path, storie
     assert rendered["alpaca", "gpt2-tokenizer"].endswith("Good day.\n<|endoftext|>")
     assert rendered["alpaca", "hf-converted"].endswith("Good day.\n</s>")
     # It needs no variables, so that other programs render equal text.
-    source = resolve_chat_template("alpaca", [], build(stories)).source
+    source = resolve_chat_template("alpaca", [], load_tokenizer(stories)).source
     assert ChatTemplate(source).render(turns, add_generation_prompt=False) == rendered["alpaca", "hf-converted"]
-    endless: Tokenizer = build(stories)
+    endless: Tokenizer = load_tokenizer(stories)
     endless.eos_id = None
     with pytest.raises(UserError, match="alpaca needs EOS, which the tokenizer does not define; use chatml"):
         resolve_chat_template("alpaca", [], endless)
@@ -188,7 +186,7 @@ def test_built_in_template_uses_the_tokens_of_the_tokenizer(assets: Path, storie
 
 
 def test_template_file(tmp_path: Path, stories: Path, assets: Path) -> None:
-    tokenizer = build(stories)
+    tokenizer = load_tokenizer(stories)
     with pytest.raises(
         UserError, match=r"no chat template in .*set --chat to a file or one of: chatml, llama3, mistral, alpaca"
     ):
@@ -219,12 +217,12 @@ def test_template_file(tmp_path: Path, stories: Path, assets: Path) -> None:
 def test_exported_built_in_template_is_read_from_the_model(tmp_path: Path, stories: Path) -> None:
     transformers = pytest.importorskip("transformers")
     shutil.copy(stories / "tokenizer.json", tmp_path)
-    template = resolve_chat_template("mistral", [], build(stories))
+    template = resolve_chat_template("mistral", [], load_tokenizer(stories))
     (tmp_path / "chat_template.jinja").write_text(template.source, encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     expected = template.render(TURNS, add_generation_prompt=False)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TURNS, tokenize=False) == expected
-    own = resolve_chat_template("", [tmp_path], build(tmp_path))
+    own = resolve_chat_template("", [tmp_path], load_tokenizer(tmp_path))
     assert own.render(TURNS, add_generation_prompt=False) == expected
 
 

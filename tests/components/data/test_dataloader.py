@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.commands import run_command
+from tests.components.data.helpers import replace, take
 from torchtitan.assets.stories import Stories
 from torchtitan.components.data import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.data.pretraining import windows
@@ -37,17 +38,8 @@ def config(tmp_path_factory):
     return PretrainDataLoader.Config(dataset=str(folder / "a.jsonl"), cache_dir=str(folder / "cache"))
 
 
-def replace(config, **changes):
-    return type(config)(**{**config.to_dict(), **changes})
-
-
 def build(config, tokenizer, *, batch=4, **runtime):
     return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
-
-
-def take(loader, n=10**9):
-    """Return up to n batches."""
-    return [batch for _, batch in zip(range(n), loader, strict=False)]
 
 
 def rows(batches):

@@ -15,6 +15,7 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tests.components.tokenizer.helpers import load_tokenizer
 from tests.components.weights.test_formats_in_runs import LAST_IN_HF
 from tests.conftest import PROJECT
 from tests.training import train
@@ -61,6 +62,9 @@ PIECES = [
         "\x07",
     ),
 ]
+
+cached_tokenizer = cache(load_tokenizer)
+
 
 # Imitations of published tokenizers.
 
@@ -258,12 +262,6 @@ def copy_real(name: str, assets: Path, folder: Path) -> Path:
     return folder
 
 
-@cache
-def build(folder: Path) -> PretrainedTokenizer:
-    tokenizer: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=folder)
-    return tokenizer
-
-
 def export(source: Path, folder: Path) -> Path:
     """Export a Hugging Face folder of a tiny model with the tokenizer in `source`."""
     spec = model_registry("debugmodel")
@@ -299,7 +297,7 @@ def special_tokens(tokenizer: PretrainedTokenizer) -> list[str]:
 
 def chat_ids(folder: Path, chats: list[list[dict[str, str]]]) -> list[list[int]]:
     """Return the ids of the chats in training."""
-    tokenizer = build(folder)
+    tokenizer = cached_tokenizer(folder)
     encoder = ChatEncoder(tokenizer, resolve_chat_template("", [folder], tokenizer), "assistant")
     encoded = encoder.encode_batch([Conversation(chat) for chat in chats])
     assert all(isinstance(sample, EncodedSample) for sample in encoded), encoded[0]
@@ -308,7 +306,7 @@ def chat_ids(folder: Path, chats: list[list[dict[str, str]]]) -> list[list[int]]
 
 def differences(theirs: Any, folder: Path) -> int:
     """Count the random texts and chats for which `theirs` and training on `folder` have different ids."""
-    ours = build(folder)
+    ours = cached_tokenizer(folder)
     texts, chats = random_texts(special_tokens(ours), seed=1), random_chats(seed=2)
     expected = ours.encode_batch(texts, allow_special=True)
     n_texts = sum(a != b for a, b in zip(theirs(texts)["input_ids"], expected, strict=True))
@@ -318,7 +316,7 @@ def differences(theirs: Any, folder: Path) -> int:
 
 def assert_same(theirs: Any, folder: Path) -> None:
     assert differences(theirs, folder) == 0
-    ours = build(folder)
+    ours = cached_tokenizer(folder)
     for ids in ours.encode_batch(random_texts(special_tokens(ours), seed=3), allow_special=True):
         for skip in (False, True):
             assert theirs.decode(ids, skip_special_tokens=skip) == ours.decode(ids, skip_special_tokens=skip)
@@ -334,10 +332,10 @@ def test_exports_open_with_the_trained_ids(name: str, tmp_path: Path, caplog: py
     source = make_folder(name, tmp_path)
     exported = transformers.AutoTokenizer.from_pretrained(export(source, tmp_path / "exported"))
     assert_same(exported, source)
-    texts = random_texts(special_tokens(build(source)), seed=4)
-    assert build(tmp_path / "exported").encode_batch(texts) == build(source).encode_batch(texts)
+    texts = random_texts(special_tokens(cached_tokenizer(source)), seed=4)
+    assert cached_tokenizer(tmp_path / "exported").encode_batch(texts) == cached_tokenizer(source).encode_batch(texts)
     if name != "t5":  # the library has no such model, so the warning ignores its class
-        warn_of_different_ids(build(source))
+        warn_of_different_ids(cached_tokenizer(source))
         n_different = differences(transformers.AutoTokenizer.from_pretrained(source), source)
         assert n_warnings(caplog) == (n_different > 0), n_different
         assert name != "llama2" or n_different > 99  # all chats and some texts
@@ -347,7 +345,7 @@ def test_exports_open_with_the_trained_ids(name: str, tmp_path: Path, caplog: py
 def test_exports_of_real_tokenizers(name: str, assets: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = copy_real(name, assets, tmp_path)
     assert_same(transformers.AutoTokenizer.from_pretrained(export(source, tmp_path / "exported")), source)
-    warn_of_different_ids(build(source))
+    warn_of_different_ids(cached_tokenizer(source))
     assert n_warnings(caplog) == 0
 
 
@@ -355,7 +353,7 @@ def test_tokenizer_class_that_transformers_ignores(tmp_path: Path, caplog: pytes
     """transformers reads tokenizer.json unchanged for Mistral, for any `tokenizer_class`."""
     source = make_folder("llama2", tmp_path)
     (source / "config.json").write_text(json.dumps({"model_type": "mistral"}))
-    warn_of_different_ids(build(source))
+    warn_of_different_ids(cached_tokenizer(source))
     assert n_warnings(caplog) == 0
     assert differences(transformers.AutoTokenizer.from_pretrained(source), source) == 0
     registered = transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING_NAMES
@@ -372,7 +370,7 @@ def test_tokenizer_class_that_transformers_forces(name: str, tmp_path: Path, cap
     settings = {**CASES[name][1], "tokenizer_class": "PreTrainedTokenizerFast"}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     (source / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    warn_of_different_ids(build(source))
+    warn_of_different_ids(cached_tokenizer(source))
     n_different = differences(transformers.AutoTokenizer.from_pretrained(source), source)
     assert n_warnings(caplog) == (n_different > 0) == (name == "gpt2")
 
@@ -410,7 +408,7 @@ def test_bos_and_eos_are_named_unless_a_template_writes_them(has_template: bool,
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE if has_template else "{{ messages }}")
     theirs = transformers.AutoTokenizer.from_pretrained(export(tmp_path, tmp_path / "exported"))
     assert (theirs.bos_token_id, theirs.eos_token_id) == ((None, None) if has_template else (260, 261))
-    ours, text = build(tmp_path), "<|eot_id|>The other the\n\nthehe"
+    ours, text = cached_tokenizer(tmp_path), "<|eot_id|>The other the\n\nthehe"
     assert theirs(text)["input_ids"] == ours.encode(text, allow_special=True)
     assert not (tmp_path / "exported/tokenizer.model").exists()  # other programs would read it as a SentencePiece model
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from tests.components.tokenizer.helpers import load_tokenizer
 from tests.conftest import PROJECT
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer, Tokenizer
 from torchtitan.tools.errors import UserError
@@ -47,11 +48,6 @@ LOOKS_SPECIAL = [
 ]
 
 
-def build(path: str | Path = "") -> PretrainedTokenizer:
-    tokenizer: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=path)
-    return tokenizer
-
-
 def folder_of(name: str, assets: Path) -> Path:
     return EMBEDDED_TOKENIZER if name == "embedded" else assets / name
 
@@ -69,7 +65,7 @@ def real_texts(assets: Path) -> list[str]:
 def test_tokenizer_json_equals_transformers(name: str, assets: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = folder_of(name, assets)
-    ours = build(folder)
+    ours = load_tokenizer(folder)
     reference = transformers.AutoTokenizer.from_pretrained(folder)
     texts = SCRIPTS + EXTREMES + real_texts(assets)
     assert ours.encode_batch(texts) == reference(texts)["input_ids"]
@@ -94,13 +90,13 @@ def test_tokenizer_json_equals_transformers(name: str, assets: Path) -> None:
     ],
 )
 def test_vocabulary_and_special_ids(name: str, expected: tuple[Any, ...], assets: Path) -> None:
-    ours = build(folder_of(name, assets))
+    ours = load_tokenizer(folder_of(name, assets))
     assert (ours.vocab_size, ours.bos_id, ours.eos_id, ours.adds_bos, ours.adds_eos) == expected
 
 
 @pytest.mark.parametrize("name", [*HUGGING_FACE, "llama3-tokenizer"])
 def test_decode_inverts_encode(name: str, assets: Path) -> None:
-    ours = build(folder_of(name, assets))
+    ours = load_tokenizer(folder_of(name, assets))
     texts = SCRIPTS + EXTREMES + LOOKS_SPECIAL + real_texts(assets)
     if name == "mistral-v0.3-tokenizer":
         # The file adds a blank to texts without a leading one and strips the first one: one blank is lost.
@@ -115,7 +111,7 @@ def test_decode_inverts_encode(name: str, assets: Path) -> None:
 
 @pytest.fixture(scope="module")
 def llama3(assets: Path) -> PretrainedTokenizer:
-    return build(assets / "llama3-tokenizer")
+    return load_tokenizer(assets / "llama3-tokenizer")
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +150,7 @@ def test_tiktoken_format_equals_transformers_conversion(
 def test_offsets_equal_transformers(name: str, special: bool, assets: Path, request: pytest.FixtureRequest) -> None:
     transformers = pytest.importorskip("transformers")
     folder = folder_of(name, assets)
-    ours = build(folder)
+    ours = load_tokenizer(folder)
     if name == "llama3-tokenizer":
         converted = request.getfixturevalue("converted_llama3")
         reference = transformers.PreTrainedTokenizerFast(tokenizer_object=converted)
@@ -175,7 +171,7 @@ def test_offsets_include_white_space_if_the_file_trims_it(tmp_path: Path) -> Non
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     text = "a cat\n\n and a  dog "
     trimmed = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    ours = build(tmp_path)
+    ours = load_tokenizer(tmp_path)
     [(ids, offsets)] = ours.tokenize_with_offsets([text], allow_special=True)
     assert ids == trimmed.encode(text, add_special_tokens=False).ids
     assert offsets != trimmed.encode(text, add_special_tokens=False).offsets
@@ -192,7 +188,7 @@ def test_offsets_include_white_space_if_the_file_trims_it(tmp_path: Path) -> Non
     ],
 )
 def test_special_tokens_and_ids(name: str, special: set[int], ordinary: str | None, assets: Path) -> None:
-    ours = build(assets / name)
+    ours = load_tokenizer(assets / name)
     assert ours.special_ids == special
     assert all(ours.id_of(ours.decode([token_id])) == token_id for token_id in special)
     assert ours.id_of("<|im_start|>") is None
@@ -233,7 +229,7 @@ def test_llama3_special_tokens(llama3: PretrainedTokenizer, token: str, token_id
 @pytest.mark.parametrize("name", ["embedded", "llama3-tokenizer"])
 def test_unusual_text(name: str, assets: Path) -> None:
     """A lone surrogate, a surrogate pair, a byte order mark, two million blanks."""
-    ours = build(folder_of(name, assets))
+    ours = load_tokenizer(folder_of(name, assets))
     assert ours.decode(ours.encode("a\ud800b \ud83d\ude00", add_bos=False)) == "a\ufffdb 😀"
     blanks = "\ufeffx" + " " * 2_000_000 + "y"
     assert ours.decode(ours.encode(blanks, add_bos=False)) == blanks
@@ -243,7 +239,7 @@ def test_unusual_text(name: str, assets: Path) -> None:
 
 
 def test_bos_and_eos_are_added_once() -> None:
-    ours = build()
+    ours = load_tokenizer()
     bos, eos = ours.bos_id, ours.eos_id
     assert bos is not None and eos is not None
     hi = ours.encode("Hi", add_bos=False)
@@ -262,7 +258,7 @@ def test_bos_and_eos_are_added_once() -> None:
 def test_documents_have_eos_and_the_bos_of_the_model(assets: Path) -> None:
     texts = ["Hi there", *LOOKS_SPECIAL]
     for name in [*HUGGING_FACE, "llama3-tokenizer"]:
-        ours = build(folder_of(name, assets))
+        ours = load_tokenizer(folder_of(name, assets))
         prefix = [ours.bos_id] if ours.adds_bos else []
         plain = ours.encode_batch(texts, add_bos=False)
         assert ours.encode_documents(texts) == [[*prefix, *ids, ours.eos_id] for ids in plain]
@@ -271,7 +267,7 @@ def test_documents_have_eos_and_the_bos_of_the_model(assets: Path) -> None:
 
 def test_gpt2_has_no_bos(assets: Path) -> None:
     with pytest.raises(UserError, match="cannot add BOS: the tokenizer has none"):
-        build(assets / "gpt2-tokenizer").encode("Hi", add_bos=True)
+        load_tokenizer(assets / "gpt2-tokenizer").encode("Hi", add_bos=True)
 
 
 def copy_embedded(folder: Path, *, post_processor: bool = True, **settings: Any) -> Path:
@@ -300,12 +296,12 @@ ADDED_EOS = {"__type": "AddedToken", "content": "<|end_of_text|>", "lstrip": Fal
     ],
 )
 def test_tokenizer_config_sets_bos_and_eos(tmp_path: Path, settings: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    ours = build(copy_embedded(tmp_path, **settings))
+    ours = load_tokenizer(copy_embedded(tmp_path, **settings))
     assert (ours.bos_id, ours.eos_id, ours.adds_bos, ours.adds_eos) == expected
 
 
 def test_post_processor_sets_bos_by_default(tmp_path: Path) -> None:
-    assert not build(copy_embedded(tmp_path, post_processor=False)).adds_bos
+    assert not load_tokenizer(copy_embedded(tmp_path, post_processor=False)).adds_bos
 
 
 @pytest.mark.parametrize(
@@ -321,7 +317,7 @@ def test_other_files_name_bos_and_eos(
 ) -> None:
     copy_embedded(tmp_path)
     (tmp_path / file).write_text(json.dumps(content))
-    ours = build(tmp_path)
+    ours = load_tokenizer(tmp_path)
     assert (ours.bos_id, ours.eos_id) == expected
 
 
@@ -331,7 +327,7 @@ def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path) -> None:
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     texts = ["Hi", "Once upon a time, there was a brave girl named Nina."]
-    assert build(tmp_path).encode_batch(texts) == build().encode_batch(texts)
+    assert load_tokenizer(tmp_path).encode_batch(texts) == load_tokenizer().encode_batch(texts)
 
 
 # Choice of the file, and unusable files.
@@ -340,7 +336,7 @@ def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path) -> None:
 def test_tokenizer_json_has_priority(tmp_path: Path, assets: Path) -> None:
     copy_embedded(tmp_path)
     shutil.copy(assets / "llama3-tokenizer" / "tokenizer.model", tmp_path)
-    assert build(tmp_path).vocab_size == 2048
+    assert load_tokenizer(tmp_path).vocab_size == 2048
 
 
 @pytest.mark.parametrize(
@@ -374,12 +370,12 @@ def test_unusable_files(tmp_path: Path, files: dict[str, bytes], message: str) -
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        build(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere is not a folder"):
-        build(tmp_path / "nowhere")
+        load_tokenizer(tmp_path / "nowhere")
 
 
 def test_sentencepiece_is_rejected(tmp_path: Path) -> None:
@@ -391,7 +387,7 @@ def test_sentencepiece_is_rejected(tmp_path: Path) -> None:
     )
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     with pytest.raises(UserError, match=r"SentencePiece model.*convert.*save_pretrained"):
-        build(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 # Caches, workers, subclasses, the embedded files.
@@ -401,11 +397,11 @@ def test_fingerprint_changes_with_the_ids(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("same", "also", "eos", "processor")}
     for folder in folders.values():
         folder.mkdir()
-    same = build(copy_embedded(folders["same"])).fingerprint
-    assert build(copy_embedded(folders["also"])).fingerprint == same
+    same = load_tokenizer(copy_embedded(folders["same"])).fingerprint
+    assert load_tokenizer(copy_embedded(folders["also"])).fingerprint == same
     others = {
-        build(copy_embedded(folders["eos"], add_eos_token=True)).fingerprint,
-        build(copy_embedded(folders["processor"], post_processor=False)).fingerprint,
+        load_tokenizer(copy_embedded(folders["eos"], add_eos_token=True)).fingerprint,
+        load_tokenizer(copy_embedded(folders["processor"], post_processor=False)).fingerprint,
         Lowercase.Config().build(path=folders["same"]).fingerprint,
     }
     assert len(others | {same}) == 4
@@ -413,7 +409,7 @@ def test_fingerprint_changes_with_the_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["embedded", "llama3-tokenizer"])
 def test_pickled_copy_encodes_equally(name: str, assets: Path) -> None:
-    ours = build(folder_of(name, assets))
+    ours = load_tokenizer(folder_of(name, assets))
     copy = pickle.loads(pickle.dumps(ours))
     assert copy.encode_documents(LOOKS_SPECIAL) == ours.encode_documents(LOOKS_SPECIAL)
     assert copy.encode(LOOKS_SPECIAL[3], allow_special=True) == ours.encode(LOOKS_SPECIAL[3], allow_special=True)
@@ -467,7 +463,7 @@ class Bytes(Tokenizer):
 
 def test_custom_tokenizers() -> None:
     lowercase = Lowercase.Config().build()
-    assert lowercase.encode("HI") == build().encode("hi")
+    assert lowercase.encode("HI") == load_tokenizer().encode("hi")
     tokenizer = Bytes.Config(shift=3).build(path="")
     assert tokenizer.encode("Hi") == [0, 75, 108]
     assert tokenizer.encode_documents(["Hi"]) == [[0, 75, 108, 1]]

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import tokenizers
 
+from tests.components.chat_template.helpers import Message, assistant, user
+from tests.components.tokenizer.helpers import load_tokenizer
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate, resolve_chat_template
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Pair, Text, normalize
 from torchtitan.components.data.finetuning.loss_mask import TrainOn
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
-
-Message = dict[str, Any]
 
 # Templates for training with the end of the turn inside and outside the marks.
 MARKED = """\
@@ -41,12 +41,7 @@ UNMARKED = MARKED.replace("\n        {%- generation %}", "").replace("{% endgene
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 
 
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str, **more: Any) -> Message:
-    return {"role": "assistant", "content": text, **more}
+cached_tokenizer = cache(load_tokenizer)
 
 
 def system(text: str) -> Message:
@@ -113,12 +108,6 @@ def qwen(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def build(path: str | Path) -> PretrainedTokenizer:
-    tokenizer: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=path)
-    return tokenizer
-
-
-@cache
 def reference_of(folder: Path) -> Any:
     """Return transformers' tokenizer of a folder. transformers converts Llama 3's file in tiktoken format."""
     transformers = pytest.importorskip("transformers")
@@ -127,7 +116,7 @@ def reference_of(folder: Path) -> Any:
         settings = json.loads(path.read_text()) if path.is_file() else {}
         tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token") if settings.get(name)}
         return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **tokens)
-    ours = build(folder)
+    ours = cached_tokenizer(folder)
     convert = pytest.importorskip("transformers.convert_slow_tokenizer")
     special = [ours.decode([i]) for i in range(128_000, 128_256)]
     converter = convert.TikTokenConverter(str(folder / "tokenizer.model"), extra_special_tokens=special)
@@ -178,7 +167,7 @@ def theirs(reference: Any, template: str, messages: Sequence[Message], **more: A
 
 
 def test_masks_equal_transformers(qwen: Path) -> None:
-    reference, tokenizer = reference_of(qwen), build(qwen)
+    reference, tokenizer = reference_of(qwen), cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(MARKED), "assistant")
     encoder.check()
     for messages in conversations():
@@ -194,7 +183,7 @@ def test_built_in_templates_equal_transformers(
 ) -> None:
     """Also for vocabularies without the tokens of the template, which `check` rejects."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
-    reference, tokenizer = reference_of(assets / folder), build(assets / folder)
+    reference, tokenizer = reference_of(assets / folder), cached_tokenizer(assets / folder)
     template = resolve_chat_template(name, [], tokenizer)
     encoder = ChatEncoder(tokenizer, template, "assistant")
     for messages in conversations(20):
@@ -208,7 +197,7 @@ def test_built_in_templates_equal_transformers(
 
 
 def test_tools_in_a_marked_template(qwen: Path) -> None:
-    reference, tokenizer = reference_of(qwen), build(qwen)
+    reference, tokenizer = reference_of(qwen), cached_tokenizer(qwen)
     template = resolve_chat_template("chatml", [], tokenizer)
     sample = one(ChatEncoder(tokenizer, template, "assistant"), CALL, tools=[TOOL])
     assert_equal(sample, *theirs(reference, template.source, CALL, tools=[TOOL]))
@@ -221,7 +210,7 @@ def test_end_of_turn_outside_the_marks_is_trained(
     family: str, qwen: Path, assets: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The end token is EOS (Qwen3) or the token after every turn (Llama 3)."""
-    tokenizer = build(qwen if family == "qwen" else assets / family)
+    tokenizer = cached_tokenizer(qwen if family == "qwen" else assets / family)
     sources = [MARKED, OPEN]
     if family != "qwen":
         sources = [
@@ -240,7 +229,7 @@ def test_end_of_turn_outside_the_marks_is_trained(
 
 def test_next_header_is_not_the_end_of_turn(qwen: Path) -> None:
     """If no token ends a turn, the first token of the next turn is not trained."""
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     template = ChatTemplate(
         "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -253,7 +242,7 @@ def test_next_header_is_not_the_end_of_turn(qwen: Path) -> None:
 
 def test_all_tokens_of_the_last_character_are_trained(qwen: Path) -> None:
     """transformers trains only the first one."""
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     messages = [user("a"), assistant("👩")]
     [face] = tokenizer.tokenize(["👩"], allow_special=False)
     sample = one(ChatEncoder(tokenizer, ChatTemplate(OPEN), "assistant"), messages)
@@ -294,19 +283,19 @@ PLAIN = [system("Be kind."), user("Hi"), assistant("Good day 👩!"), user("More
 def test_trained_turns(
     source: str, train_on: TrainOn, flags: list[bool | None] | None, expected: list[int], qwen: Path
 ) -> None:
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(source), train_on)
     sample = one(encoder, PLAIN, trained=flags or [])
     assert_equal(sample, *chatml_by_hand(tokenizer, PLAIN, [bool(x) for x in expected]))
 
 
 def test_train_on_all_excludes_bos_and_disabled_turns(qwen: Path, assets: Path) -> None:
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(UNMARKED), "all")
     assert one(encoder, PLAIN).trained.all()
     left_out = one(encoder, PLAIN, trained=[None, None, None, False, None])
     assert tokenizer.decode(left_out.ids[~left_out.trained]) == "<|im_start|>user\nMore?<|im_end|>\n"
-    mistral = build(assets / "mistral-v0.3-tokenizer")
+    mistral = cached_tokenizer(assets / "mistral-v0.3-tokenizer")
     own = resolve_chat_template("", [assets / "mistral-v0.3-tokenizer"], mistral)
     sample = one(ChatEncoder(mistral, own, "all"), PLAIN[1:])
     assert sample.trained.tolist() == [False] + [True] * (len(sample.ids) - 1)
@@ -314,7 +303,7 @@ def test_train_on_all_excludes_bos_and_disabled_turns(qwen: Path, assets: Path) 
 
 def test_template_of_mistral(assets: Path) -> None:
     folder = assets / "mistral-v0.3-tokenizer"
-    tokenizer, reference = build(folder), reference_of(folder)
+    tokenizer, reference = cached_tokenizer(folder), reference_of(folder)
     template = resolve_chat_template("", [folder], tokenizer)
     assert not template.marks_generation
     encoder = ChatEncoder(tokenizer, template, "assistant")
@@ -337,7 +326,7 @@ def test_template_of_mistral(assets: Path) -> None:
 
 def test_tools_of_mistral(assets: Path) -> None:
     folder = assets / "mistral-v0.3-tokenizer"
-    tokenizer = build(folder)
+    tokenizer = cached_tokenizer(folder)
     template = resolve_chat_template("", [folder], tokenizer)
     sample = one(ChatEncoder(tokenizer, template, "assistant"), CALL, tools=[TOOL])
     call = '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "abcdefghi"}]</s>'
@@ -351,7 +340,7 @@ def test_tools_of_mistral(assets: Path) -> None:
 def test_moving_system_message_is_rejected(assets: Path) -> None:
     """Mistral v0.3's template writes the system message with the last question, and only until it is answered."""
     folder = assets / "mistral-v0.3-tokenizer"
-    tokenizer = build(folder)
+    tokenizer = cached_tokenizer(folder)
     template = resolve_chat_template("", [folder], tokenizer)
     train_ons: list[TrainOn] = ["assistant", "last_assistant"]
     for train_on, number in zip(train_ons, (3, 5), strict=True):
@@ -374,7 +363,7 @@ def qwen_turns(trained: Sequence[int]) -> list[tuple[str, int]]:
 
 def test_template_of_qwen3(qwen: Path) -> None:
     """The library has marks for it, see chat_template/test_marks.py."""
-    tokenizer, reference = build(qwen), reference_of(qwen)
+    tokenizer, reference = cached_tokenizer(qwen), reference_of(qwen)
     template = resolve_chat_template("", [qwen], tokenizer)
     every, last = (ChatEncoder(tokenizer, template, train_on) for train_on in ("assistant", "last_assistant"))
     every.check()
@@ -395,7 +384,7 @@ def test_template_of_qwen3(qwen: Path) -> None:
 def test_template_that_omits_reasoning_of_earlier_turns(qwen: Path) -> None:
     """Use Qwen3's template with a change, so that the library has no marks for it. Rendered up to an earlier turn, the
     text still has the reasoning of that turn."""
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     template = ChatTemplate(resolve_chat_template("", [qwen], tokenizer).source + "{# mine #}", name="mine")
     every, last = (ChatEncoder(tokenizer, template, train_on) for train_on in ("assistant", "last_assistant"))
     [error] = every.encode_batch([Conversation(PLAIN[1:])])
@@ -405,7 +394,7 @@ def test_template_that_omits_reasoning_of_earlier_turns(qwen: Path) -> None:
 
 
 def test_tools_of_qwen3(qwen: Path) -> None:
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     template = resolve_chat_template("", [qwen], tokenizer)
     sample = one(ChatEncoder(tokenizer, template, "last_assistant"), CALL, tools=[TOOL])
     assert decoded(tokenizer, sample) == "<think>\n\n</think>\n\nIt is 3.<|im_end|>"
@@ -415,7 +404,7 @@ def test_tools_of_qwen3(qwen: Path) -> None:
 
 def test_template_error_breaks_one_sample_of_the_batch(qwen: Path) -> None:
     source = UNMARKED + "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
-    encoder = ChatEncoder(build(qwen), ChatTemplate(source, name="mine"), "assistant")
+    encoder = ChatEncoder(cached_tokenizer(qwen), ChatTemplate(source, name="mine"), "assistant")
     bad, text, good = encoder.encode_batch([Conversation([user("x")]), Text("Hi"), Conversation(PLAIN)])
     assert isinstance(bad, BrokenSample) and str(bad) == "mine rejects this conversation: no x"
     assert isinstance(text, EncodedSample) and isinstance(good, EncodedSample)
@@ -423,7 +412,7 @@ def test_template_error_breaks_one_sample_of_the_batch(qwen: Path) -> None:
 
 def test_several_marks_in_a_turn(qwen: Path) -> None:
     source = MARKED.replace("{%- generation %}", "{%- generation %}{% endgeneration %}{% generation %}")
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     expected: list[tuple[TrainOn, list[bool]]] = [
         ("assistant", [False, False, True, False, True]),
         ("last_assistant", [False, False, False, False, True]),
@@ -443,7 +432,7 @@ MARKED_APART = """\
 
 def test_marks_belong_to_their_turn(qwen: Path) -> None:
     """Of two turns, the first has two marks for its two calls, and the empty one has none."""
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in "fg"]
     encoder = ChatEncoder(tokenizer, ChatTemplate(MARKED_APART), "last_assistant")
     twice = [user("Hi"), assistant("", tool_calls=calls), {"role": "tool", "content": "r"}]
@@ -462,7 +451,7 @@ def test_marks_belong_to_their_turn(qwen: Path) -> None:
 def test_changing_marks_are_rejected(qwen: Path) -> None:
     """Marks change as the conversation grows if a template marks only the last turn or drops marked reasoning."""
     only_last = MARKED_APART.replace("m.content %}{% generation", "m.content and loop.last %}{% generation")
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(only_last, name="mine"), "last_assistant")
     pair = Pair(Conversation(PLAIN[:4]), [assistant("No.")], [assistant("No.")])
     [error] = encoder.encode_batch([Conversation(PLAIN)])
@@ -482,14 +471,14 @@ def test_marks_of_a_turn_without_its_reasoning(qwen: Path) -> None:
     source = MARKED.replace(
         "{{ message.content + ", "{{ '' if not loop.last else '<think>Hm</think>' }}{{ message.content + "
     )
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     sample = one(ChatEncoder(tokenizer, ChatTemplate(source), "last_assistant"), PLAIN)
     assert decoded(tokenizer, sample) == "<think>Hm</think>No.<|im_end|>"
 
 
 def test_empty_turn_needs_its_own_end_token(qwen: Path) -> None:
     """Of two empty turns, only the first is followed by the end token."""
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     source = OPEN.replace("{{ '<|im_end|>' }}", "{{ '<|im_end|>' if not loop.last else 'TAIL' }}")
     encoder = ChatEncoder(tokenizer, ChatTemplate(source, {"eos_token": "<|im_end|>"}), "assistant")
     sample = one(encoder, [user("a"), assistant(""), user("b"), assistant("")])
@@ -499,7 +488,7 @@ def test_empty_turn_needs_its_own_end_token(qwen: Path) -> None:
 def test_suggested_remedy_works(assets: Path) -> None:
     """The error always suggests another template, and `last_assistant` if it would help."""
     folder = assets / "mistral-v0.3-tokenizer"
-    tokenizer = build(folder)
+    tokenizer = cached_tokenizer(folder)
     template = resolve_chat_template("", [folder], tokenizer)
     cases: list[tuple[TrainOn, list[bool | None], bool]] = [
         ("assistant", [], True),
@@ -529,7 +518,7 @@ def test_each_prefix_of_a_conversation_is_rendered_once(qwen: Path, monkeypatch:
         return render(messages, add_generation_prompt=add_generation_prompt, **more)
 
     monkeypatch.setattr(template, "render", recorded)
-    encoder = ChatEncoder(build(qwen), template, "assistant")
+    encoder = ChatEncoder(cached_tokenizer(qwen), template, "assistant")
     seen.clear()
     one(encoder, PLAIN * 3, trained=[True] * 3 * len(PLAIN))
     assert len(seen) == len(set(seen)) == 15 + 6
@@ -540,7 +529,7 @@ def test_each_prefix_of_a_conversation_is_rendered_once(qwen: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", ["gpt2-tokenizer", "mistral-v0.3-tokenizer", "llama3-tokenizer"])
 def test_texts_are_trained_except_bos(name: str, assets: Path) -> None:
-    tokenizer = build(assets / name)
+    tokenizer = cached_tokenizer(assets / name)
     encoder = ChatEncoder(tokenizer, None, "assistant")
     encoder.check()
     texts = ["Once upon a time", "<s>x</s> 👩"]
@@ -552,7 +541,7 @@ def test_texts_are_trained_except_bos(name: str, assets: Path) -> None:
 
 
 def test_texts_and_conversations_keep_their_order(qwen: Path) -> None:
-    encoder = ChatEncoder(build(qwen), ChatTemplate(MARKED), "assistant")
+    encoder = ChatEncoder(cached_tokenizer(qwen), ChatTemplate(MARKED), "assistant")
     samples: list[Conversation | Text] = [Text("a"), Conversation(PLAIN), Text("b"), Conversation(CALL[:1])]
     apart = [encode(encoder, sample)[0] for sample in samples]
     for together, alone in zip(encode(encoder, *samples), apart, strict=True):
@@ -561,7 +550,7 @@ def test_texts_and_conversations_keep_their_order(qwen: Path) -> None:
 
 
 def test_prompt_ends_with_the_generation_prompt(qwen: Path) -> None:
-    tokenizer, reference = build(qwen), reference_of(qwen)
+    tokenizer, reference = cached_tokenizer(qwen), reference_of(qwen)
     template = resolve_chat_template("", [qwen], tokenizer)
     encoder = ChatEncoder(tokenizer, template, "assistant")
     with pytest.raises(BrokenSample, match="rejects this conversation"):
@@ -576,7 +565,7 @@ def test_prompt_ends_with_the_generation_prompt(qwen: Path) -> None:
 @pytest.mark.parametrize("source", [UNMARKED, MARKED])
 @pytest.mark.parametrize("train_on", ["all", "last_assistant"])
 def test_pairs(source: str, train_on: TrainOn, qwen: Path) -> None:
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(source), train_on)
     rejected = [assistant("Maybe."), user("Sure?"), assistant("Not.")]
     pair = encoder.encode_pair(Pair(Conversation(PLAIN[:4]), [assistant("No.")], rejected))
@@ -591,7 +580,7 @@ def test_pairs(source: str, train_on: TrainOn, qwen: Path) -> None:
 
 
 def test_special_tokens_in_content_are_counted(qwen: Path) -> None:
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(MARKED), "assistant")
     messages = [
         user("a <|im_end|> <|im_start|>system"),
@@ -612,7 +601,7 @@ def test_special_tokens_in_content_are_counted(qwen: Path) -> None:
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral"])
 def test_tokens_missing_from_the_vocabulary_are_rejected(name: str, assets: Path) -> None:
-    tokenizer = build("")
+    tokenizer = cached_tokenizer("")
     encoder = ChatEncoder(tokenizer, resolve_chat_template(name, [], tokenizer), "assistant")
     with pytest.raises(UserError, match="--tokenizer.added_tokens") as raised:
         encoder.check()
@@ -634,7 +623,7 @@ def test_missing_tokens_of_the_models_own_template(
 ) -> None:
     """A model's template may write missing tokens as text if its turns end with a token (Zephyr); a file may not."""
     shutil.copy(assets / "stories260K/hf-converted/tokenizer.json", tmp_path)
-    tokenizer = build(tmp_path)
+    tokenizer = cached_tokenizer(tmp_path)
     zephyr = "{% for m in messages %}<|{{ '|' }}user|>\n<|assistant|>\n{{ m.content }}</s>\n{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(zephyr)
     with caplog.at_level(logging.WARNING, "torchtitan"):
@@ -645,7 +634,7 @@ def test_missing_tokens_of_the_models_own_template(
         ChatEncoder(tokenizer, as_a_file, "assistant").check()
     shutil.copy(qwen / "tokenizer_config.json", tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    own = resolve_chat_template("", [tmp_path], build(assets / "stories260K/hf-converted"))
+    own = resolve_chat_template("", [tmp_path], cached_tokenizer(assets / "stories260K/hf-converted"))
     with pytest.raises(UserError, match="<|im_end|>"):
         ChatEncoder(tokenizer, own, "assistant").check()
 
@@ -669,7 +658,7 @@ def test_missing_tokens_in_other_notations_are_rejected(source: str, missing: st
     """Tokens in the notations of Gemma and DeepSeek, and any text that a template file writes after an answer."""
     template = ChatTemplate(source, {"eos_token": "[STOP]"})
     with pytest.raises(UserError) as raised:
-        ChatEncoder(build(""), template, "assistant").check()
+        ChatEncoder(cached_tokenizer(""), template, "assistant").check()
     assert str(raised.value).endswith(f"--tokenizer.added_tokens {missing}")
     added = [token.strip("'") for token in missing.split()]
     extended = PretrainedTokenizer.Config(added_tokens=added).build(path="")
@@ -678,24 +667,24 @@ def test_missing_tokens_in_other_notations_are_rejected(source: str, missing: st
 
 def test_tags_before_the_end_of_a_turn_are_text(qwen: Path) -> None:
     template = ChatTemplate("{% for m in messages %}<answer>{{ m.content }}</answer><|im_end|>{% endfor %}")
-    ChatEncoder(build(qwen), template, "assistant").check()
+    ChatEncoder(cached_tokenizer(qwen), template, "assistant").check()
 
 
 def test_template_without_end_token_warns(qwen: Path, caplog: pytest.LogCaptureFixture) -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", name="mine")
     with caplog.at_level(logging.WARNING, "torchtitan"):
-        ChatEncoder(build(qwen), template, "assistant").check()
+        ChatEncoder(cached_tokenizer(qwen), template, "assistant").check()
     assert "mine writes no special token after an answer" in caplog.text
 
 
 def test_fingerprint_changes_with_ids_and_masks(qwen: Path, assets: Path) -> None:
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     encoders: list[Callable[[], ChatEncoder]] = [
         lambda: ChatEncoder(tokenizer, ChatTemplate(MARKED), "assistant"),
         lambda: ChatEncoder(tokenizer, ChatTemplate(MARKED), "all"),
         lambda: ChatEncoder(tokenizer, ChatTemplate(MARKED + "x"), "assistant"),
         lambda: ChatEncoder(tokenizer, ChatTemplate(MARKED, {"bos_token": "x"}), "assistant"),
-        lambda: ChatEncoder(build(assets / "gpt2-tokenizer"), ChatTemplate(MARKED), "assistant"),
+        lambda: ChatEncoder(cached_tokenizer(assets / "gpt2-tokenizer"), ChatTemplate(MARKED), "assistant"),
         lambda: ChatEncoder(tokenizer, None, "assistant"),
     ]
     assert len({encoder().fingerprint for encoder in encoders}) == len(encoders)

@@ -5,16 +5,12 @@ import re
 
 import pytest
 
+from tests.components.data.helpers import raises
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, EmptySample, normalize
 from torchtitan.components.data.finetuning.row_formats import find_format
 
 QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
-
-
-def raises(message: str, kind: type[Exception]):
-    """Expect an error of exactly this class that contains `message`."""
-    return pytest.raises(kind, match=re.escape(message), check=lambda error: type(error) is kind)
 
 
 def converted(row: dict) -> Conversation:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.components.data.helpers import write_jsonl
 from torchtitan.components.data.base import NO_DOCUMENT
 from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
@@ -37,10 +38,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write(path, rows):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-
-
 def pairs(n):
     return [{"prompt": f"Is {i} big?", "chosen": f"No, {i} is not.", "rejected": f"I like {i}."} for i in range(n)]
 
@@ -64,7 +61,7 @@ def trained_text(tokenizer, labels):
 
 
 def test_both_sides_of_a_pair(tokenizer, folder):
-    write(folder / "data.jsonl", pairs(3))
+    write_jsonl(folder / "data.jsonl", pairs(3))
     batches = list(build(tokenizer, **in_order()))
     assert [batch["documents"].tolist() for batch in batches] == [[[0], [1]], [[2], [NO_DOCUMENT]]]
     eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
@@ -84,7 +81,7 @@ def test_both_sides_of_a_pair(tokenizer, folder):
 
 
 def test_padding_rows_have_no_labels(tokenizer, folder):
-    write(folder / "data.jsonl", pairs(1))
+    write_jsonl(folder / "data.jsonl", pairs(1))
     loader = build(tokenizer, batch=3, **in_order())
     (batch,) = loader
     for side in ("chosen", "rejected"):
@@ -97,7 +94,7 @@ def test_padding_rows_have_no_labels(tokenizer, folder):
 
 def test_padded_batches_give_the_log_probabilities_of_single_sequences(tokenizer, folder):
     """Compare the log-probability of each answer; tolerance 1e-4, since it is a sum of floats."""
-    write(folder / "data.jsonl", pairs(4))
+    write_jsonl(folder / "data.jsonl", pairs(4))
     loader = build(tokenizer, batch=4, **in_order())
     (batch,) = loader
     config = model_registry("debugmodel").model
@@ -127,7 +124,7 @@ def test_only_the_last_answer_is_trained(tokenizer, folder):
         "chosen": {"from": "gpt", "value": "Yes."},
         "rejected": {"from": "gpt", "value": "No."},
     }
-    write(folder / "data.jsonl", [row])
+    write_jsonl(folder / "data.jsonl", [row])
     batch = next(build(tokenizer, batch=1, **in_order()))
     eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
     assert trained_text(tokenizer, batch["chosen_labels"][0]) == f" Yes.{eos}"
@@ -142,7 +139,7 @@ class TestTooLong:
     ]
 
     def test_drop(self, tokenizer, folder):
-        write(folder / "data.jsonl", self.ROWS)
+        write_jsonl(folder / "data.jsonl", self.ROWS)
         loader = build(tokenizer, **in_order())
         (batch,) = loader
         assert loader.document_names(batch["documents"][0]) == ["data.jsonl:3"]
@@ -155,7 +152,7 @@ class TestTooLong:
         assert report.tokens == sum(map(len, ids))
 
     def test_truncate_left_shortens_both_prompts_equally_and_no_answer(self, tokenizer, folder):
-        write(folder / "data.jsonl", self.ROWS)
+        write_jsonl(folder / "data.jsonl", self.ROWS)
         loader = build(tokenizer, too_long="truncate_left", **in_order())
         (batch,) = loader
         assert [loader.describe(row) for row in batch["documents"]] == ["data.jsonl:1", "data.jsonl:3"]
@@ -170,18 +167,18 @@ class TestTooLong:
         assert longest == SEQ_LEN + 1, "no more is cut than must be"
 
     def test_error(self, tokenizer, folder):
-        write(folder / "data.jsonl", self.ROWS)
+        write_jsonl(folder / "data.jsonl", self.ROWS)
         with pytest.raises(UserError, match=r"data.jsonl:1: \d+ tokens, 49 fit; set --dataloader.too_long"):
             build(tokenizer, too_long="error")
 
     def test_no_rows_left(self, tokenizer, folder):
-        write(folder / "data.jsonl", self.ROWS[:2])
+        write_jsonl(folder / "data.jsonl", self.ROWS[:2])
         with pytest.raises(UserError, match="data.jsonl has no rows left(.|\n)*too_long: 2"):
             build(tokenizer)
 
     @pytest.mark.parametrize("too_long", ["drop", "truncate_left"])
     def test_error_suggests_a_valid_choice(self, tokenizer, folder, caplog, too_long):
-        write(folder / "data.jsonl", self.ROWS)
+        write_jsonl(folder / "data.jsonl", self.ROWS)
         with caplog.at_level("WARNING", logger="torchtitan"):
             build(tokenizer, too_long=too_long)
         [warning] = caplog.messages
@@ -191,13 +188,13 @@ class TestTooLong:
 
 def test_transcripts_equal_pairs_with_prompts(tokenizer, folder):
     """Compare the published form of Anthropic's HH with the same pairs with separate prompts."""
-    write(folder / "plain.jsonl", pairs(3))
+    write_jsonl(folder / "plain.jsonl", pairs(3))
     prompts = [f"\n\nHuman: {pair['prompt']}\n\nAssistant: " for pair in pairs(3)]
     rows = [
         {side: prompt + pair[side] for side in ("chosen", "rejected")}
         for prompt, pair in zip(prompts, pairs(3), strict=True)
     ]
-    write(folder / "data.jsonl", rows)
+    write_jsonl(folder / "data.jsonl", rows)
     for batch, expected in zip(
         build(tokenizer, **in_order()), build(tokenizer, dataset=["plain.jsonl"], **in_order()), strict=True
     ):
@@ -205,7 +202,7 @@ def test_transcripts_equal_pairs_with_prompts(tokenizer, folder):
 
 
 def test_rows_with_a_label_are_rejected(tokenizer, folder):
-    write(folder / "data.jsonl", [{"prompt": "a", "completion": "b", "label": True}])
+    write_jsonl(folder / "data.jsonl", [{"prompt": "a", "completion": "b", "label": True}])
     with pytest.raises(UserError, match="the column label rates single answers, as for KTO"):
         build(tokenizer)
 
@@ -213,7 +210,7 @@ def test_rows_with_a_label_are_rejected(tokenizer, folder):
 def test_empty_and_broken_rows(tokenizer, folder):
     same = {"prompt": "Is it?", "chosen": "No.", "rejected": "No."}
     wrong = {"prompt": "Is it?", "chosen": "No.", "rejected": True}
-    write(folder / "data.jsonl", [*pairs(2), same, wrong])
+    write_jsonl(folder / "data.jsonl", [*pairs(2), same, wrong])
     with pytest.raises(UserError, match=r"data.jsonl:4: .*bool.*--dataloader.broken drop"):
         build(tokenizer)
     with pytest.raises(UserError, match=r"data.jsonl:3: .*equal.*--dataloader.empty drop"):
@@ -224,7 +221,7 @@ def test_empty_and_broken_rows(tokenizer, folder):
 
 
 def test_wrong_options(tokenizer, folder):
-    write(folder / "data.jsonl", pairs(2))
+    write_jsonl(folder / "data.jsonl", pairs(2))
     with pytest.raises(UserError, match="--dataloader.dataset"):
         PreferenceDataLoader.Config().build(tokenizer=tokenizer, seq_len=8, local_batch_size=1)
     with pytest.raises(UserError, match="chatml"):
@@ -233,28 +230,28 @@ def test_wrong_options(tokenizer, folder):
         build(tokenizer, num_workers=-1)
     with pytest.raises(UserError, match="local_batch_size"):
         build(tokenizer, batch=0)
-    write(folder / "other.jsonl", [{"prompt": "a", "response": "b"}])
+    write_jsonl(folder / "other.jsonl", [{"prompt": "a", "response": "b"}])
     with pytest.raises(UserError, match="prompt, response"):
         build(tokenizer, dataset=["other.jsonl"])
 
 
 def test_column_mapping(tokenizer, folder):
-    write(
+    write_jsonl(
         folder / "data.jsonl", [{"frage": p["prompt"], "gut": p["chosen"], "schlecht": p["rejected"]} for p in pairs(2)]
     )
     loader = build(tokenizer, columns=["prompt=frage", "chosen=gut", "rejected=schlecht"], **in_order())
-    write(folder / "plain.jsonl", pairs(2))
+    write_jsonl(folder / "plain.jsonl", pairs(2))
     for batch, expected in zip(loader, build(tokenizer, dataset=["plain.jsonl"], **in_order()), strict=True):
         assert all(torch.equal(batch[name], expected[name]) for name in expected)
 
 
 def test_cache_is_reused_until_the_data_changes(tokenizer, folder):
-    write(folder / "data.jsonl", pairs(2))
+    write_jsonl(folder / "data.jsonl", pairs(2))
     build(tokenizer).config.prepare(tokenizer=tokenizer)
     files = sorted((folder / "cache" / "samples").glob("*/ids.bin"))
     build(tokenizer)
     assert len(files) == 1 and sorted((folder / "cache" / "samples").glob("*/ids.bin")) == files
-    write(folder / "data.jsonl", pairs(3))
+    write_jsonl(folder / "data.jsonl", pairs(3))
     assert build(tokenizer, epochs=1).n_samples == 3
     (folder / "template.jinja").write_text(TEMPLATE.replace("Q:", "Question:"))
     build(tokenizer)
@@ -273,8 +270,8 @@ def ledger(loaders, n_batches):
 @pytest.mark.parametrize("cls", [PreferenceDataLoader, PromptDataLoader])
 def test_resume_with_different_ranks_keeps_every_sample(tokenizer, folder, cls):
     make = pairs if cls is PreferenceDataLoader else questions
-    write(folder / "data.jsonl", make(23))
-    write(folder / "more.jsonl", make(18))
+    write_jsonl(folder / "data.jsonl", make(23))
+    write_jsonl(folder / "more.jsonl", make(18))
     dataset = ["data.jsonl", "more.jsonl"]
 
     def ranks(n_ranks, batch, **options):
@@ -309,11 +306,11 @@ def test_resume_with_different_ranks_keeps_every_sample(tokenizer, folder, cls):
 
 
 def test_position_in_different_data_is_ignored_with_a_warning(tokenizer, folder, caplog):
-    write(folder / "data.jsonl", pairs(5))
+    write_jsonl(folder / "data.jsonl", pairs(5))
     loader = build(tokenizer)
     next(loader)
     state = loader.state_dict()
-    write(folder / "data.jsonl", pairs(6))
+    write_jsonl(folder / "data.jsonl", pairs(6))
     other = build(tokenizer)
     first = next(build(tokenizer))["documents"]
     with caplog.at_level("WARNING", logger="torchtitan"):
@@ -324,21 +321,21 @@ def test_position_in_different_data_is_ignored_with_a_warning(tokenizer, folder,
 
 def test_position_is_valid_for_moved_data(tokenizer, folder):
     for name in ("data.jsonl", "renamed.jsonl"):
-        write(folder / name, questions(5))
+        write_jsonl(folder / name, questions(5))
     loader = build(tokenizer, PromptDataLoader)
     next(loader)
     state = loader.state_dict()
     other = build(tokenizer, PromptDataLoader, dataset=["./renamed.jsonl"])
     other.load_state_dict(state)
     assert torch.equal(next(other)["documents"], next(loader)["documents"])
-    write(folder / "renamed.jsonl", [row | {"answer": "Another."} for row in questions(5)])
+    write_jsonl(folder / "renamed.jsonl", [row | {"answer": "Another."} for row in questions(5)])
     other = build(tokenizer, PromptDataLoader, dataset=["renamed.jsonl"])
     other.load_state_dict(state)
     assert torch.equal(next(other)["documents"], next(build(tokenizer, PromptDataLoader))["documents"])
 
 
 def test_position_is_valid_if_changed_code_makes_the_same_samples(tokenizer, folder, monkeypatch):
-    write(folder / "data.jsonl", questions(5))
+    write_jsonl(folder / "data.jsonl", questions(5))
     loader = build(tokenizer, PromptDataLoader)
     next(loader)
     monkeypatch.setattr("torchtitan.components.data.finetuning.sample_cache.code_version", lambda: "another")
@@ -349,8 +346,8 @@ def test_position_is_valid_if_changed_code_makes_the_same_samples(tokenizer, fol
 
 
 def test_validation_keeps_the_order_of_the_file(tokenizer, folder):
-    write(folder / "data.jsonl", pairs(5))
-    write(folder / "held_out.jsonl", pairs(4))
+    write_jsonl(folder / "data.jsonl", pairs(5))
+    write_jsonl(folder / "held_out.jsonl", pairs(4))
     config = PreferenceDataLoader.Config(dataset=["data.jsonl"], chat_template="template.jinja")
     assert config.for_validation("") is None
     validation = config.for_validation("held_out.jsonl")
@@ -360,7 +357,7 @@ def test_validation_keeps_the_order_of_the_file(tokenizer, folder):
 
 
 def test_prompts_and_reference_answers(tokenizer, folder):
-    write(folder / "data.jsonl", [*questions(2), {"question": "And then?"}])
+    write_jsonl(folder / "data.jsonl", [*questions(2), {"question": "And then?"}])
     loader = build(tokenizer, PromptDataLoader, **in_order())
     first, second = loader
     assert first["prompts"].shape == (2, int(first["prompt_lengths"].max()))
@@ -373,15 +370,15 @@ def test_prompts_and_reference_answers(tokenizer, folder):
 
 
 def test_reference_answers_of_several_data_sets(tokenizer, folder):
-    write(folder / "data.jsonl", questions(3))
-    write(folder / "more.jsonl", [{"prompt": "Who?", "solution": 42}])
+    write_jsonl(folder / "data.jsonl", questions(3))
+    write_jsonl(folder / "more.jsonl", [{"prompt": "Who?", "solution": 42}])
     loader = build(tokenizer, PromptDataLoader, ["data.jsonl", "more.jsonl"], **in_order())
     assert loader.answer(2) == "It is 4." and loader.answer(3) == "42"
     assert loader.sample_name(3) == "more.jsonl:1"
 
 
 def test_too_long_prompts(tokenizer, folder):
-    write(folder / "data.jsonl", [{"prompt": "Who is it? " * 20}, {"prompt": "Who?"}])
+    write_jsonl(folder / "data.jsonl", [{"prompt": "Who is it? " * 20}, {"prompt": "Who?"}])
     assert build(tokenizer, PromptDataLoader, epochs=1).n_samples == 1
     loader = build(tokenizer, PromptDataLoader, too_long="truncate_left", **in_order())
     (batch,) = loader
@@ -417,8 +414,8 @@ class RecordingSampler(ShuffleSampler):
 def test_statistics_reach_the_samplers(tokenizer, folder, num_workers):
     """The sampler observes each step once, also across a resume, with sample numbers of its own data set; with workers,
     observations arrive resumed by the number of prepared batches."""
-    write(folder / "data.jsonl", pairs(2))
-    write(folder / "more.jsonl", pairs(3))
+    write_jsonl(folder / "data.jsonl", pairs(2))
+    write_jsonl(folder / "more.jsonl", pairs(3))
     options: dict[str, Any] = {"sampler": RecordingSampler.Config(), "num_workers": num_workers}
 
     def fresh():
@@ -486,7 +483,7 @@ class TestRealFiles:
     def test_gsm8k_as_prompts(self, mistral, reference, assets, folder):
         path = assets / "sft" / "gsm8k_train.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()[:300]]
-        write(folder / "gsm8k.jsonl", rows)
+        write_jsonl(folder / "gsm8k.jsonl", rows)
         loader = build(
             mistral, PromptDataLoader, ["gsm8k.jsonl"], seq_len=512, batch=8, chat_template="mistral", epochs=1
         )

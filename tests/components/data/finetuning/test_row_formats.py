@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from tests.components.data.helpers import raises
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
@@ -25,15 +26,9 @@ from torchtitan.components.data.finetuning.row_formats import (
     function_format,
 )
 from torchtitan.components.data.sources.source import CHAT_DATASETS, ChatDataset, register_chat_dataset, resolve_source
-from torchtitan.tools.errors import UserError
 
 QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
-
-
-def raises(message: str, kind: type[Exception] = UserError):
-    """Expect an error of exactly this class that contains `message`."""
-    return pytest.raises(kind, match=re.escape(message), check=lambda error: type(error) is kind)
 
 
 def converted(row: dict, kind: str = "sft", format: str = "auto", mapping: dict | None = None):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.components.data.helpers import replace, take, write_jsonl
 from torchtitan.components.data.base import NO_DOCUMENT
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.samples import SampleSets, pack_samples
@@ -69,11 +70,6 @@ def config(folder):
     )
 
 
-def replace(config, **changes):
-    values = {name: getattr(config, name) for name in config.to_dict()}
-    return type(config)(**{**values, **changes})
-
-
 @pytest.fixture(scope="module")
 def two(config, folder):
     return replace(config, dataset=[str(folder / "a.jsonl"), str(folder / "b.jsonl")])
@@ -81,11 +77,6 @@ def two(config, folder):
 
 def build(config, tokenizer, *, batch=2, **runtime):
     return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
-
-
-def take(loader, n=10**9):
-    """Return up to n batches."""
-    return [batch for _, batch in zip(range(n), loader, strict=False)]
 
 
 def windows(batches):
@@ -648,11 +639,6 @@ def collect_warnings(config, tokenizer, caplog, **runtime):
         assert not caplog.messages
         build(config, tokenizer, **runtime)
     return caplog.messages
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 @pytest.mark.parametrize(

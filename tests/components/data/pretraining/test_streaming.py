@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.components.data.helpers import take
 from torchtitan.assets.stories import Stories
 from torchtitan.components.data import HubDataset, PretrainDataLoader, register_dataset
 from torchtitan.components.data.base import Layout
@@ -65,11 +66,6 @@ def build(
         document_mask=document_mask,
     )
     return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
-
-
-def take(loader, n=10**9):
-    """Return up to n batches."""
-    return [batch for _, batch in zip(range(n), loader, strict=False)]
 
 
 def as_lists(batches):

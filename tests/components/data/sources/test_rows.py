@@ -4,13 +4,13 @@ import csv
 import gzip
 import json
 import os
-import re
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from tests.components.data.helpers import raises
 from torchtitan.assets.chats import Chats
 from torchtitan.assets.stories import Stories
 from torchtitan.components.data.sources.rows import Row
@@ -40,11 +40,6 @@ def read_rows(source: Source) -> list[Row]:
 
 def rows_at(path: Path | str, split: str = "train") -> list[Row]:
     return read_rows(source_of(str(path), split))
-
-
-def raises(message: str):
-    """Expect a `UserError` that contains `message`."""
-    return pytest.raises(UserError, match=re.escape(message))
 
 
 def write(path: Path, rows: list[dict]) -> Path:

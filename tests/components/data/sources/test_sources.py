@@ -5,7 +5,6 @@ import errno
 import gzip
 import json
 import os
-import re
 from pathlib import Path
 
 import pyarrow
@@ -13,6 +12,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from tests.components.data.helpers import raises
 from torchtitan.assets.stories import Stories
 from torchtitan.components.data.sources.files import CHUNK_SIZE
 from torchtitan.components.data.sources.source import (
@@ -269,11 +269,6 @@ def test_progress_adds_up_to_the_size(tmp_path):
         for document in part.documents(seen.append):
             "".join(document)
         assert sum(seen) == part.size(), kind
-
-
-def raises(message: str):
-    """Expect a `UserError` that contains `message`."""
-    return pytest.raises(UserError, match=re.escape(message))
 
 
 def test_missing_path_suggests_the_nearest(tmp_path):
