@@ -240,7 +240,8 @@ CASES: dict[str, tuple[Callable[[], tokenizers.Tokenizer], dict[str, Any]]] = {
     ),
     "t5": (t5, {"eos_token": "</s>", "tokenizer_class": "T5Tokenizer", "clean_up_tokenization_spaces": True}),
 }
-REAL = ["stories260K/hf-converted", "llama3-tokenizer", "gpt2-tokenizer", "mistral-v0.3-tokenizer", "embedded"]
+LARGE = ["llama3-tokenizer", "gpt2-tokenizer", "mistral-v0.3-tokenizer"]
+REAL = ["stories260K/hf-converted", "embedded", *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
 
 
 def make_folder(name: str, folder: Path) -> Path:
