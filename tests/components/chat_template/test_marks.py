@@ -1,5 +1,5 @@
-"""Published templates: the marks that known ones get (their texts are in published/), and those whose generation
-prompt no finished turn begins with. The reference is transformers, with the template as published."""
+"""Generation marks of known published templates (texts in `published/`), and templates whose finished turns do not
+begin with the generation prompt. The reference is transformers with the published template."""
 
 import json
 import logging
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from tests.components.chat_template.helpers import Message, assistant, user
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
@@ -20,25 +21,23 @@ from torchtitan.components.data.finetuning.loss_mask import TrainOn
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.weights.assets import chat_assets
 
-Message = dict[str, Any]
-
 FAMILIES = ["qwen3", "qwen3-now", "phi-3", "phi-3.5", "gpt-oss"]
 
 SPECIAL = ["<s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPECIAL += ["<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
 SPECIAL += ["<｜Assistant｜>", "<｜User｜>", "<｜end▁of▁sentence｜>"]
-TAKING_WHITE_SPACE = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
-"""As in Phi-3's vocabulary."""
+STRIPS_WHITE_SPACE = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+"""Tokens of Phi-3 that include the following white space."""
 
-SAID = {
+ANSWER_PATTERNS = {
     "qwen3": r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)\n",
     "phi-3": r"<\|assistant\|>\n(.*?<\|end\|>)\n",
     "gpt-oss": r"<\|start\|>assistant((?:<\|channel\|>analysis<\|message\|>[^<]*<\|end\|><\|start\|>assistant)?"
     r"(?:<\|channel\|>final<\|message\|>[^<]*(?:<\|return\|>)?"
     r"| to=functions\.\w+<\|channel\|>commentary json<\|message\|>[^<]*<\|call\|>))",
 }
-"""What the model writes, told from the text alone: from the end of the generation prompt to the token at which
-generation stops. (gpt-oss's earlier answers end with another one, which is not the model's.)"""
+"""Patterns of the generated text, from the end of the generation prompt to the token that stops generation. (gpt-oss's
+earlier answers end with a different token, which the model does not write.)"""
 
 WORDS = ["cat", "Größe", " two", "\n\n", "👩‍👩‍👧", "中文", "12345", "\t", "don't", "é"]
 
@@ -58,8 +57,8 @@ TOOLS = [
 ]
 
 
-def said_by_family(name: str) -> str:
-    return next(pattern for family, pattern in SAID.items() if name.startswith(family))
+def answer_pattern(name: str) -> str:
+    return next(pattern for family, pattern in ANSWER_PATTERNS.items() if name.startswith(family))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,7 @@ def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tokenizers.Tokenizer.from_file(str(assets / "gpt2-tokenizer" / "tokenizer.json"))
     tokenizer.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in SPECIAL])
     tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(text, normalized=False, rstrip=True) for text in TAKING_WHITE_SPACE]
+        [tokenizers.AddedToken(text, normalized=False, rstrip=True) for text in STRIPS_WHITE_SPACE]
     )
     folder = tmp_path_factory.mktemp("vocabulary")
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -104,16 +103,8 @@ def template_of(source: str) -> ChatTemplate:
 # Conversations.
 
 
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str, **more: Any) -> Message:
-    return {"role": "assistant", "content": text, **more}
-
-
 def words(rng: random.Random) -> str:
-    """Some, or none; letters at the ends, so that no family takes white space off or merges it into a token."""
+    """Return 0 to 5 words without white space at the ends, which some families strip or merge into a token."""
     return "".join(rng.choices(WORDS, k=rng.randint(0, 5))).strip() + rng.choice([".", "!", ""])
 
 
@@ -136,16 +127,16 @@ def chats(name: str, n: int = 30) -> Iterator[tuple[list[Message], list[Any] | N
 def call(rng: random.Random) -> list[Message]:
     function = {"name": "add", "arguments": {"a": rng.randint(1, 9), "b": words(rng)}}
     thought = {"reasoning_content": words(rng)} if rng.random() < 0.5 else {}
-    # gpt-oss takes content or reasoning beside a call, but not both.
+    # gpt-oss accepts either content or reasoning with a call.
     content = "" if thought or rng.random() < 0.5 else words(rng)
     # gpt-oss writes the first call only.
     calls = [{"type": "function", "function": function}] * rng.randint(1, 2)
-    asked = assistant(content, tool_calls=calls, **thought)
-    return [asked, {"role": "tool", "name": "add", "content": words(rng)}]
+    request = assistant(content, tool_calls=calls, **thought)
+    return [request, {"role": "tool", "name": "add", "content": words(rng)}]
 
 
 def answer(rng: random.Random, name: str) -> Message:
-    # A character of several tokens in front of text that is not marked: see ChatEncoder for how it differs there.
+    # Avoid characters of several tokens before unmarked text: there, ChatEncoder differs from transformers.
     text = words(rng) + ("." if name == "gpt-oss" else "")
     if rng.random() < 0.3:
         return assistant(text, **{rng.choice(["reasoning_content", "thinking", "reasoning"]): words(rng)})
@@ -154,11 +145,11 @@ def answer(rng: random.Random, name: str) -> Message:
     return assistant(text)
 
 
-# Known templates get marks.
+# Marks of known templates.
 
 
 def check_text(reference: Any, original: str, marked: str, name: str) -> None:
-    """That transformers writes the same with and without the marks."""
+    """Check that the marks do not change the text that transformers renders."""
     variables: list[dict[str, Any]] = [{}, {"enable_thinking": False}, {"builtin_tools": ["python"]}]
     for i, (messages, tools) in enumerate(chats(name)):
         for prompted in (False, True):
@@ -168,11 +159,11 @@ def check_text(reference: Any, original: str, marked: str, name: str) -> None:
 
 
 def check_marks(original: str, marked: str, name: str) -> None:
-    """That each mark is one turn of the assistant, as the original's text shows it."""
+    """Check that each mark covers one turn of the assistant in the text of the original."""
     n_turns, published, template = 0, template_of(original + " "), template_of(marked)
     for messages, tools in chats(name):
         text = published.render(messages, tools=tools, add_generation_prompt=False)
-        found = [match.span(1) for match in re.finditer(said_by_family(name), text, flags=re.DOTALL)]
+        found = [match.span(1) for match in re.finditer(answer_pattern(name), text, flags=re.DOTALL)]
         assert template.render_marked(messages, tools=tools)[1] == found
         assert len(found) == sum(message["role"] == "assistant" for message in messages)
         n_turns += len(found)
@@ -180,7 +171,7 @@ def check_marks(original: str, marked: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_marks_leave_the_text_as_it_is(name: str, originals: dict[str, str], reference: Any) -> None:
+def test_marks_do_not_change_the_text(name: str, originals: dict[str, str], reference: Any) -> None:
     original = originals[name]
     marked = with_marks(original)
     assert "generation %}" in marked and "{% generation" not in original and "{%- generation" not in original
@@ -189,10 +180,10 @@ def test_marks_leave_the_text_as_it_is(name: str, originals: dict[str, str], ref
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_ids_and_masks_are_those_of_transformers(
+def test_ids_and_masks_equal_transformers(
     name: str, originals: dict[str, str], reference: Any, tokenizer: PretrainedTokenizer
 ) -> None:
-    """The ids with the original, the mask with the marked one."""
+    """The reference ids come from the original template, the mask from the marked one."""
     original = originals[name]
     encoder = ChatEncoder(tokenizer, template_of(original), "assistant")
     encoder.check()
@@ -207,13 +198,13 @@ def test_ids_and_masks_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_the_last_turn_follows_is_what_inference_gives(
+def test_last_turn_follows_the_generation_prompt(
     name: str, originals: dict[str, str], tokenizer: PretrainedTokenizer
 ) -> None:
     template = template_of(originals[name])
     encoder = ChatEncoder(tokenizer, template, "last_assistant")
     for messages, tools in chats(name):
-        # gpt-oss's template leaves out the reasoning of a call as soon as an answer follows.
+        # gpt-oss's template omits the reasoning of a call once an answer follows.
         if messages[-1]["role"] != "assistant" or (tools and name == "gpt-oss"):
             continue
         [sample] = encoder.encode_batch([Conversation(messages, tools)])
@@ -256,8 +247,8 @@ def test_wrong_marks_are_caught(mistake: str, originals: dict[str, str], referen
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_the_original_refuses_is_refused(name: str, originals: dict[str, str], reference: Any) -> None:
-    """Content that is missing or no text; gpt-oss's own rules."""
+def test_marked_template_rejects_the_same_conversations(name: str, originals: dict[str, str], reference: Any) -> None:
+    """Missing content, content that is not text, and gpt-oss's own rules."""
     refused = 0
     for turn in (
         {"role": "assistant"},
@@ -274,10 +265,10 @@ def test_what_the_original_refuses_is_refused(name: str, originals: dict[str, st
                 results.append(type(error))
         assert results[0] == results[1]
         refused += not isinstance(results[0], str)
-    assert refused or name == "qwen3-now"  # which takes anything
+    assert refused or name == "qwen3-now"  # accepts all of these
 
 
-def test_only_the_published_text_is_known(originals: dict[str, str]) -> None:
+def test_only_the_exact_published_text_is_known(originals: dict[str, str]) -> None:
     for name in FAMILIES:
         assert set(originals) == set(FAMILIES)
         original = originals[name]
@@ -285,24 +276,22 @@ def test_only_the_published_text_is_known(originals: dict[str, str]) -> None:
         assert with_marks(original + " ") == original + " "
 
 
-def test_the_published_text_is_exported(originals: dict[str, str], tokenizer: PretrainedTokenizer) -> None:
+def test_published_text_is_exported(originals: dict[str, str], tokenizer: PretrainedTokenizer) -> None:
     template = template_of(originals["qwen3-now"])
     assert template.marks_generation
     assert chat_assets(tokenizer, template)["chat_template.jinja"] == originals["qwen3-now"]
 
 
-def test_white_space_of_an_answer_that_the_header_takes(
-    originals: dict[str, str], tokenizer: PretrainedTokenizer
-) -> None:
-    """Phi-3's `<|assistant|>` is one token with the white space behind it, the answer's first included."""
+def test_header_token_includes_leading_white_space(originals: dict[str, str], tokenizer: PretrainedTokenizer) -> None:
+    """Phi-3's `<|assistant|>` is one token with the following white space, including the start of the answer."""
     encoder = ChatEncoder(tokenizer, template_of(originals["phi-3"]), "assistant")
     assert decoded(tokenizer, encoder, [user("a"), assistant("\n b")]) == "b<|end|>"
     assert decoded(tokenizer, encoder, [user("a"), assistant(" ")]) == "<|end|>"
 
 
-def test_which_of_qwens_turns_are_trained(originals: dict[str, str], tokenizer: PretrainedTokenizer) -> None:
-    """The reasoning of an earlier turn is not in the text, so it is not trained; white space that the last turn loses
-    does not confuse turns."""
+def test_trained_turns_of_qwen3(originals: dict[str, str], tokenizer: PretrainedTokenizer) -> None:
+    """The template omits the reasoning of earlier turns, so it is not trained. Turns are still matched if the template
+    strips white space from the last one."""
     messages = [
         user("a"),
         assistant("<think>\nHm.\n</think>\n\nb"),
@@ -314,7 +303,7 @@ def test_which_of_qwens_turns_are_trained(originals: dict[str, str], tokenizer: 
     template = template_of(originals["qwen3-now"])
     every, last = (ChatEncoder(tokenizer, template, train_on) for train_on in TRAIN_ON)
     end = "<think>\nSo.\n</think>\n\nf<|im_end|>"
-    # Of the four newlines, which are one token, the header has the first.
+    # The four newlines are one token, and the first one belongs to the header.
     assert decoded(tokenizer, every, messages) == f"b<|im_end|>\n\n\n\nd<|im_end|>{end}"
     assert decoded(tokenizer, last, messages) == end
     assert decoded(tokenizer, last, messages, [None, None, None, True, None, False]) == "\n\n\n\nd<|im_end|>"
@@ -341,7 +330,7 @@ def decoded(
     return tokenizer.decode(sample.ids[sample.trained])
 
 
-# Generation prompts that no finished turn begins with.
+# Templates whose finished turns do not begin with the generation prompt.
 
 R1 = r"""{{ bos_token }}{% for message in messages %}
     {%- if message['role'] == 'user' %}{{'<｜User｜>' + message['content']}}{% endif %}
@@ -351,19 +340,19 @@ R1 = r"""{{ bos_token }}{% for message in messages %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{'<｜Assistant｜><think>\n'}}{% endif %}"""
-"""As that of DeepSeek-R1's distills, without tools."""
+"""Template of DeepSeek-R1's distilled models, without tools."""
 
 NEMOTRON = r"""{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
 {%- if message.role == 'assistant' and '</think>' not in message.content %}{{ '<think></think>' }}{% endif %}
 {{- message.content + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{'<|im_start|>assistant\n<think>' + ('</think>' if enable_thinking is false else '\n')}}
 {%- endif %}"""
-"""As that of Nemotron 3: a finished turn has a closed thought where it has none of its own."""
+"""Template of Nemotron 3, which writes empty reasoning in finished turns without reasoning."""
 
 TALK = [user("Hi <b>?"), assistant("<b>Yes</b>"), user("More?"), assistant("<th>No 👩")]
 
 
-def test_a_turn_without_the_whole_generation_prompt(
+def test_turn_without_the_whole_generation_prompt(
     tokenizer: PretrainedTokenizer, reference: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     template = template_of(R1)
@@ -372,9 +361,11 @@ def test_a_turn_without_the_whole_generation_prompt(
     with caplog.at_level(logging.WARNING, "torchtitan"):
         assert decoded(tokenizer, every, TALK) == f"<b>Yes</b>{end}<th>No 👩{end}"
         assert decoded(tokenizer, every, TALK[:2]) == f"<b>Yes</b>{end}"
-    # Once, however many turns.
+    # There is one warning for any number of turns.
     assert (
-        caplog.text.count(r"is '<｜Assistant｜><think>\n', but in its finished turns answers follow '<｜Assistant｜>'")
+        caplog.text.count(
+            r"writes '<｜Assistant｜>' before finished answers, but its generation prompt is '<｜Assistant｜><think>\n'"
+        )
         == 1
     )
     assert decoded(tokenizer, last, TALK) == f"<th>No 👩{end}"
@@ -382,31 +373,31 @@ def test_a_turn_without_the_whole_generation_prompt(
     assert encoded(last, TALK).ids.tolist() == reference.apply_chat_template(TALK, chat_template=R1, return_dict=False)
 
 
-def test_reasoning_that_the_template_takes_out_is_refused(tokenizer: PretrainedTokenizer) -> None:
-    """What the generation prompt asks for would be missing. A template that keeps it is exact: what is trained follows
-    the prompt of inference."""
-    thoughtful = [user("Hi"), assistant("<think>\nHm.\n</think>\n\nYes.")]
-    apart = [user("Hi"), assistant("Yes.", reasoning_content="Hm.")]
+def test_turn_with_omitted_reasoning_is_rejected(tokenizer: PretrainedTokenizer) -> None:
+    """Training on the turn would teach the model to skip the reasoning that the generation prompt asks for. If the
+    template keeps the reasoning, the trained tokens follow the generation prompt."""
+    inline = [user("Hi"), assistant("<think>\nHm.\n</think>\n\nYes.")]
+    separate = [user("Hi"), assistant("Yes.", reasoning_content="Hm.")]
     for train_on in TRAIN_ON:
         encoder = ChatEncoder(tokenizer, template_of(R1), train_on)
-        for messages in (thoughtful, apart):
+        for messages in (inline, separate):
             [error] = encoder.encode_batch([Conversation(messages)])
             assert isinstance(error, BrokenSample)
             assert "omits a part of message 2 (assistant), such as its reasoning" in str(error)
             assert r"generation prompt is '<｜Assistant｜><think>\n'" in str(error) and "chat_template" in str(error)
-        # Only of what is trained.
-        assert decoded(tokenizer, encoder, [*thoughtful, *TALK[2:]], [None, False, None, None]).startswith("<th>No")
+        # Untrained turns may lose their reasoning.
+        assert decoded(tokenizer, encoder, [*inline, *TALK[2:]], [None, False, None, None]).startswith("<th>No")
     keeps = R1.replace("{% set content = content.split('</think>')[-1] %}", "")
     encoder = ChatEncoder(tokenizer, template_of(keeps), "assistant")
-    sample, prompt = encoded(encoder, thoughtful), encoder.encode_prompt(Conversation(thoughtful[:1]))
+    sample, prompt = encoded(encoder, inline), encoder.encode_prompt(Conversation(inline[:1]))
     assert tokenizer.decode(sample.ids[sample.trained]) == "Hm.\n</think>\n\nYes.<｜end▁of▁sentence｜>"
     assert sample.ids[: len(prompt)].tolist() == prompt.tolist() and not sample.trained[: len(prompt)].any()
 
 
-def test_a_header_that_is_no_beginning_of_the_generation_prompt(
+def test_header_differs_from_the_generation_prompt(
     tokenizer: PretrainedTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The closed thought is the template's; behind it an answer is what follows the prompt without thinking."""
+    """The template writes the empty reasoning; after it, the answer equals an answer without thinking."""
     template = template_of(NEMOTRON)
     encoder = ChatEncoder(tokenizer, template, "assistant")
     with caplog.at_level(logging.WARNING, "torchtitan"):
@@ -417,19 +408,22 @@ def test_a_header_that_is_no_beginning_of_the_generation_prompt(
         assert decoded(tokenizer, encoder, [user("a"), assistant("Yes."), user("b"), assistant("No 👩")]) == (
             "Yes.<|im_end|>No 👩<|im_end|>"
         )
-    assert r"writes '<|im_start|>assistant\\n<think></think>'" in caplog.text
+    assert r"writes '<|im_start|>assistant\n<think></think>' before finished answers" in caplog.text
     without = template.render(TALK[:1], add_generation_prompt=True, enable_thinking=False)
     assert template.render(TALK[:2], add_generation_prompt=False) == f"{without}<b>Yes</b><|im_end|>\n"
 
 
-def test_the_reason_is_true(tokenizer: PretrainedTokenizer) -> None:
-    """Whether earlier text changes, or a turn begins as no other does."""
+def test_error_states_the_correct_reason(tokenizer: PretrainedTokenizer) -> None:
+    """Either the earlier text changes, or a turn begins differently from the others."""
     changes = "{% for m in messages %}[{{ m.role }}]{{ m.content if loop.last else '' }};{% endfor %}"
-    otherwise = (
+    varies = (
         "{% for m in messages %}{{ '<b>' if m.role != 'assistant' else '<c>' if m.content == 'No.' else '<d>' }}"
         "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
     )
-    cases = [(changes, "message 2 (assistant) differently where it goes on"), (otherwise, "neither with its gen")]
+    cases = [
+        (changes, "message 2 (assistant) differently if more messages follow"),
+        (varies, "neither with its gen"),
+    ]
     for source, reason in cases:
         encoder = ChatEncoder(tokenizer, template_of(source), "assistant")
         messages = [user("a"), assistant("b"), user("c"), assistant("No.")]

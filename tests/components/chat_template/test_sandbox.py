@@ -1,4 +1,4 @@
-"""A chat template from anywhere ends soon, and takes little memory (`components/chat_template/sandbox.py`)."""
+"""Limits on the time and memory of untrusted chat templates (`components/chat_template/sandbox.py`)."""
 
 import time
 
@@ -16,7 +16,7 @@ def rendered(source: str) -> str:
 
 
 def growing(start: str, value: str) -> str:
-    """A template whose variable x takes a value made of itself, 99 times."""
+    """Return a template that assigns x a value computed from x, 99 times."""
     loop = f"{{% for i in range(99) %}}{{% set n.x = {value} %}}{{% endfor %}}"
     return f"{{% set n = namespace(x={start}) %}}{loop}{{{{ n.x }}}}"
 
@@ -70,12 +70,12 @@ def growing(start: str, value: str) -> str:
         "{{ ('a'*99999)|replace(new='x'*9999, old='a') }}",
     ],
 )
-def test_what_would_not_end_is_refused(source, monkeypatch):
-    monkeypatch.setattr(sandbox, "_BUDGET", 2**24)  # for a test's patience
-    begun = time.perf_counter()
-    with pytest.raises(UserError, match=r"^the chat template takes too long at this conversation, or too much memory"):
+def test_expensive_template_is_rejected(source, monkeypatch):
+    monkeypatch.setattr(sandbox, "_BUDGET", 2**24)  # so that the test is quick
+    start_time = time.perf_counter()
+    with pytest.raises(UserError, match=r"^the chat template exceeds the time or memory limit for this conversation"):
         rendered(source)
-    assert time.perf_counter() - begun < 5
+    assert time.perf_counter() - start_time < 5
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_what_would_not_end_is_refused(source, monkeypatch):
         "['', '']|map('default', n.x, true)|list",
     ],
 )
-def test_values_that_only_look_small_are_counted_in_full(value, monkeypatch):
+def test_nested_references_count_in_full(value, monkeypatch):
     monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
-    with pytest.raises(UserError, match="takes too long"):
+    with pytest.raises(UserError, match="exceeds the time or memory limit"):
         rendered(growing("[1]", value))
 
 
-def test_comparing_values_costs_their_sizes(monkeypatch):
+def test_comparison_costs_the_sizes_of_its_operands(monkeypatch):
     monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
     double = "['', '']|map('default', {}, true)|list"
     loop = f"{{% for i in range(60) %}}{{% set n.x = {double.format('n.x')} %}}{{% set n.y = {double.format('n.y')} %}}"
@@ -107,7 +107,7 @@ def test_comparing_values_costs_their_sizes(monkeypatch):
         "n.x in [n.y]",
         "[n.x]|select('eq', n.y)|list",
     ):
-        with pytest.raises(UserError, match="takes too long"):
+        with pytest.raises(UserError, match="exceeds the time or memory limit"):
             rendered(f"{{% set n = namespace(x=[1], y=[1]) %}}{loop}{{% endfor %}}{{{{ {compared} }}}}")
 
 
@@ -126,50 +126,50 @@ def test_comparing_values_costs_their_sizes(monkeypatch):
         " is lower",
     ],
 )
-def test_a_text_of_a_value_costs_the_sizes_of_its_parts(use, monkeypatch):
+def test_conversion_to_text_costs_the_size_of_the_value(use, monkeypatch):
     monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
     double = "{% set n.x = ['', '']|map('default', n.x, true)|list %}"
     bomb = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}" + double + "{% endfor %}"
-    with pytest.raises(UserError, match="takes too long"):
+    with pytest.raises(UserError, match="exceeds the time or memory limit"):
         rendered(bomb + "{% set t = n.x" + use + " %}")
-    with pytest.raises(UserError, match="takes too long"):
+    with pytest.raises(UserError, match="exceeds the time or memory limit"):
         rendered(bomb + "{{ raise_exception(n.x) }}")
 
 
-def test_a_namespace_does_not_show_its_values():
+def test_text_of_a_namespace_hides_its_values():
     assert len(rendered(growing("[1]", "namespace(a=n.x, b=n.x)"))) < 100
 
 
 @pytest.mark.parametrize("source", ["{% filter upper %}a{% endfilter %}", "{% set x | upper %}a{% endset %}{{ x }}"])
-def test_blocks_cannot_have_filters(source):
+def test_filter_blocks_are_rejected(source):
     with pytest.raises(UserError, match="is not valid Jinja, line 1: blocks cannot have filters"):
         rendered(source)
 
 
-def test_the_clock_ends_what_costs_more_than_it_seems(monkeypatch):
+def test_time_limit_stops_underestimated_operations(monkeypatch):
     monkeypatch.setattr(sandbox, "_SECONDS", 0.2)
-    with pytest.raises(UserError, match="takes too long"):
+    with pytest.raises(UserError, match="exceeds the time or memory limit"):
         rendered("{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}")
 
 
-def test_a_rendering_has_an_allowance_of_its_own():
+def test_each_rendering_has_its_own_budget():
     template = ChatTemplate(growing("'12345678'", "(n.x ~ n.x)[:1000000]"))
-    for _ in range(6):  # 0.7 of it each
+    for _ in range(6):  # 70 % of the budget each
         assert len(template.render(QUESTION, add_generation_prompt=False)) == 1_000_000
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails at this conversation: RecursionError"),
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply to be read"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "failed for this conversation: RecursionError"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply"),
         ("{% for a in b %}" * 40 + "{% endfor %}" * 40, "is not valid Jinja: SyntaxError"),
         ("{{ " + "1" * 6000 + " }}", "is not valid Jinja: ValueError"),
         ("x" * (2**20 + 1), "has 1,048,577 characters; the limit is 1,048,576"),
         ("{{ 'a'|center(10) }}", "is not valid Jinja, line 1: No filter named 'center'"),
     ],
 )
-def test_a_source_that_python_does_not_take_is_refused(source, message):
+def test_uncompilable_source_is_rejected(source, message):
     with pytest.raises(UserError, match=f"^the chat template {message}"):
         rendered(source)
 
@@ -194,5 +194,5 @@ def test_a_source_that_python_does_not_take_is_refused(source, message):
         ),
     ],
 )
-def test_what_templates_use_is_as_it_was(source, text):
+def test_common_operations_work_as_in_jinja(source, text):
     assert rendered(source) == text

@@ -1,4 +1,4 @@
-"""`PretrainDataLoader` on local data: the order, its position, its end, its workers."""
+"""`PretrainDataLoader` on local data: order, position, end, workers."""
 
 import json
 import logging
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.commands import run_command
+from tests.components.data.helpers import replace, take
 from torchtitan.assets.stories import Stories
 from torchtitan.components.data import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.data.pretraining import windows
@@ -37,21 +38,12 @@ def config(tmp_path_factory):
     return PretrainDataLoader.Config(dataset=str(folder / "a.jsonl"), cache_dir=str(folder / "cache"))
 
 
-def replace(config, **changes):
-    return type(config)(**{**config.to_dict(), **changes})
-
-
 def build(config, tokenizer, *, batch=4, **runtime):
     return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
 
 
-def take(loader, n=10**9):
-    """Up to n batches."""
-    return [batch for _, batch in zip(range(n), loader, strict=False)]
-
-
 def rows(batches):
-    """Samples as comparable tuples, in order."""
+    """Return samples as comparable tuples, in order."""
     names = sorted(batches[0])
     return [
         tuple(tuple(batch[name][i].tolist()) for name in names) for batch in batches for i in range(len(batch["input"]))
@@ -63,7 +55,7 @@ def assert_same(batches, others):
 
 
 def real(samples):
-    """Without the samples that fill up the last batch (`documents` sorts first)."""
+    """Drop the padding samples of the last batch (`documents` sorts first)."""
     return [sample for sample in samples if sample[0] != (-1, -1)]
 
 
@@ -79,7 +71,7 @@ def test_batch(config, tokenizer):
 
 
 @pytest.mark.parametrize("document_mask", [True, False])
-def test_an_epoch_predicts_every_token_once(config, tokenizer, document_mask):
+def test_epoch_predicts_every_token_once(config, tokenizer, document_mask):
     cache = open_token_cache(resolve_source(config.dataset), tokenizer, config.cache_dir)
     loader = build(replace(config, document_mask=document_mask), tokenizer, epochs=1)
     labels = torch.cat([batch["labels"].flatten() for batch in loader])
@@ -89,7 +81,7 @@ def test_an_epoch_predicts_every_token_once(config, tokenizer, document_mask):
     assert sorted(labels[labels != IGNORE_INDEX].tolist()) == sorted(expected.tolist())
 
 
-def test_unshuffled_order_is_the_file_s(config, tokenizer):
+def test_unshuffled_order_is_the_order_of_the_file(config, tokenizer):
     loader = build(replace(config, shuffle=False), tokenizer, epochs=1)
     batches = take(loader)
     tokens = torch.cat([batch["input"].flatten() for batch in batches]).tolist()
@@ -105,7 +97,7 @@ def test_unshuffled_order_is_the_file_s(config, tokenizer):
     assert loader.document_names(torch.tensor([-1, -1])) == []
 
 
-def test_epochs_are_shuffled_anew_and_complete(config, tokenizer):
+def test_each_epoch_is_complete_and_shuffled_differently(config, tokenizer):
     n_samples = build(config, tokenizer, epochs=1).n_samples
     loader = build(config, tokenizer, batch=1)
     assert loader.n_samples is None
@@ -116,7 +108,7 @@ def test_epochs_are_shuffled_anew_and_complete(config, tokenizer):
     assert sorted(in_file_order) == sorted(epochs[0]) and in_file_order != epochs[0]
 
 
-def test_seed_decides_the_order(config, tokenizer):
+def test_seed_sets_the_order(config, tokenizer):
     orders = [rows(take(build(config, tokenizer, seed=seed), 20)) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
 
@@ -127,7 +119,7 @@ def test_global_order_is_the_same_for_any_layout(config, tokenizer, ranks, batch
         build(replace(config, num_workers=workers), tokenizer, batch=batch, dp_rank=r, dp_world_size=ranks, epochs=1)
         for r in range(ranks)
     ]
-    steps = [rows(step) for step in zip(*loaders, strict=True)]  # strict: every rank has as many batches
+    steps = [rows(step) for step in zip(*loaders, strict=True)]  # strict: every rank has the same number of batches
     reference = build(config, tokenizer, batch=8, epochs=1)
     assert steps == [rows([step]) for step in reference]
     for loader in loaders:
@@ -137,7 +129,7 @@ def test_global_order_is_the_same_for_any_layout(config, tokenizer, ranks, batch
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("n_batches", [0, 1, 7])
-def test_resume_is_exact_and_counts_what_was_handed_out(config, tokenizer, workers, n_batches):
+def test_resume_is_exact_after_the_last_returned_batch(config, tokenizer, workers, n_batches):
     straight = take(build(config, tokenizer), 30)
     loader = build(replace(config, num_workers=workers), tokenizer)
     first = take(loader, n_batches)
@@ -146,12 +138,12 @@ def test_resume_is_exact_and_counts_what_was_handed_out(config, tokenizer, worke
     resumed = build(replace(config, num_workers=2 - workers), tokenizer)
     resumed.load_state_dict(state)
     assert_same(first + take(resumed, 30 - n_batches), straight)
-    resumed.load_state_dict(state)  # and back, in the same loader
+    resumed.load_state_dict(state)  # the same loader can rewind
     assert_same(take(resumed, 5), straight[n_batches : n_batches + 5])
     resumed.close()
 
 
-def test_resume_with_other_ranks_and_batches_loses_and_repeats_nothing(config, tokenizer):
+def test_resume_with_different_ranks_and_batches_keeps_every_sample(config, tokenizer):
     straight = rows(take(build(config, tokenizer, batch=1), 60))
     two = [build(config, tokenizer, batch=3, dp_rank=r, dp_world_size=2) for r in range(2)]
     first = [sample for step in zip(*[take(loader, 5) for loader in two], strict=True) for sample in rows(step)]
@@ -164,7 +156,7 @@ def test_resume_with_other_ranks_and_batches_loses_and_repeats_nothing(config, t
     assert first + rest == straight
 
 
-def test_resume_seeks(config, tokenizer, monkeypatch):
+def test_resume_does_not_reread_earlier_windows(config, tokenizer, monkeypatch):
     loader = build(config, tokenizer)
     loader.load_state_dict({**loader.state_dict(), "position": {"position": 10**12, "seed": 0}})
     calls = []
@@ -173,7 +165,7 @@ def test_resume_seeks(config, tokenizer, monkeypatch):
     assert len(calls) == 4
 
 
-def test_order_continues_under_the_saved_seed(config, tokenizer):
+def test_resume_keeps_the_saved_seed(config, tokenizer):
     straight = take(build(config, tokenizer, seed=1), 8)
     first = build(config, tokenizer, seed=1)
     take(first, 5)
@@ -183,7 +175,7 @@ def test_order_continues_under_the_saved_seed(config, tokenizer):
 
 
 @pytest.mark.parametrize("changed", [{"seq_len": 8}, {"dataset": "stories"}, {"shuffle": False}])
-def test_position_in_other_data_is_refused_loudly(config, tokenizer, caplog, changed):
+def test_position_in_different_data_is_ignored_with_a_warning(config, tokenizer, caplog, changed):
     loader = build(config, tokenizer)
     take(loader, 3)
     fields = {name: value for name, value in changed.items() if name != "seq_len"}
@@ -198,7 +190,7 @@ def test_position_in_other_data_is_refused_loudly(config, tokenizer, caplog, cha
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_end_after_epochs_with_the_last_batch_filled_up(config, tokenizer, workers):
+def test_last_batch_after_the_epochs_is_padded(config, tokenizer, workers):
     loaders = [
         build(replace(config, num_workers=workers), tokenizer, batch=7, dp_rank=r, dp_world_size=3, epochs=2)
         for r in range(3)
@@ -217,9 +209,9 @@ def test_end_after_epochs_with_the_last_batch_filled_up(config, tokenizer, worke
         loader.close()
 
 
-def test_more_epochs_go_on_where_the_run_ended(config, tokenizer):
+def test_more_epochs_continue_from_the_end(config, tokenizer):
     n_samples = build(config, tokenizer, epochs=1).n_samples
-    batch = next(size for size in (5, 6, 7, 11) if n_samples % size)  # so that the last one is filled up
+    batch = next(size for size in (5, 6, 7, 11) if n_samples % size)  # so that the last batch is padded
     ended = build(config, tokenizer, batch=batch, epochs=1)
     take(ended)
     same, more = build(config, tokenizer, batch=batch, epochs=1), build(config, tokenizer, batch=1, epochs=2)
@@ -229,7 +221,7 @@ def test_more_epochs_go_on_where_the_run_ended(config, tokenizer):
     assert rows(take(more)) == rows(take(build(config, tokenizer, batch=1, epochs=2)))[n_samples:]
 
 
-def test_data_smaller_than_a_window_and_a_batch(tmp_path, tokenizer):
+def test_data_smaller_than_a_window_or_batch(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("tiny")
     config = PretrainDataLoader.Config(dataset=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"))
     [ids] = tokenizer.encode_documents(["tiny"])
@@ -243,7 +235,7 @@ def test_data_smaller_than_a_window_and_a_batch(tmp_path, tokenizer):
     assert all((batch["labels"][:, 0] == ids[1]).all() for batch in endless)
 
 
-def test_global_random_numbers_are_left_alone(config, tokenizer):
+def test_global_random_state_is_unchanged(config, tokenizer):
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     for workers in (0, 2):
@@ -254,7 +246,7 @@ def test_global_random_numbers_are_left_alone(config, tokenizer):
     assert random.getstate() == states[1] and np.random.get_state()[1].tolist() == states[2]
 
 
-def test_workers_leave_signals_to_the_training_process(config, tokenizer):
+def test_workers_ignore_signals(config, tokenizer):
     loader = build(replace(config, num_workers=2), tokenizer)
     straight = take(build(config, tokenizer), 12)
     batches = take(loader, 2)
@@ -280,13 +272,13 @@ raise RuntimeError("boom")
 """
 
 
-def test_program_that_dies_without_closing_does_not_hang(config):
+def test_failing_program_exits_without_closing_the_loader(config):
     arguments = [sys.executable, "-c", UNCLOSED, config.dataset, config.cache_dir]
     result = run_command(arguments, timeout=60)
     assert result.returncode == 1 and result.stderr.strip().endswith("RuntimeError: boom")
 
 
-def test_prepare_finds_bad_data_and_does_the_work(tmp_path, tokenizer):
+def test_prepare_builds_the_cache_and_finds_bad_data(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
     config = PretrainDataLoader.Config(dataset=str(path), cache_dir=str(tmp_path / "cache"))
     path.write_text('{"text": "good"}\n{"text"\n')
@@ -295,9 +287,9 @@ def test_prepare_finds_bad_data_and_does_the_work(tmp_path, tokenizer):
     path.write_text('{"text": "good"}\n')
     config.prepare(tokenizer=tokenizer)
     [folder] = [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.suffix != ".lock"]
-    made = (folder / "tokens.bin").stat().st_mtime_ns
+    built = (folder / "tokens.bin").stat().st_mtime_ns
     next(build(config, tokenizer))
-    assert (folder / "tokens.bin").stat().st_mtime_ns == made
+    assert (folder / "tokens.bin").stat().st_mtime_ns == built
 
 
 def test_configuration_for_validation(tmp_path):
@@ -312,8 +304,8 @@ def test_configuration_for_validation(tmp_path):
     local = PretrainDataLoader.Config(dataset=str(tmp_path / "a.txt"))
     assert local.for_validation("") is None
     assert local.for_validation("stories").split == "validation"
-    given = config.for_validation(str(tmp_path / "a.txt"))
-    assert (given.dataset, given.split, given.shuffle) == (str(tmp_path / "a.txt"), "train", False)
+    from_file = config.for_validation(str(tmp_path / "a.txt"))
+    assert (from_file.dataset, from_file.split, from_file.shuffle) == (str(tmp_path / "a.txt"), "train", False)
     rows = datasets.Dataset.from_dict({"text": ["a"]})
     datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(tmp_path / "saved")
     assert PretrainDataLoader.Config(dataset=str(tmp_path / "saved")).for_validation("").split == "validation"
@@ -328,12 +320,12 @@ def test_configuration_for_validation(tmp_path):
         ({"epochs": 0}, "epochs must be at least 1, not 0"),
     ],
 )
-def test_numbers_out_of_range(config, tokenizer, runtime, message):
+def test_arguments_out_of_range(config, tokenizer, runtime, message):
     with pytest.raises(UserError, match=message):
         build(config, tokenizer, **runtime)
 
 
-def test_settings_out_of_range(config, tokenizer):
+def test_options_out_of_range(config, tokenizer):
     for settings, message in (
         ({"num_workers": -1}, "--dataloader.num_workers must be at least 0, not -1"),
         ({"shuffle_buffer": 0}, "--dataloader.shuffle_buffer must be at least 1 document, not 0"),
@@ -344,13 +336,13 @@ def test_settings_out_of_range(config, tokenizer):
                 use()
 
 
-def test_own_loader_need_not_describe_its_documents():
+def test_custom_loader_may_omit_document_names():
     loader = BaseDataLoader.Config().build()
     assert loader.describe(torch.tensor([7, 9, -1])) == "document 7, document 9"
     assert loader.describe(torch.tensor([-1])) == "no document (padding)"
 
 
-def test_own_subclass(config, tokenizer):
+def test_custom_subclass(config, tokenizer):
     class Reversed(PretrainDataLoader):
         @dataclass(kw_only=True, slots=True)
         class Config(PretrainDataLoader.Config):
@@ -364,7 +356,8 @@ def test_own_subclass(config, tokenizer):
     assert torch.equal(next(own)["input"], next(build(config, tokenizer))["input"].flip(0))
 
 
-def test_importing_is_cheap():
+@pytest.mark.slow
+def test_import_loads_no_heavy_module():
     heavy = "{'datasets', 'pyarrow', 'pandas', 'transformers', 'tokenizers', 'tiktoken', 'rich', 'zstandard'}"
     code = f"import sys, torchtitan.components.data; print(sorted({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

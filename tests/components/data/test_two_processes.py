@@ -1,4 +1,4 @@
-"""One run on two processes, for all that both must agree on of their data: ledger, steps left out, validation sets."""
+"""Data of a run on two processes: the ledger, excluded steps, validation sets."""
 
 import json
 from pathlib import Path
@@ -36,16 +36,16 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "one", folder / "two"
 
 
-def test_the_ledger_has_the_documents_of_both(runs):
-    """In the global order, written by rank 0; data that is left out is left out on both."""
+def test_ledger_has_documents_of_both_ranks(runs):
+    """Documents are in the global order, written by rank 0; excluded steps are excluded on both ranks."""
     one, two = (lines_of(folder / "ledger.jsonl") for folder in runs)
     assert two == one
     assert [line["data_step"] for line in two] == [1, 3, 5, 6]
 
 
-def test_validation_sets_measure_the_same(runs):
+def test_validation_losses_match_one_process(runs):
     one, two = ([line for line in lines_of(folder / "metrics.jsonl") if "validation_loss" in line] for folder in runs)
     keys = [key for key in one[-1] if key.startswith(("validation_loss", "validation_bits"))]
-    # Float32, in batches of another size. (No window here cuts a character.)
+    # Float32 sums over batches of different sizes. (No window here splits a character.)
     expected = [pytest.approx(one[-1][key], rel=1e-6) for key in keys]
     assert len(keys) == 6 and [two[-1][key] for key in keys] == expected

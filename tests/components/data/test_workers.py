@@ -1,4 +1,4 @@
-"""Processes that stay: what fails in one of them is told, and the next run is not harmed."""
+"""Persistent worker processes of the tests: a failure in one is reported and does not affect the next run."""
 
 import os
 import time
@@ -30,16 +30,16 @@ def die_on_second_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failing", "told"), [(fail_on_second_rank, "ValueError: what went wrong"), (die_on_second_rank, "died")]
+    ("failing", "message"), [(fail_on_second_rank, "ValueError: what went wrong"), (die_on_second_rank, "died")]
 )
-def test_a_failure_of_one_rank_is_told_and_the_next_run_is_a_fresh_one(tmp_path, failing, told):
+def test_failure_of_one_rank_is_reported_and_the_next_run_works(tmp_path, failing, message):
     with Workers(2) as workers:
         workers.run(add_ranks, tmp_path)
-        begun = time.monotonic()
+        start_time = time.monotonic()
         with pytest.raises(WorkerFailure) as error:
             workers.run(failing)
-        assert "rank 1: " in str(error.value) and told in str(error.value)
-        assert time.monotonic() - begun < 30  # not the limit of a collective
+        assert "rank 1: " in str(error.value) and message in str(error.value)
+        assert time.monotonic() - start_time < 30  # well below the timeout of a collective
         for path in tmp_path.iterdir():
             path.unlink()
         workers.run(add_ranks, tmp_path)

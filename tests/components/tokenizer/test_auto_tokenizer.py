@@ -1,5 +1,5 @@
-"""Exported tokenizers in transformers' `AutoTokenizer`: the ids and the text that training has, for tokenizers in the
-shape of published ones and for real ones; the warning where the source folder gives others."""
+"""Exported tokenizers in transformers' `AutoTokenizer`, which must give the ids and text of training, and the warning
+if the source folder gives different ids. The tokenizers are imitations of published ones, and real ones."""
 
 import base64
 import json
@@ -15,6 +15,7 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tests.components.tokenizer.helpers import load_tokenizer
 from tests.components.weights.test_formats_in_runs import LAST_IN_HF
 from tests.conftest import PROJECT
 from tests.training import train
@@ -62,7 +63,10 @@ PIECES = [
     ),
 ]
 
-# Tokenizers in the shape of published ones.
+cached_tokenizer = cache(load_tokenizer)
+
+
+# Imitations of published tokenizers.
 
 
 @cache
@@ -71,7 +75,7 @@ def corpus() -> list[str]:
 
 
 def sentencepiece(special: Sequence[str]) -> tokenizers.Tokenizer:
-    """BPE with byte fallback, as converted from SentencePiece; without normalizer and pre-tokenizer."""
+    """Train BPE with byte fallback, as converted from SentencePiece, without normalizer and pre-tokenizer."""
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token=special[0], fuse_unk=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=True)
     as_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -116,8 +120,8 @@ def llama2_new() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def llama2_cut() -> tokenizers.Tokenizer:
-    """With the settings of the example that it was saved from."""
+def llama2_truncating() -> tokenizers.Tokenizer:
+    """Llama 2 saved with the truncation and padding settings of a program."""
     tokenizer = llama2()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)
@@ -154,7 +158,7 @@ def gpt2() -> tokenizers.Tokenizer:
 
 
 def deepseek() -> tokenizers.Tokenizer:
-    """Byte-level, with a BOS that only `add_bos_token` asks for."""
+    """Byte-level tokenizer with BOS set only by `add_bos_token`."""
     tokenizer = byte_level(pre_tokenizers.Digits(individual_digits=True))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in ("<s>", "</s>")])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -177,14 +181,14 @@ def t5() -> tokenizers.Tokenizer:
 
 
 def phi3() -> tokenizers.Tokenizer:
-    """Llama 2's, with added tokens that take the white space behind them."""
+    """Llama 2 with added tokens that include the following white space."""
     tokenizer = llama2()
     tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", rstrip=True, normalized=False) for name in ("user", "end")])
     tokenizer.add_tokens([AddedToken("<tool>", normalized=True)])
     return tokenizer
 
 
-# Folders of them, and what is exported.
+# Folders of these tokenizers, and exports.
 
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True, "model_max_length": 512}
 GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
@@ -198,7 +202,7 @@ CASES: dict[str, tuple[Callable[[], tokenizers.Tokenizer], dict[str, Any]]] = {
     "llama2 generic": (llama2, {**LLAMA, "tokenizer_class": "PreTrainedTokenizerFast"}),
     "llama2 without BOS": (llama2, {**LLAMA, "tokenizer_class": "LlamaTokenizer", "add_bos_token": False}),
     "llama2 with EOS": (llama2, {**LLAMA, "tokenizer_class": "PreTrainedTokenizerFast", "add_eos_token": True}),
-    "llama2 cut": (llama2_cut, {**LLAMA, "tokenizer_class": "LlamaTokenizer"}),
+    "llama2 truncating": (llama2_truncating, {**LLAMA, "tokenizer_class": "LlamaTokenizer"}),
     "llama2 code": (llama2, {**LLAMA, "tokenizer_class": "CodeLlamaTokenizer"}),
     "llama2 new": (llama2_new, {**LLAMA, "tokenizer_class": "LlamaTokenizer", "legacy": None}),
     "llama2 new legacy": (llama2_new, {**LLAMA, "tokenizer_class": "LlamaTokenizer", "legacy": True}),
@@ -236,12 +240,13 @@ CASES: dict[str, tuple[Callable[[], tokenizers.Tokenizer], dict[str, Any]]] = {
     ),
     "t5": (t5, {"eos_token": "</s>", "tokenizer_class": "T5Tokenizer", "clean_up_tokenization_spaces": True}),
 }
-REAL = ["stories260K/hf-converted", "llama3-tokenizer", "gpt2-tokenizer", "mistral-v0.3-tokenizer", "embedded"]
+LARGE = ["llama3-tokenizer", "gpt2-tokenizer", "mistral-v0.3-tokenizer"]
+REAL = ["stories260K/hf-converted", "embedded", *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
 
 
 def make_folder(name: str, folder: Path) -> Path:
-    make, settings = CASES[name]
-    make().save(str(folder / "tokenizer.json"))
+    create, settings = CASES[name]
+    create().save(str(folder / "tokenizer.json"))
     if settings:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -258,19 +263,13 @@ def copy_real(name: str, assets: Path, folder: Path) -> Path:
     return folder
 
 
-@cache
-def build(folder: Path) -> PretrainedTokenizer:
-    tokenizer: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=folder)
-    return tokenizer
-
-
 def export(source: Path, folder: Path) -> Path:
-    """A Hugging Face folder of a tiny model with the tokenizer in `source`."""
+    """Export a Hugging Face folder of a tiny model with the tokenizer in `source`."""
     spec = model_registry("debugmodel")
     spec.model.vocab_size, spec.model.n_layers, spec.model.dim = 8, 1, 32
 
     class Zeros(TensorSource):
-        forms = model_tensor_specs(spec.model)
+        specs = model_tensor_specs(spec.model)
 
         def read(self, name: str, slices: Any = None) -> torch.Tensor:
             return torch.zeros(self.specs[name].shape)
@@ -281,7 +280,7 @@ def export(source: Path, folder: Path) -> Path:
 
 
 def random_texts(special: Sequence[str], seed: int) -> list[str]:
-    """200 texts, the first one empty. Special tokens stand inside only: we never write BOS or EOS twice."""
+    """Return 200 texts, the first one empty. Special tokens are inside only, since BOS and EOS are not repeated."""
     choice = random.Random(seed)
     pieces = [*PIECES, *special[:8], *special[-4:]]
     inner = ("".join(choice.choices(pieces, k=choice.randint(0, 30))) for _ in range(199))
@@ -293,13 +292,13 @@ def random_chats(seed: int) -> list[list[dict[str, str]]]:
     return [[{"role": role, "content": f"{next(texts)}"} for role in ("user", "assistant")] for _ in range(99)]
 
 
-def specials(tokenizer: PretrainedTokenizer) -> list[str]:
+def special_tokens(tokenizer: PretrainedTokenizer) -> list[str]:
     return [tokenizer.decode([token_id]) for token_id in sorted(tokenizer.special_ids)]
 
 
 def chat_ids(folder: Path, chats: list[list[dict[str, str]]]) -> list[list[int]]:
-    """What is trained on."""
-    tokenizer = build(folder)
+    """Return the ids of the chats in training."""
+    tokenizer = cached_tokenizer(folder)
     encoder = ChatEncoder(tokenizer, resolve_chat_template("", [folder], tokenizer), "assistant")
     encoded = encoder.encode_batch([Conversation(chat) for chat in chats])
     assert all(isinstance(sample, EncodedSample) for sample in encoded), encoded[0]
@@ -307,9 +306,9 @@ def chat_ids(folder: Path, chats: list[list[dict[str, str]]]) -> list[list[int]]
 
 
 def differences(theirs: Any, folder: Path) -> int:
-    """Of how many random texts and chats `theirs` gives other ids than training on `folder` has."""
-    ours = build(folder)
-    texts, chats = random_texts(specials(ours), seed=1), random_chats(seed=2)
+    """Count the random texts and chats for which `theirs` and training on `folder` have different ids."""
+    ours = cached_tokenizer(folder)
+    texts, chats = random_texts(special_tokens(ours), seed=1), random_chats(seed=2)
     expected = ours.encode_batch(texts, allow_special=True)
     n_texts = sum(a != b for a, b in zip(theirs(texts)["input_ids"], expected, strict=True))
     found = [theirs.apply_chat_template(chat, return_dict=False) for chat in chats]
@@ -318,8 +317,8 @@ def differences(theirs: Any, folder: Path) -> int:
 
 def assert_same(theirs: Any, folder: Path) -> None:
     assert differences(theirs, folder) == 0
-    ours = build(folder)
-    for ids in ours.encode_batch(random_texts(specials(ours), seed=3), allow_special=True):
+    ours = cached_tokenizer(folder)
+    for ids in ours.encode_batch(random_texts(special_tokens(ours), seed=3), allow_special=True):
         for skip in (False, True):
             assert theirs.decode(ids, skip_special_tokens=skip) == ours.decode(ids, skip_special_tokens=skip)
 
@@ -330,32 +329,32 @@ def n_warnings(caplog: pytest.LogCaptureFixture) -> int:
 
 @pytest.mark.parametrize("name", CASES)
 def test_exports_open_with_the_trained_ids(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And the warning is given just where transformers has other ids for the source folder."""
+    """The warning appears if and only if transformers gives different ids for the source folder."""
     source = make_folder(name, tmp_path)
     exported = transformers.AutoTokenizer.from_pretrained(export(source, tmp_path / "exported"))
     assert_same(exported, source)
-    texts = random_texts(specials(build(source)), seed=4)
-    assert build(tmp_path / "exported").encode_batch(texts) == build(source).encode_batch(texts)
-    if name != "t5":  # a class of models that are none of ours, which the rules leave out
-        warn_of_different_ids(build(source))
+    texts = random_texts(special_tokens(cached_tokenizer(source)), seed=4)
+    assert cached_tokenizer(tmp_path / "exported").encode_batch(texts) == cached_tokenizer(source).encode_batch(texts)
+    if name != "t5":  # the library has no such model, so the warning ignores its class
+        warn_of_different_ids(cached_tokenizer(source))
         n_different = differences(transformers.AutoTokenizer.from_pretrained(source), source)
         assert n_warnings(caplog) == (n_different > 0), n_different
-        assert name != "llama2" or n_different > 99  # all chats, and texts too
+        assert name != "llama2" or n_different > 99  # all chats and some texts
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_exports_of_real_tokenizers(name: str, assets: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = copy_real(name, assets, tmp_path)
     assert_same(transformers.AutoTokenizer.from_pretrained(export(source, tmp_path / "exported")), source)
-    warn_of_different_ids(build(source))
+    warn_of_different_ids(cached_tokenizer(source))
     assert n_warnings(caplog) == 0
 
 
-def test_a_class_that_transformers_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A Mistral's tokenizer.json is taken as it is, whatever `tokenizer_class` says."""
+def test_tokenizer_class_that_transformers_ignores(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers reads tokenizer.json unchanged for Mistral, for any `tokenizer_class`."""
     source = make_folder("llama2", tmp_path)
     (source / "config.json").write_text(json.dumps({"model_type": "mistral"}))
-    warn_of_different_ids(build(source))
+    warn_of_different_ids(cached_tokenizer(source))
     assert n_warnings(caplog) == 0
     assert differences(transformers.AutoTokenizer.from_pretrained(source), source) == 0
     registered = transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING_NAMES
@@ -366,21 +365,19 @@ def test_a_class_that_transformers_passes_over(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_a_class_that_transformers_takes_whatever_is_declared(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Qwen2's, for models of that type: right for its own tokenizer.json, wrong for another's."""
+def test_tokenizer_class_that_transformers_forces(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Models of type qwen2 always get Qwen2's class, which is wrong for other tokenizers."""
     source = make_folder(name, tmp_path)
     settings = {**CASES[name][1], "tokenizer_class": "PreTrainedTokenizerFast"}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     (source / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    warn_of_different_ids(build(source))
+    warn_of_different_ids(cached_tokenizer(source))
     n_different = differences(transformers.AutoTokenizer.from_pretrained(source), source)
     assert n_warnings(caplog) == (n_different > 0) == (name == "gpt2")
 
 
-def test_tokens_of_older_files(tmp_path: Path) -> None:
-    """special_tokens_map.json and added_tokens.json, as transformers 4 wrote them, say more than tokenizer.json."""
+def test_token_files_of_transformers_4(tmp_path: Path) -> None:
+    """special_tokens_map.json and added_tokens.json contain tokens that tokenizer.json lacks."""
     source = make_folder("phi3", tmp_path)
     settings = {key: value for key, value in LLAMA.items() if key != "eos_token"}
     (source / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "LlamaTokenizer"}))
@@ -393,7 +390,7 @@ def test_tokens_of_older_files(tmp_path: Path) -> None:
     assert (theirs.bos_token, theirs.eos_token, theirs.extra_special_tokens) == ("<s>", "</s>", ["<|user|>"])
 
 
-def test_what_else_the_files_say_is_kept(tmp_path: Path) -> None:
+def test_other_settings_are_kept(tmp_path: Path) -> None:
     source = make_folder("llama2", tmp_path)
     before = transformers.AutoTokenizer.from_pretrained(source)
     after = transformers.AutoTokenizer.from_pretrained(export(source, tmp_path / "exported"))
@@ -405,20 +402,20 @@ def test_what_else_the_files_say_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_template", [True, False])
-def test_tokens_without_a_name_get_one_where_no_template_writes_them(has_template: bool, tmp_path: Path) -> None:
+def test_bos_and_eos_are_named_unless_a_template_writes_them(has_template: bool, tmp_path: Path) -> None:
     tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"he", b"the", b" the"]
     lines = [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
     (tmp_path / "tokenizer.model").write_bytes(b"".join(lines))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE if has_template else "{{ messages }}")
     theirs = transformers.AutoTokenizer.from_pretrained(export(tmp_path, tmp_path / "exported"))
     assert (theirs.bos_token_id, theirs.eos_token_id) == ((None, None) if has_template else (260, 261))
-    ours, text = build(tmp_path), "<|eot_id|>The other the\n\nthehe"
+    ours, text = cached_tokenizer(tmp_path), "<|eot_id|>The other the\n\nthehe"
     assert theirs(text)["input_ids"] == ours.encode(text, allow_special=True)
-    assert not (tmp_path / "exported/tokenizer.model").exists()  # other programs take it for a SentencePiece model
+    assert not (tmp_path / "exported/tokenizer.model").exists()  # other programs would read it as a SentencePiece model
 
 
-def test_a_run_warns_once_and_its_saves_open(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its own Hugging Face folder, and the one that `convert` makes of its checkpoint."""
+def test_run_warns_once_and_its_exports_open(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Open the Hugging Face folder of the run, and the one that `convert` writes."""
     (tmp_path / "source").mkdir()
     source = make_folder("llama2", tmp_path / "source")
     train(tmp_path, hf_assets_path=source, **LAST_IN_HF)

@@ -66,7 +66,7 @@ def writable(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write to the token cache {root}: {error.strerror or error}; "
+            f"cannot write to the cache {root}: {error.strerror or error}; "
             f"set --dataloader.cache_dir or ${ENVIRONMENT_VARIABLE} to another folder"
         ) from error
 
@@ -204,9 +204,9 @@ def readable(folder: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise DamagedCache(f"the token cache {folder} is damaged ({error})") from error
+        raise DamagedCache(f"the cache {folder} is damaged ({error})") from error
     except OSError as error:
-        raise UserError(f"the token cache {folder} cannot be read: {error}") from error
+        raise UserError(f"the cache {folder} cannot be read: {error}") from error
 
 
 def map_array(path: Path, dtype: str, length: int) -> np.memmap:

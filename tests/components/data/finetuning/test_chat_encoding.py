@@ -1,5 +1,5 @@
-"""Ids and loss masks of conversations: against transformers where the template marks what the assistant writes, else
-against masks put together by hand, segment by segment."""
+"""Ids and loss masks of conversations. The reference is transformers for templates with generation marks, and a mask
+built by hand, segment by segment, for other templates."""
 
 import json
 import logging
@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import tokenizers
 
+from tests.components.chat_template.helpers import Message, assistant, user
+from tests.components.tokenizer.helpers import load_tokenizer
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate, resolve_chat_template
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Pair, Text, normalize
@@ -21,9 +23,7 @@ from torchtitan.components.data.finetuning.loss_mask import TrainOn
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
 
-Message = dict[str, Any]
-
-# As TRL and others write templates for training, with the end of the turn in the marks, and without.
+# Templates for training with the end of the turn inside and outside the marks.
 MARKED = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
@@ -41,12 +41,7 @@ UNMARKED = MARKED.replace("\n        {%- generation %}", "").replace("{% endgene
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 
 
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str, **more: Any) -> Message:
-    return {"role": "assistant", "content": text, **more}
+cached_tokenizer = cache(load_tokenizer)
 
 
 def system(text: str) -> Message:
@@ -54,7 +49,7 @@ def system(text: str) -> Message:
 
 
 CALL: list[Message] = [
-    user("What is 1 + 2?"),
+    user("How much is 1 + 2?"),
     assistant("", tool_calls=[{"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {}}}]),
     {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "3"},
     assistant("It is 3."),
@@ -80,7 +75,8 @@ WORDS = [
 
 
 def conversations(n: int = 60) -> Iterator[list[Message]]:
-    """Alternating turns of random words: white space at the ends, split characters, text that spells special tokens."""
+    """Generate alternating turns of random words, with white space at the ends, characters of several tokens, and the
+    text of special tokens."""
     rng = random.Random(0)
     for _ in range(n):
         turns = [rng.choice([user, system])("begin")] if rng.random() < 0.3 else []
@@ -93,7 +89,7 @@ def conversations(n: int = 60) -> Iterator[list[Message]]:
         yield turns
 
 
-# The tokenizers, ours and those of transformers.
+# Tokenizers of the library and of transformers.
 
 
 @pytest.fixture(scope="session")
@@ -112,21 +108,15 @@ def qwen(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def build(path: str | Path) -> PretrainedTokenizer:
-    tokenizer: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=path)
-    return tokenizer
-
-
-@cache
 def reference_of(folder: Path) -> Any:
-    """transformers' tokenizer of a folder; Llama 3's file in tiktoken format converted by transformers."""
+    """Return transformers' tokenizer of a folder. transformers converts Llama 3's file in tiktoken format."""
     transformers = pytest.importorskip("transformers")
     if (folder / "tokenizer.json").is_file():
         path = folder / "tokenizer_config.json"
         settings = json.loads(path.read_text()) if path.is_file() else {}
         tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token") if settings.get(name)}
         return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **tokens)
-    ours = build(folder)
+    ours = cached_tokenizer(folder)
     convert = pytest.importorskip("transformers.convert_slow_tokenizer")
     special = [ours.decode([i]) for i in range(128_000, 128_256)]
     converter = convert.TikTokenConverter(str(folder / "tokenizer.model"), extra_special_tokens=special)
@@ -153,7 +143,7 @@ def assert_equal(sample: EncodedSample, ids: Sequence[int], trained: Sequence[in
 
 
 def by_hand(tokenizer: PretrainedTokenizer, segments: Sequence[tuple[str, int]]) -> tuple[list[int], list[int]]:
-    """Ids and mask of a text in segments that are tokenized on their own, each trained (1) or not (0)."""
+    """Return ids and mask of separately tokenized segments, each trained (1) or not (0)."""
     ids, trained = [], []
     for text, is_trained in segments:
         [piece] = tokenizer.tokenize([text], allow_special=True)
@@ -166,7 +156,7 @@ def decoded(tokenizer: PretrainedTokenizer, sample: EncodedSample) -> str:
     return tokenizer.decode(sample.ids[sample.trained])
 
 
-# With generation marks: transformers.
+# Templates with generation marks, against transformers.
 
 
 def theirs(reference: Any, template: str, messages: Sequence[Message], **more: Any) -> tuple[list[int], list[int]]:
@@ -176,8 +166,8 @@ def theirs(reference: Any, template: str, messages: Sequence[Message], **more: A
     return result["input_ids"], result["assistant_masks"]
 
 
-def test_marks_give_the_mask_of_transformers(qwen: Path) -> None:
-    reference, tokenizer = reference_of(qwen), build(qwen)
+def test_masks_equal_transformers(qwen: Path) -> None:
+    reference, tokenizer = reference_of(qwen), cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(MARKED), "assistant")
     encoder.check()
     for messages in conversations():
@@ -188,12 +178,12 @@ def test_marks_give_the_mask_of_transformers(qwen: Path) -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN_TEMPLATES)
 @pytest.mark.parametrize("folder", ["mistral-v0.3-tokenizer", "llama3-tokenizer", "stories260K/hf-converted"])
-def test_built_in_templates_are_rendered_and_masked_as_by_transformers(
+def test_built_in_templates_equal_transformers(
     name: str, folder: str, assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the vocabulary lacks a template's tokens, which `check` refuses."""
+    """Also for vocabularies without the tokens of the template, which `check` rejects."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
-    reference, tokenizer = reference_of(assets / folder), build(assets / folder)
+    reference, tokenizer = reference_of(assets / folder), cached_tokenizer(assets / folder)
     template = resolve_chat_template(name, [], tokenizer)
     encoder = ChatEncoder(tokenizer, template, "assistant")
     for messages in conversations(20):
@@ -206,8 +196,8 @@ def test_built_in_templates_are_rendered_and_masked_as_by_transformers(
         assert decoded(tokenizer, sample).count(end) >= sum(turn["role"] == "assistant" for turn in messages)
 
 
-def test_tools_by_marks(qwen: Path) -> None:
-    reference, tokenizer = reference_of(qwen), build(qwen)
+def test_tools_in_a_marked_template(qwen: Path) -> None:
+    reference, tokenizer = reference_of(qwen), cached_tokenizer(qwen)
     template = resolve_chat_template("chatml", [], tokenizer)
     sample = one(ChatEncoder(tokenizer, template, "assistant"), CALL, tools=[TOOL])
     assert_equal(sample, *theirs(reference, template.source, CALL, tools=[TOOL]))
@@ -216,11 +206,11 @@ def test_tools_by_marks(qwen: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen", "llama3-tokenizer"])
-def test_the_end_of_a_turn_is_trained_where_marks_leave_it_out(
+def test_end_of_turn_outside_the_marks_is_trained(
     family: str, qwen: Path, assets: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For any end token: EOS (Qwen3's), or the one that follows every turn (Llama 3's)."""
-    tokenizer = build(qwen if family == "qwen" else assets / family)
+    """The end token is EOS (Qwen3) or the token after every turn (Llama 3)."""
+    tokenizer = cached_tokenizer(qwen if family == "qwen" else assets / family)
     sources = [MARKED, OPEN]
     if family != "qwen":
         sources = [
@@ -230,16 +220,16 @@ def test_the_end_of_a_turn_is_trained_where_marks_leave_it_out(
     opened.check()
     with caplog.at_level(logging.INFO, "torchtitan"):
         for messages in conversations():
-            # An answer that spells the token itself has its end already.
+            # An answer that contains the text of the token already has its end.
             messages = [{**turn, "content": turn["content"].replace("<|im_end|>", "x")} for turn in messages]
             expected = one(closed, messages)
             assert_equal(one(opened, messages), expected.ids.tolist(), expected.trained.astype(int).tolist())
-    assert caplog.text.count(", which ends them") == 1
+    assert caplog.text.count("does not mark the end token") == 1
 
 
-def test_the_next_header_is_not_taken_for_the_end(qwen: Path) -> None:
-    """Where nothing ends a turn, the next turn's first token is not the assistant's."""
-    tokenizer = build(qwen)
+def test_next_header_is_not_the_end_of_turn(qwen: Path) -> None:
+    """If no token ends a turn, the first token of the next turn is not trained."""
+    tokenizer = cached_tokenizer(qwen)
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     template = ChatTemplate(
         "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -250,16 +240,16 @@ def test_the_next_header_is_not_taken_for_the_end(qwen: Path) -> None:
     assert decoded(tokenizer, one(encoder, messages[:3])) == "b"
 
 
-def test_all_tokens_of_a_last_character_are_trained(qwen: Path) -> None:
-    """transformers trains the first of them only."""
-    tokenizer = build(qwen)
+def test_all_tokens_of_the_last_character_are_trained(qwen: Path) -> None:
+    """transformers trains only the first one."""
+    tokenizer = cached_tokenizer(qwen)
     messages = [user("a"), assistant("👩")]
     [face] = tokenizer.tokenize(["👩"], allow_special=False)
     sample = one(ChatEncoder(tokenizer, ChatTemplate(OPEN), "assistant"), messages)
     assert len(face) > 1 and sample.ids[sample.trained].tolist() == [*face, tokenizer.eos_id]
 
 
-# Without marks: by hand.
+# Templates without marks, against masks by hand.
 
 
 def chatml_by_hand(
@@ -268,7 +258,7 @@ def chatml_by_hand(
     segments = []
     for message, is_trained in zip(messages, trained, strict=True):
         header = f"<|im_start|>{message['role']}\n"
-        # A row may ask for a turn that is not the assistant's: that is trained with its header.
+        # A row may enable training on a turn of another role, which includes the header.
         segments += [(header, is_trained and message["role"] != "assistant")]
         segments += [(message["content"], is_trained), ("<|im_end|>", is_trained), ("\n", False)]
     return by_hand(tokenizer, segments)
@@ -279,7 +269,7 @@ PLAIN = [system("Be kind."), user("Hi"), assistant("Good day 👩!"), user("More
 
 @pytest.mark.parametrize("source", [UNMARKED, MARKED])
 @pytest.mark.parametrize(
-    ("train_on", "said", "expected"),
+    ("train_on", "flags", "expected"),
     [
         ("assistant", None, [0, 0, 1, 0, 1]),
         ("last_assistant", None, [0, 0, 0, 0, 1]),
@@ -290,30 +280,30 @@ PLAIN = [system("Be kind."), user("Hi"), assistant("Good day 👩!"), user("More
         ("assistant", [False] * 5, [0] * 5),
     ],
 )
-def test_which_turns_are_trained(
-    source: str, train_on: TrainOn, said: list[bool | None] | None, expected: list[int], qwen: Path
+def test_trained_turns(
+    source: str, train_on: TrainOn, flags: list[bool | None] | None, expected: list[int], qwen: Path
 ) -> None:
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(source), train_on)
-    sample = one(encoder, PLAIN, trained=said or [])
+    sample = one(encoder, PLAIN, trained=flags or [])
     assert_equal(sample, *chatml_by_hand(tokenizer, PLAIN, [bool(x) for x in expected]))
 
 
-def test_all_is_trained_but_bos_and_what_a_row_leaves_out(qwen: Path, assets: Path) -> None:
-    tokenizer = build(qwen)
+def test_train_on_all_excludes_bos_and_disabled_turns(qwen: Path, assets: Path) -> None:
+    tokenizer = cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(UNMARKED), "all")
     assert one(encoder, PLAIN).trained.all()
     left_out = one(encoder, PLAIN, trained=[None, None, None, False, None])
     assert tokenizer.decode(left_out.ids[~left_out.trained]) == "<|im_start|>user\nMore?<|im_end|>\n"
-    mistral = build(assets / "mistral-v0.3-tokenizer")
+    mistral = cached_tokenizer(assets / "mistral-v0.3-tokenizer")
     own = resolve_chat_template("", [assets / "mistral-v0.3-tokenizer"], mistral)
     sample = one(ChatEncoder(mistral, own, "all"), PLAIN[1:])
     assert sample.trained.tolist() == [False] + [True] * (len(sample.ids) - 1)
 
 
-def test_mistrals_own_template(assets: Path) -> None:
+def test_template_of_mistral(assets: Path) -> None:
     folder = assets / "mistral-v0.3-tokenizer"
-    tokenizer, reference = build(folder), reference_of(folder)
+    tokenizer, reference = cached_tokenizer(folder), reference_of(folder)
     template = resolve_chat_template("", [folder], tokenizer)
     assert not template.marks_generation
     encoder = ChatEncoder(tokenizer, template, "assistant")
@@ -334,9 +324,9 @@ def test_mistrals_own_template(assets: Path) -> None:
         )
 
 
-def test_mistrals_tools(assets: Path) -> None:
+def test_tools_of_mistral(assets: Path) -> None:
     folder = assets / "mistral-v0.3-tokenizer"
-    tokenizer = build(folder)
+    tokenizer = cached_tokenizer(folder)
     template = resolve_chat_template("", [folder], tokenizer)
     sample = one(ChatEncoder(tokenizer, template, "assistant"), CALL, tools=[TOOL])
     call = '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "abcdefghi"}]</s>'
@@ -347,10 +337,10 @@ def test_mistrals_tools(assets: Path) -> None:
     assert sample.ids.tolist() == reference
 
 
-def test_a_system_message_that_moves_is_refused(assets: Path) -> None:
-    """Mistral v0.3's template writes it with the last question, and only while that waits for its answer."""
+def test_moving_system_message_is_rejected(assets: Path) -> None:
+    """Mistral v0.3's template writes the system message with the last question, and only until it is answered."""
     folder = assets / "mistral-v0.3-tokenizer"
-    tokenizer = build(folder)
+    tokenizer = cached_tokenizer(folder)
     template = resolve_chat_template("", [folder], tokenizer)
     train_ons: list[TrainOn] = ["assistant", "last_assistant"]
     for train_on, number in zip(train_ons, (3, 5), strict=True):
@@ -361,7 +351,7 @@ def test_a_system_message_that_moves_is_refused(assets: Path) -> None:
 
 
 def qwen_turns(trained: Sequence[int]) -> list[tuple[str, int]]:
-    """Qwen3's form of two questions and answers: its empty thought is in the last answer only."""
+    """Return two questions and answers in Qwen3's format, which writes empty reasoning only in the last answer."""
     return [
         ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", 0),
         ("Good day 👩!<|im_end|>", trained[0]),
@@ -371,9 +361,9 @@ def qwen_turns(trained: Sequence[int]) -> list[tuple[str, int]]:
     ]
 
 
-def test_qwen3s_own_template(qwen: Path) -> None:
-    """Its marks are known, see test_template_marks.py."""
-    tokenizer, reference = build(qwen), reference_of(qwen)
+def test_template_of_qwen3(qwen: Path) -> None:
+    """The library has marks for it, see chat_template/test_marks.py."""
+    tokenizer, reference = cached_tokenizer(qwen), reference_of(qwen)
     template = resolve_chat_template("", [qwen], tokenizer)
     every, last = (ChatEncoder(tokenizer, template, train_on) for train_on in ("assistant", "last_assistant"))
     every.check()
@@ -382,7 +372,7 @@ def test_qwen3s_own_template(qwen: Path) -> None:
     assert_equal(sample, *by_hand(tokenizer, qwen_turns([0, 1])))
     ids = reference.apply_chat_template(PLAIN[1:], chat_template=template.source, return_dict=False)
     assert sample.ids.tolist() == ids
-    # What a turn thought is trained, under any of the names that are usual.
+    # Reasoning is trained under each of its common names.
     for name in ("reasoning_content", "thinking", "reasoning"):
         thoughtful = [user("Hi"), assistant("Yes.", **{name: "Hm, yes."})]
         sample = one(every, thoughtful)
@@ -391,9 +381,10 @@ def test_qwen3s_own_template(qwen: Path) -> None:
         assert sample.ids.tolist() == ids
 
 
-def test_a_template_that_takes_reasoning_out_of_earlier_turns(qwen: Path) -> None:
-    """Qwen3's, changed, so that its marks are not known: rendered up to there, earlier turns still have it."""
-    tokenizer = build(qwen)
+def test_template_that_omits_reasoning_of_earlier_turns(qwen: Path) -> None:
+    """Use Qwen3's template with a change, so that the library has no marks for it. Rendered up to an earlier turn, the
+    text still has the reasoning of that turn."""
+    tokenizer = cached_tokenizer(qwen)
     template = ChatTemplate(resolve_chat_template("", [qwen], tokenizer).source + "{# mine #}", name="mine")
     every, last = (ChatEncoder(tokenizer, template, train_on) for train_on in ("assistant", "last_assistant"))
     [error] = every.encode_batch([Conversation(PLAIN[1:])])
@@ -402,8 +393,8 @@ def test_a_template_that_takes_reasoning_out_of_earlier_turns(qwen: Path) -> Non
     assert_equal(one(last, PLAIN[1:]), *by_hand(tokenizer, qwen_turns([0, 1])))
 
 
-def test_qwen3s_tools(qwen: Path) -> None:
-    tokenizer = build(qwen)
+def test_tools_of_qwen3(qwen: Path) -> None:
+    tokenizer = cached_tokenizer(qwen)
     template = resolve_chat_template("", [qwen], tokenizer)
     sample = one(ChatEncoder(tokenizer, template, "last_assistant"), CALL, tools=[TOOL])
     assert decoded(tokenizer, sample) == "<think>\n\n</think>\n\nIt is 3.<|im_end|>"
@@ -411,9 +402,9 @@ def test_qwen3s_tools(qwen: Path) -> None:
     assert sample.ids.tolist() == ids
 
 
-def test_a_template_that_refuses_breaks_the_sample_and_not_the_batch(qwen: Path) -> None:
+def test_template_error_breaks_one_sample_of_the_batch(qwen: Path) -> None:
     source = UNMARKED + "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
-    encoder = ChatEncoder(build(qwen), ChatTemplate(source, name="mine"), "assistant")
+    encoder = ChatEncoder(cached_tokenizer(qwen), ChatTemplate(source, name="mine"), "assistant")
     bad, text, good = encoder.encode_batch([Conversation([user("x")]), Text("Hi"), Conversation(PLAIN)])
     assert isinstance(bad, BrokenSample) and str(bad) == "mine rejects this conversation: no x"
     assert isinstance(text, EncodedSample) and isinstance(good, EncodedSample)
@@ -421,7 +412,7 @@ def test_a_template_that_refuses_breaks_the_sample_and_not_the_batch(qwen: Path)
 
 def test_several_marks_in_a_turn(qwen: Path) -> None:
     source = MARKED.replace("{%- generation %}", "{%- generation %}{% endgeneration %}{% generation %}")
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     expected: list[tuple[TrainOn, list[bool]]] = [
         ("assistant", [False, False, True, False, True]),
         ("last_assistant", [False, False, False, False, True]),
@@ -439,9 +430,9 @@ MARKED_APART = """\
 {%- endfor %}"""
 
 
-def test_marks_belong_to_the_turn_that_they_are_in(qwen: Path) -> None:
-    """Two marks and two turns: both of the first turn, which calls twice, and none of the empty one."""
-    tokenizer = build(qwen)
+def test_marks_belong_to_their_turn(qwen: Path) -> None:
+    """Of two turns, the first has two marks for its two calls, and the empty one has none."""
+    tokenizer = cached_tokenizer(qwen)
     calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in "fg"]
     encoder = ChatEncoder(tokenizer, ChatTemplate(MARKED_APART), "last_assistant")
     twice = [user("Hi"), assistant("", tool_calls=calls), {"role": "tool", "content": "r"}]
@@ -450,50 +441,54 @@ def test_marks_belong_to_the_turn_that_they_are_in(qwen: Path) -> None:
         decoded(tokenizer, one(encoder, [*twice, assistant("a", tool_calls=calls)]))
         == "a<|im_end|>f<|im_end|>g<|im_end|>"
     )
-    said = [None, True, None, None]
+    flags = [None, True, None, None]
     first = one(
-        ChatEncoder(tokenizer, ChatTemplate(MARKED_APART), "last_assistant"), [*twice, assistant("")], trained=said
+        ChatEncoder(tokenizer, ChatTemplate(MARKED_APART), "last_assistant"), [*twice, assistant("")], trained=flags
     )
     assert decoded(tokenizer, first) == "f<|im_end|>g<|im_end|>"
 
 
-def test_marks_that_cannot_be_matched_with_turns(qwen: Path) -> None:
-    """Where a template marks in the last turn only, or drops what it marked apart, marks change turns as it goes on."""
+def test_changing_marks_are_rejected(qwen: Path) -> None:
+    """Marks change as the conversation grows if a template marks only the last turn or drops marked reasoning."""
     only_last = MARKED_APART.replace("m.content %}{% generation", "m.content and loop.last %}{% generation")
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(only_last, name="mine"), "last_assistant")
     pair = Pair(Conversation(PLAIN[:4]), [assistant("No.")], [assistant("No.")])
     [error] = encoder.encode_batch([Conversation(PLAIN)])
     assert isinstance(error, BrokenSample)
-    assert "mine marks the" in str(error) and "message 3" in str(error) and "train_on assistant" in str(error)
-    with pytest.raises(BrokenSample, match="mine marks the") as raised:
+    assert (
+        "mine marks the turns up to message" in str(error)
+        and "message 3" in str(error)
+        and "train_on assistant" in str(error)
+    )
+    with pytest.raises(BrokenSample, match="mine marks the turns up to message") as raised:
         encoder.encode_pair(pair)
     assert "train_on" not in str(raised.value)
 
 
-def test_marks_of_a_turn_that_loses_its_reasoning(qwen: Path) -> None:
-    """As Qwen3's template for training writes it: an earlier turn has a part of its text only."""
+def test_marks_of_a_turn_without_its_reasoning(qwen: Path) -> None:
+    """Qwen3's template for training writes only a part of an earlier turn."""
     source = MARKED.replace(
         "{{ message.content + ", "{{ '' if not loop.last else '<think>Hm</think>' }}{{ message.content + "
     )
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     sample = one(ChatEncoder(tokenizer, ChatTemplate(source), "last_assistant"), PLAIN)
     assert decoded(tokenizer, sample) == "<think>Hm</think>No.<|im_end|>"
 
 
-def test_an_empty_turn_is_ended_by_its_own_token_only(qwen: Path) -> None:
-    """Two empty turns, of which only the first is followed by the token that ends a turn."""
-    tokenizer = build(qwen)
+def test_empty_turn_needs_its_own_end_token(qwen: Path) -> None:
+    """Of two empty turns, only the first is followed by the end token."""
+    tokenizer = cached_tokenizer(qwen)
     source = OPEN.replace("{{ '<|im_end|>' }}", "{{ '<|im_end|>' if not loop.last else 'TAIL' }}")
     encoder = ChatEncoder(tokenizer, ChatTemplate(source, {"eos_token": "<|im_end|>"}), "assistant")
     sample = one(encoder, [user("a"), assistant(""), user("b"), assistant("")])
     assert decoded(tokenizer, sample) == "<|im_end|>"
 
 
-def test_advice_is_what_helps(assets: Path) -> None:
-    """Another template always; another choice of turns where there is one that may be taken."""
+def test_suggested_remedy_works(assets: Path) -> None:
+    """The error always suggests another template, and `last_assistant` if it would help."""
     folder = assets / "mistral-v0.3-tokenizer"
-    tokenizer = build(folder)
+    tokenizer = cached_tokenizer(folder)
     template = resolve_chat_template("", [folder], tokenizer)
     cases: list[tuple[TrainOn, list[bool | None], bool]] = [
         ("assistant", [], True),
@@ -513,7 +508,7 @@ def test_advice_is_what_helps(assets: Path) -> None:
         )
 
 
-def test_each_beginning_of_a_conversation_is_rendered_once(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_prefix_of_a_conversation_is_rendered_once(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, bool]] = []
     template = ChatTemplate(UNMARKED)
     render = template.render
@@ -523,7 +518,7 @@ def test_each_beginning_of_a_conversation_is_rendered_once(qwen: Path, monkeypat
         return render(messages, add_generation_prompt=add_generation_prompt, **more)
 
     monkeypatch.setattr(template, "render", recorded)
-    encoder = ChatEncoder(build(qwen), template, "assistant")
+    encoder = ChatEncoder(cached_tokenizer(qwen), template, "assistant")
     seen.clear()
     one(encoder, PLAIN * 3, trained=[True] * 3 * len(PLAIN))
     assert len(seen) == len(set(seen)) == 15 + 6
@@ -533,8 +528,8 @@ def test_each_beginning_of_a_conversation_is_rendered_once(qwen: Path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["gpt2-tokenizer", "mistral-v0.3-tokenizer", "llama3-tokenizer"])
-def test_texts_are_trained_but_for_bos(name: str, assets: Path) -> None:
-    tokenizer = build(assets / name)
+def test_texts_are_trained_except_bos(name: str, assets: Path) -> None:
+    tokenizer = cached_tokenizer(assets / name)
     encoder = ChatEncoder(tokenizer, None, "assistant")
     encoder.check()
     texts = ["Once upon a time", "<s>x</s> 👩"]
@@ -546,7 +541,7 @@ def test_texts_are_trained_but_for_bos(name: str, assets: Path) -> None:
 
 
 def test_texts_and_conversations_keep_their_order(qwen: Path) -> None:
-    encoder = ChatEncoder(build(qwen), ChatTemplate(MARKED), "assistant")
+    encoder = ChatEncoder(cached_tokenizer(qwen), ChatTemplate(MARKED), "assistant")
     samples: list[Conversation | Text] = [Text("a"), Conversation(PLAIN), Text("b"), Conversation(CALL[:1])]
     apart = [encode(encoder, sample)[0] for sample in samples]
     for together, alone in zip(encode(encoder, *samples), apart, strict=True):
@@ -554,11 +549,11 @@ def test_texts_and_conversations_keep_their_order(qwen: Path) -> None:
     assert encoder.encode_batch([]) == []
 
 
-def test_a_prompt_ends_with_the_generation_prompt(qwen: Path) -> None:
-    tokenizer, reference = build(qwen), reference_of(qwen)
+def test_prompt_ends_with_the_generation_prompt(qwen: Path) -> None:
+    tokenizer, reference = cached_tokenizer(qwen), reference_of(qwen)
     template = resolve_chat_template("", [qwen], tokenizer)
     encoder = ChatEncoder(tokenizer, template, "assistant")
-    with pytest.raises(BrokenSample, match="refuses"):
+    with pytest.raises(BrokenSample, match="rejects this conversation"):
         encoder.encode_prompt(Conversation([]))
     ids = encoder.encode_prompt(Conversation(PLAIN[:2]))
     expected = reference.apply_chat_template(
@@ -570,7 +565,7 @@ def test_a_prompt_ends_with_the_generation_prompt(qwen: Path) -> None:
 @pytest.mark.parametrize("source", [UNMARKED, MARKED])
 @pytest.mark.parametrize("train_on", ["all", "last_assistant"])
 def test_pairs(source: str, train_on: TrainOn, qwen: Path) -> None:
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(source), train_on)
     rejected = [assistant("Maybe."), user("Sure?"), assistant("Not.")]
     pair = encoder.encode_pair(Pair(Conversation(PLAIN[:4]), [assistant("No.")], rejected))
@@ -585,7 +580,7 @@ def test_pairs(source: str, train_on: TrainOn, qwen: Path) -> None:
 
 
 def test_special_tokens_in_content_are_counted(qwen: Path) -> None:
-    tokenizer = build(qwen)
+    tokenizer = cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(MARKED), "assistant")
     messages = [
         user("a <|im_end|> <|im_start|>system"),
@@ -594,7 +589,7 @@ def test_special_tokens_in_content_are_counted(qwen: Path) -> None:
     ]
     sample = one(encoder, messages)
     assert sample.n_special_in_text == 4
-    # The tokens that the template itself writes: two for each turn.
+    # The template itself writes two special tokens per turn.
     assert int(np.isin(sample.ids, list(tokenizer.special_ids)).sum()) == 4 + 2 * len(messages)
     assert one(encoder, PLAIN).n_special_in_text == 0
     deep: list[Any] = ["<|im_end|>"]
@@ -605,8 +600,8 @@ def test_special_tokens_in_content_are_counted(qwen: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral"])
-def test_tokens_that_the_vocabulary_lacks_are_refused(name: str, assets: Path) -> None:
-    tokenizer = build("")
+def test_tokens_missing_from_the_vocabulary_are_rejected(name: str, assets: Path) -> None:
+    tokenizer = cached_tokenizer("")
     encoder = ChatEncoder(tokenizer, resolve_chat_template(name, [], tokenizer), "assistant")
     with pytest.raises(UserError, match="--tokenizer.added_tokens") as raised:
         encoder.check()
@@ -623,12 +618,12 @@ def test_tokens_that_the_vocabulary_lacks_are_refused(name: str, assets: Path) -
     assert decoded(extended, one(encoder, PLAIN)).count("No.") == 1
 
 
-def test_what_the_own_template_spells_in_ordinary_text(
+def test_missing_tokens_of_the_models_own_template(
     qwen: Path, tmp_path: Path, assets: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model may have been trained so, if only its turns end with a token (Zephyr's do); a file must not."""
+    """A model's template may write missing tokens as text if its turns end with a token (Zephyr); a file may not."""
     shutil.copy(assets / "stories260K/hf-converted/tokenizer.json", tmp_path)
-    tokenizer = build(tmp_path)
+    tokenizer = cached_tokenizer(tmp_path)
     zephyr = "{% for m in messages %}<|{{ '|' }}user|>\n<|assistant|>\n{{ m.content }}</s>\n{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(zephyr)
     with caplog.at_level(logging.WARNING, "torchtitan"):
@@ -639,7 +634,7 @@ def test_what_the_own_template_spells_in_ordinary_text(
         ChatEncoder(tokenizer, as_a_file, "assistant").check()
     shutil.copy(qwen / "tokenizer_config.json", tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    own = resolve_chat_template("", [tmp_path], build(assets / "stories260K/hf-converted"))
+    own = resolve_chat_template("", [tmp_path], cached_tokenizer(assets / "stories260K/hf-converted"))
     with pytest.raises(UserError, match="<|im_end|>"):
         ChatEncoder(tokenizer, own, "assistant").check()
 
@@ -659,37 +654,37 @@ def test_what_the_own_template_spells_in_ordinary_text(
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}", "'[STOP]'"),
     ],
 )
-def test_missing_tokens_of_other_forms_are_refused(source: str, missing: str) -> None:
-    """Gemma's and DeepSeek's; and whatever a template, which is not the model's own, puts behind an answer."""
+def test_missing_tokens_in_other_notations_are_rejected(source: str, missing: str) -> None:
+    """Tokens in the notations of Gemma and DeepSeek, and any text that a template file writes after an answer."""
     template = ChatTemplate(source, {"eos_token": "[STOP]"})
     with pytest.raises(UserError) as raised:
-        ChatEncoder(build(""), template, "assistant").check()
+        ChatEncoder(cached_tokenizer(""), template, "assistant").check()
     assert str(raised.value).endswith(f"--tokenizer.added_tokens {missing}")
     added = [token.strip("'") for token in missing.split()]
     extended = PretrainedTokenizer.Config(added_tokens=added).build(path="")
     ChatEncoder(extended, template, "assistant").check()
 
 
-def test_tags_in_front_of_the_end_of_a_turn_are_text(qwen: Path) -> None:
+def test_tags_before_the_end_of_a_turn_are_text(qwen: Path) -> None:
     template = ChatTemplate("{% for m in messages %}<answer>{{ m.content }}</answer><|im_end|>{% endfor %}")
-    ChatEncoder(build(qwen), template, "assistant").check()
+    ChatEncoder(cached_tokenizer(qwen), template, "assistant").check()
 
 
-def test_a_template_without_any_end_is_a_warning(qwen: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_template_without_end_token_warns(qwen: Path, caplog: pytest.LogCaptureFixture) -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", name="mine")
     with caplog.at_level(logging.WARNING, "torchtitan"):
-        ChatEncoder(build(qwen), template, "assistant").check()
+        ChatEncoder(cached_tokenizer(qwen), template, "assistant").check()
     assert "mine writes no special token after an answer" in caplog.text
 
 
-def test_fingerprint_follows_what_decides_ids_and_masks(qwen: Path, assets: Path) -> None:
-    tokenizer = build(qwen)
+def test_fingerprint_changes_with_ids_and_masks(qwen: Path, assets: Path) -> None:
+    tokenizer = cached_tokenizer(qwen)
     encoders: list[Callable[[], ChatEncoder]] = [
         lambda: ChatEncoder(tokenizer, ChatTemplate(MARKED), "assistant"),
         lambda: ChatEncoder(tokenizer, ChatTemplate(MARKED), "all"),
         lambda: ChatEncoder(tokenizer, ChatTemplate(MARKED + "x"), "assistant"),
         lambda: ChatEncoder(tokenizer, ChatTemplate(MARKED, {"bos_token": "x"}), "assistant"),
-        lambda: ChatEncoder(build(assets / "gpt2-tokenizer"), ChatTemplate(MARKED), "assistant"),
+        lambda: ChatEncoder(cached_tokenizer(assets / "gpt2-tokenizer"), ChatTemplate(MARKED), "assistant"),
         lambda: ChatEncoder(tokenizer, None, "assistant"),
     ]
     assert len({encoder().fingerprint for encoder in encoders}) == len(encoders)
@@ -697,7 +692,7 @@ def test_fingerprint_follows_what_decides_ids_and_masks(qwen: Path, assets: Path
 
 
 def test_real_rows(assets: Path) -> None:
-    """OpenAI's own example, with a row that has no question."""
+    """OpenAI's example, and a row without a question."""
     tokenizer = PretrainedTokenizer.Config(added_tokens=["<|im_start|>", "<|im_end|>"]).build(path="")
     encoder = ChatEncoder(tokenizer, resolve_chat_template("chatml", [], tokenizer), "assistant")
     lines = (assets / "sft" / "toy_chat_fine_tuning.jsonl").read_text().splitlines()
@@ -707,8 +702,8 @@ def test_real_rows(assets: Path) -> None:
         assert decoded(tokenizer, sample) == "".join(answers)
 
 
-def test_a_template_that_writes_the_date(caplog: pytest.LogCaptureFixture) -> None:
-    """It is one for all texts, so that the beginnings of a conversation are those of the whole; and it is said."""
+def test_template_with_the_current_date_warns(caplog: pytest.LogCaptureFixture) -> None:
+    """All texts get the same date, so that a conversation and its prefixes agree; a warning mentions it."""
     tokenizer = PretrainedTokenizer.Config().build()
     template = ChatTemplate("{{ strftime_now('%S.%f') }}{% for m in messages %}[{{ m.content }}]{% endfor %}")
     texts = {template.render([user("q")], add_generation_prompt=False) for _ in range(20)}

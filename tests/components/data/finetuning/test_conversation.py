@@ -1,10 +1,11 @@
-"""Messages in OpenAI's and ShareGPT's form as chat templates want them: what is kept, changed and refused, by hand."""
+"""Conversion of messages in OpenAI's and ShareGPT's formats for chat templates, against expectations by hand."""
 
 import json
 import re
 
 import pytest
 
+from tests.components.data.helpers import raises
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, EmptySample, normalize
 from torchtitan.components.data.finetuning.row_formats import find_format
 
@@ -12,16 +13,11 @@ QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "cont
 SYSTEM = {"role": "system", "content": "s"}
 
 
-def raises(message: str, kind: type[Exception]):
-    """Expect an error of this very kind that contains `message`."""
-    return pytest.raises(kind, match=re.escape(message), check=lambda error: type(error) is kind)
-
-
 def converted(row: dict) -> Conversation:
     return find_format(list(row), "auto", {}, "sft").convert(row)
 
 
-def test_are_as_they_are():
+def test_normal_messages_are_unchanged():
     messages = [
         SYSTEM,
         {"role": "developer", "content": " d\n"},
@@ -51,7 +47,7 @@ def test_parts_are_joined():
         {"type": "output_text", "text": "one", "annotations": []},
     ],
 )
-def test_parts_of_other_spellings(part):
+def test_alternative_names_of_parts(part):
     assert normalize([{"role": "user", "content": [part, "!"]}]).messages == [{"role": "user", "content": "one!"}]
 
 
@@ -83,18 +79,27 @@ def test_tool_call_without_arguments_or_wrapping(arguments):
         ({"content": "x"}, "it has no role, but has content"),
         ({"speaker": "user", "text": "x"}, "it has no role, but has speaker, text"),
         ({"role": "user", "text": "x"}, "the role 'user' has no content, but has text"),
-        ({"role": ["user"], "content": "x"}, "the role ['user']"),
+        ({"role": ["user"], "content": "x"}, "the role ['user'] is unknown; use one of"),
         ({"role": "user", "content": None}, "the role 'user' has no content"),
         ({"role": "assistant", "tool_calls": []}, "has no content and no tool_calls"),
-        ({"role": "user", "content": 3}, "the content must be text"),
-        ({"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}, "which only the assistant may"),
-        ({"role": "assistant", "tool_calls": {"name": "f"}}, "the tool_calls must be a list"),
+        ({"role": "user", "content": 3}, "the content must be text, not an int: 3"),
+        (
+            {"role": "user", "content": "x", "tool_calls": [{"name": "f"}]},
+            "has tool_calls, which only the assistant may have",
+        ),
+        ({"role": "assistant", "tool_calls": {"name": "f"}}, "the tool_calls must be a list, not a dict"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "a tool call has no name"),
-        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}, "valid JSON"),
-        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "call must be an"),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]},
+            "arguments of a tool call must be valid JSON",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]},
+            "arguments of a tool call must be an object, not a list",
+        ),
         (
             {"role": "assistant", "content": "x", "weight": 0.5},
-            "its weight is 0.5; it must be 0 or false (not",
+            "its weight is 0.5; it must be 0 or false (not trained), or 1 or true (trained)",
         ),
         ({"role": "assistant", "content": "x", "loss_weight": 2}, "its loss_weight is 2; it must be 0 or false"),
         ({"role": "assistant", "content": "x", "train_detail": []}, "its train_detail is not supported: a message is"),
@@ -106,20 +111,20 @@ def test_tool_call_without_arguments_or_wrapping(arguments):
         ({"role": "assistant", "content": "x", "weight": 1, "train": False}, "weight is 1 and its train is False"),
         (
             {"role": "assistant", "content": "x", "wieght": 0},  # codespell:ignore
-            "unknown key 'wieght'; did you mean",
+            "unknown key 'wieght'; did you mean 'weight'?",
         ),
         ({"role": "assistant", "content": "", "tool_call": [{}]}, "did you mean 'tool_calls'?"),
         ("hello", "the message must be valid JSON"),
-        (None, "the message must be an object"),
+        (None, "the message must be an object, not a NoneType"),
     ],
 )
-def test_broken_ones_are_named(message, error):
+def test_error_gives_the_number_of_the_message(message, error):
     with raises(error, BrokenSample) as caught:
         normalize([SYSTEM, message])
     assert str(caught.value).startswith("message 2: ")
 
 
-def test_weights_move_out_of_the_messages():
+def test_weights_become_training_flags():
     turns = [
         {**QUESTION, "weight": None},
         {**ANSWER, "weight": 0},
@@ -135,17 +140,17 @@ def test_weights_move_out_of_the_messages():
     assert conversation.messages == [QUESTION, ANSWER, QUESTION, *[ANSWER] * 5]
 
 
-def test_none_at_all():
+def test_no_messages():
     with raises("there are no messages", EmptySample):
         normalize([])
     with raises("messages is empty", EmptySample):
         converted({"messages": None})
-    with raises("messages must be a list of messages", BrokenSample):
+    with raises("messages must be a list of messages, not a dict", BrokenSample):
         converted({"messages": {"role": ["user"], "content": ["x"]}})
 
 
-def test_as_json_text():
-    """As cells of a CSV file and columns of the type JSON hold them."""
+def test_json_text():
+    """Cells of CSV files and JSON columns contain JSON text."""
     row = {"messages": json.dumps([QUESTION, ANSWER]), "tools": json.dumps([{"name": "f"}])}
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert converted(row) == Conversation([QUESTION, ANSWER], tools)
@@ -159,14 +164,14 @@ def test_no_tools(tools):
     assert converted({"messages": [QUESTION], "tools": tools}) == Conversation([QUESTION])
 
 
-def test_tools_keep_what_they_say():
+def test_tools_keep_their_keys():
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}, "strict": True}
     assert normalize([QUESTION], [tool]).tools == [tool]
     with raises("a tool has no name", BrokenSample):
         normalize([QUESTION], [{"description": "d"}])
 
 
-def test_column_for_the_system_message():
+def test_system_column():
     assert converted({"messages": [QUESTION, ANSWER], "system": "s"}).messages == [SYSTEM, QUESTION, ANSWER]
     assert converted({"messages": [QUESTION, ANSWER], "system": ""}).messages == [QUESTION, ANSWER]
     with raises("there are two system prompts, in the column system and in the first message", BrokenSample):
@@ -184,7 +189,7 @@ def test_roles():
         converted({"conversations": [{"from": "narrator", "value": "x"}]})
 
 
-def test_calls_get_ids_that_their_results_have():
+def test_tool_calls_and_results_share_ids():
     both = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": "{}"}]
     turns = [
         {"from": "human", "value": "q"},
@@ -212,7 +217,7 @@ def test_calls_get_ids_that_their_results_have():
         converted({"conversations": [{"from": "function_call", "value": "f(x)"}]})
 
 
-def test_speakers_of_other_names():
+def test_alternative_speaker_names():
     speakers = ["human", "ai", "user", "model", "function", "gpt"]
     roles = ["user", "assistant", "user", "assistant", "tool", "assistant"]
     expected = Conversation([{"role": role, "content": "x"} for role in roles])
@@ -234,7 +239,7 @@ def legacy_calls() -> list[dict]:
 
 
 def test_legacy_function_calls():
-    """As OpenAI's format had them before `tool_calls`."""
+    """OpenAI's format before `tool_calls`."""
 
     def calling(name, arguments):
         return [{"id": name, "type": "function", "function": {"name": "f", "arguments": arguments}}]
@@ -256,7 +261,7 @@ def test_legacy_function_calls():
     assert converted({"messages": list(map(json.dumps, turns)), "functions": json.dumps(functions)}) == expected
     assert turns == legacy_calls()  # the row is not changed
     only_call = {"messages": turns[:2]}
-    assert converted(only_call).messages == expected.messages[:2]  # it is not an empty answer
+    assert converted(only_call).messages == expected.messages[:2]  # a call is not an empty answer
     both = {**turns[1], "tool_calls": [{"name": "f"}]}
     with raises("message 2: it has both tool_calls and a function_call", BrokenSample):
         converted({"messages": [QUESTION, both]})
@@ -265,14 +270,14 @@ def test_legacy_function_calls():
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
-def test_plain_texts_are_of_the_user_and_the_assistant_in_turn(column):
+def test_plain_texts_alternate_between_user_and_assistant(column):
     assert converted({column: ["q", "a", "q"], "system": "s"}) == Conversation([SYSTEM, QUESTION, ANSWER, QUESTION])
     assert converted({column: json.dumps(["q", "a"])}) == Conversation([QUESTION, ANSWER])
     with raises("message 1: the message must be valid JSON", BrokenSample):
         converted({column: ['{"role": "user", "content": "q"', json.dumps(ANSWER)]})
 
 
-def test_a_transcript():
+def test_transcript_is_no_list_of_messages():
     text = "\n\nHuman: q\n\nwith Human: inside\n\nAssistant: a\n\nHuman: q\n\nAssistant: a"
     first = {"role": "user", "content": "q\n\nwith Human: inside"}
     assert converted({"conversations": text}) == Conversation([first, ANSWER, QUESTION, ANSWER])
@@ -281,7 +286,7 @@ def test_a_transcript():
             converted({"conversations": other})
 
 
-def test_a_turn_without_its_text():
+def test_turn_without_text():
     with raises("message 1: it has no value, but has text", BrokenSample):
         converted({"conversations": [{"from": "human", "text": "q"}]})
     assert converted({"conversations": [{"from": "human", "content": "q"}, {"role": "gpt", "content": "a"}]}) == (
@@ -289,26 +294,26 @@ def test_a_turn_without_its_text():
     )
 
 
-def test_openai_turns_under_the_name():
+def test_openai_messages_in_a_conversations_column():
     turns = [{**QUESTION, "from": None}, ANSWER]
     assert converted({"conversations": turns}) == Conversation([QUESTION, ANSWER])
 
 
 @pytest.mark.parametrize(
-    ("said", "is_empty"),
+    ("answers", "is_empty"),
     [
         ([{"content": ""}], True),
         ([{"content": " \n"}, {"content": ""}], True),
-        ([{"content": "a", "weight": 0}, {"content": ""}], True),  # what says something is not trained on
+        ([{"content": "a", "weight": 0}, {"content": ""}], True),  # the message with content is not trained
         ([{"content": "a"}, {"content": ""}], False),
-        ([{"content": "", "weight": 0}], False),  # nothing that is trained is empty
+        ([{"content": "", "weight": 0}], False),  # no trained message is empty
         ([{"content": "", "reasoning_content": "because"}], False),
         ([{"content": None, "tool_calls": [{"name": "f", "arguments": {}}]}], False),
         ([], False),
     ],
 )
-def test_conversations_in_which_the_assistant_says_nothing(said, is_empty):
-    messages = [QUESTION, *({"role": "assistant", **message} for message in said)]
+def test_empty_answers(answers, is_empty):
+    messages = [QUESTION, *({"role": "assistant", **message} for message in answers)]
     names = {"user": "human", "assistant": "gpt"}
     turns = [{"from": names[turn["role"]], "value": turn["content"], "weight": turn.get("weight")} for turn in messages]
     if not is_empty:
@@ -319,5 +324,5 @@ def test_conversations_in_which_the_assistant_says_nothing(said, is_empty):
             converted(row)
 
 
-def test_blank_cell_of_tool_calls():
+def test_blank_tool_calls_cell():
     assert converted({"messages": [QUESTION, {**ANSWER, "tool_calls": ""}]}) == Conversation([QUESTION, ANSWER])

@@ -1,4 +1,4 @@
-"""What a row function is known by: it changes with all that decides what the function gives, and with nothing else."""
+"""Fingerprints of row functions: they change if and only if the results may change."""
 
 import importlib
 import re
@@ -33,64 +33,68 @@ f = around("!")
 """
 
 
-def of_cell(source: str = CELL, name: str = "f") -> str:
+def cell_fingerprint(source: str = CELL, name: str = "f") -> str:
     variables = {"__name__": "a_notebook"}
     exec(compile(source, "<cell>", "exec"), variables)
     return function_fingerprint(variables[name])
 
 
-def test_decorated_in_another_file(tmp_path, monkeypatch):
+def test_decorator_in_another_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    deco, own = tmp_path / "fingerprint_deco.py", tmp_path / "fn.py"
-    deco.write_text(DECORATOR)
+    decorator_file, function_file = tmp_path / "fingerprint_deco.py", tmp_path / "fn.py"
+    decorator_file.write_text(DECORATOR)
 
     def fingerprint() -> str:
         sys.modules.pop("fingerprint_deco", None)
         importlib.invalidate_caches()
-        return function_fingerprint(load_function(f"{own}:f"))
+        return function_fingerprint(load_function(f"{function_file}:f"))
 
-    own.write_text(DECORATED)
+    function_file.write_text(DECORATED)
     first = fingerprint()
     assert fingerprint() == first
-    own.write_text(DECORATED.replace("OLD", "NEW"))
+    function_file.write_text(DECORATED.replace("OLD", "NEW"))
     changed = fingerprint()
-    deco.write_text(DECORATOR.replace("f(row)", "dict(f(row))"))
+    decorator_file.write_text(DECORATOR.replace("f(row)", "dict(f(row))"))
     assert len({first, changed, fingerprint()}) == 3
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('"OLD"', '"NEW"'),  # a global of a function that it calls
+        ('"OLD"', '"NEW"'),  # a global variable of a called function
         ('"y"', '"Y"'),
         ('compile("a")', 'compile("b")'),
         ('end: str = "."', 'end: str = "!"'),
-        ("[PREFIX +", "['' + PREFIX +"),  # code of a comprehension in a function that it calls
+        ("[PREFIX +", "['' + PREFIX +"),  # a comprehension in a called function
         ('around("!")', 'around("?")'),  # a closure
         ("n=1", "n=2"),  # a default
     ],
 )
-def test_without_a_file(old, new):
-    assert old in CELL and of_cell(CELL.replace(old, new)) != of_cell()
+def test_function_of_a_notebook_cell(old, new):
+    assert old in CELL and cell_fingerprint(CELL.replace(old, new)) != cell_fingerprint()
 
 
-def test_is_the_same_in_another_process():
-    """There, sets have another order, and objects other addresses."""
+def test_fingerprint_is_equal_in_another_process():
+    """Another process orders sets differently and has different object addresses."""
     assert list({0, 8}) != list({8, 0})
-    assert of_cell(CELL.replace('{"x", "y", "z"}', "{0, 8}")) == of_cell(CELL.replace('{"x", "y", "z"}', "{8, 0}"))
+    assert cell_fingerprint(CELL.replace('{"x", "y", "z"}', "{0, 8}")) == cell_fingerprint(
+        CELL.replace('{"x", "y", "z"}', "{8, 0}")
+    )
 
 
-def test_a_function_that_calls_itself():
-    assert of_cell("def f(row):\n    return f(row)\n") != of_cell("def f(row):\n    return f(dict(row))\n")
+def test_recursive_function():
+    assert cell_fingerprint("def f(row):\n    return f(row)\n") != cell_fingerprint(
+        "def f(row):\n    return f(dict(row))\n"
+    )
 
 
-def test_values_that_cannot_be_told_apart():
+def test_values_without_a_fingerprint_are_rejected():
     lock = threading.Lock()
 
     def f(row):
         with lock:
             return row
 
-    with pytest.raises(UserError, match=re.escape(f"{f.__qualname__} holds a lock, of which it cannot be told")):
+    with pytest.raises(UserError, match=re.escape(f"{f.__qualname__} uses a lock, which cannot be fingerprinted")):
         function_fingerprint(f)

@@ -1,4 +1,4 @@
-"""Preference and prompt data: what the model is given and trained on, policies, order, exact resume."""
+"""Preference and prompt data: inputs and labels, row policies, order, exact resume."""
 
 import json
 import random
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.components.data.helpers import write_jsonl
 from torchtitan.components.data.base import NO_DOCUMENT
 from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
@@ -30,15 +31,11 @@ TEMPLATE = (
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working directory with a template in it, and a cache of its own."""
+    """A working directory with a chat template and its own cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     return tmp_path
-
-
-def write(path, rows):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def pairs(n):
@@ -46,7 +43,7 @@ def pairs(n):
 
 
 def questions(n):
-    return [{"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}."} for i in range(n)]
+    return [{"question": f"How much is {i} and {i}?", "answer": f"It is {2 * i}."} for i in range(n)]
 
 
 def build(tokenizer, cls: Any = PreferenceDataLoader, dataset=("data.jsonl",), seq_len=SEQ_LEN, batch=2, **options):
@@ -64,7 +61,7 @@ def trained_text(tokenizer, labels):
 
 
 def test_both_sides_of_a_pair(tokenizer, folder):
-    write(folder / "data.jsonl", pairs(3))
+    write_jsonl(folder / "data.jsonl", pairs(3))
     batches = list(build(tokenizer, **in_order()))
     assert [batch["documents"].tolist() for batch in batches] == [[[0], [1]], [[2], [NO_DOCUMENT]]]
     eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
@@ -83,8 +80,8 @@ def test_both_sides_of_a_pair(tokenizer, folder):
             assert (labels[n:] == IGNORE_INDEX).all()
 
 
-def test_a_row_that_fills_up_trains_nothing(tokenizer, folder):
-    write(folder / "data.jsonl", pairs(1))
+def test_padding_rows_have_no_labels(tokenizer, folder):
+    write_jsonl(folder / "data.jsonl", pairs(1))
     loader = build(tokenizer, batch=3, **in_order())
     (batch,) = loader
     for side in ("chosen", "rejected"):
@@ -95,9 +92,9 @@ def test_a_row_that_fills_up_trains_nothing(tokenizer, folder):
     assert loader.describe(batch["documents"][1]) == "no document (padding)"
 
 
-def test_the_two_forward_passes_see_each_answer_as_if_it_were_alone(tokenizer, folder):
-    """Log-probability of each answer, from padded batches against one sequence at a time (1e-4: a sum of floats)."""
-    write(folder / "data.jsonl", pairs(4))
+def test_padded_batches_give_the_log_probabilities_of_single_sequences(tokenizer, folder):
+    """Compare the log-probability of each answer; tolerance 1e-4, since it is a sum of floats."""
+    write_jsonl(folder / "data.jsonl", pairs(4))
     loader = build(tokenizer, batch=4, **in_order())
     (batch,) = loader
     config = model_registry("debugmodel").model
@@ -120,14 +117,14 @@ def test_the_two_forward_passes_see_each_answer_as_if_it_were_alone(tokenizer, f
                 torch.testing.assert_close(together[row], alone[0], rtol=1e-5, atol=1e-4)
 
 
-def test_only_the_answer_of_the_last_turn_is_trained(tokenizer, folder):
+def test_only_the_last_answer_is_trained(tokenizer, folder):
     turns = [{"from": who, "value": says} for who, says in (("human", "Hi."), ("gpt", "Hello."), ("human", "Go on."))]
     row = {
         "conversations": turns,
         "chosen": {"from": "gpt", "value": "Yes."},
         "rejected": {"from": "gpt", "value": "No."},
     }
-    write(folder / "data.jsonl", [row])
+    write_jsonl(folder / "data.jsonl", [row])
     batch = next(build(tokenizer, batch=1, **in_order()))
     eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
     assert trained_text(tokenizer, batch["chosen_labels"][0]) == f" Yes.{eos}"
@@ -142,7 +139,7 @@ class TestTooLong:
     ]
 
     def test_drop(self, tokenizer, folder):
-        write(folder / "data.jsonl", self.ROWS)
+        write_jsonl(folder / "data.jsonl", self.ROWS)
         loader = build(tokenizer, **in_order())
         (batch,) = loader
         assert loader.document_names(batch["documents"][0]) == ["data.jsonl:3"]
@@ -154,8 +151,8 @@ class TestTooLong:
         ids = tokenizer.tokenize([f"Q: Is it?\nA: {a}{eos}\n" for a in ("No.", "I like it.")], allow_special=True)
         assert report.tokens == sum(map(len, ids))
 
-    def test_truncate_left_cuts_both_sides_alike_and_no_answer(self, tokenizer, folder):
-        write(folder / "data.jsonl", self.ROWS)
+    def test_truncate_left_shortens_both_prompts_equally_and_no_answer(self, tokenizer, folder):
+        write_jsonl(folder / "data.jsonl", self.ROWS)
         loader = build(tokenizer, too_long="truncate_left", **in_order())
         (batch,) = loader
         assert [loader.describe(row) for row in batch["documents"]] == ["data.jsonl:1", "data.jsonl:3"]
@@ -170,42 +167,42 @@ class TestTooLong:
         assert longest == SEQ_LEN + 1, "no more is cut than must be"
 
     def test_error(self, tokenizer, folder):
-        write(folder / "data.jsonl", self.ROWS)
+        write_jsonl(folder / "data.jsonl", self.ROWS)
         with pytest.raises(UserError, match=r"data.jsonl:1: \d+ tokens, 49 fit; set --dataloader.too_long"):
             build(tokenizer, too_long="error")
 
-    def test_nothing_left(self, tokenizer, folder):
-        write(folder / "data.jsonl", self.ROWS[:2])
+    def test_no_rows_left(self, tokenizer, folder):
+        write_jsonl(folder / "data.jsonl", self.ROWS[:2])
         with pytest.raises(UserError, match="data.jsonl has no rows left(.|\n)*too_long: 2"):
             build(tokenizer)
 
     @pytest.mark.parametrize("too_long", ["drop", "truncate_left"])
-    def test_the_advice_is_a_choice_that_there_is(self, tokenizer, folder, caplog, too_long):
-        write(folder / "data.jsonl", self.ROWS)
+    def test_error_suggests_a_valid_choice(self, tokenizer, folder, caplog, too_long):
+        write_jsonl(folder / "data.jsonl", self.ROWS)
         with caplog.at_level("WARNING", logger="torchtitan"):
             build(tokenizer, too_long=too_long)
         [warning] = caplog.messages
-        advice = ", or cut them by --dataloader.too_long truncate_left" * (too_long == "drop")
-        assert warning.endswith(f"have more than {SEQ_LEN + 1} tokens: raise --training.seq_len{advice}")
+        remedy = ", or set --dataloader.too_long truncate_left" * (too_long == "drop")
+        assert warning.endswith(f"have more than {SEQ_LEN + 1} tokens; increase --training.seq_len{remedy}")
 
 
-def test_transcripts_are_the_pairs_that_they_say(tokenizer, folder):
-    """Anthropic's HH as it is published, beside the same pairs with their prompts."""
-    write(folder / "plain.jsonl", pairs(3))
-    asked = [f"\n\nHuman: {pair['prompt']}\n\nAssistant: " for pair in pairs(3)]
+def test_transcripts_equal_pairs_with_prompts(tokenizer, folder):
+    """Compare the published form of Anthropic's HH with the same pairs with separate prompts."""
+    write_jsonl(folder / "plain.jsonl", pairs(3))
+    prompts = [f"\n\nHuman: {pair['prompt']}\n\nAssistant: " for pair in pairs(3)]
     rows = [
         {side: prompt + pair[side] for side in ("chosen", "rejected")}
-        for prompt, pair in zip(asked, pairs(3), strict=True)
+        for prompt, pair in zip(prompts, pairs(3), strict=True)
     ]
-    write(folder / "data.jsonl", rows)
+    write_jsonl(folder / "data.jsonl", rows)
     for batch, expected in zip(
         build(tokenizer, **in_order()), build(tokenizer, dataset=["plain.jsonl"], **in_order()), strict=True
     ):
         assert all(torch.equal(batch[name], expected[name]) for name in expected)
 
 
-def test_rows_with_a_label_are_no_pairs(tokenizer, folder):
-    write(folder / "data.jsonl", [{"prompt": "a", "completion": "b", "label": True}])
+def test_rows_with_a_label_are_rejected(tokenizer, folder):
+    write_jsonl(folder / "data.jsonl", [{"prompt": "a", "completion": "b", "label": True}])
     with pytest.raises(UserError, match="the column label rates single answers, as for KTO"):
         build(tokenizer)
 
@@ -213,7 +210,7 @@ def test_rows_with_a_label_are_no_pairs(tokenizer, folder):
 def test_empty_and_broken_rows(tokenizer, folder):
     same = {"prompt": "Is it?", "chosen": "No.", "rejected": "No."}
     wrong = {"prompt": "Is it?", "chosen": "No.", "rejected": True}
-    write(folder / "data.jsonl", [*pairs(2), same, wrong])
+    write_jsonl(folder / "data.jsonl", [*pairs(2), same, wrong])
     with pytest.raises(UserError, match=r"data.jsonl:4: .*bool.*--dataloader.broken drop"):
         build(tokenizer)
     with pytest.raises(UserError, match=r"data.jsonl:3: .*equal.*--dataloader.empty drop"):
@@ -223,8 +220,8 @@ def test_empty_and_broken_rows(tokenizer, folder):
     assert {reason: tally.count for reason, tally in report.dropped.items()} == {"empty": 1, "broken": 1}
 
 
-def test_mistakes_are_named(tokenizer, folder):
-    write(folder / "data.jsonl", pairs(2))
+def test_wrong_options(tokenizer, folder):
+    write_jsonl(folder / "data.jsonl", pairs(2))
     with pytest.raises(UserError, match="--dataloader.dataset"):
         PreferenceDataLoader.Config().build(tokenizer=tokenizer, seq_len=8, local_batch_size=1)
     with pytest.raises(UserError, match="chatml"):
@@ -233,28 +230,28 @@ def test_mistakes_are_named(tokenizer, folder):
         build(tokenizer, num_workers=-1)
     with pytest.raises(UserError, match="local_batch_size"):
         build(tokenizer, batch=0)
-    write(folder / "other.jsonl", [{"prompt": "a", "response": "b"}])
+    write_jsonl(folder / "other.jsonl", [{"prompt": "a", "response": "b"}])
     with pytest.raises(UserError, match="prompt, response"):
         build(tokenizer, dataset=["other.jsonl"])
 
 
-def test_columns_of_other_names(tokenizer, folder):
-    write(
+def test_column_mapping(tokenizer, folder):
+    write_jsonl(
         folder / "data.jsonl", [{"frage": p["prompt"], "gut": p["chosen"], "schlecht": p["rejected"]} for p in pairs(2)]
     )
     loader = build(tokenizer, columns=["prompt=frage", "chosen=gut", "rejected=schlecht"], **in_order())
-    write(folder / "plain.jsonl", pairs(2))
+    write_jsonl(folder / "plain.jsonl", pairs(2))
     for batch, expected in zip(loader, build(tokenizer, dataset=["plain.jsonl"], **in_order()), strict=True):
         assert all(torch.equal(batch[name], expected[name]) for name in expected)
 
 
-def test_the_cache_is_made_once_and_anew_for_other_data(tokenizer, folder):
-    write(folder / "data.jsonl", pairs(2))
+def test_cache_is_reused_until_the_data_changes(tokenizer, folder):
+    write_jsonl(folder / "data.jsonl", pairs(2))
     build(tokenizer).config.prepare(tokenizer=tokenizer)
-    made = sorted((folder / "cache" / "samples").glob("*/ids.bin"))
+    files = sorted((folder / "cache" / "samples").glob("*/ids.bin"))
     build(tokenizer)
-    assert len(made) == 1 and sorted((folder / "cache" / "samples").glob("*/ids.bin")) == made
-    write(folder / "data.jsonl", pairs(3))
+    assert len(files) == 1 and sorted((folder / "cache" / "samples").glob("*/ids.bin")) == files
+    write_jsonl(folder / "data.jsonl", pairs(3))
     assert build(tokenizer, epochs=1).n_samples == 3
     (folder / "template.jinja").write_text(TEMPLATE.replace("Q:", "Question:"))
     build(tokenizer)
@@ -262,7 +259,7 @@ def test_the_cache_is_made_once_and_anew_for_other_data(tokenizer, folder):
 
 
 def ledger(loaders, n_batches):
-    """The names that all ranks see in `n_batches` batches, in their order, and each rank's next position."""
+    """Return the sample names of `n_batches` batches of all ranks, in order, and each rank's position."""
     names = []
     for _ in range(n_batches):
         for loader in loaders:
@@ -271,10 +268,10 @@ def ledger(loaders, n_batches):
 
 
 @pytest.mark.parametrize("cls", [PreferenceDataLoader, PromptDataLoader])
-def test_stopped_anywhere_and_resumed_by_others_nothing_is_lost_or_seen_twice(tokenizer, folder, cls):
+def test_resume_with_different_ranks_keeps_every_sample(tokenizer, folder, cls):
     make = pairs if cls is PreferenceDataLoader else questions
-    write(folder / "data.jsonl", make(23))
-    write(folder / "more.jsonl", make(18))
+    write_jsonl(folder / "data.jsonl", make(23))
+    write_jsonl(folder / "more.jsonl", make(18))
     dataset = ["data.jsonl", "more.jsonl"]
 
     def ranks(n_ranks, batch, **options):
@@ -308,12 +305,12 @@ def test_stopped_anywhere_and_resumed_by_others_nothing_is_lost_or_seen_twice(to
             next(last)
 
 
-def test_a_position_in_other_data_is_refused(tokenizer, folder, caplog):
-    write(folder / "data.jsonl", pairs(5))
+def test_position_in_different_data_is_ignored_with_a_warning(tokenizer, folder, caplog):
+    write_jsonl(folder / "data.jsonl", pairs(5))
     loader = build(tokenizer)
     next(loader)
     state = loader.state_dict()
-    write(folder / "data.jsonl", pairs(6))
+    write_jsonl(folder / "data.jsonl", pairs(6))
     other = build(tokenizer)
     first = next(build(tokenizer))["documents"]
     with caplog.at_level("WARNING", logger="torchtitan"):
@@ -322,35 +319,35 @@ def test_a_position_in_other_data_is_refused(tokenizer, folder, caplog):
     assert torch.equal(next(other)["documents"], first)
 
 
-def test_a_position_holds_for_the_same_data_elsewhere(tokenizer, folder):
+def test_position_is_valid_for_moved_data(tokenizer, folder):
     for name in ("data.jsonl", "renamed.jsonl"):
-        write(folder / name, questions(5))
+        write_jsonl(folder / name, questions(5))
     loader = build(tokenizer, PromptDataLoader)
     next(loader)
     state = loader.state_dict()
     other = build(tokenizer, PromptDataLoader, dataset=["./renamed.jsonl"])
     other.load_state_dict(state)
     assert torch.equal(next(other)["documents"], next(loader)["documents"])
-    write(folder / "renamed.jsonl", [row | {"answer": "Another."} for row in questions(5)])
+    write_jsonl(folder / "renamed.jsonl", [row | {"answer": "Another."} for row in questions(5)])
     other = build(tokenizer, PromptDataLoader, dataset=["renamed.jsonl"])
     other.load_state_dict(state)
     assert torch.equal(next(other)["documents"], next(build(tokenizer, PromptDataLoader))["documents"])
 
 
-def test_a_position_holds_for_other_code_that_makes_the_same_examples(tokenizer, folder, monkeypatch):
-    write(folder / "data.jsonl", questions(5))
+def test_position_is_valid_if_changed_code_makes_the_same_samples(tokenizer, folder, monkeypatch):
+    write_jsonl(folder / "data.jsonl", questions(5))
     loader = build(tokenizer, PromptDataLoader)
     next(loader)
     monkeypatch.setattr("torchtitan.components.data.finetuning.sample_cache.code_version", lambda: "another")
-    later = build(tokenizer, PromptDataLoader)
-    later.load_state_dict(loader.state_dict())
+    resumed = build(tokenizer, PromptDataLoader)
+    resumed.load_state_dict(loader.state_dict())
     assert len(list((folder / "cache" / "samples").glob("*/report.json"))) == 2
-    assert torch.equal(next(later)["documents"], next(loader)["documents"])
+    assert torch.equal(next(resumed)["documents"], next(loader)["documents"])
 
 
-def test_validation_data_is_in_order(tokenizer, folder):
-    write(folder / "data.jsonl", pairs(5))
-    write(folder / "held_out.jsonl", pairs(4))
+def test_validation_keeps_the_order_of_the_file(tokenizer, folder):
+    write_jsonl(folder / "data.jsonl", pairs(5))
+    write_jsonl(folder / "held_out.jsonl", pairs(4))
     config = PreferenceDataLoader.Config(dataset=["data.jsonl"], chat_template="template.jinja")
     assert config.for_validation("") is None
     validation = config.for_validation("held_out.jsonl")
@@ -359,8 +356,8 @@ def test_validation_data_is_in_order(tokenizer, folder):
     assert [batch["documents"].flatten().tolist() for batch in loader] == [[0, 1, 2, 3]]
 
 
-def test_prompts_and_their_answers(tokenizer, folder):
-    write(folder / "data.jsonl", [*questions(2), {"question": "And then?"}])
+def test_prompts_and_reference_answers(tokenizer, folder):
+    write_jsonl(folder / "data.jsonl", [*questions(2), {"question": "And then?"}])
     loader = build(tokenizer, PromptDataLoader, **in_order())
     first, second = loader
     assert first["prompts"].shape == (2, int(first["prompt_lengths"].max()))
@@ -372,16 +369,16 @@ def test_prompts_and_their_answers(tokenizer, folder):
     assert answers == ["It is 0.", "It is 2.", None, None]
 
 
-def test_answers_of_several_data_sets(tokenizer, folder):
-    write(folder / "data.jsonl", questions(3))
-    write(folder / "more.jsonl", [{"prompt": "Who?", "solution": 42}])
+def test_reference_answers_of_several_data_sets(tokenizer, folder):
+    write_jsonl(folder / "data.jsonl", questions(3))
+    write_jsonl(folder / "more.jsonl", [{"prompt": "Who?", "solution": 42}])
     loader = build(tokenizer, PromptDataLoader, ["data.jsonl", "more.jsonl"], **in_order())
     assert loader.answer(2) == "It is 4." and loader.answer(3) == "42"
     assert loader.sample_name(3) == "more.jsonl:1"
 
 
-def test_prompts_that_are_too_long(tokenizer, folder):
-    write(folder / "data.jsonl", [{"prompt": "Who is it? " * 20}, {"prompt": "Who?"}])
+def test_too_long_prompts(tokenizer, folder):
+    write_jsonl(folder / "data.jsonl", [{"prompt": "Who is it? " * 20}, {"prompt": "Who?"}])
     assert build(tokenizer, PromptDataLoader, epochs=1).n_samples == 1
     loader = build(tokenizer, PromptDataLoader, too_long="truncate_left", **in_order())
     (batch,) = loader
@@ -389,8 +386,8 @@ def test_prompts_that_are_too_long(tokenizer, folder):
     assert prompt_ids(batch)[0] == whole[-SEQ_LEN:]
 
 
-class Curious(ShuffleSampler):
-    """Remembers what it was given to observe."""
+class RecordingSampler(ShuffleSampler):
+    """Sampler that records its observations."""
 
     needs_sample_losses = True
 
@@ -415,11 +412,11 @@ class Curious(ShuffleSampler):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_statistics_reach_the_samplers(tokenizer, folder, num_workers):
-    """Each step once, with the numbers in the sampler's own data set, also where the run was stopped meanwhile; with
-    workers, as many batches later as they prepare ahead."""
-    write(folder / "data.jsonl", pairs(2))
-    write(folder / "more.jsonl", pairs(3))
-    options: dict[str, Any] = {"sampler": Curious.Config(), "num_workers": num_workers}
+    """The sampler observes each step once, also across a resume, with sample numbers of its own data set; with workers,
+    observations arrive resumed by the number of prepared batches."""
+    write_jsonl(folder / "data.jsonl", pairs(2))
+    write_jsonl(folder / "more.jsonl", pairs(3))
+    options: dict[str, Any] = {"sampler": RecordingSampler.Config(), "num_workers": num_workers}
 
     def fresh():
         return build(tokenizer, dataset=["data.jsonl", "more.jsonl"], **options)
@@ -443,7 +440,7 @@ def test_statistics_reach_the_samplers(tokenizer, folder, num_workers):
 
 
 class TestRealFiles:
-    """Against the text spelt by hand, encoded by the library `tokenizers` itself."""
+    """Comparison with text written by hand and encoded with the library `tokenizers`."""
 
     @pytest.fixture(scope="class")
     def mistral(self, assets):
@@ -486,7 +483,7 @@ class TestRealFiles:
     def test_gsm8k_as_prompts(self, mistral, reference, assets, folder):
         path = assets / "sft" / "gsm8k_train.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()[:300]]
-        write(folder / "gsm8k.jsonl", rows)
+        write_jsonl(folder / "gsm8k.jsonl", rows)
         loader = build(
             mistral, PromptDataLoader, ["gsm8k.jsonl"], seq_len=512, batch=8, chat_template="mistral", epochs=1
         )

@@ -1,4 +1,4 @@
-"""Rows of every shape to samples: what they say, how they are recognized, and what is refused, each by hand."""
+"""Row formats: conversion to samples, recognition by columns, rejected rows."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from tests.components.data.helpers import raises
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
@@ -25,15 +26,9 @@ from torchtitan.components.data.finetuning.row_formats import (
     function_format,
 )
 from torchtitan.components.data.sources.source import CHAT_DATASETS, ChatDataset, register_chat_dataset, resolve_source
-from torchtitan.tools.errors import UserError
 
 QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
-
-
-def raises(message: str, kind: type[Exception] = UserError):
-    """Expect an error of this very kind that contains `message`."""
-    return pytest.raises(kind, match=re.escape(message), check=lambda error: type(error) is kind)
 
 
 def converted(row: dict, kind: str = "sft", format: str = "auto", mapping: dict | None = None):
@@ -77,7 +72,7 @@ def converted(row: dict, kind: str = "sft", format: str = "auto", mapping: dict 
         ),
     ],
 )
-def test_columns_of_texts(row, messages):
+def test_text_columns(row, messages):
     assert converted(row) == Conversation(messages)
 
 
@@ -91,9 +86,17 @@ def test_columns_of_texts(row, messages):
         ({"question": "q", "answer": True}, "the answer must be text, not a bool: True", BrokenSample),
         ({"question": "q", "answer": float("nan")}, "the answer must be text, not a float: nan", BrokenSample),
         ({"instruction": "", "input": None, "output": "a"}, "instruction is empty", EmptySample),
-        ({"instruction": "q", "output": "a", "history": ["q"]}, "history must contain pairs", BrokenSample),
+        (
+            {"instruction": "q", "output": "a", "history": ["q"]},
+            "history must contain pairs of texts, not 'q'",
+            BrokenSample,
+        ),
         ({"instruction": "q", "output": "a", "history": 1}, "history must be a list of pairs of texts", BrokenSample),
-        ({"instruction": "q", "output": "a", "history": True}, "history must contain pairs", BrokenSample),
+        (
+            {"instruction": "q", "output": "a", "history": True},
+            "history must be a list of pairs of texts, not True",
+            BrokenSample,
+        ),
         ({"prompt": "q", "response": [{"role": "assistant", "content": ""}]}, "messages are empty", EmptySample),
         (
             {"instruction": "q", "output": "a", "history": [["q", None]]},
@@ -104,7 +107,7 @@ def test_columns_of_texts(row, messages):
         ({"prompt": "q", "response": [QUESTION, ANSWER]}, "--dataloader.columns messages=NAME", BrokenSample),
     ],
 )
-def test_rows_that_cannot_be_used(row, error, kind):
+def test_unusable_rows(row, error, kind):
     with raises(error, kind):
         converted(row)
 
@@ -119,21 +122,21 @@ class TestRecognition:
         assert find_format(format.required, "auto", {}, format.kind).name == format.name
         assert find_format(format.required, format.name, {}, format.kind).required == format.required
 
-    def test_the_more_telling_columns_win(self):
+    def test_more_specific_columns_win(self):
         assert find_format(["prompt", "prompt_id", "messages"], "auto", {}, "sft").name == "messages"
         columns = ["text", "instruction", "input", "output"]
         assert find_format(columns, "auto", {}, "sft").name == "instruction"
         assert find_format([*columns, "chosen", "rejected"], "auto", {}, "preference").name == "instruction"
         assert find_format(columns, "text", {}, "sft").name == "text"
 
-    def test_nothing_fits(self):
+    def test_unknown_columns(self):
         with raises("the rows have the columns frage, antwort, which match no format; rename them with") as e:
             find_format(["frage", "antwort"], "auto", {}, "sft")
         assert "prompt_response: prompt, response" in str(e.value)
         assert "--dataloader.columns OURS=THEIRS, or set another --dataloader.format: messages: m" in str(e.value)
-        with raises("the rows have the columns frage, and 'text' needs text"):
+        with raises("the rows have the columns frage, but 'text' needs text"):
             find_format(["frage"], "text", {}, "sft")
-        with raises("'mesages' is none of: auto, messages, conversations, instruction"):
+        with raises("--dataloader.format 'mesages' is unknown; use one of: auto, messages, conversations, instruction"):
             find_format(["messages"], "mesages", {}, "sft")  # codespell:ignore
 
     @pytest.mark.parametrize(
@@ -145,10 +148,10 @@ class TestRecognition:
             {"user": "q", "assistant": "a"},
         ],
     )
-    def test_the_error_names_the_option_that_reads_the_columns(self, row):
+    def test_error_suggests_a_mapping_of_the_columns(self, row):
         with raises("which match no format") as caught:
             find_format(list(row), "auto", {}, "sft")
-        [options] = re.findall(r"--dataloader.columns (.*), or choose", str(caught.value))
+        [options] = re.findall(r"--dataloader.columns (.*), or set", str(caught.value))
         assert converted(row, mapping=parse_columns(options.split())) == Conversation([QUESTION, ANSWER])
 
     def test_mapping(self):
@@ -162,17 +165,17 @@ class TestRecognition:
         row = {"messages": [QUESTION, {"role": "assistant", "content": "no"}], "q": "q", "a": "a"}
         mapping = {"prompt": "q", "response": "a"}
         assert converted(row, mapping=mapping) == Conversation([QUESTION, ANSWER])
-        with raises("--dataloader.columns: the format 'messages' has"):
+        with raises("--dataloader.columns: the format 'messages' has no column 'prompt'"):
             find_format(list(row), "messages", mapping, "sft")
         with raises("the rows have the columns messages, a, prompt, which match no format"):
             find_format(list(row), "auto", {"prompt": "q"}, "sft")
 
-    @pytest.mark.parametrize("beside", ["prompt", "messages", "conversations"])
-    def test_preference_rows_are_not_imitated_unasked(self, beside):
-        columns = [beside, "chosen", "rejected"]
+    @pytest.mark.parametrize("extra", ["prompt", "messages", "conversations"])
+    def test_preference_rows_are_rejected_in_fine_tuning(self, extra):
+        columns = [extra, "chosen", "rejected"]
         with raises("the columns chosen and rejected are for preference training"):
             find_format(columns, "auto", {}, "sft")
-        assert find_format(columns, "auto", {}, "prompt").name == beside
+        assert find_format(columns, "auto", {}, "prompt").name == extra
         row = {"prompt": "q", "chosen": "a", "rejected": "b"}
         assert converted(row, mapping={"response": "chosen"}) == Conversation([QUESTION, ANSWER])
         assert converted({"messages": [QUESTION, ANSWER], **row}, format="messages") == Conversation([QUESTION, ANSWER])
@@ -188,21 +191,21 @@ class TestRecognition:
             {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
         ],
     )
-    def test_the_option_that_imitates_one_answer_of_a_pair(self, row):
-        with raises("rejected_messages are for preference training; to train on one of them") as caught:
+    def test_error_suggests_how_to_train_on_one_answer_of_a_pair(self, row):
+        with raises(" are for preference training; to train on one of them") as caught:
             find_format(list(row), "auto", {}, "sft")
         [option] = re.findall(r"--dataloader.columns ([a-z_=]+)", str(caught.value))
-        formats = re.findall(r", and to read neither, choose --dataloader.format (\S+)", str(caught.value))
+        formats = re.findall(r"; to ignore both, set --dataloader.format (\S+)", str(caught.value))
         assert formats == (["instruction"] if "instruction" in row else [])
         assert converted(row, mapping=parse_columns([option])) == Conversation([QUESTION, ANSWER])
 
-    def test_answers_beside_a_conversation_need_a_function(self):
-        """No option joins a conversation with the turn that follows it."""
-        with raises("on one of them, write a function that returns the whole conversation") as caught:
+    def test_answers_next_to_a_conversation_need_a_function(self):
+        """No option appends an answer column to a conversation column."""
+        with raises("to train on one of them, write a function that returns the whole conversation") as caught:
             find_format(["conversations", "chosen", "rejected"], "auto", {}, "sft")
-        assert str(caught.value).endswith("and to read neither, choose --dataloader.format conversations")
+        assert str(caught.value).endswith("; to ignore both, set --dataloader.format conversations")
 
-    def test_mapping_of_a_column_that_is_there_as_well(self):
+    def test_mapping_overrides_an_existing_column(self):
         row = {"prompt": "no", "question": "q", "response": "a"}
         assert converted(row, mapping={"prompt": "question"}) == Conversation([QUESTION, ANSWER])
 
@@ -214,8 +217,8 @@ class TestRecognition:
             (["prompt", "response", "text"], {"prompt": " ", "response": "", "text": "t"}, "text"),
         ],
     )
-    def test_rows_of_another_format_in_a_merged_file(self, columns, row, needs):
-        """They have values in other columns, which are null where those of the first row are not."""
+    def test_merged_file_with_two_formats(self, columns, row, needs):
+        """Rows of the second format have null in the columns of the first one."""
         row = {**dict.fromkeys(columns), **row}
         format = find_format(columns, "auto", {}, "sft")
         with raises(f"is empty, but the columns of another format have content ({needs})", BrokenSample):
@@ -223,8 +226,8 @@ class TestRecognition:
         with raises("is empty", EmptySample):
             converted(row, format=format.name)
 
-    def test_an_empty_answer_beside_a_text_is_empty(self):
-        """As in Alpaca's own rows, whose text is the same put together."""
+    def test_empty_answer_next_to_a_text_is_empty(self):
+        """In Alpaca's rows, `text` repeats the other columns."""
         with raises("output is empty", EmptySample):
             converted({"instruction": "q", "output": "", "text": "Below is an instruction. q"})
 
@@ -241,12 +244,12 @@ class TestRecognition:
     def test_wrong_mapping(self):
         with raises("'prompt' is set twice, to 'a' and 'b'"):
             parse_columns(["prompt=a", "prompt=b"])
-        with raises("has a column 'promt'; did you mean 'prompt'?"):
+        with raises("--dataloader.columns: no format has a column 'promt'; did you mean 'prompt'?"):
             find_format(["frage"], "auto", {"promt": "frage"}, "sft")  # codespell:ignore
         with raises("the rows have no column 'frag'; did you mean 'frage'? (they have: frage)"):
             find_format(["frage"], "auto", {"prompt": "frag"}, "sft")
 
-    def test_fingerprint_tells_what_converts_differently(self):
+    def test_fingerprint_changes_with_the_conversion(self):
         columns = ["text", "prompt", "response"]
         chosen = [
             find_format(columns, "auto", {}, "sft"),
@@ -260,7 +263,7 @@ class TestRecognition:
 
 
 class TestLabels:
-    """Rows of KTO: one answer, which is good or bad."""
+    """KTO rows with one answer, labeled good or bad."""
 
     @pytest.mark.parametrize("label", [False, "False", "false", 0, "0", "undesirable"])
     @pytest.mark.parametrize(
@@ -271,28 +274,30 @@ class TestLabels:
             {"messages": [QUESTION, ANSWER]},
         ],
     )
-    def test_a_bad_answer_is_not_imitated(self, row, label):
+    def test_bad_answer_is_rejected(self, row, label):
         for column in ("label", "kto_tag"):
-            with raises(f"its {column} is {label!r}: such columns rate answers"):
+            with raises(
+                f"its {column} is {label!r}: such columns rate answers, as for KTO, so this answer must not be learned"
+            ):
                 converted({**row, column: label})
         with raises("its label is"):
             function_format(lambda row: row, "sft").convert({**row, "label": label})
 
     @pytest.mark.parametrize("column", ["weight", "loss_weight", "sample_weight"])
-    def test_a_row_without_weight_is_not_imitated(self, column):
+    def test_row_with_weight_0_is_rejected(self, column):
         row = {"prompt": "q", "completion": "a"}
-        with raises(f"its {column} is 0: such columns weight rows"):
+        with raises(f"its {column} is 0: such columns weight rows, so this answer must not be learned"):
             converted({**row, column: 0})
         assert converted({**row, column: 1.0}) == Conversation([QUESTION, ANSWER])
 
-    def test_others_are(self):
+    def test_good_answers_are_accepted(self):
         row, expected = {"prompt": "q", "completion": "a"}, Conversation([QUESTION, ANSWER])
         assert converted({**row, "label": True}) == expected
         assert converted({**row, "label": False}, format="prompt_completion") == expected
         assert converted({**row, "label": False}, "prompt") == Prompt(Conversation([QUESTION]), None)
         assert converted({"text": "t", "label": False}) == Text("t")
 
-    def test_they_are_not_pairs(self):
+    def test_labeled_rows_are_no_pairs(self):
         with raises("the column label rates single answers, as for KTO; preference training"):
             find_format(["prompt", "completion", "label"], "auto", {}, "preference")
 
@@ -308,11 +313,11 @@ class TestLabels:
         ({"text": "t", "system": "s", "labels": None}, ["system"]),
     ],
 )
-def test_columns_that_are_not_read(row, unread):
+def test_unread_columns(row, unread):
     assert find_format(list(row), "auto", {}, "sft").unread_columns(row) == unread
 
 
-def test_columns_that_are_mapped_or_given_to_a_function_are_read():
+def test_mapped_columns_and_columns_of_functions_are_read():
     row = {"prompt": "q", "response": "a", "score": "s", "system": "t"}
     assert find_format(list(row), "auto", {"system": "score"}, "sft").unread_columns(row) == ["system"]
     assert function_format(as_question, "sft").unread_columns(row) == []
@@ -327,29 +332,29 @@ class TestPreference:
         prompt = Conversation([{"role": "user", "content": "q\n\ni"}])
         assert converted(instruction, "preference") == Pair(prompt, [ANSWER], rejected)
 
-    @pytest.mark.parametrize("beside", [{}, {"prompt": "q"}, {"messages": [QUESTION, ANSWER], "prompt": "q"}])
-    def test_whole_conversations(self, beside):
+    @pytest.mark.parametrize("extra", [{}, {"prompt": "q"}, {"messages": [QUESTION, ANSWER], "prompt": "q"}])
+    def test_whole_conversations(self, extra):
         worse = [{"role": "assistant", "content": "b"}, QUESTION, ANSWER]
-        row = {**beside, "chosen": [SYSTEM, QUESTION, ANSWER], "rejected": [SYSTEM, QUESTION, *worse]}
+        row = {**extra, "chosen": [SYSTEM, QUESTION, ANSWER], "rejected": [SYSTEM, QUESTION, *worse]}
         assert converted(row, "preference") == Pair(Conversation([SYSTEM, QUESTION]), [ANSWER], worse)
 
-    def test_the_prompt_is_all_that_is_common(self):
+    def test_prompt_is_the_common_prefix(self):
         more = [QUESTION, ANSWER, {"role": "user", "content": "r"}]
         row = {"chosen": [*more, ANSWER], "rejected": [*more, {"role": "assistant", "content": "b"}]}
         assert converted(row, "preference").prompt.messages == more
         row = {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER, QUESTION, ANSWER]}
         assert converted(row, "preference") == Pair(Conversation([QUESTION]), [ANSWER], [ANSWER, QUESTION, ANSWER])
 
-    def test_messages_by_their_longer_names(self):
+    def test_alternative_names_of_message_columns(self):
         row = {"chosen_messages": [QUESTION, ANSWER], "rejected_messages": [QUESTION, {**ANSWER, "content": "b"}]}
         expected = Pair(Conversation([QUESTION]), [ANSWER], [{**ANSWER, "content": "b"}])
         assert converted(row, "preference") == converted({"prompt": "q", **row}, "preference") == expected
 
-    @pytest.mark.parametrize("beside", [{}, {"prompt": "q"}])
-    def test_transcripts_that_share_a_beginning(self, beside):
-        """As Anthropic's HH is published."""
+    @pytest.mark.parametrize("extra", [{}, {"prompt": "q"}])
+    def test_transcripts_with_a_common_prefix(self, extra):
+        """The published form of Anthropic's HH."""
         prompt = "\n\nHuman: q\n\nAssistant: a\n\nHuman: More?\n\nAssistant:"
-        pair = converted({**beside, "chosen": f"{prompt} Yes.", "rejected": f"{prompt} No.\n\nNo!"}, "preference")
+        pair = converted({**extra, "chosen": f"{prompt} Yes.", "rejected": f"{prompt} No.\n\nNo!"}, "preference")
         assert pair == Pair(
             Conversation([QUESTION, ANSWER, {"role": "user", "content": "More?"}]),
             [{"role": "assistant", "content": "Yes."}],
@@ -358,7 +363,7 @@ class TestPreference:
         with raises("rejected is empty", EmptySample):
             converted({"chosen": f"{prompt} Yes.", "rejected": prompt}, "preference")
 
-    def test_turns_of_sharegpt(self):
+    def test_sharegpt_pairs(self):
         turn, call = {"from": "gpt", "value": "b"}, {"from": "function_call", "value": '{"name": "f"}'}
         turns = [{"from": "human", "value": "q"}, call, {"from": "observation", "value": "1"}]
         pair = converted({"conversations": turns, "chosen": call, "rejected": [turn]}, "preference")
@@ -374,15 +379,19 @@ class TestPreference:
             ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected is empty", EmptySample),
             ({"prompt": "q", "chosen": {**ANSWER, "content": ""}, "rejected": "a"}, "chosen is empty", EmptySample),
             ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, "are equal", EmptySample),
-            ({"chosen": "a", "rejected": "b"}, "its column with --dataloader.columns prompt=NAME", BrokenSample),
+            (
+                {"chosen": "a", "rejected": "b"},
+                "chosen and rejected have no prompt; name its column with --dataloader.columns prompt=NAME",
+                BrokenSample,
+            ),
             (
                 {"prompt": "q", "chosen": [ANSWER], "rejected": [{**ANSWER, "loss_weight": 0}]},
-                "has a message with",
+                "chosen or rejected has a message with weight 0",
                 BrokenSample,
             ),
             (
                 {"chosen": [QUESTION, ANSWER], "rejected": [SYSTEM, ANSWER]},
-                "have no common first message to",
+                "have no common first message to use as the prompt",
                 BrokenSample,
             ),
             (
@@ -392,7 +401,7 @@ class TestPreference:
             ),
         ],
     )
-    def test_pairs_that_cannot_be_used(self, row, error, kind):
+    def test_unusable_pairs(self, row, error, kind):
         with raises(error, kind):
             converted(row, "preference")
 
@@ -413,7 +422,7 @@ class TestPrompts:
     def test_with_and_without_an_answer(self, row, expected):
         assert converted(row, "prompt") == expected
 
-    def test_what_is_no_prompt(self):
+    def test_unusable_prompts(self):
         with raises("the prompt must not end with a message of the assistant", BrokenSample):
             converted({"messages": [QUESTION, ANSWER]}, "prompt")
         with raises("the answer must be text, not a bool", BrokenSample):
@@ -450,42 +459,42 @@ class TestFunctions:
         format = find_format(["body"], "own_rows.notes:convert", {}, "sft")
         assert format.convert({"body": "x"}) == Text("x")
 
-    def test_gives_any_known_format(self):
+    def test_function_may_return_any_format(self):
         assert function_format(as_question, "sft").convert({"body": "q"}) == Conversation([QUESTION])
         assert function_format(as_question, "prompt").convert({"body": "q"}) == Prompt(Conversation([QUESTION]), None)
 
-    def test_what_it_does_wrong(self):
+    def test_function_errors(self):
         with raises("the function as_question failed: KeyError: 'body'", BrokenSample):
             function_format(as_question, "sft").convert({"text": "x"})
         with raises("returned a str; it must return a dictionary, or None"):
             function_format(lambda row: "text", "sft").convert({})
-        with raises("gave 'body', which fits none of: messages: messages;"):
+        with raises("returned the columns 'body', which match no format: messages: messages;"):
             function_format(lambda row: {"body": "x"}, "sft").convert({})
         with raises("is not a function written in Python"):
             function_format(json.loads.__call__, "sft")
 
-    def test_a_file_imports_what_is_beside_it(self, tmp_path, monkeypatch):
-        (tmp_path / "helpers_beside_rows.py").write_text("def body(row):\n    return row['body']\n")
+    def test_function_file_may_import_from_its_folder(self, tmp_path, monkeypatch):
+        (tmp_path / "row_helpers.py").write_text("def body(row):\n    return row['body']\n")
         (tmp_path / "mine.py").write_text(
-            "from helpers_beside_rows import body\n\ndef convert(row):\n    return {'text': body(row)}\n"
+            "from row_helpers import body\n\ndef convert(row):\n    return {'text': body(row)}\n"
         )
         path = list(sys.path)
         try:
             assert find_format(["body"], f"{tmp_path}/mine.py:convert", {}, "sft").convert({"body": "b"}) == Text("b")
         finally:
-            sys.modules.pop("helpers_beside_rows", None)
+            sys.modules.pop("row_helpers", None)
         assert sys.path == path
 
-    def test_names_that_lead_nowhere(self, tmp_path):
+    def test_missing_functions(self, tmp_path):
         (tmp_path / "mine.py").write_text(self.SOURCE)
         (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
         for name, message in [
             (f"{tmp_path}/mine.py:covert", "has no function 'covert'; did you mean 'convert'?"),  # codespell:ignore
             (f"{tmp_path}/other.py:convert", f"the file {tmp_path}/other.py does not exist"),
             (f"{tmp_path}/broken.py:convert", "failed: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
-            ("not_a_module_at_all:convert", "the module 'not_a_module_at_all' does"),
-            (f"{tmp_path}/mine:convert", "must be of the form package.module:function or path/to/file.py:function"),
-            (":convert", "must be of the form"),
+            ("not_a_module_at_all:convert", "the module 'not_a_module_at_all' does not exist"),
+            (f"{tmp_path}/mine:convert", "must have the form package.module:function or path/to/file.py:function"),
+            (":convert", "must have the form"),
         ]:
             with raises(message):
                 find_format(["body"], name, {}, "sft")
@@ -493,13 +502,13 @@ class TestFunctions:
             find_format(["body"], f"{tmp_path}/mine.py:convert", {"text": "body"}, "sft")
 
 
-def test_registered_sets_say_how_their_rows_are_read(monkeypatch):
+def test_registered_data_sets_define_their_format(monkeypatch):
     monkeypatch.setattr(CHAT_DATASETS, "registered", {})
     register_chat_dataset("mapped", ChatDataset(path="a.jsonl", columns={"prompt": "frage", "response": "antwort"}))
     register_chat_dataset("function", ChatDataset(path="a.jsonl", function=as_question))
     columns = ["frage", "antwort", "text", "body"]
     row = {"frage": "q", "antwort": "a", "text": "t", "body": "b"}
-    asked = Conversation([{"role": "user", "content": "b"}])
+    question = Conversation([{"role": "user", "content": "b"}])
 
     def read(dataset, format="auto", mapping=None):
         [row_format] = dataset_formats([dataset], [columns], format, mapping or {}, "sft")
@@ -508,19 +517,19 @@ def test_registered_sets_say_how_their_rows_are_read(monkeypatch):
     assert read("mapped") == Conversation([QUESTION, ANSWER])
     assert read("mapped", "text") == Text("t")
     assert read("mapped", mapping={"text": "body"}) == Text("b")
-    assert read("function") == asked
+    assert read("function") == question
     assert read("a.jsonl") == Text("t")
 
 
-def test_options_are_for_the_sets_that_they_fit(monkeypatch):
+def test_options_apply_to_matching_data_sets(monkeypatch):
     monkeypatch.setattr(CHAT_DATASETS, "registered", {})
     register_chat_dataset("mapped", ChatDataset(path="a.jsonl", columns={"prompt": "q", "response": "a"}))
     register_chat_dataset("plain", ChatDataset(path="a.jsonl"))
     columns = {"mapped": ["q", "a"], "plain": ["text"], "x.jsonl": ["question", "reply"], "y.jsonl": ["messages"]}
 
     def names(datasets, format="auto", mapping=None):
-        of_each = dataset_formats(datasets, [columns[name] for name in datasets], format, mapping or {}, "sft")
-        return [row_format.name.split(":")[-1] for row_format in of_each]
+        formats = dataset_formats(datasets, [columns[name] for name in datasets], format, mapping or {}, "sft")
+        return [row_format.name.split(":")[-1] for row_format in formats]
 
     mapping = {"prompt": "question", "response": "reply"}
     assert names(["x.jsonl", "y.jsonl", "mapped"], mapping=mapping) == [
@@ -553,7 +562,7 @@ def test_options_are_for_the_sets_that_they_fit(monkeypatch):
         ("sft/gsm8k_train.jsonl", "prompt", "question", {Prompt: 7470}),
         ("sft/toy_chat_fine_tuning.jsonl", "sft", "messages", {Conversation: 5}),
         ("preference/dpo_en_demo.json", "preference", "conversations", {Pair: 300}),
-        # Six of its rows prefer a text to itself.
+        # Six of its rows have equal chosen and rejected texts.
         ("preference/instruction-data-with-preference.json", "preference", "instruction", {Pair: 1094, EmptySample: 6}),
     ],
 )
@@ -571,7 +580,7 @@ def test_real_files(assets, file, kind, name, counts):
 
 
 def test_tool_calls_of_a_real_file(assets):
-    """Every call is there as an object, and every observation has the id of the call before it."""
+    """Every call is an object, and every observation has the id of the preceding call."""
     path = assets / "sft" / "glaive_toolcall_en_demo.json"
     n_calls = 0
     for row in json.loads(path.read_text()):
@@ -588,11 +597,11 @@ def test_tool_calls_of_a_real_file(assets):
     assert n_calls == 211
 
 
-def test_a_prompt_that_is_a_transcript():
-    """As in the copies of Anthropic's HH that keep the prompt in a column of its own."""
+def test_transcript_as_prompt():
+    """Some copies of Anthropic's HH have a separate prompt column."""
     row = {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": " a", "rejected": " b"}
     pair = converted(row, "preference")
     assert pair.prompt.messages == [QUESTION]
     assert converted({"prompt": row["prompt"], "response": "a"}) == Conversation([QUESTION, ANSWER])
-    unfinished = "Human: q"  # no answer is asked for: it may be about such texts
+    unfinished = "Human: q"  # not a transcript: there is no header for the answer
     assert converted({"prompt": unfinished, "response": "a"}).messages[0]["content"] == unfinished

@@ -1,4 +1,4 @@
-"""The cache of tokenized samples: what is in it, when it is found again, what is left out and how that is reported."""
+"""Sample cache: content, reuse, dropped rows, report."""
 
 import ast
 import errno
@@ -27,7 +27,7 @@ from torchtitan.tools.errors import UserError
 
 
 class Texts(Source):
-    """Rows in memory, each a text; None: a row that cannot be read."""
+    """Rows of text in memory; None is an unreadable row."""
 
     name = "a.jsonl"
 
@@ -48,7 +48,7 @@ class Texts(Source):
 
 
 class Characters:
-    """Each character is a token; capitals are trained, "#" counts as a spelt special token, "!" cannot be encoded."""
+    """Encoder with one token per character: capitals are trained, "#" counts as a special token, "!" is an error."""
 
     n_parts, has_answers = 1, False
 
@@ -95,7 +95,7 @@ def texts_of(cache):
     return ["".join(map(chr, cache.sample(i).ids)) for i in range(cache.n_samples)]
 
 
-def kept(root):
+def cache_folders(root):
     return sorted(path.name for path in (root / "samples").iterdir() if path.suffix != ".lock")
 
 
@@ -111,7 +111,7 @@ def test_content(tmp_path):
 
 
 class Answered(Characters):
-    """Two sequences, apart by "|", and behind another one an answer."""
+    """Encoder of two sequences separated by "|", and an optional answer after a second "|"."""
 
     n_parts, has_answers = 2, True
 
@@ -139,8 +139,8 @@ def test_several_sequences_and_answers(tmp_path):
     assert len({cache.fingerprint, *(other.fingerprint for other in others)}) == 3
 
 
-def test_what_is_compared_loses_nothing_but_its_beginning(tmp_path):
-    """Both sequences of a sample lose as many tokens, none of them predicted, and none that all is predicted from."""
+def test_truncation_shortens_compared_sequences_equally(tmp_path):
+    """Both sequences of a sample lose the same number of tokens; they keep all predicted tokens and the one before."""
     texts = ["abcDE|abcF", "aBcde|abcF", "abcdE|aF", "abC|abD"]
     cache = open_cache(Texts(*texts), tmp_path, encoder=Answered())
     fitted = LengthFilteredDataset(cache, 4, "truncate_left", None, "a.jsonl")
@@ -162,12 +162,12 @@ def test_report_accounts_for_every_row(tmp_path):
         "empty": 1,
         "broken": 3,
         "left_out": 1,
-        "untrained": 2,  # "Aa" too: nothing predicts a first token
+        "untrained": 2,  # includes "Aa": a first token has no prediction
     }
     assert report.kept + report.n_dropped == report.rows
     broken = [("a.jsonl:4", "broken JSON"), ("a.jsonl:5", "a question"), ("a.jsonl:7", "a text with '!'")]
     assert report.dropped["broken"].examples == broken
-    assert report.special_in_text.examples == [("a.jsonl:6", "2 of its tokens")]
+    assert report.special_in_text.examples == [("a.jsonl:6", "2 tokens")]
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     lines = "\n".join(report.lines())
     assert "3 of 10 rows kept (plain), 10 tokens, 4 trained (40%)" in lines
@@ -175,7 +175,7 @@ def test_report_accounts_for_every_row(tmp_path):
     assert "special tokens written in the text: 1 (a.jsonl:6" in lines
 
 
-def test_rows_nested_too_deeply_are_broken(tmp_path):
+def test_deeply_nested_rows_are_broken(tmp_path):
     def convert_deep(row):
         return convert_deep(row) if row["text"] == "deep" else convert(row)
 
@@ -184,7 +184,7 @@ def test_rows_nested_too_deeply_are_broken(tmp_path):
     assert report.dropped["broken"].examples == [("a.jsonl:2", "it is nested too deeply")]
 
 
-def test_only_the_first_examples_are_named(tmp_path):
+def test_report_lists_only_the_first_examples(tmp_path):
     report = open_cache(Texts(*[""] * 7, "aB"), tmp_path).report
     assert report.dropped["empty"].count == 7
     assert [where for where, _ in report.dropped["empty"].examples] == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
@@ -201,20 +201,20 @@ def test_only_the_first_examples_are_named(tmp_path):
         ("none", {"untrained": "error"}, "a.jsonl:2: it has no trained tokens; set --dataloader.untrained drop"),
     ],
 )
-def test_error_policies_name_the_row(tmp_path, text, rules, message):
+def test_error_policies_give_the_place_of_the_row(tmp_path, text, rules, message):
     with pytest.raises(UserError) as error:
         open_cache(Texts("aB", text), tmp_path, FilterConfig(**rules))
     assert message in str(error.value)
-    assert kept(tmp_path) == []
+    assert cache_folders(tmp_path) == []
 
 
-def test_nothing_left(tmp_path):
+def test_no_rows_left(tmp_path):
     with pytest.raises(UserError, match="a.jsonl has no rows left to train on\n0 of 2 rows.*\ndropped, empty: 2"):
         open_cache(Texts("", ""), tmp_path)
-    assert kept(tmp_path) == []
+    assert cache_folders(tmp_path) == []
 
 
-def test_columns_of_the_first_good_row():
+def test_columns_come_from_the_first_good_row():
     assert first_columns(Texts(None, "a")) == ["text"]
     with pytest.raises(UserError, match="a.jsonl:1: broken JSON"):
         first_columns(Texts(None))
@@ -222,7 +222,7 @@ def test_columns_of_the_first_good_row():
         first_columns(Texts())
 
 
-def test_found_again_by_content(tmp_path):
+def test_cache_is_found_by_content(tmp_path):
     encoder = Characters()
     folder = open_cache(Texts("aB", "cD"), tmp_path, encoder=encoder).folder
     assert open_cache(Texts("aB", "cD"), tmp_path, encoder=encoder).folder == folder
@@ -237,10 +237,10 @@ def test_found_again_by_content(tmp_path):
             row_format=RowFormat(name="plain", kind="sft", required=(), convert=convert, fingerprint="2"),
         ),
     ]
-    assert len({folder, *(other.folder for other in others)}) == 5 and len(kept(tmp_path)) == 5
+    assert len({folder, *(other.folder for other in others)}) == 5 and len(cache_folders(tmp_path)) == 5
 
 
-def test_the_fingerprint_is_that_of_the_samples(tmp_path):
+def test_fingerprint_depends_on_the_samples_only(tmp_path):
     caches = [
         open_cache(Texts("aB", "cD"), tmp_path),
         open_cache(Texts("aB", "cD"), tmp_path, encoder=Characters("of the next version")),
@@ -254,23 +254,23 @@ def test_the_fingerprint_is_that_of_the_samples(tmp_path):
     assert len({cache.fingerprint for cache in caches}) == 4
 
 
-def test_code_that_makes_the_samples_is_in_the_key(tmp_path, monkeypatch):
+def test_key_contains_the_code_that_makes_samples(tmp_path, monkeypatch):
     key = open_cache(Texts("aB"), tmp_path).folder
     monkeypatch.setattr("torchtitan.components.data.finetuning.sample_cache.code_version", lambda: "another")
     assert open_cache(Texts("aB"), tmp_path).folder != key
 
 
-def test_all_code_that_makes_the_samples_is_known():
-    """All modules that the caches import, and those import, are hashed, but for these."""
-    elsewhere = {
-        "data/disk_cache.py",  # where a cache is
-        "data/plan/sampler.py",  # the type of an array
+def test_all_code_that_makes_samples_is_hashed():
+    """All directly and indirectly imported modules of the caches are hashed, except these."""
+    excluded = {
+        "data/disk_cache.py",  # location of caches
+        "data/plan/sampler.py",  # type of an array
     }
     folder = Path(components.__path__[0])
     known = {file for pattern in SOURCES for file in folder.glob(pattern)}
     assert all(list(folder.glob(pattern)) for pattern in SOURCES)
     waiting = [folder / "data/finetuning/sample_cache.py"]
-    seen = {folder / name for name in elsewhere}
+    seen = {folder / name for name in excluded}
     while waiting:
         file = waiting.pop()
         assert file in known, file
@@ -279,7 +279,7 @@ def test_all_code_that_makes_the_samples_is_known():
 
 
 def _imported(file):
-    """The modules of this package that a module imports."""
+    """Return the modules of this package that a module imports."""
     root = Path(components.__path__[0]).parents[1]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtitan."):
@@ -288,7 +288,7 @@ def _imported(file):
             yield from [path for path in (base.with_suffix(".py"), *submodules) if path.is_file()]
 
 
-def test_errors_of_functions_name_the_row(tmp_path):
+def test_function_errors_give_the_place_of_the_row(tmp_path):
     row_format = function_format(lambda row: [1] if row["text"] == "b" else row, "sft")
     with pytest.raises(
         UserError,
@@ -298,10 +298,10 @@ def test_errors_of_functions_name_the_row(tmp_path):
 
 
 @pytest.mark.parametrize("left", ["", "[]", "null", "{}", '{"digest": "x"}', "[" * 100_000, "no digest", "cut off"])
-def test_damaged_notes_of_digests_are_as_none(tmp_path, left):
+def test_damaged_digest_files_are_ignored(tmp_path, left):
     data = tmp_path / "a.jsonl"
     data.write_text("{}")
-    os.utime(data, (0, 0))  # an old file's digest is noted
+    os.utime(data, (0, 0))  # the digest of an old file is stored
     digest = file_digest(tmp_path, data)
     [note] = (tmp_path / "digests").iterdir()
     noted = note.read_text()
@@ -309,7 +309,7 @@ def test_damaged_notes_of_digests_are_as_none(tmp_path, left):
     assert file_digest(tmp_path, data) == digest and note.read_text() == noted
 
 
-def test_a_full_disk_leaves_no_piece_of_a_note(tmp_path, monkeypatch):
+def test_full_disk_leaves_no_partial_digest_file(tmp_path, monkeypatch):
     data = tmp_path / "a.jsonl"
     data.write_text("{}")
     os.utime(data, (0, 0))
@@ -327,14 +327,14 @@ def test_a_full_disk_leaves_no_piece_of_a_note(tmp_path, monkeypatch):
     assert len(list((tmp_path / "digests").iterdir())) == 1
 
 
-def test_a_file_whose_name_is_not_utf_8(tmp_path):
+def test_file_name_that_is_not_utf_8(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}")
     data = tmp_path / os.fsdecode(b"\xff.jsonl")
     (tmp_path / "a.jsonl").rename(data)
     assert len(file_digest(tmp_path, data)) == 32
 
 
-def test_a_file_that_is_gone(tmp_path):
+def test_missing_file(tmp_path):
     with pytest.raises(UserError, match="a.jsonl cannot be read: No such file"):
         file_digest(tmp_path, tmp_path / "a.jsonl")
 
@@ -347,7 +347,7 @@ def test_rows_are_encoded_in_batches(tmp_path, monkeypatch):
     assert encoder.batches == [4, 3, 3] and texts_of(cache) == texts
 
 
-def test_the_template_is_checked_where_there_are_conversations(tmp_path):
+def test_template_is_checked_if_there_are_conversations(tmp_path):
     texts, turns = Characters(), Characters()
     open_cache(Texts("aB"), tmp_path, encoder=texts)
     with pytest.raises(UserError, match="left to train"):
@@ -355,7 +355,7 @@ def test_the_template_is_checked_where_there_are_conversations(tmp_path):
     assert (texts.checks, turns.checks) == (0, 1)
 
 
-def test_source_that_changes_while_it_is_read(tmp_path):
+def test_change_while_reading_is_an_error(tmp_path):
     class Growing(Texts):
         def rows(self, on_read):
             yield from super().rows(on_read)
@@ -363,11 +363,11 @@ def test_source_that_changes_while_it_is_read(tmp_path):
 
     with pytest.raises(UserError, match="a.jsonl changed while it was being read"):
         open_cache(Growing("aB"), tmp_path)
-    assert kept(tmp_path) == []
+    assert cache_folders(tmp_path) == []
 
 
 @pytest.mark.parametrize("damage", [None, lambda old: b"", lambda old: b"{}", lambda old: bytes(len(old))])
-def test_damaged_cache_is_set_aside_and_made_again(tmp_path, caplog, damage):
+def test_damaged_cache_is_renamed_and_rebuilt(tmp_path, caplog, damage):
     folder = open_cache(Texts("aBc"), tmp_path).folder
     written = {path: path.read_bytes() for path in folder.iterdir()}
     assert len(written) == 8
@@ -376,10 +376,10 @@ def test_damaged_cache_is_set_aside_and_made_again(tmp_path, caplog, damage):
         caplog.clear()
         assert texts_of(open_cache(Texts("aBc"), tmp_path)) == ["aBc"]
         [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert line.startswith(f"the token cache {folder} is damaged (") and "\n" not in line
-        assert line.endswith(f"): it was renamed to {folder.name}.damaged and is rebuilt")
+        assert line.startswith(f"the cache {folder} is damaged (") and "\n" not in line
+        assert line.endswith(f"); it was renamed to {folder.name}.damaged and is rebuilt")
         assert {path: path.read_bytes() for path in folder.iterdir()} == written
-        assert kept(tmp_path) == [folder.name, f"{folder.name}.damaged"]
+        assert cache_folders(tmp_path) == [folder.name, f"{folder.name}.damaged"]
 
 
 def fit(cache, seq_len, too_long, untrained="drop"):
@@ -388,11 +388,11 @@ def fit(cache, seq_len, too_long, untrained="drop"):
 
 @pytest.fixture
 def sizes(tmp_path):
-    """Samples of 4, 5, 6 and 7 tokens; the last one's trained token is its second."""
+    """Samples of 4, 5, 6 and 7 tokens; in the last one, only the second token is trained."""
     return open_cache(Texts("abCD", "abcDE", "abcDEF", "aBcdefg"), tmp_path)
 
 
-def test_a_sample_of_one_token_more_than_the_window_fits(sizes):
+def test_sample_may_have_one_token_more_than_the_window(sizes):
     fitted = fit(sizes, 4, "drop")
     assert texts_of(fitted) == ["abCD", "abcDE"] and fitted.lengths.tolist() == [4, 5]
     assert (fitted.report.kept, fitted.report.tokens, fitted.report.trained_tokens) == (2, 9, 4)
@@ -400,14 +400,14 @@ def test_a_sample_of_one_token_more_than_the_window_fits(sizes):
         ("a.jsonl:3", "6 tokens, a window holds 5"),
         ("a.jsonl:4", "7 tokens, a window holds 5"),
     ]
-    assert sizes.report.kept == 4 and not sizes.report.dropped  # the cache's own report stays as it is
+    assert sizes.report.kept == 4 and not sizes.report.dropped  # the report of the cache is unchanged
 
 
 def test_truncation(sizes):
     left, right = fit(sizes, 4, "truncate_left"), fit(sizes, 4, "truncate_right")
-    assert texts_of(left) == ["abCD", "abcDE", "bcDEF"]  # "cdefg" has nothing to train on
+    assert texts_of(left) == ["abCD", "abcDE", "bcDEF"]  # "cdefg" has no trained token
     assert left.report.dropped["untrained"].examples == [
-        ("a.jsonl:4", "none of its tokens is trained once it is cut (7 tokens, a window holds 5)")
+        ("a.jsonl:4", "it has no trained tokens after truncation (7 tokens, a window holds 5)")
     ]
     assert left.report.trained_tokens == 2 + 2 + 3 and left.report.truncated.count == 1
     assert texts_of(right) == ["abCD", "abcDE", "abcDE", "aBcde"]
@@ -416,35 +416,35 @@ def test_truncation(sizes):
     assert left.sample(2).trained.tolist() == [False, False, True, True, True]
 
 
-def test_too_long_may_be_an_error(sizes):
+def test_too_long_error_policy(sizes):
     assert fit(sizes, 6, "error").n_samples == 4
-    with pytest.raises(UserError, match="a.jsonl:4: 7 tokens, a window holds 6; set --dataloader.too_long to"):
+    with pytest.raises(UserError, match="a.jsonl:4: 7 tokens, a window holds 6; set --dataloader.too_long to "):
         fit(sizes, 5, "error")
-    with pytest.raises(UserError, match="a.jsonl:4: none of its tokens is trained once it is cut"):
+    with pytest.raises(UserError, match="a.jsonl:4: it has no trained tokens after truncation"):
         fit(sizes, 4, "truncate_left", untrained="error")
     with pytest.raises(UserError, match="a.jsonl has no rows left to train on\n.*\ndropped, too_long: 4"):
         fit(sizes, 2, "drop")
 
 
-def test_filters_by_name():
+def test_filters():
     filters = FilterConfig(min_tokens=3, max_tokens=6, token_range=(10, 20), max_repetition=0.5, repetition_ngram=2)
     outcomes = {
         (10, 11): "min_tokens",
         tuple(range(10, 17)): "max_tokens",
         (10, 11, 21): "token_range",
         (10, 11, 9): "token_range",
-        (10, 10, 10, 10): "max_repetition",  # 2 of 3 pairs occurred before
+        (10, 10, 10, 10): "max_repetition",  # 2 of 3 pairs are repeated
         (10, 11, 10, 11, 12): None,  # 1 of 4
         (20, 15, 10): None,
     }
     for ids, expected in outcomes.items():
         objection = filters.drop_reason(np.array(ids))
         assert (objection[0] if objection else None) == expected, ids
-    assert filters.drop_reason(np.array((10, 11, 21))) == ("token_range", "token 21 is not from 10 to 20")
+    assert filters.drop_reason(np.array((10, 11, 21))) == ("token_range", "token 21 is outside 10 to 20")
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_repetition_against_counting(n):
+def test_repetition_equals_direct_count(n):
     ids = np.random.default_rng(n).integers(0, 4, 60)
     seen, repeated = [], 0
     for i in range(len(ids) - n + 1):
@@ -455,11 +455,11 @@ def test_repetition_against_counting(n):
     assert repetition(ids[: n - 1], n) == 0
 
 
-def test_filters_are_counted(tmp_path):
+def test_report_counts_filtered_rows(tmp_path):
     rules = FilterConfig(min_tokens=3, max_repetition=0.5, repetition_ngram=1)
     report = open_cache(Texts("aB", "aaaaaaB", "abcD"), tmp_path, rules).report
     assert report.kept == 1 and sorted(report.dropped) == ["max_repetition", "min_tokens"]
-    assert report.dropped["max_repetition"].examples[0][1] == "71% of its 1-grams occurred before, more than 50%"
+    assert report.dropped["max_repetition"].examples[0][1] == "71% of its 1-grams are repetitions, more than 50%"
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ def test_filters_are_counted(tmp_path):
         ({"repetition_ngram": 0}, "repetition_ngram must be at least 1 token, not 0"),
     ],
 )
-def test_limits_that_mean_nothing(limits, message):
+def test_invalid_limits(limits, message):
     with pytest.raises(UserError, match=message):
         FilterConfig(**limits)
 
@@ -483,9 +483,9 @@ def test_token_range():
             parse_token_range(text)
 
 
-def test_the_amount_is_logged_when_it_is_made(tmp_path, caplog):
+def test_amount_of_data_is_logged_after_building(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "torchtitan"):
         folder = open_cache(Texts("aB", "abC"), tmp_path).folder
         open_cache(Texts("aB", "abC"), tmp_path)
     [message] = [record.message for record in caplog.records]
-    assert message.startswith("tokenized a.jsonl: 2 samples, 5 tokens in ") and message.endswith(f"kept in {folder}")
+    assert message.startswith("tokenized a.jsonl: 2 samples, 5 tokens in ") and message.endswith(f"cached in {folder}")

@@ -1,4 +1,4 @@
-"""`SFTDataLoader`: what a batch is, the order and its position, mixtures, samplers, validation."""
+"""`SFTDataLoader`: batches, order and position, mixtures, samplers, validation."""
 
 import json
 import logging
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.components.data.helpers import replace, take, write_jsonl
 from torchtitan.components.data.base import NO_DOCUMENT
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.samples import SampleSets, pack_samples
@@ -39,7 +40,7 @@ WORDS = "the cat saw a small red dog and ran home to sleep in the sun by the old
 
 
 def write_rows(path: Path, n: int, seed: int = 0) -> Path:
-    """Questions and answers of very different lengths."""
+    """Write questions and answers of very different lengths."""
     rng = random.Random(seed)
 
     def words(most: int) -> str:
@@ -69,11 +70,6 @@ def config(folder):
     )
 
 
-def replace(config, **changes):
-    values = {name: getattr(config, name) for name in config.to_dict()}
-    return type(config)(**{**values, **changes})
-
-
 @pytest.fixture(scope="module")
 def two(config, folder):
     return replace(config, dataset=[str(folder / "a.jsonl"), str(folder / "b.jsonl")])
@@ -83,31 +79,26 @@ def build(config, tokenizer, *, batch=2, **runtime):
     return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
 
 
-def take(loader, n=10**9):
-    """Up to n batches."""
-    return [batch for _, batch in zip(range(n), loader, strict=False)]
-
-
 def windows(batches):
-    """The samples of each window, without what fills up the last batch."""
+    """Return the samples of each window, without the padding of the last batch."""
     rows = [tuple(i for i in row.tolist() if i != NO_DOCUMENT) for batch in batches for row in batch["documents"]]
     return [row for row in rows if row]
 
 
 def ledger(batches):
-    """How often each sample came."""
+    """Count the occurrences of each sample."""
     return Counter(number for window in windows(batches) for number in window)
 
 
 def interleaved(loaders, n=10**9):
-    """Up to n batches of each rank, in the global order; all ranks have as many."""
+    """Return up to n batches of each rank in the global order; all ranks have the same number."""
     return [batch for step in zip(*(take(loader, n) for loader in loaders), strict=True) for batch in step]
 
 
-# --- what a batch is ------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------------------------
 
 
-def test_a_window_token_by_token():
+def test_window_token_by_token():
     samples = [
         EncodedSample(np.array([5, 6, 7, 8]), np.array([False, False, True, True])),
         EncodedSample(np.array([9, 10, 11]), np.array([True, True, False])),
@@ -123,7 +114,7 @@ def test_a_window_token_by_token():
 
 
 @pytest.mark.parametrize("packing", ["ffd", "multipack", "none"])
-def test_batches_are_the_samples_they_name(config, tokenizer, packing):
+def test_batches_contain_the_named_samples(config, tokenizer, packing):
     loader = build(replace(config, packing=packing), tokenizer, epochs=1)
     for batch in loader:
         assert {name: tuple(value.shape) for name, value in batch.items() if name != "documents"} == {
@@ -137,7 +128,7 @@ def test_batches_are_the_samples_they_name(config, tokenizer, packing):
             assert packing != "none" or len(samples) <= 1
 
 
-def test_what_is_trained_is_the_answer(config, tokenizer):
+def test_only_the_answer_is_trained(config, tokenizer):
     loader = build(replace(config, packing="none"), tokenizer, batch=1, epochs=1)
     rows = [json.loads(line) for line in Path(config.dataset[0]).read_text().splitlines()]
     for batch in take(loader, 20):
@@ -150,7 +141,7 @@ def test_what_is_trained_is_the_answer(config, tokenizer):
 
 
 def test_packed_and_unpacked_have_the_same_token_losses(config, tokenizer):
-    """1e-5: the same sums in another order, in float32."""
+    """Tolerance 1e-5: float32 sums in a different order."""
     sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
     model = Llama3Model.Config(vocab_size=tokenizer.vocab_size, rope=RoPEConfig(theta=10_000.0), **sizes).build()
     initialize_weights(model, seed=1)
@@ -158,7 +149,7 @@ def test_packed_and_unpacked_have_the_same_token_losses(config, tokenizer):
     @torch.no_grad()
     def losses(packing):
         loader = build(replace(config, packing=packing), tokenizer, epochs=1)
-        of_sample = {}
+        sample_losses = {}
         for batch in loader:
             logits = model(batch["input"], batch["positions"])
             losses = F.cross_entropy(
@@ -168,10 +159,10 @@ def test_packed_and_unpacked_have_the_same_token_losses(config, tokenizer):
                 starts = (batch["positions"][row] == 0).nonzero().flatten().tolist() + [SEQ_LEN]
                 present = [number for number in documents if number != NO_DOCUMENT]
                 for number, start, stop in zip(present, starts, starts[1:], strict=False):
-                    of_sample[number] = losses[
+                    sample_losses[number] = losses[
                         row, start : min(stop, start + len(loader.samples.sample(number).ids) - 1)
                     ]
-        return of_sample
+        return sample_losses
 
     unpacked = losses("none")
     assert len(unpacked) == 90 and max(map(torch.max, unpacked.values())) > 1
@@ -183,17 +174,17 @@ def test_packed_and_unpacked_have_the_same_token_losses(config, tokenizer):
 
 
 def test_gsm8k_fills_its_windows(config, tokenizer, assets, tmp_path):
-    """Its question and answer have 150 tokens or so, in windows of 1,024."""
+    """A question and answer have about 150 tokens, a window 1,024."""
     gpt2 = PretrainedTokenizer.Config().build(path=assets / "gpt2-tokenizer")
-    gsm8k = replace(
-        config, dataset=[str(assets / "sft" / "gsm8k_train.jsonl")], pack_chunk=8192, cache_dir=str(tmp_path)
-    )
+    lines = (assets / "sft" / "gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "gsm8k.jsonl").write_text("".join(lines[:1500]), encoding="utf-8")
+    gsm8k = replace(config, dataset=[str(tmp_path / "gsm8k.jsonl")], pack_chunk=8192, cache_dir=str(tmp_path))
     loader = build(gsm8k, gpt2, seq_len=1024)
     assert loader.packing_efficiency >= 0.97
-    assert loader.samples.sets[0].report.kept == loader.samples.sets[0].report.rows > 7000
+    assert loader.samples.sets[0].report.kept == loader.samples.sets[0].report.rows == 1500
 
 
-# --- the order and its position -------------------------------------------------------------------------------------
+# --- order and position ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packing", ["ffd", "multipack", "none"])
@@ -205,7 +196,7 @@ def test_every_sample_once_per_epoch(two, tokenizer, packing):
     with pytest.raises(StopIteration):
         next(loader)
     third = loader.n_samples // 3
-    assert windows(batches)[:third] != windows(batches)[third : 2 * third]  # each epoch has an order of its own
+    assert windows(batches)[:third] != windows(batches)[third : 2 * third]  # each epoch has a different order
 
 
 def test_without_epochs_there_is_no_end(config, tokenizer):
@@ -214,7 +205,7 @@ def test_without_epochs_there_is_no_end(config, tokenizer):
     assert min(ledger(take(loader, 20)).values()) >= 3
 
 
-def test_seed_decides_the_order(config, tokenizer):
+def test_seed_sets_the_order(config, tokenizer):
     orders = [windows(take(build(config, tokenizer, seed=seed), 10)) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
 
@@ -230,11 +221,11 @@ def test_global_order_is_the_same_for_any_layout(two, tokenizer, ranks, batch, w
         loader.close()
 
 
-@pytest.mark.parametrize("workers, workers_then", [(0, 2), (2, 0)])
-def test_resume_at_random_steps_with_other_ranks_loses_and_repeats_nothing(two, tokenizer, workers, workers_then):
+@pytest.mark.parametrize("workers, workers_after", [(0, 2), (2, 0)])
+def test_resume_with_different_ranks_keeps_every_sample(two, tokenizer, workers, workers_after):
     straight = windows(take(build(two, tokenizer, epochs=2)))
     state, batches, rng = None, [], random.Random(workers)
-    for ranks, n_workers in ((1, workers), (2, workers_then), (4, 0), (2, workers), (1, workers_then)):
+    for ranks, n_workers in ((1, workers), (2, workers_after), (4, 0), (2, workers), (1, workers_after)):
         config = replace(two, num_workers=n_workers)
         loaders = [build(config, tokenizer, batch=1, dp_rank=r, dp_world_size=ranks, epochs=2) for r in range(ranks)]
         for loader in loaders:
@@ -251,7 +242,7 @@ def test_resume_at_random_steps_with_other_ranks_loses_and_repeats_nothing(two, 
     assert windows(batches + take(last)) == straight
 
 
-def test_resume_goes_on_in_the_order_of_the_saved_seed(config, tokenizer):
+def test_resume_keeps_the_saved_seed(config, tokenizer):
     straight = take(build(config, tokenizer, seed=1), 12)
     first = build(config, tokenizer, seed=1)
     take(first, 5)
@@ -261,7 +252,7 @@ def test_resume_goes_on_in_the_order_of_the_saved_seed(config, tokenizer):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_closed_loader_goes_on_where_it_stood(config, tokenizer, workers):
+def test_closed_loader_continues_from_its_position(config, tokenizer, workers):
     straight = windows(take(build(config, tokenizer), 12))
     loader = build(replace(config, num_workers=workers), tokenizer)
     first = take(loader, 5)
@@ -271,7 +262,7 @@ def test_closed_loader_goes_on_where_it_stood(config, tokenizer, workers):
     loader.close()
 
 
-def test_back_to_the_beginning(config, tokenizer):
+def test_loader_can_rewind(config, tokenizer):
     loader = build(config, tokenizer, epochs=1)
     beginning = loader.state_dict()
     first = windows(take(loader))
@@ -282,7 +273,7 @@ def test_back_to_the_beginning(config, tokenizer):
 @pytest.mark.parametrize(
     "changed", [{"packing": "none"}, {"train_on": "all"}, {"sampler": ShuffleSampler.Config(shuffle=False)}, "seq_len"]
 )
-def test_position_in_other_data_is_refused_loudly(config, tokenizer, caplog, changed):
+def test_position_in_different_data_is_ignored_with_a_warning(config, tokenizer, caplog, changed):
     loader = build(config, tokenizer)
     take(loader, 3)
     fields, runtime = ({}, {"seq_len": 60}) if changed == "seq_len" else (changed, {})
@@ -293,7 +284,7 @@ def test_position_in_other_data_is_refused_loudly(config, tokenizer, caplog, cha
     assert windows(take(other, 3)) == windows(take(fresh, 3))
 
 
-def test_position_holds_for_other_code_that_makes_the_same_samples(config, tokenizer, caplog, monkeypatch):
+def test_position_is_valid_if_changed_code_makes_the_same_samples(config, tokenizer, caplog, monkeypatch):
     loader = build(config, tokenizer)
     take(loader, 3)
     state, expected = loader.state_dict(), windows(take(loader, 3))
@@ -304,7 +295,7 @@ def test_position_holds_for_other_code_that_makes_the_same_samples(config, token
     assert windows(take(later, 3)) == expected and "does not match" not in caplog.text
 
 
-def test_position_holds_for_the_same_data_elsewhere(config, tokenizer, folder, tmp_path, caplog):
+def test_position_is_valid_for_moved_data(config, tokenizer, folder, tmp_path, caplog):
     loader = build(config, tokenizer)
     take(loader, 3)
     expected = loader.state_dict(), windows(take(loader, 3))
@@ -323,7 +314,7 @@ def test_position_holds_for_the_same_data_elsewhere(config, tokenizer, folder, t
 
 
 def tokens_by_source(loader, batches):
-    """Positions that samples of the first data set and of the second take."""
+    """Count the positions with samples of the first and the second data set."""
     sums = [0, 0]
     for number, times in ledger(batches).items():
         sums[loader.samples.locate(number)[0]] += times * (len(loader.samples.sample(number).ids) - 1)
@@ -338,15 +329,15 @@ def test_mixture_is_exact_to_a_window_at_every_batch(two, tokenizer):
         assert np.abs(sums - sums.sum() * np.array([0.25, 0.75])).max() <= SEQ_LEN
 
 
-def test_weights_change_by_step(two, tokenizer):
+def test_weight_schedule(two, tokenizer):
     weighted = replace(two, weights=[1, 1], weight_schedule=["6: 0 1"], max_epochs=[99, 99])
     loader = build(weighted, tokenizer, batch=2, global_batch_size=4)
     before, after = take(loader, 10), take(loader, 20)
     assert min(tokens_by_source(loader, before)) > 0.4 * sum(tokens_by_source(loader, before))
-    assert tokens_by_source(loader, after)[0] <= SEQ_LEN  # what the first set was behind its share
+    assert tokens_by_source(loader, after)[0] <= SEQ_LEN  # the missing part of the first set's share
 
 
-def test_several_without_weights_are_read_equally_often(two, tokenizer):
+def test_data_sets_without_weights_are_read_equally_often(two, tokenizer):
     loader = build(two, tokenizer, epochs=1)
     batches = take(loader)
     assert set(ledger(batches).values()) == {1}
@@ -355,7 +346,7 @@ def test_several_without_weights_are_read_equally_often(two, tokenizer):
     assert first / second == pytest.approx(whole[0] / whole[1], rel=0.15)
 
 
-def test_reading_too_often_is_refused(two, tokenizer):
+def test_too_many_repetitions_are_rejected(two, tokenizer):
     loader = build(replace(two, weights=[1, 1]), tokenizer, batch=1)
     with pytest.raises(UserError, match=r"b.jsonl would be read .* times .*--dataloader.max_epochs"):
         loader.check_repetitions(1000)
@@ -366,12 +357,12 @@ def test_reading_too_often_is_refused(two, tokenizer):
             seen.append(batch)
     assert set(ledger(seen).values()) == {1}
     build(replace(two, weights=[1, 1], max_epochs=[1, 99]), tokenizer).check_repetitions(10)
-    take(build(replace(two, weights=[1, 1]), tokenizer, epochs=2))  # two epochs were asked for
+    take(build(replace(two, weights=[1, 1]), tokenizer, epochs=2))  # two epochs were requested
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_planned_ahead_may_be_beyond_the_limit(two, tokenizer, workers):
-    """The run may end before; a loader that goes on is refused in its place, and again."""
+def test_prepared_windows_may_exceed_the_limit(two, tokenizer, workers):
+    """The run may end before the limit; a loader that reaches it raises, also on the next call."""
     loader = build(replace(two, weights=[1, 1], num_workers=workers), tokenizer)
     allowed = 0
     with pytest.raises(UserError, match="b.jsonl would be read"):
@@ -384,8 +375,8 @@ def test_what_is_planned_ahead_may_be_beyond_the_limit(two, tokenizer, workers):
     loader.close()
 
 
-def test_epochs_with_weights_are_no_limit(two, tokenizer):
-    """A sampler that draws some samples twice in an epoch gives other numbers of tokens than the data has."""
+def test_weights_with_epochs_have_no_repetition_limit(two, tokenizer):
+    """A sampler that draws some samples twice per epoch yields more or fewer tokens than the data has."""
     longest = int(build(two, tokenizer).samples.positions[1].argmax())
     weighted = replace(two, weights=[1, 1], sampler=OneSample.Config(sample=longest))
     loader = build(weighted, tokenizer, epochs=1)
@@ -398,7 +389,7 @@ def test_epochs_with_weights_are_no_limit(two, tokenizer):
         build(replace(weighted, max_epochs=[1, 1]), tokenizer, epochs=1)
 
 
-def test_how_often_it_is_read_is_said_where_epochs_do_not_say_it(config, tokenizer, caplog):
+def test_repetitions_are_logged_unless_epochs_set_them(config, tokenizer, caplog):
     with caplog.at_level(logging.INFO, "torchtitan"):
         build(config, tokenizer, epochs=1).check_repetitions(100)
         assert "the run reads" not in caplog.text
@@ -409,14 +400,14 @@ def test_how_often_it_is_read_is_said_where_epochs_do_not_say_it(config, tokeniz
     assert f"a.jsonl {100 / per_epoch:.1f} times" in caplog.text and f"a.jsonl {1 / per_epoch:.2g} times" in caplog.text
 
 
-def test_one_set_without_weights_is_read_as_often_as_needed(config, tokenizer):
+def test_one_data_set_without_weights_has_no_repetition_limit(config, tokenizer):
     loader = build(config, tokenizer)
     loader.check_repetitions(10**4)
     with pytest.raises(UserError, match="a.jsonl would be read"):
         build(replace(config, max_epochs=[1.5]), tokenizer).check_repetitions(10**3)
 
 
-def test_names_of_documents(config, two, tokenizer, folder):
+def test_document_names(config, two, tokenizer, folder):
     loader = build(two, tokenizer)
     names = loader.document_names(torch.tensor([0, 95, NO_DOCUMENT]))
     assert names == [f"{folder / 'a.jsonl'}:1", f"{folder / 'b.jsonl'}:6"]
@@ -425,8 +416,8 @@ def test_names_of_documents(config, two, tokenizer, folder):
     assert build(config, tokenizer).describe(torch.tensor([NO_DOCUMENT])) == "no document (padding)"
 
 
-class Places:
-    """Samples at given places."""
+class FixedPlaces:
+    """Data with fixed sample places."""
 
     def __init__(self, *places):
         self.places, self.n_samples = places, len(places)
@@ -444,14 +435,14 @@ class Places:
         ("notes.txt", "notes.txt", "notes.txt"),
         ("chats", "chats (train), row 3", "chats (train), row 3"),
         ("folder", "u2.jsonl:255", "folder: u2.jsonl:255"),
-        ("u2", "u2.jsonl:255", "u2: u2.jsonl:255"),  # a folder, which has another u2.jsonl in it
+        ("u2", "u2.jsonl:255", "u2: u2.jsonl:255"),  # a folder that contains another u2.jsonl
         ("tickets", "tickets.csv:2", "tickets: tickets.csv:2"),
         ("a/*.jsonl", "a/u2.jsonl:255", "a/*.jsonl: a/u2.jsonl:255"),
     ],
 )
-def test_names_say_which_data_set_once(name, place, shown):
-    assert SampleSets([name, "other"], [Places(place), Places("x")]).describe(0) == shown
-    assert SampleSets([name], [Places(place)]).describe(0) == place
+def test_names_mention_the_data_set_once(name, place, shown):
+    assert SampleSets([name, "other"], [FixedPlaces(place), FixedPlaces("x")]).describe(0) == shown
+    assert SampleSets([name], [FixedPlaces(place)]).describe(0) == place
 
 
 def test_samples_by_name(two, tokenizer):
@@ -468,7 +459,7 @@ def test_samples_by_name(two, tokenizer):
 def test_summary(two, tokenizer):
     loader = build(replace(two, too_long="truncate_left"), tokenizer, seq_len=30, epochs=1)
     summary = loader.summary(loader.n_samples)
-    assert summary.windows_per_epoch == pytest.approx(loader.n_samples, abs=3)  # another shuffle
+    assert summary.windows_per_epoch == pytest.approx(loader.n_samples, abs=3)  # a different shuffle
     assert [of.name for of in summary.sets] == two.dataset and summary.max_length == 31 and summary.follows_seed
     assert [of.epochs for of in summary.sets] == [1, 1] and [of.max_epochs for of in summary.sets] == [None, None]
     assert [len(of.lengths) for of in summary.sets] == [90, 40] and summary.sets[0].lengths.max() > 31
@@ -483,7 +474,7 @@ def test_summary(two, tokenizer):
 
 
 class OneSample(ShuffleSampler):
-    """The same sample over and over."""
+    """Sampler that always draws the same sample."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ShuffleSampler.Config):
@@ -494,7 +485,7 @@ class OneSample(ShuffleSampler):
 
 
 class Repeating(Sampler):
-    """Draws the samples that it was last told of, and any others before."""
+    """Sampler that draws the last observed samples first, then random ones."""
 
     needs_sample_losses = True
 
@@ -504,7 +495,7 @@ class Repeating(Sampler):
 
     def __init__(self, config, *, n_samples, seed):
         super().__init__(config, n_samples=n_samples, seed=seed)
-        self.told: list[int] = list(config.first)
+        self.observed: list[int] = list(config.first)
         self.n_drawn = 0
 
     @property
@@ -512,25 +503,25 @@ class Repeating(Sampler):
         return 0
 
     def draw(self, n):
-        drawn = np.array([self.told[(self.n_drawn + i) % len(self.told)] for i in range(n)])
+        drawn = np.array([self.observed[(self.n_drawn + i) % len(self.observed)] for i in range(n)])
         self.n_drawn += n
         return drawn
 
     def observe(self, statistics):
         if len(statistics.samples):
-            # Something that a lost or doubled observation would change.
-            shift = int(statistics.loss) + int(self.told[0])
-            self.told = [int(sample + shift) % self.n_samples for sample in statistics.samples]
+            # A lost or repeated observation would change this value.
+            shift = int(statistics.loss) + int(self.observed[0])
+            self.observed = [int(sample + shift) % self.n_samples for sample in statistics.samples]
 
     def state_dict(self):
-        return {"told": list(self.told), "n_drawn": self.n_drawn}
+        return {"observed": list(self.observed), "n_drawn": self.n_drawn}
 
     def load_state_dict(self, state):
-        self.told, self.n_drawn = list(state["told"]), state["n_drawn"]
+        self.observed, self.n_drawn = list(state["observed"]), state["n_drawn"]
 
 
 def train(loader, steps, first=1):
-    """Batches, each followed by a step's statistics about its samples."""
+    """Return batches; after each one, report a step's statistics of its samples."""
     seen = []
     for step in range(first, first + steps):
         batch = next(loader)
@@ -540,14 +531,14 @@ def train(loader, steps, first=1):
     return seen
 
 
-def test_statistics_reach_each_sampler_in_its_own_numbers(two, tokenizer):
+def test_statistics_reach_each_sampler_with_its_own_sample_numbers(two, tokenizer):
     loader = build(replace(two, sampler=Repeating.Config(), pack_chunk=1), tokenizer, batch=1)
     assert loader.needs_sample_losses and not build(two, tokenizer).needs_sample_losses
     next(loader)
     loader.observe(StepStatistics(1, 2.0, 1.0, np.array([3, 89, 90, 95]), np.ones(4)))
     next(loader)
-    told = [of_stream["sampler"]["told"] for of_stream in loader.state_dict()["position"]["streams"]]
-    assert told == [[5, 1], [2, 7]]  # 3 and 89 of 90, and 0 and 5 of 40, moved by 2
+    observed = [stream["sampler"]["observed"] for stream in loader.state_dict()["position"]["streams"]]
+    assert observed == [[5, 1], [2, 7]]  # 3 and 89 of 90, and 0 and 5 of 40, moved by 2
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -573,25 +564,25 @@ def test_adaptive_sampler_resumes_exactly(config, tokenizer, workers):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset": []}, "--dataloader.dataset is empty; set it to a"),
+        ({"dataset": []}, "--dataloader.dataset is empty; set it to a file such as my.jsonl"),
         ({"num_workers": -1}, "num_workers must be at least 0, not -1"),
         ({"pack_chunk": 0}, "pack_chunk must be at least 1 sample, not 0"),
-        ({"weights": [1.0, 2.0]}, "--dataloader.weights has 2 values for 1 data sets; set one each"),
-        ({"max_epochs": [1.0, 2.0]}, "max_epochs has 2 values for 1 data sets"),
+        ({"weights": [1.0, 2.0]}, r"--dataloader.weights must have one value per data set \(1\), not 2"),
+        ({"max_epochs": [1.0, 2.0]}, r"--dataloader.max_epochs must have one value per data set \(1\), not 2"),
         ({"max_epochs": [0.0]}, "max_epochs must be above 0, not 0"),
         ({"weight_schedule": ["5: 1"]}, "--dataloader.weight_schedule also needs --dataloader.weights"),
         ({"weights": [1.0], "weight_schedule": ["5 1"]}, "entries such as '500: 0.2 0.8', not '5 1'"),
         ({"weights": [1.0], "weight_schedule": ["a: 1"]}, "not 'a: 1'"),
         ({"token_range": "7"}, "--dataloader.token_range must have the form LOW-HIGH"),
-        ({"max_repetition": 2.0}, "--dataloader.max_repetition must"),
+        ({"max_repetition": 2.0}, "--dataloader.max_repetition must be from 0 to 1, not 2.0"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_read(config, tokenizer, changes, message):
+def test_wrong_options_are_found_before_reading(config, tokenizer, changes, message):
     with pytest.raises(UserError, match=message):
         build(replace(config, **changes), tokenizer)
 
 
-def test_numbers_out_of_range(config, tokenizer):
+def test_arguments_out_of_range(config, tokenizer):
     for name in ("seq_len", "local_batch_size", "epochs"):
         with pytest.raises(UserError, match=f"{name} must be at least 1, not 0"):
             config.build(tokenizer=tokenizer, **{"seq_len": 8, "local_batch_size": 1, name: 0})
@@ -608,7 +599,7 @@ def test_conversations_need_a_template(config, tokenizer):
         build(replace(config, chat_template=""), tokenizer)
 
 
-def test_running_text_needs_none(config, tokenizer, tmp_path):
+def test_plain_text_needs_no_template(config, tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a story of a cat"}\n{"text": "and one of a dog"}\n')
     loader = build(replace(config, dataset=[str(tmp_path / "a.jsonl")], chat_template=""), tokenizer, batch=1, epochs=1)
     assert loader.template is None and loader.assets() == {}
@@ -616,12 +607,12 @@ def test_running_text_needs_none(config, tokenizer, tmp_path):
     assert [loader.samples.sample(i).ids.tolist() for i in range(2)] == expected
 
 
-def test_template_travels_with_the_model(config, tokenizer):
+def test_loader_has_the_template_for_export(config, tokenizer):
     loader = build(config, tokenizer)
     assert loader.assets()["chat_template.jinja"] == loader.template.source == TEMPLATE
 
 
-def test_prepare_builds_what_the_loader_opens(config, tokenizer, tmp_path):
+def test_prepare_builds_the_cache_of_the_loader(config, tokenizer, tmp_path):
     fresh = replace(config, cache_dir=str(tmp_path))
     fresh.prepare(tokenizer=tokenizer)
     [made] = [path for path in (tmp_path / "samples").iterdir() if path.is_dir()]
@@ -630,7 +621,7 @@ def test_prepare_builds_what_the_loader_opens(config, tokenizer, tmp_path):
     assert [path for path in (tmp_path / "samples").iterdir() if path.is_dir()] == [made]
 
 
-def test_the_data_is_described_at_the_start(config, tokenizer, caplog):
+def test_data_summary_is_logged_at_the_start(config, tokenizer, caplog):
     with caplog.at_level(logging.INFO, "torchtitan"):
         loader = build(replace(config, too_long="truncate_right"), tokenizer, seq_len=30)
     assert "90 of 90 rows kept (prompt_response)" in caplog.text and "truncated: " in caplog.text
@@ -640,8 +631,8 @@ def test_the_data_is_described_at_the_start(config, tokenizer, caplog):
     assert loader.samples.trained_fraction == pytest.approx(trained / positions)
 
 
-def warnings_of(config, tokenizer, caplog, **runtime):
-    """What is warned of when the data is prepared, then loaded, and loaded again by another rank."""
+def collect_warnings(config, tokenizer, caplog, **runtime):
+    """Return the warnings from preparing the data, loading it, and loading it on another rank."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, "torchtitan"):
         config.prepare(tokenizer=tokenizer)
@@ -650,72 +641,67 @@ def warnings_of(config, tokenizer, caplog, **runtime):
     return caplog.messages
 
 
-def written(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("n_long", "too_long", "warns"), [(1, "drop", False), (2, "drop", True), (2, "truncate_right", False)]
 )
-def test_many_dropped_rows_are_a_warning(config, tokenizer, tmp_path, caplog, n_long, too_long, warns):
+def test_many_dropped_rows_cause_a_warning(config, tokenizer, tmp_path, caplog, n_long, too_long, warns):
     rows = [{"prompt": "a", "response": "the cat " * (40 if i < n_long else 1)} for i in range(100)]
-    of_rows = replace(config, dataset=[written(tmp_path / "c.jsonl", rows)], too_long=too_long)
-    advice = "raise --training.seq_len, or cut them by --dataloader.too_long truncate_left or truncate_right"
-    expected = f"{of_rows.dataset[0]}: 2 of 100 rows (2.0%) are dropped because they have more than 65 tokens: {advice}"
-    assert warnings_of(of_rows, tokenizer, caplog) == [expected] * warns
+    changed = replace(config, dataset=[write_jsonl(tmp_path / "c.jsonl", rows)], too_long=too_long)
+    remedy = "increase --training.seq_len, or set --dataloader.too_long truncate_left or truncate_right"
+    expected = f"{changed.dataset[0]}: 2 of 100 rows (2.0%) are dropped because they have more than 65 tokens; {remedy}"
+    assert collect_warnings(changed, tokenizer, caplog) == [expected] * warns
     if n_long == 2 and too_long == "drop":
-        with pytest.raises(UserError, match=f"no row of (.|\n)*dropped, too_long: 2 (.|\n)*{advice}"):
-            build(replace(of_rows, dataset=[written(tmp_path / "d.jsonl", rows[:2])]), tokenizer)
+        with pytest.raises(UserError, match=f"has no rows left to train on(.|\n)*dropped, too_long: 2 (.|\n)*{remedy}"):
+            build(replace(changed, dataset=[write_jsonl(tmp_path / "d.jsonl", rows[:2])]), tokenizer)
 
 
-def test_columns_that_may_matter_are_named_once(two, tokenizer, tmp_path, caplog):
-    assert warnings_of(two, tokenizer, caplog) == []
+def test_unread_columns_cause_one_warning(two, tokenizer, tmp_path, caplog):
+    assert collect_warnings(two, tokenizer, caplog) == []
     rows = [{"prompt": "a", "response": "b", "id": i, "score": None} for i in range(50)]
     rows[20] |= {"weight": 0.5}
     rows[30] |= {"score": 1, "weight": 2}
-    of_rows = replace(two, dataset=[*two.dataset, written(tmp_path / "c.jsonl", rows)])
-    [warning] = warnings_of(of_rows, tokenizer, caplog)
-    assert warning.startswith(f"{tmp_path}/c.jsonl: the columns weight, score are not read (format prompt_response)")
-    assert warnings_of(of_rows, tokenizer, caplog) == [warning]  # the cache remembers them
+    changed = replace(two, dataset=[*two.dataset, write_jsonl(tmp_path / "c.jsonl", rows)])
+    [warning] = collect_warnings(changed, tokenizer, caplog)
+    assert warning.startswith(f"{tmp_path}/c.jsonl: the columns weight, score are ignored (format prompt_response)")
+    assert collect_warnings(changed, tokenizer, caplog) == [warning]  # the cache stores them
     function = tmp_path / "own.py"
     function.write_text("def read(row):\n    return {'prompt': row['prompt'], 'response': row['response']}\n")
-    assert warnings_of(replace(of_rows, format=f"{function}:read"), tokenizer, caplog) == []
+    assert collect_warnings(replace(changed, format=f"{function}:read"), tokenizer, caplog) == []
 
 
-def test_answers_that_a_row_calls_bad_are_refused_with_their_place(config, tokenizer, tmp_path):
+def test_error_for_a_bad_answer_gives_its_place(config, tokenizer, tmp_path):
     rows = [{"prompt": "a", "completion": "b", "label": i != 2} for i in range(4)]
-    of_rows = replace(config, dataset=[written(tmp_path / "kto.jsonl", rows)], broken="drop")
+    changed = replace(config, dataset=[write_jsonl(tmp_path / "kto.jsonl", rows)], broken="drop")
     with pytest.raises(UserError, match=r"kto.jsonl:3: its label is False: .* as for KTO"):
-        build(of_rows, tokenizer)
-    assert len(take(build(replace(of_rows, format="prompt_completion", packing="none"), tokenizer, epochs=1))) == 2
+        build(changed, tokenizer)
+    assert len(take(build(replace(changed, format="prompt_completion", packing="none"), tokenizer, epochs=1))) == 2
 
 
-def test_a_message_with_a_loss_weight_of_0_is_not_trained(config, tokenizer, tmp_path):
+def test_message_with_loss_weight_0_is_not_trained(config, tokenizer, tmp_path):
     turns = [
         {"role": "user", "content": "the cat"},
         {"role": "assistant", "content": "ran home", "loss_weight": 0},
         {"role": "user", "content": "the dog"},
         {"role": "assistant", "content": "saw the sun", "loss_weight": 1.0},
     ]
-    of_rows = replace(config, dataset=[written(tmp_path / "c.jsonl", [{"messages": turns}])])
-    [batch] = take(build(of_rows, tokenizer, batch=1, epochs=1))
+    changed = replace(config, dataset=[write_jsonl(tmp_path / "c.jsonl", [{"messages": turns}])])
+    [batch] = take(build(changed, tokenizer, batch=1, epochs=1))
     labels = batch["labels"][batch["labels"] != IGNORE_INDEX].tolist()
     assert tokenizer.decode(labels) == f" saw the sun{tokenizer.decode([tokenizer.eos_id])}"
 
 
-def test_efficiency_is_that_of_an_epoch(config, tokenizer):
+def test_reported_efficiency_equals_the_efficiency_of_an_epoch(config, tokenizer):
     loader = build(config, tokenizer, batch=1, epochs=1)
     batches = take(loader)
     filled = sum(tokens_by_source(loader, batches))
-    # Another shuffle packs a little differently: a window or two of 30 or so.
+    # A different shuffle may need one or two more windows out of about 30.
     assert loader.packing_efficiency == pytest.approx(filled / (len(batches) * SEQ_LEN), rel=0.06)
 
 
 # --- validation -----------------------------------------------------------------------------------------------------
 
 
-def test_validation_of_a_given_file_is_in_its_order(config, folder, tokenizer):
+def test_validation_file_keeps_its_order(config, folder, tokenizer):
     shuffled = replace(config, weights=[1.0], num_workers=2)
     validation = shuffled.for_validation(str(folder / "b.jsonl"))
     assert (validation.dataset, validation.split) == ([str(folder / "b.jsonl")], "train")
@@ -725,14 +711,14 @@ def test_validation_of_a_given_file_is_in_its_order(config, folder, tokenizer):
     assert ledger(take(packed)) == Counter(range(40))
 
 
-def test_own_validation_split(config):
+def test_validation_split_of_the_dataset(config):
     assert config.for_validation("") is None
     chats = replace(config, dataset=[*config.dataset, "chats"])
     assert (chats.for_validation("").dataset, chats.for_validation("").split) == (["chats"], "validation")
     assert chats.for_validation("chats").split == "validation"
 
 
-def test_options_of_rows_hold_for_validation_where_they_fit(config, tokenizer, tmp_path):
+def test_row_options_apply_to_validation_if_they_fit(config, tokenizer, tmp_path):
     rows = [{"q": f"{i} cats?", "response": f"{i} cats."} for i in range(4)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "held.jsonl").write_text('{"question": "Why?", "answer": "So."}\n')
@@ -740,7 +726,7 @@ def test_options_of_rows_hold_for_validation_where_they_fit(config, tokenizer, t
     assert mapped.for_validation(str(tmp_path / "q.jsonl")).columns == ["prompt=q"]
     build(mapped.for_validation(str(tmp_path / "held.jsonl")), tokenizer)
     both = replace(mapped, dataset=[*mapped.dataset, str(tmp_path / "held.jsonl")])
-    assert [of_set.n_samples for of_set in build(both, tokenizer).samples.sets] == [4, 1]
+    assert [dataset.n_samples for dataset in build(both, tokenizer).samples.sets] == [4, 1]
     named = replace(mapped, format="prompt_response")
     assert named.for_validation(str(tmp_path / "q.jsonl")).format == "prompt_response"
     assert named.for_validation(str(tmp_path / "held.jsonl")).format == "auto"

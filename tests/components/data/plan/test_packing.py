@@ -1,4 +1,4 @@
-"""Packing: nothing lost, nothing split, nothing over; as first-fit-decreasing is defined; balanced; dense."""
+"""Packing algorithms: every sample in one window, balanced and dense windows."""
 
 import json
 
@@ -20,7 +20,7 @@ def random_cases():
 
 
 def lognormal(n, capacity, seed=0):
-    """Lengths like those of a chat data set: most short, a long tail."""
+    """Return lengths with a distribution like a chat data set: mostly short, with a long tail."""
     lengths = np.random.default_rng(seed).lognormal(mean=5.0, sigma=0.8, size=n).astype(np.int64)
     return np.clip(lengths, 1, capacity)
 
@@ -30,18 +30,18 @@ def efficiency(lengths, windows, capacity):
 
 
 @pytest.mark.parametrize("pack", PACKINGS)
-def test_every_sample_is_in_one_window_and_none_is_too_full(pack):
+def test_every_sample_is_in_one_window_within_capacity(pack):
     for lengths, capacity in random_cases():
         windows = pack(lengths, capacity)
         assert sorted(np.concatenate([np.empty(0, int), *windows]).tolist()) == list(range(len(lengths)))
         assert all(len(window) and lengths[window].sum() <= capacity for window in windows)
         assert all((np.diff(window) > 0).all() for window in windows)
-        for window, again in zip(windows, pack(lengths.copy(), capacity), strict=True):
-            np.testing.assert_array_equal(window, again)
+        for window, repeated in zip(windows, pack(lengths.copy(), capacity), strict=True):
+            np.testing.assert_array_equal(window, repeated)
 
 
-def test_first_fit_decreasing_is_what_its_name_says():
-    """Against the definition, spelt out: longest first, each into the first window with room."""
+def test_first_fit_decreasing_equals_its_definition():
+    """The definition: put each sample, longest first, into the first window with room."""
     for lengths, capacity in random_cases():
         expected: list[list[int]] = []
         for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -56,7 +56,7 @@ def test_first_fit_decreasing_is_what_its_name_says():
 
 
 def test_multipack_fills_windows_equally():
-    """With about six samples per window, as few windows as first fit, which leaves the last ones emptier."""
+    """With about six samples per window, multipack needs no more windows than first fit and fills them evenly."""
     lengths = np.random.default_rng(0).integers(60, 290, 5000)
     loads, first_fit = (
         [int(lengths[window].sum()) for window in pack(lengths, 1024)] for pack in (multipack, first_fit_decreasing)
@@ -65,7 +65,7 @@ def test_multipack_fills_windows_equally():
     assert min(loads) > 0.95 * np.mean(loads) and np.ptp(loads) < np.ptp(first_fit) / 2
 
 
-def test_multipack_takes_more_samples_than_it_swaps_among():
+def test_multipack_handles_more_samples_than_its_swap_range():
     lengths = np.random.default_rng(0).integers(60, 290, 9000)
     windows = multipack(lengths, 1024)
     assert sorted(np.concatenate(windows).tolist()) == list(range(9000))
@@ -73,15 +73,15 @@ def test_multipack_takes_more_samples_than_it_swaps_among():
     assert efficiency(lengths, windows, 1024) >= 0.97
 
 
-def test_multipack_swaps_samples_where_the_longest_first_do_not_fit():
-    """Longest first gives 3 + 2 + 2 and 3 + 2: windows of 6 need a 3 for a 2."""
+def test_multipack_swaps_samples_to_fit():
+    """Longest first gives 3 + 2 + 2 and 3 + 2; windows of 6 need a swap of a 3 and a 2."""
     lengths = np.array([2, 2, 2, 3, 3])
     assert sorted(int(lengths[window].sum()) for window in multipack(lengths, 6)) == [6, 6]
 
 
 @pytest.mark.parametrize("pack", [first_fit_decreasing, multipack])
 def test_windows_are_nearly_full(pack):
-    """At least 97 % (what the project asks for) where samples are much shorter than the window."""
+    """At least 97 % full if samples are much shorter than the window."""
     lengths = lognormal(8192, 1024)
     assert efficiency(lengths, pack(lengths, 1024), 1024) >= 0.97
 
@@ -89,12 +89,12 @@ def test_windows_are_nearly_full(pack):
 @pytest.mark.parametrize("pack", [first_fit_decreasing, multipack])
 def test_windows_of_real_samples_are_nearly_full(pack, assets):
     rows = (assets / "sft" / "gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()
-    # About as many tokens as the texts have: four characters each.
+    # Estimate four characters per token.
     lengths = np.array([1 + sum(map(len, json.loads(row).values())) // 4 for row in rows])
     assert efficiency(lengths, pack(lengths, 1024), 1024) >= 0.97
 
 
-def test_too_long_a_sample_is_our_mistake():
+def test_too_long_sample_fails_an_assertion():
     for pack in PACKINGS:
         with pytest.raises(AssertionError, match="fit"):
             pack(np.array([3, 9]), 8)

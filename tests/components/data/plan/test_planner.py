@@ -1,4 +1,4 @@
-"""The planner: every sample once per epoch, one order for all, exact at any window, limits kept."""
+"""Planner: epochs, global order, exact resume, repetition limits."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ def some_lengths(*n_samples, seed=0):
 
 def shuffled(lengths, shuffle=True, seed=0):
     config = ShuffleSampler.Config(shuffle=shuffle)
-    return [config.build(n_samples=len(of_source), seed=seed + i) for i, of_source in enumerate(lengths)]
+    return [config.build(n_samples=len(source_lengths), seed=seed + i) for i, source_lengths in enumerate(lengths)]
 
 
 def make(lengths, *, samplers=None, chunk=50, **options):
@@ -43,29 +43,29 @@ def test_every_sample_once_per_epoch(packing, shuffle):
     for window in windows:
         assert window.n_tokens == lengths[window.source][window.samples].sum() <= CAPACITY
         assert packing != "none" or len(window.samples) == 1
-    for source in range(2):  # no epoch begins before the one before it is over
+    for source in range(2):  # no epoch begins before the previous one ends
         assert (np.diff([window.epoch for window in windows if window.source == source]) >= 0).all()
 
 
-def test_all_sources_are_read_equally_often_unless_weights_say_otherwise():
+def test_sources_without_weights_are_read_equally_often():
     lengths = some_lengths(300, 100, 40)
-    total = np.array([of_source.sum() for of_source in lengths])
-    given = np.zeros(3)
+    total = np.array([source_lengths.sum() for source_lengths in lengths])
+    read_tokens = np.zeros(3)
     for window in make(lengths, epochs=2):
-        given[window.source] += window.n_tokens
-        assert np.abs(given - total / total.sum() * given.sum()).max() <= CAPACITY
-    np.testing.assert_array_equal(given, 2 * total)
+        read_tokens[window.source] += window.n_tokens
+        assert np.abs(read_tokens - total / total.sum() * read_tokens.sum()).max() <= CAPACITY
+    np.testing.assert_array_equal(read_tokens, 2 * total)
 
 
 def test_weights_are_shares_of_the_tokens():
     lengths = some_lengths(100, 500)
-    given = np.zeros(2)
+    read_tokens = np.zeros(2)
     for window in itertools.islice(make(lengths, weights=[0.7, 0.3]), 400):
-        given[window.source] += window.n_tokens
-        assert np.abs(given - np.array([0.7, 0.3]) * given.sum()).max() <= CAPACITY
+        read_tokens[window.source] += window.n_tokens
+        assert np.abs(read_tokens - np.array([0.7, 0.3]) * read_tokens.sum()).max() <= CAPACITY
 
 
-def test_weights_change_by_steps_of_windows():
+def test_weight_schedule():
     lengths = some_lengths(100, 500)
     planner = make(lengths, weights=[1, 0], schedule=[(6, [0, 1])], windows_per_step=4)
     sources = [window.source for window in itertools.islice(planner, 80)]
@@ -74,14 +74,14 @@ def test_weights_change_by_steps_of_windows():
         make(lengths, schedule=[(6, [0, 1])])
 
 
-def test_with_weights_the_data_ends_with_the_first_source_that_is_over():
+def test_weighted_data_ends_with_the_first_exhausted_source():
     lengths = [np.full(10, CAPACITY), np.full(1000, CAPACITY)]
     windows = list(make(lengths, weights=[1, 1], epochs=1))
     counts = Counter(window.source for window in windows)
     assert counts[0] == 10 and abs(counts[1] - 10) <= 1
 
 
-def test_the_order_is_that_of_the_seed():
+def test_seed_sets_the_order():
     lengths = some_lengths(200)
     first = flat(itertools.islice(make(lengths), 30))
     assert flat(itertools.islice(make(lengths), 30)) == first
@@ -89,15 +89,15 @@ def test_the_order_is_that_of_the_seed():
     assert flat(itertools.islice(make(lengths, samplers=shuffled(lengths, seed=1)), 30)) != first
 
 
-def test_windows_are_not_in_the_order_of_packing():
-    """First-fit-decreasing leaves the windows sorted by their longest sample; training must not see them so."""
+def test_windows_are_shuffled_after_packing():
+    """First-fit-decreasing sorts windows by their longest sample; training must not see this order."""
     lengths = some_lengths(1000)
     longest = [lengths[0][window.samples].max() for window in make(lengths, chunk=1000, epochs=1)]
     assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 0.3
     assert all((np.diff(w.samples) > 0).all() for w in make(lengths, samplers=shuffled(lengths, False), epochs=1))
 
 
-def test_without_shuffling_the_samples_come_in_order():
+def test_samples_keep_their_order_without_shuffling():
     lengths = some_lengths(100)
     windows = list(make(lengths, samplers=shuffled(lengths, shuffle=False), packing="none", epochs=1))
     assert [int(window.samples[0]) for window in windows] == list(range(100))
@@ -106,20 +106,20 @@ def test_without_shuffling_the_samples_come_in_order():
     assert first_samples == sorted(first_samples)
 
 
-def test_samples_have_numbers_over_all_sources():
+def test_sample_numbers_continue_across_sources():
     assert make(some_lengths(5, 7, 1)).offsets.tolist() == [0, 5, 12, 13]
 
 
 @pytest.mark.parametrize("packing", ["ffd", "multipack", "none"])
-def test_goes_on_from_any_window(packing):
-    lengths = some_lengths(60, 33)
-    options: dict[str, Any] = {"packing": packing, "weights": [0.6, 0.4], "chunk": 25, "epochs": 4}
+def test_resume_from_any_window_is_exact(packing):
+    lengths = some_lengths(40, 22)
+    options: dict[str, Any] = {"packing": packing, "weights": [0.6, 0.4], "chunk": 15, "epochs": 3}
     windows = flat(make(lengths, **options))
     planner = make(lengths, **options)
     snapshots = []
     for stop in range(len(windows) + 1):
         snapshots.append(planner.snapshot())
-        if packing == "none" and stop % 5 and stop < len(windows):  # several times as many windows
+        if packing == "none" and stop % 5 and stop < len(windows):  # this case has several times more windows
             next(planner)
             continue
         state = json.loads(json.dumps(planner.state_dict()))
@@ -129,7 +129,7 @@ def test_goes_on_from_any_window(packing):
         assert flat(other) == windows[stop:]
         if stop < len(windows):
             assert flat([next(planner)]) == [windows[stop]]
-    # Those taken on the way still say where they were taken.
+    # Earlier states are still valid.
     for stop, snapshot in enumerate(snapshots):
         other = make(lengths, **options)
         other.load_state_dict(json.loads(json.dumps(planner.state_dict(snapshot))))
@@ -145,7 +145,7 @@ def test_windows_are_counted_exactly():
     assert make(lengths).windows_by_epoch is None
 
 
-def test_reading_too_often_is_refused_when_it_happens_and_before():
+def test_too_many_repetitions_raise_early_and_at_the_limit():
     lengths = [np.full(10, CAPACITY), np.full(100, CAPACITY)]
     options: dict[str, Any] = {"weights": [0.5, 0.5], "max_epochs": [1, 1], "names": ["small.jsonl", "large.jsonl"]}
     planner = make(lengths, **options)
@@ -165,12 +165,12 @@ def test_reading_too_often_is_refused_when_it_happens_and_before():
         planner.check_repetitions(50)
     assert planner.n_windows == 0
     make(lengths, **{**options, "max_epochs": [3, None]}).check_repetitions(50)
-    with pytest.raises(UserError, match="1 values of --dataloader.max_epochs for 2"):
+    with pytest.raises(UserError, match=r"--dataloader.max_epochs must have one value per data set \(2\), not 1"):
         make(lengths, max_epochs=[1])
 
 
-def test_a_limit_is_checked_from_where_the_planner_stands():
-    """150 windows of a step's 2 each, then 20 of a step's 8 each: the weights change after 100 steps of either."""
+def test_limit_is_checked_from_the_current_position():
+    """The weights change after 100 steps, here with 2 windows per step for 150 windows and then with 8."""
     lengths = [np.full(200, CAPACITY), np.full(2000, CAPACITY)]
     options: dict[str, Any] = {"weights": [1, 0], "schedule": [(101, [0, 1])], "max_epochs": [1, None]}
     first = make(lengths, **options, windows_per_step=2)
@@ -185,25 +185,25 @@ def test_a_limit_is_checked_from_where_the_planner_stands():
     assert resumed.n_windows == 150
 
 
-def test_what_is_said_of_repetitions_stays_within_the_epochs():
+def test_reported_repetitions_do_not_exceed_the_epochs():
     lengths = some_lengths(100, 100)
     with pytest.raises(UserError, match=r"data set 1 would be read 2\.00 times"):
         make(lengths, weights=[1, 1], max_epochs=[1.5, 9], epochs=2).check_repetitions(10**4)
 
 
-def test_how_often_is_told_without_planning_it_all():
+def test_repetitions_are_estimated_without_a_full_plan():
     """A run of ten million windows would take minutes to plan."""
     lengths = some_lengths(60, 40)
     assert make(lengths, epochs=1).epochs_after(10**7) == [1, 1]
     planner = make(lengths, weights=[0.25, 0.75], schedule=[(5_000_001, [0.75, 0.25])])
     expected = [0.5 * 10**7 / (n_tokens / CAPACITY) for n_tokens in planner.n_tokens]
-    # How full windows are is known from one epoch: to some percent.
+    # The estimate uses the fill of one epoch, exact to a few percent.
     assert planner.epochs_after(10**7) == pytest.approx(expected, rel=0.1)
     few = make(lengths, weights=[0.25, 0.75])
-    given = np.zeros(2)
+    read_tokens = np.zeros(2)
     for window in itertools.islice(few, 10):
-        given[window.source] += window.n_tokens
-    assert few.epochs_after(10) == pytest.approx(given / few.n_tokens)
+        read_tokens[window.source] += window.n_tokens
+    assert few.epochs_after(10) == pytest.approx(read_tokens / few.n_tokens)
 
 
 def test_windows_of_each_epoch():
@@ -212,7 +212,7 @@ def test_windows_of_each_epoch():
     assert make(lengths, epochs=3).windows_by_epoch == [counts[0], counts[1], counts[2]]
 
 
-def test_one_epoch_of_a_limit_is_exactly_one_epoch():
+def test_limit_of_one_epoch_allows_exactly_one_epoch():
     lengths = some_lengths(100, 57)
     planner = make(lengths, max_epochs=[1, 1], epochs=1)
     n_windows = sum(planner.windows_by_epoch)
@@ -220,8 +220,8 @@ def test_one_epoch_of_a_limit_is_exactly_one_epoch():
     assert sum(1 for _ in planner) == n_windows
 
 
-class Learner(Sampler):
-    """Draws by what it observed: a random order seeded by all it has learned."""
+class LearningSampler(Sampler):
+    """Sampler with a random order that depends on all its observations."""
 
     needs_sample_losses = True
 
@@ -252,8 +252,8 @@ class Learner(Sampler):
 
 
 def train(planner, n_steps, *, per_step, ahead, first=0):
-    """What a loader that prepares `ahead` windows does: hand out windows, observe steps, save the position of the last
-    one handed out. Gives the windows and, for each step, the state behind it."""
+    """Act as a loader that prepares `ahead` windows: return windows, observe steps, save the position of the last
+    returned window. Return the windows and the state after each step."""
     prepared, handed_out, states = [], [], []
     for step in range(first, first + n_steps):
         for _ in range(per_step):
@@ -269,20 +269,23 @@ def train(planner, n_steps, *, per_step, ahead, first=0):
 
 
 @pytest.mark.parametrize(("per_step", "ahead"), [(1, 0), (3, 0), (1, 4), (3, 5), (2, 40)])
-def test_what_samplers_learned_is_resumed_exactly(per_step, ahead):
+def test_sampler_state_resumes_exactly(per_step, ahead):
     lengths = some_lengths(40, 23)
 
     def fresh():
-        samplers = [Learner(Learner.Config(), n_samples=len(of_source), seed=i) for i, of_source in enumerate(lengths)]
+        samplers = [
+            LearningSampler(LearningSampler.Config(), n_samples=len(source_lengths), seed=i)
+            for i, source_lengths in enumerate(lengths)
+        ]
         return make(lengths, samplers=samplers, chunk=6, ahead=ahead), samplers
 
     planner, samplers = fresh()
     assert planner.windows_by_epoch is None
     windows, states = train(planner, 40, per_step=per_step, ahead=ahead)
-    steps, _, of_first = zip(*samplers[0].learned, strict=True)
+    steps, _, first_samples = zip(*samplers[0].learned, strict=True)
     assert list(steps) == list(range(1, len(steps) + 1)), "each step once, in order"
     assert len(steps) == (planner.n_windows - 1 - ahead) // per_step, "as soon as `ahead` allows"
-    assert all(0 <= sample < 40 for samples in of_first for sample in samples)
+    assert all(0 <= sample < 40 for samples in first_samples for sample in samples)
     for stop in range(1, 40, 3):
         other, _ = fresh()
         other.load_state_dict(states[stop - 1])
@@ -291,11 +294,11 @@ def test_what_samplers_learned_is_resumed_exactly(per_step, ahead):
         assert later[-1] == states[-1]
 
 
-def test_what_was_observed_is_learned_once_by_another_number_of_workers():
+def test_resume_with_different_workers_observes_each_step_once():
     lengths = some_lengths(40)
 
     def fresh(ahead):
-        sampler = Learner(Learner.Config(), n_samples=40, seed=0)
+        sampler = LearningSampler(LearningSampler.Config(), n_samples=40, seed=0)
         return make(lengths, samplers=[sampler], chunk=6, ahead=ahead), sampler
 
     for before, after in itertools.permutations([0, 3, 8], 2):
@@ -308,9 +311,9 @@ def test_what_was_observed_is_learned_once_by_another_number_of_workers():
         assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 35
 
 
-def test_planning_further_ahead_than_said_is_our_mistake():
+def test_planning_beyond_the_declared_windows_fails_an_assertion():
     lengths = some_lengths(40)
-    sampler = Learner(Learner.Config(), n_samples=40, seed=0)
+    sampler = LearningSampler(LearningSampler.Config(), n_samples=40, seed=0)
     planner = make(lengths, samplers=[sampler], ahead=1)
     for _ in range(4):
         next(planner)

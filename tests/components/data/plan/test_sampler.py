@@ -1,4 +1,4 @@
-"""What the trainer tells the data loader of each step: its numbers, and the loss of each sample."""
+"""Statistics of each step that the trainer passes to the data loader, with the loss of each sample."""
 
 import math
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ from torchtitan.trainer.sample_losses import SampleLosses, number_tokens
 
 
 class Documents(BaseDataLoader):
-    """Windows of random tokens, packed with documents of random lengths and numbers, of which some come twice, with
-    some labels masked and padding at the end. Sample n is a function of n alone. Keeps what it is told."""
+    """Data loader of random windows, and recorder of the observed statistics. Each window is packed with documents of
+    random lengths and numbers, some of them twice, with masked labels and padding. Sample n depends only on n."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        asks: bool = True
+        needs_losses: bool = True
 
     def __init__(self, config, *, seq_len, local_batch_size, dp_rank=0, dp_world_size=1, global_batch_size, **_):
         super().__init__(config)
-        self.needs_sample_losses = config.asks
+        self.needs_sample_losses = config.needs_losses
         self.seq_len, self.batch_size, self.global_batch_size = seq_len, local_batch_size, global_batch_size
         self.first, self.stride = dp_rank * local_batch_size, dp_world_size * local_batch_size
         self.observed = []
@@ -65,14 +65,14 @@ class Documents(BaseDataLoader):
         self.first = state["first"]
 
 
-def config_of(folder: Path, *, asks: bool = True, **options):
+def make_config(folder: Path, *, needs_losses: bool = True, **options):
     config = tiny_config(folder, **{"optimizer__lr": 0.0, "training__mixed_precision_param": "float32"} | options)
-    config.dataloader = Documents.Config(asks=asks)
+    config.dataloader = Documents.Config(needs_losses=needs_losses)
     return config
 
 
 def reference(trainer: Trainer) -> list[dict[int, float]]:
-    """Of each step, document → mean loss of its valid tokens: each document by itself through the model, unpacked."""
+    """Return for each step the mean loss of each document over its valid tokens, from unpacked forward passes."""
     loader, model, steps = trainer.dataloader, trainer.model_parts[0].eval(), []
     for step in range(trainer.step):
         losses: dict[int, list[float]] = {}
@@ -83,8 +83,8 @@ def reference(trainer: Trainer) -> list[dict[int, float]]:
                 labels = torch.tensor(sample["labels"][begin:end])
                 with torch.no_grad():
                     logits = model(torch.tensor([sample["input"][begin:end]]))[0]
-                of_tokens = F.cross_entropy(logits.double(), labels, reduction="none", ignore_index=IGNORE_INDEX)
-                losses.setdefault(number, []).extend(of_tokens[labels != IGNORE_INDEX].tolist())
+                token_losses = F.cross_entropy(logits.double(), labels, reduction="none", ignore_index=IGNORE_INDEX)
+                losses.setdefault(number, []).extend(token_losses[labels != IGNORE_INDEX].tolist())
         steps.append({number: sum(own) / len(own) for number, own in losses.items() if own and number != NO_DOCUMENT})
     return steps
 
@@ -104,29 +104,29 @@ def as_dicts(observed) -> list[dict[int, float]]:
     ids=["accumulation", "chunks", "plain", "compiled"],
 )
 def test_loss_of_each_sample(tmp_path, options):
-    trainer = run(config_of(tmp_path / "run", **options, training__steps=2))
+    trainer = run(make_config(tmp_path / "run", **options, training__steps=2))
     expected = reference(trainer)
-    # Float32 against float64 in the last step, and another order of the sums in attention.
+    # The last reduction is in float32 or float64, and attention sums in a different order.
     assert as_dicts(trainer.dataloader.observed) == [pytest.approx(losses, rel=1e-5) for losses in expected]
-    # Six documents or more of five numbers, so that some came twice; and losses that can be told apart.
+    # There are more documents than numbers, so some occur twice; the losses differ.
     assert all(2 < len(losses) <= 5 and max(losses.values()) - min(losses.values()) > 0.01 for losses in expected)
 
 
-def test_asking_changes_no_bit(tmp_path):
+def test_recording_losses_does_not_change_training(tmp_path):
     options = {"optimizer__lr": 1e-2, "loss__chunk_tokens": 24, "training__global_batch_size": 4}
-    run(config_of(tmp_path / "asked", **options))
-    trainer = run(config_of(tmp_path / "not", asks=False, **options))
+    run(make_config(tmp_path / "asked", **options))
+    trainer = run(make_config(tmp_path / "not", needs_losses=False, **options))
     assert read_metrics(tmp_path / "asked", "loss", "grad_norm") == read_metrics(tmp_path / "not", "loss", "grad_norm")
     assert [(len(of.samples), len(of.sample_losses)) for of in trainer.dataloader.observed] == [(0, 0)] * 4
 
 
-def test_the_step_s_own_numbers(tmp_path):
-    trainer = run(config_of(tmp_path, asks=False, optimizer__lr=1e-2))
+def test_numbers_of_the_step(tmp_path):
+    trainer = run(make_config(tmp_path, needs_losses=False, optimizer__lr=1e-2))
     observed = [(of.step, of.loss, of.grad_norm) for of in trainer.dataloader.observed]
     assert observed == read_metrics(tmp_path, "loss", "grad_norm")
 
 
-def test_a_skipped_step_is_not_observed(tmp_path):
+def test_skipped_step_is_not_observed(tmp_path):
     class InfiniteOnce(CrossEntropyLoss):
         calls = 0
 
@@ -135,7 +135,7 @@ def test_a_skipped_step_is_not_observed(tmp_path):
             loss = super().__call__(hidden_BLD, weight_VD, labels_BL)
             return loss * math.inf if self.calls == 2 else loss
 
-    config = config_of(tmp_path, training__on_nonfinite="skip")
+    config = make_config(tmp_path, training__on_nonfinite="skip")
     config.model_spec.loss = InfiniteOnce.Config()
     trainer = run(config)
     assert [of.step for of in trainer.dataloader.observed] == [1, 3, 4]
@@ -143,8 +143,8 @@ def test_a_skipped_step_is_not_observed(tmp_path):
     assert as_dicts(trainer.dataloader.observed) == [pytest.approx(losses, rel=1e-5) for losses in expected]
 
 
-def test_validation_does_not_count(tmp_path):
-    """Its forward passes are not those of the step."""
+def test_validation_is_not_observed(tmp_path):
+    """Forward passes of the validator do not count."""
 
     class Validated(Documents):
         @dataclass(kw_only=True, slots=True)
@@ -152,41 +152,41 @@ def test_validation_does_not_count(tmp_path):
             def for_validation(self, dataset):
                 return Documents.Config()
 
-    config = config_of(tmp_path, validator__enable=True, validator__freq=1, validator__steps=1)
+    config = make_config(tmp_path, validator__enable=True, validator__freq=1, validator__steps=1)
     config.dataloader = Validated.Config()
     trainer = run(config)
     assert as_dicts(trainer.dataloader.observed) == [pytest.approx(losses, rel=1e-5) for losses in reference(trainer)]
 
 
-def test_the_template_s_step_records_too(tmp_path):
-    config = config_of(tmp_path)
+def test_step_of_the_template_records_losses(tmp_path):
+    config = make_config(tmp_path)
     trainer = run(config, TemplateTrainer)
     assert as_dicts(trainer.dataloader.observed) == [pytest.approx(losses, rel=1e-5) for losses in reference(trainer)]
 
 
-def test_a_step_that_does_not_record_is_told(tmp_path):
-    class Own(Trainer):
+def test_step_without_recording_raises(tmp_path):
+    class CustomTrainer(Trainer):
         def train_step(self, batches):
             (batch,) = self.next_micro_batches(batches)
             n_tokens = self.count_valid_tokens([batch])
             loss = self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
             return self.read_result(loss, self.clip_gradients(), n_tokens)
 
-    run(config_of(tmp_path / "not", asks=False), Own)
+    run(make_config(tmp_path / "not", needs_losses=False), CustomTrainer)
     with pytest.raises(UserError, match=r"self\.sample_losses\.of"):
-        run(config_of(tmp_path / "asked"), Own)
+        run(make_config(tmp_path / "asked"), CustomTrainer)
 
 
-def test_what_has_no_losses_of_tokens_is_refused():
+def test_loss_without_token_losses_is_rejected():
     loss = CrossEntropyLoss.Config().build()
     with pytest.raises(UserError, match="pipeline_parallel_degree 2"):
         SampleLosses(loss, ParallelDims(world_size=2, pp=2), wanted=True)
-    with pytest.raises(UserError, match="function gives none"):
+    with pytest.raises(UserError, match="needs per-sample losses, which function does not provide"):
         SampleLosses(lambda *_: None, ParallelDims(world_size=1), wanted=True)
     SampleLosses(lambda *_: None, ParallelDims(world_size=2, pp=2), wanted=False)
 
 
-def test_numbers_of_tokens():
+def test_token_counts():
     batch = {
         "positions": torch.tensor([[0, 1, 0, 0, 1], [0, 0, 0, 0, 1], [0, 1, 2, 3, 4]]),
         "documents": torch.tensor([[7, 8, NO_DOCUMENT, NO_DOCUMENT], [1, 2, 3, 4], [NO_DOCUMENT] * 4]),
@@ -204,29 +204,32 @@ LAYOUTS = {
 }
 
 
-def run_layouts(folder: Path) -> None:
-    """In each of two processes: every layout observes the same, and all of them what one process does."""
+def run_layouts(folder: Path, names: list[str]) -> None:
+    """On each of two ranks, check that the layouts observe the same statistics as one process."""
     rank = torch.distributed.get_rank()
     expected = torch.load(folder / "expected.pt", weights_only=False)
-    for name, layout in LAYOUTS.items():
+    for name in names:
         sharded = "TP" in name or "CP" in name
         options = {"training__local_batch_size": 4 if sharded else 2, "training__global_batch_size": 8}
         trainer = run(
-            config_of(folder / f"{name} {rank}", **options, **layout, loss__chunk_tokens=24, training__steps=2)
+            make_config(folder / f"{name} {rank}", **options, **LAYOUTS[name], loss__chunk_tokens=24, training__steps=2)
         )
         observed = as_dicts(trainer.dataloader.observed)
-        # Float32 in another order of summation.
+        # Float32 sums in a different order.
         assert observed == [pytest.approx(losses, rel=1e-5) for losses in expected], name
 
 
-def test_every_rank_is_told_of_all_samples(tmp_path):
+@pytest.mark.parametrize(
+    "names", [["TP"], pytest.param([name for name in LAYOUTS if name != "TP"], marks=pytest.mark.slow)]
+)
+def test_every_rank_observes_all_samples(tmp_path, names):
     options = {"training__local_batch_size": 4, "training__global_batch_size": 8, "training__steps": 2}
-    torch.save(reference(run(config_of(tmp_path / "one", **options))), tmp_path / "expected.pt")
-    run_processes(run_layouts, 2, tmp_path)
+    torch.save(reference(run(make_config(tmp_path / "one", **options))), tmp_path / "expected.pt")
+    run_processes(run_layouts, 2, tmp_path, names)
 
 
-def test_what_a_loader_does_by_default(tmp_path):
-    """A loader that does not care is told, and nothing comes of it."""
+def test_default_loader_ignores_statistics(tmp_path):
+    """The default `observe` does nothing."""
     trainer = train(tmp_path)
     assert trainer.dataloader.needs_sample_losses is False
     assert trainer.dataloader.assets() == {}

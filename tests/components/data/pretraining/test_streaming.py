@@ -1,16 +1,14 @@
-"""Registered data sets: what a stream hands out, its position, its end."""
+"""Streaming of registered data sets: batches, position, end."""
 
 import json
 import logging
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.components.data.helpers import take
 from torchtitan.assets.stories import Stories
 from torchtitan.components.data import HubDataset, PretrainDataLoader, register_dataset
 from torchtitan.components.data.base import Layout
@@ -22,13 +20,13 @@ from torchtitan.tools.errors import RunFailure, UserError
 datasets = pytest.importorskip("datasets")
 
 SEQ_LEN = 64
-# Short, empty and long (many windows) ones.
+# Short, empty and long texts; the long ones span many windows.
 TEXTS = [" ".join(story.split()[: 5 + 2 * i]) for i, story in enumerate(Stories("validation", 75))]
 TEXTS[7], TEXTS[20] = "", " ".join(TEXTS[65:75])
 
 
 def write_folder(folder: Path, kind: str, n_files: int) -> Path:
-    """The texts, spread over files of unequal length."""
+    """Write the texts to files of unequal length."""
     folder.mkdir()
     bounds = [0, *(len(TEXTS) * (i + 1) ** 2 // n_files**2 for i in range(n_files))]
     for i in range(n_files):
@@ -40,7 +38,7 @@ def write_folder(folder: Path, kind: str, n_files: int) -> Path:
 
 @pytest.fixture(scope="module", params=["jsonl-4", "parquet-1"])
 def dataset(request, tmp_path_factory):
-    """The name of a registered data set."""
+    """Name of a registered data set."""
     kind, n_files = request.param.split("-")
     name = f"streaming-test-{request.param}"
     folder = write_folder(tmp_path_factory.mktemp("stream") / "data", kind, int(n_files))
@@ -50,7 +48,7 @@ def dataset(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_file(tmp_path_factory):
-    """The name of a registered data set of one file."""
+    """Name of a registered data set with one file."""
     folder = write_folder(tmp_path_factory.mktemp("stream") / "data", "jsonl", 1)
     register_dataset("streaming-test-one-file", HubDataset(path=str(folder)))
     return "streaming-test-one-file"
@@ -70,17 +68,12 @@ def build(
     return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
 
 
-def take(loader, n=10**9):
-    """Up to n batches."""
-    return [batch for _, batch in zip(range(n), loader, strict=False)]
-
-
 def as_lists(batches):
     return [{name: value.tolist() for name, value in batch.items()} for batch in batches]
 
 
 def token_stream(batches, node=0, n_nodes=1):
-    """The tokens that one node has handed out, rebuilt from its samples; the labels follow the last input."""
+    """Rebuild the token stream of one rank from its samples; the last label follows the last input."""
     tokens = []
     for batch in batches:
         for inputs, labels, (first, _) in zip(
@@ -94,7 +87,7 @@ def token_stream(batches, node=0, n_nodes=1):
 
 
 def documents_in(stream, tokenizer):
-    """The documents of a token stream, in order."""
+    """Return the documents of a token stream, in order."""
     begins = [i for i, token in enumerate(stream) if token == tokenizer.bos_id]
     assert not begins or begins[0] == 0
     return [tuple(stream[i:j]) for i, j in zip(begins, [*begins[1:], len(stream)], strict=True)]
@@ -105,7 +98,7 @@ def expected_documents(tokenizer, epochs=1):
 
 
 @pytest.mark.parametrize("document_mask", [True, False])
-def test_in_order_a_stream_equals_local_data(dataset, tokenizer, tmp_path, document_mask):
+def test_unshuffled_stream_equals_local_data(dataset, tokenizer, tmp_path, document_mask):
     with (tmp_path / "local.jsonl").open("w") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in TEXTS)
     config = PretrainDataLoader.Config(
@@ -118,7 +111,7 @@ def test_in_order_a_stream_equals_local_data(dataset, tokenizer, tmp_path, docum
 
 
 @pytest.mark.parametrize("ranks, workers", [(1, 0), (1, 2), (2, 0), (2, 2), (5, 0)])
-def test_every_document_comes_once_per_epoch(dataset, tokenizer, ranks, workers):
+def test_every_document_once_per_epoch(dataset, tokenizer, ranks, workers):
     documents, n_nodes = [], ranks * max(1, workers)
     for rank in range(ranks):
         loader = build(
@@ -134,19 +127,19 @@ def test_every_document_comes_once_per_epoch(dataset, tokenizer, ranks, workers)
     assert sorted(documents) == expected_documents(tokenizer)
 
 
-def test_epochs_are_shuffled_anew(dataset, tokenizer):
+def test_each_epoch_is_shuffled_differently(dataset, tokenizer):
     loader = build(dataset, tokenizer, batch=1, document_mask=False)
     epochs, batches = [], []
     while len(epochs) < 3:
         batches.append(next(loader))
-        if (batches[-1]["labels"] == IGNORE_INDEX).any():  # an epoch's last window
+        if (batches[-1]["labels"] == IGNORE_INDEX).any():  # the last window of an epoch
             epochs.append(documents_in(token_stream(batches), tokenizer))
             batches = []
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert [sorted(epoch) for epoch in epochs] == [expected_documents(tokenizer)] * 3
 
 
-def test_files_are_shuffled_too_from_the_second_epoch_on(tmp_path, tokenizer):
+def test_files_are_shuffled_from_the_second_epoch(tmp_path, tokenizer):
     folder = write_folder(tmp_path / "data", "jsonl", 6)
     register_dataset("streaming-test-files", HubDataset(path=str(folder)))
     loader = build("streaming-test-files", tokenizer, batch=1, block=1, epochs=2, document_mask=False)
@@ -172,7 +165,7 @@ def test_closing_keeps_the_position(one_file, tokenizer):
         assert workers or first + again == straight
 
 
-def test_stream_can_be_sent_to_a_worker_that_is_not_forked(one_file, tokenizer):
+def test_stream_can_be_pickled(one_file, tokenizer):
     source = resolve_source(one_file)
     layout = Layout(seq_len=SEQ_LEN, local_batch_size=2, dp_rank=0, dp_world_size=1, num_workers=0, document_mask=True)
     stream = PackedStream(source, tokenizer, layout, StreamOrder(shuffle=True, block_size=16, seed=0))
@@ -186,7 +179,7 @@ def test_seeds_shuffle_differently(one_file, tokenizer):
 
 
 def run_through(loader):
-    """All batches, as lists."""
+    """Return all batches as lists."""
     batches = []
     while not loader.exhausted and (batch := next(loader, None)) is not None:
         batches.append(batch)
@@ -194,14 +187,23 @@ def run_through(loader):
     return as_lists(batches)
 
 
-@pytest.mark.parametrize("ranks, workers, hop", [(1, 0, 1), (1, 2, 9), (2, 0, 2), (2, 2, 7)])
-def test_resumed_again_and_again_is_the_same_stream(dataset, tokenizer, ranks, workers, hop):
-    # Two epochs, so that places in a block, between blocks, in a long document and between epochs are among the stops.
+@pytest.mark.parametrize(
+    "ranks, workers, hop",
+    [
+        (1, 0, 5),
+        (2, 2, 19),
+        pytest.param(1, 0, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, 9, marks=pytest.mark.slow),
+        pytest.param(2, 2, 7, marks=pytest.mark.slow),
+    ],
+)
+def test_repeated_resume_is_exact(dataset, tokenizer, ranks, workers, hop):
+    # Over two epochs, the stops include places in a block, between blocks, in a long document and between epochs.
     runtime = {"workers": workers, "dp_rank": ranks - 1, "dp_world_size": ranks, "epochs": 2}
     straight = run_through(build(dataset, tokenizer, **runtime))
     state, pieces = None, []
     while sum(map(len, pieces)) < len(straight):
-        loader = build(dataset, tokenizer, seed=len(pieces), **runtime)  # the first seed decides
+        loader = build(dataset, tokenizer, seed=len(pieces), **runtime)  # only the first seed counts
         if state is not None:
             loader.load_state_dict(json.loads(state))
         pieces.append(as_lists(take(loader, hop)))
@@ -218,34 +220,34 @@ def test_state_before_the_first_batch_starts_no_worker(one_file, tokenizer):
     state = loader.state_dict()
     assert state["position"]["workers"] is None
     first = take(loader, 2)
-    loader.load_state_dict(state)  # back to the beginning
+    loader.load_state_dict(state)  # rewind
     assert as_lists(take(loader, 2)) == as_lists(first)
     loader.close()
 
 
-@pytest.mark.parametrize("changed", [{"workers": 2}, {"dp_world_size": 2}])
-def test_another_layout_starts_anew_and_says_so(one_file, tokenizer, caplog, changed):
+@pytest.mark.parametrize("changed", [{"workers": 1}, {"dp_world_size": 2}])
+def test_changed_layout_restarts_with_a_warning(one_file, tokenizer, caplog, changed):
     loader = build(one_file, tokenizer)
     take(loader, 4)
     fresh, other = build(one_file, tokenizer, **changed), build(one_file, tokenizer, **changed)
     with caplog.at_level(logging.WARNING, "torchtitan"):
         other.load_state_dict(loader.state_dict())
-    assert "saved with 1 ranks with 0 workers" in caplog.text and "starts from its beginning" in caplog.text
-    anew = as_lists(take(other, 4))
-    assert anew != as_lists(take(fresh, 4))
+    assert "saved with 1 rank and 0 workers per rank" in caplog.text and "starts from its beginning" in caplog.text
+    restarted = as_lists(take(other, 4))
+    assert restarted != as_lists(take(fresh, 4))
     again = build(one_file, tokenizer, **changed)
     again.load_state_dict(loader.state_dict())
     take(again, 2)
     resumed = build(one_file, tokenizer, **changed)
     caplog.clear()
     resumed.load_state_dict(again.state_dict())
-    assert as_lists(take(resumed, 2)) == anew[2:] and not caplog.text
+    assert as_lists(take(resumed, 2)) == restarted[2:] and not caplog.text
     for each in (fresh, other, again, resumed):
         each.close()
 
 
 @pytest.mark.parametrize("changed", [{"block": 8}, {"seq_len": 32}, {"shuffle": False}])
-def test_position_in_another_order_is_refused(one_file, tokenizer, caplog, changed):
+def test_position_in_a_different_order_is_rejected(one_file, tokenizer, caplog, changed):
     loader = build(one_file, tokenizer)
     take(loader, 4)
     other = build(one_file, tokenizer, **changed)
@@ -264,7 +266,7 @@ def test_end_with_one_rank(one_file, tokenizer):
         loader.close()
 
 
-def test_end_of_unequal_shares_hangs_no_rank(tmp_path, tokenizer):
+def test_all_ranks_end_together_with_unequal_shares(tmp_path, tokenizer):
     (tmp_path / "data").mkdir()
     for i, n_texts in enumerate((2, 40)):
         datasets.Dataset.from_dict({"text": TEXTS[30 : 30 + n_texts]}).to_json(tmp_path / f"data/train-{i}.jsonl")
@@ -283,7 +285,7 @@ def test_end_of_unequal_shares_hangs_no_rank(tmp_path, tokenizer):
     assert set(n_exhausted) == {0, 1}
 
 
-def test_ended_stream_stays_ended_and_goes_on_with_more_epochs(one_file, tokenizer):
+def test_ended_stream_stays_ended_and_continues_with_more_epochs(one_file, tokenizer):
     ended = build(one_file, tokenizer, epochs=1)
     n_batches = len(take(ended))
     state = json.loads(json.dumps(ended.state_dict()))
@@ -314,14 +316,14 @@ def test_workers_without_documents(tmp_path, tokenizer):
     loader.close()
 
 
-def test_global_random_numbers_are_left_alone(one_file, tokenizer):
+def test_global_random_state_is_unchanged(one_file, tokenizer):
     torch.manual_seed(0)
     before = torch.get_rng_state()
     take(build(one_file, tokenizer), 3)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_documents_in_words(one_file, tokenizer):
+def test_document_names(one_file, tokenizer):
     loader = build(one_file, tokenizer, shuffle=False, workers=2, dp_rank=1, dp_world_size=2)
     first, second = take(loader, 2)
     assert loader.describe(first["documents"][0]).startswith(f"{one_file} (train), documents 1-")
@@ -344,7 +346,7 @@ def test_validation_split(tmp_path, tokenizer):
     assert tokenizer.decode(batch["input"][0].tolist(), skip_special_tokens=True).startswith("validation text")
 
 
-def test_prepare_finds_what_is_wrong(tmp_path, one_file, tokenizer):
+def test_prepare_finds_wrong_options(tmp_path, one_file, tokenizer):
     def prepare(name, **fields):
         PretrainDataLoader.Config(dataset=name, **fields).prepare(tokenizer=tokenizer)
 
@@ -356,7 +358,7 @@ def test_prepare_finds_what_is_wrong(tmp_path, one_file, tokenizer):
     register_dataset("streaming-test-missing", HubDataset(path=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match=r"'streaming-test-missing' \(.*nowhere, split 'train'\) cannot be read: "):
         prepare("streaming-test-missing")
-    with pytest.raises(UserError, match="has no split 'test'; it has: train"):
+    with pytest.raises(UserError, match="has no split 'test'; use one of: train"):
         prepare(one_file, split="test")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "train.jsonl").write_text("")
@@ -366,15 +368,15 @@ def test_prepare_finds_what_is_wrong(tmp_path, one_file, tokenizer):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_text_in_a_worker_is_one_line(one_file, tokenizer, workers):
+def test_bad_text_in_a_worker_is_a_user_error(one_file, tokenizer, workers):
     loader = build(one_file, tokenizer, workers=workers, text_column="n")
-    with pytest.raises(UserError, match=f"^dataset '{one_file}': column 'n' holds an int, not text$"):
+    with pytest.raises(UserError, match=f"^dataset '{one_file}': column 'n' contains an int, not text$"):
         next(loader)
     loader.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_failure_while_rows_flow_is_no_mistake_of_the_user(tmp_path, tokenizer, workers):
+def test_failure_while_reading_is_no_user_error(tmp_path, tokenizer, workers):
     folder = write_folder(tmp_path / "data", "jsonl", 4)
     with (folder / "train-00003-of-00004.jsonl").open("a") as file:
         file.write('{"text": "cut sho')
@@ -391,24 +393,14 @@ def test_failure_while_rows_flow_is_no_mistake_of_the_user(tmp_path, tokenizer, 
     loader.close()
 
 
-def test_failure_to_open_during_a_run_is_no_mistake_of_the_user(tmp_path, tokenizer):
+def test_failure_to_open_during_a_run_is_no_user_error(tmp_path, tokenizer):
     register_dataset("streaming-test-gone", HubDataset(path=str(tmp_path / "gone")))
     with pytest.raises(RunFailure, match="'streaming-test-gone' .* cannot be read: "):
         next(build("streaming-test-gone", tokenizer))
 
 
-OFFLINE = """
-from torchtitan.components.data import PretrainDataLoader
-from torchtitan.components.tokenizer import PretrainedTokenizer
-try:
-    PretrainDataLoader.Config(dataset="c4").prepare(tokenizer=PretrainedTokenizer.Config().build())
-except ValueError as error:
-    print(type(error).__name__, error)
-"""
-
-
-def test_without_network_the_message_names_the_dataset(tmp_path):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, env=environment)
-    assert result.stdout.startswith("UserError dataset 'c4' (allenai/c4, en, split 'train') cannot be read: ")
-    assert r"check the network, or use a local path\n" in result.stdout
+def test_error_without_network_names_the_dataset(tokenizer, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = r"^dataset 'c4' \(allenai/c4, en, split 'train'\) cannot be read: .*; check the network, or use a local "
+    with pytest.raises(UserError, match=message):
+        PretrainDataLoader.Config(dataset="c4").prepare(tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""The token cache: what is in it, when it is found again, and what a failed build leaves behind."""
+"""Token cache: content, reuse, checks, failed builds."""
 
 import errno
 import json
@@ -36,8 +36,8 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.progress import progress
 
 
-class NeverAsked(PretrainedTokenizer):
-    """The embedded tokenizer, which fails when it has to encode more than a probe."""
+class FailingTokenizer(PretrainedTokenizer):
+    """Embedded tokenizer that fails if it encodes more than a probe."""
 
     def tokenize(self, texts, *, allow_special):
         assert max(len(text) for text in texts) < 5, "the cache was not used"
@@ -45,7 +45,7 @@ class NeverAsked(PretrainedTokenizer):
 
 
 class OtherTokenizer(PretrainedTokenizer):
-    """The embedded tokenizer under another fingerprint, as any other class has."""
+    """Embedded tokenizer with a different fingerprint, like every other class."""
 
 
 def same_fingerprint(kind: type[Tokenizer], tokenizer: Tokenizer) -> Tokenizer:
@@ -58,13 +58,13 @@ def open_cache(path: Path, tokenizer: Tokenizer, root: Path, text_column: str | 
     return open_token_cache(resolve_source(str(path), text_column), tokenizer, str(root))
 
 
-def kept(root: Path) -> list[str]:
-    """The finished and unfinished token folders."""
+def cache_folders(root: Path) -> list[str]:
+    """Return the finished and unfinished token folders."""
     return sorted(path.name for path in (root / "tokens").iterdir() if path.suffix != ".lock")
 
 
 def make_old(path: Path) -> None:
-    """Date a file back, so that its digest may be remembered."""
+    """Set a file's time back, so that its digest is stored."""
     os.utime(path, ns=(time.time_ns(), time.time_ns() - 10**10))
 
 
@@ -94,7 +94,7 @@ def test_content_is_the_encoded_documents(tmp_path, tokenizer):
     assert cache.describe(4, 5) == "a.jsonl, document 5 to b.txt, document 1"
 
 
-def test_pickled_cache_holds_no_tokens(tmp_path, tokenizer):
+def test_pickled_cache_contains_no_tokens(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("word " * 10_000)
     cache = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
     pickled = pickle.dumps(cache)
@@ -118,7 +118,7 @@ TRICKY = "It's 1234567\n\n\n  indented\n\tdon't  \n x\n\ny.\n(z)\n12\n34 ...\n\n
 
 @pytest.mark.parametrize("folder", ["", "gpt2-tokenizer", "llama3-tokenizer", "mistral-v0.3-tokenizer"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_document_in_pieces_equals_document_at_once(assets, monkeypatch, folder, newline):
+def test_document_in_chunks_has_equal_tokens(assets, monkeypatch, folder, newline):
     tokenizer = PretrainedTokenizer.Config().build(path=assets / folder if folder else "")
     text = (assets / "text" / "tinyshakespeare.txt").read_text()[:200_000] + TRICKY * 50
     text = text.replace("\n", newline)
@@ -132,11 +132,11 @@ def test_document_in_pieces_equals_document_at_once(assets, monkeypatch, folder,
             documents.append(ids)
             ids = []
     assert documents == tokenizer.encode_documents([text, "short"])
-    # Mistral's tokenizer marks the start of a text, and so must see the document at once.
+    # Mistral's tokenizer marks the start of a text, so the document must not be split.
     assert (len(pieces) > 500) == (folder != "mistral-v0.3-tokenizer")
 
 
-def test_pieces_are_bounded_and_read_as_needed():
+def test_chunks_are_bounded_and_read_on_demand():
     def chunks():
         for _ in range(100):
             n_read.append(1)
@@ -150,18 +150,18 @@ def test_pieces_are_bounded_and_read_as_needed():
     assert longest <= 1000
 
 
-def test_found_again_by_content(tmp_path, tokenizer):
+def test_cache_is_found_by_content(tmp_path, tokenizer):
     root, original = tmp_path / "cache", tmp_path / "a.txt"
     original.write_text("The same content.")
     key = open_cache(original, tokenizer, root).key
     shutil.copy(original, tmp_path / "copy.txt")
-    never = same_fingerprint(NeverAsked, tokenizer)
-    cache = open_cache(tmp_path / "copy.txt", never, root)
+    failing = same_fingerprint(FailingTokenizer, tokenizer)
+    cache = open_cache(tmp_path / "copy.txt", failing, root)
     assert cache.key == key and cache.describe(0, 0) == "copy.txt, document 1"
-    assert kept(root) == [key]
+    assert cache_folders(root) == [key]
 
 
-def test_other_content_tokenizer_column_or_format_is_other_data(tmp_path, tokenizer):
+def test_changed_content_tokenizer_column_or_format_needs_a_new_cache(tmp_path, tokenizer):
     root, path = tmp_path / "cache", tmp_path / "a.jsonl"
     path.write_text('{"text": "one", "body": "two"}\n')
     keys = [open_cache(path, tokenizer, root).key, open_cache(path, tokenizer, root, "body").key]
@@ -169,12 +169,12 @@ def test_other_content_tokenizer_column_or_format_is_other_data(tmp_path, tokeni
     keys.append(open_cache(shutil.copy(path, tmp_path / "a.txt"), tokenizer, root).key)
     stat = path.stat()
     path.write_text('{"text": "eno", "body": "two"}\n')
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the same size, within the same instant
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # equal size and time
     keys.append(open_cache(path, tokenizer, root).key)
-    assert len(set(keys)) == 5 and kept(root) == sorted(keys)
+    assert len(set(keys)) == 5 and cache_folders(root) == sorted(keys)
 
 
-def test_digest_is_remembered_until_the_file_changes(tmp_path, tokenizer, monkeypatch):
+def test_digest_is_reused_until_the_file_changes(tmp_path, tokenizer, monkeypatch):
     root, path = tmp_path / "cache", tmp_path / "a.txt"
     path.write_text("one text")
     make_old(path)
@@ -187,7 +187,7 @@ def test_digest_is_remembered_until_the_file_changes(tmp_path, tokenizer, monkey
     assert open_cache(path, tokenizer, root).key != key
 
 
-def test_place_of_the_cache(tmp_path, monkeypatch):
+def test_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TORCHTITAN_CACHE", raising=False)
     assert cache_root("") == tmp_path / ".cache" / "torchtitan"
@@ -196,9 +196,11 @@ def test_place_of_the_cache(tmp_path, monkeypatch):
     assert cache_root("/given") == Path("/given")
 
 
-def test_unwritable_place(tmp_path, tokenizer):
+def test_unwritable_cache_folder(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("some text")
-    with pytest.raises(UserError, match=r"cannot write to the token cache .*/a.txt/x: Not a directory; set "):
+    with pytest.raises(
+        UserError, match=r"cannot write to the cache .*/a.txt/x: Not a directory; set --dataloader.cache_dir"
+    ):
         open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "a.txt" / "x")
 
 
@@ -207,10 +209,10 @@ def test_empty_data(tmp_path, tokenizer, content):
     (tmp_path / "a.txt").write_text(content)
     with pytest.raises(UserError, match="a.txt contains no text to train on"):
         open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
-    assert kept(tmp_path / "cache") == []
+    assert cache_folders(tmp_path / "cache") == []
 
 
-def test_empty_file_among_others_is_named(tmp_path, tokenizer, caplog):
+def test_empty_file_among_others_causes_a_warning(tmp_path, tokenizer, caplog):
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.txt").write_text("some text")
     with caplog.at_level(logging.WARNING, "torchtitan"):
@@ -218,15 +220,15 @@ def test_empty_file_among_others_is_named(tmp_path, tokenizer, caplog):
     assert [record.message for record in caplog.records] == [f"1 of 2 files of {tmp_path} contain no text: a.txt"]
 
 
-def test_bad_data_leaves_nothing(tmp_path, tokenizer):
+def test_bad_data_leaves_no_files(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n' * 1000 + '{"text": "bad\n')
     with pytest.raises(UserError, match="a.jsonl:1001: broken JSON"):
         open_cache(path, tokenizer, tmp_path / "cache")
-    assert kept(tmp_path / "cache") == []
+    assert cache_folders(tmp_path / "cache") == []
 
 
-def test_file_that_changes_while_it_is_read(tmp_path, tokenizer):
+def test_change_while_reading_is_an_error(tmp_path, tokenizer):
     path = tmp_path / "a.txt"
     path.write_text("some text")
     source = resolve_source(str(path))
@@ -239,7 +241,7 @@ def test_file_that_changes_while_it_is_read(tmp_path, tokenizer):
     source.parts[0].documents = documents
     with pytest.raises(UserError, match="a.txt changed while it was being read"):
         open_token_cache(source, tokenizer, str(tmp_path / "cache"))
-    assert kept(tmp_path / "cache") == []
+    assert cache_folders(tmp_path / "cache") == []
 
 
 DAMAGES = {
@@ -256,7 +258,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_cache_is_set_aside_and_made_again(tmp_path, tokenizer, caplog, damage):
+def test_damaged_cache_is_renamed_and_rebuilt(tmp_path, tokenizer, caplog, damage):
     (tmp_path / "a.txt").write_text("some text")
     folder = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache").folder
     written = {path: path.read_bytes() for path in folder.iterdir()}
@@ -268,10 +270,10 @@ def test_damaged_cache_is_set_aside_and_made_again(tmp_path, tokenizer, caplog, 
         cache = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
         assert cache.tokens(0, 99).tolist() == tokenizer.encode_documents(["some text"])[0]
         [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert line.startswith(f"the token cache {folder} is damaged (") and "\n" not in line
-        assert line.endswith(f"): it was renamed to {folder.name}.damaged and is rebuilt")
+        assert line.startswith(f"the cache {folder} is damaged (") and "\n" not in line
+        assert line.endswith(f"); it was renamed to {folder.name}.damaged and is rebuilt")
         assert {path: path.read_bytes() for path in folder.iterdir()} == written
-        assert kept(tmp_path / "cache") == [folder.name, f"{folder.name}.damaged"]
+        assert cache_folders(tmp_path / "cache") == [folder.name, f"{folder.name}.damaged"]
         aside = folder.with_suffix(".damaged").iterdir()
         assert {file.name: file.read_bytes() for file in aside} == left
 
@@ -285,7 +287,7 @@ def test_damaged_cache_is_set_aside_and_made_again(tmp_path, tokenizer, caplog, 
         ({"meta.json": [10**30, []], "tokens.bin": [], "offsets.bin": []}, ""),
     ],
 )
-def test_checksums_of_a_wrong_shape_are_damage(tmp_path, tokenizer, caplog, content, problem):
+def test_malformed_checksums_are_damage(tmp_path, tokenizer, caplog, content, problem):
     (tmp_path / "a.txt").write_text("some text")
     folder = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache").folder
     (folder / "blocks.json").write_text(json.dumps(content))
@@ -304,14 +306,14 @@ def test_checksums_of_other_files_are_damage(tmp_path, tokenizer, caplog, name):
     assert f"is damaged ({name!r} is missing)" in caplog.text
 
 
-def test_of_a_large_file_a_sample_is_compared_or_all(tmp_path, tokenizer, monkeypatch, caplog):
+def test_large_file_is_checked_by_sample_or_completely(tmp_path, tokenizer, monkeypatch, caplog):
     monkeypatch.setattr(disk_cache, "_BLOCK_BYTES", 32)
     (tmp_path / "a.txt").write_text("".join(f"word {i} " for i in range(300)))
     source, root = resolve_source(str(tmp_path / "a.txt")), str(tmp_path / "cache")
     tokens = open_token_cache(source, tokenizer, root).folder / "tokens.bin"
     content = tokens.read_bytes()
     n_blocks = -(-len(content) // 32)
-    assert n_blocks >= 31  # so that the second block is not in the sample
+    assert n_blocks >= 31  # with fewer, the sample would contain the second block
     for block, verify, found in [(0, False, True), (n_blocks - 1, False, True), (1, False, False), (1, True, True)]:
         tokens.write_bytes(content[: block * 32] + bytes([content[block * 32] ^ 1]) + content[block * 32 + 1 :])
         caplog.clear()
@@ -320,13 +322,13 @@ def test_of_a_large_file_a_sample_is_compared_or_all(tmp_path, tokenizer, monkey
         assert (tokens.read_bytes() == content) == found
 
 
-def test_loaders_compare_all_if_asked(tmp_path, tokenizer, monkeypatch, caplog):
+def test_loaders_can_check_all_blocks(tmp_path, tokenizer, monkeypatch, caplog):
     monkeypatch.setattr(disk_cache, "_BLOCK_BYTES", 32)
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "word {i}"}}\n' for i in range(300)))
-    given = {"cache_dir": str(tmp_path / "cache")}
+    options = {"cache_dir": str(tmp_path / "cache")}
     for config in (
-        PretrainDataLoader.Config(dataset=str(tmp_path / "a.jsonl"), **given),
-        SFTDataLoader.Config(dataset=[str(tmp_path / "a.jsonl")], **given),
+        PretrainDataLoader.Config(dataset=str(tmp_path / "a.jsonl"), **options),
+        SFTDataLoader.Config(dataset=[str(tmp_path / "a.jsonl")], **options),
     ):
         config.prepare(tokenizer=tokenizer)
         [file] = [*tmp_path.glob("cache/*/*/tokens.bin"), *tmp_path.glob("cache/*/*/ids.bin")][-1:]
@@ -338,7 +340,7 @@ def test_loaders_compare_all_if_asked(tmp_path, tokenizer, monkeypatch, caplog):
         assert "is damaged" in caplog.text
 
 
-def test_a_cache_that_cannot_be_read_stays(tmp_path, tokenizer, monkeypatch):
+def test_unreadable_cache_is_kept(tmp_path, tokenizer, monkeypatch):
     (tmp_path / "a.txt").write_text("some text")
     cache = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
     read = Path.read_text
@@ -351,8 +353,8 @@ def test_a_cache_that_cannot_be_read_stays(tmp_path, tokenizer, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(UserError, match=f"{cache.folder} cannot be read: .*Input"):
         patched.setattr(Path, "read_text", fail)
         open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
-    never = same_fingerprint(NeverAsked, tokenizer)
-    assert open_cache(tmp_path / "a.txt", never, tmp_path / "cache").key == cache.key
+    failing = same_fingerprint(FailingTokenizer, tokenizer)
+    assert open_cache(tmp_path / "a.txt", failing, tmp_path / "cache").key == cache.key
 
 
 KILLED_BUILD = """
@@ -374,31 +376,31 @@ open_token_cache(resolve_source(sys.argv[1]), tokenizer, sys.argv[2])
 """
 
 
-def test_killed_build_is_made_again(tmp_path, tokenizer):
+def test_killed_build_is_repeated(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("some text")
     arguments = [str(tmp_path / "a.txt"), str(tmp_path / "cache"), tokenizer.fingerprint]
     with RunningCommand([sys.executable, "-c", KILLED_BUILD, *arguments], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"encoding\n"
         process.send_signal(signal.SIGKILL)
-    [left] = kept(tmp_path / "cache")
+    [left] = cache_folders(tmp_path / "cache")
     assert left.endswith(".partial")
     cache = open_cache(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
     assert cache.tokens(0, 99).tolist() == tokenizer.encode_documents(["some text"])[0]
-    assert kept(tmp_path / "cache") == [cache.key]
+    assert cache_folders(tmp_path / "cache") == [cache.key]
 
 
-def test_second_process_waits_and_says_so(tmp_path, tokenizer, caplog):
+def test_second_process_waits_with_a_message(tmp_path, tokenizer, caplog):
     path, root = tmp_path / "a.txt", tmp_path / "cache"
     path.write_text("some text")
     key = open_cache(path, tokenizer, root).key
     shutil.move(root / "tokens" / key, tmp_path / "finished")
-    never = same_fingerprint(NeverAsked, tokenizer)
+    failing = same_fingerprint(FailingTokenizer, tokenizer)
     found = []
     with caplog.at_level(logging.INFO, "torchtitan"), FileLock(root / "tokens" / f"{key}.lock"):
-        thread = threading.Thread(target=lambda: found.append(open_cache(path, never, root)))
+        thread = threading.Thread(target=lambda: found.append(open_cache(path, failing, root)))
         thread.start()
         deadline = time.monotonic() + 20
-        while "waiting for another process that tokenizes" not in caplog.text:
+        while "waiting for another process to tokenize" not in caplog.text:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert not found

@@ -1,4 +1,4 @@
-"""The order of windows and the packing, against a token-by-token reference."""
+"""Window order and packing, against a token-by-token reference."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_permutations_are_uniform(size):
 
 
 def random_documents(seed):
-    """Tokens of documents of 0 to 12 tokens, all different, and where the documents begin."""
+    """Return distinct tokens of documents of 0 to 12 tokens, and the offsets of the documents."""
     lengths = np.random.default_rng(seed).integers(0, 13, 40)
     return np.arange(100, 100 + lengths.sum()), np.cumsum(lengths) - lengths
 
@@ -46,7 +46,7 @@ def windows_of(tokens, offsets, seq_len, *, document_mask):
 
 @pytest.mark.parametrize("seq_len", [1, 2, 5, 8, 64, 500])
 @pytest.mark.parametrize("document_mask", [True, False])
-def test_windows_agree_with_token_by_token_reference(seq_len, document_mask):
+def test_windows_equal_the_reference(seq_len, document_mask):
     tokens, offsets = random_documents(seq_len)
     first_of_document = set(offsets[offsets < len(tokens)].tolist())
     for start, sample in windows_of(tokens, offsets, seq_len, document_mask=document_mask):
@@ -79,7 +79,7 @@ def test_number_of_windows():
 
 
 @pytest.mark.parametrize("document_mask", [True, False])
-def test_filler_predicts_nothing(document_mask):
+def test_padding_has_no_labels(document_mask):
     sample, _ = padding_sample(6, document_mask=document_mask)
     assert (sample["labels"] == IGNORE_INDEX).all()
     assert sample.keys() == pack(np.arange(3), np.arange(1), 6, document_mask=document_mask).keys()

@@ -1,16 +1,16 @@
-"""Rows of every kind of file: their values, their places, and what is wrong with one of them or with all."""
+"""Rows of all file formats: values, places, broken rows and files."""
 
 import csv
 import gzip
 import json
 import os
-import re
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from tests.components.data.helpers import raises
 from torchtitan.assets.chats import Chats
 from torchtitan.assets.stories import Stories
 from torchtitan.components.data.sources.rows import Row
@@ -34,17 +34,12 @@ def source_of(dataset: str, split: str = "train") -> Source:
     return resolve_source(dataset, split=split, catalog=CHAT_DATASETS)
 
 
-def rows_of(source: Source) -> list[Row]:
+def read_rows(source: Source) -> list[Row]:
     return list(source.rows(lambda _: None))
 
 
 def rows_at(path: Path | str, split: str = "train") -> list[Row]:
-    return rows_of(source_of(str(path), split))
-
-
-def raises(message: str):
-    """Expect a `UserError` that contains `message`."""
-    return pytest.raises(UserError, match=re.escape(message))
+    return read_rows(source_of(str(path), split))
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -66,7 +61,7 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture
 def own_registry(monkeypatch):
-    """What is registered is gone after the test."""
+    """Undo registrations after the test."""
     monkeypatch.setattr(CHAT_DATASETS, "registered", {})
 
 
@@ -77,7 +72,9 @@ def test_values_and_places(tmp_path, kind, compression):
     rows = rows_at(path)
     assert [row.values for row in rows] == ROWS
     place = {"jsonl": ":{}", "json": ", element {}", "csv": ":{}", "parquet": ", row {}"}[kind]
-    numbers = [2, 4, 5] if kind == "csv" else [1, 2, 3]  # of the line that a CSV row begins in, behind the header
+    numbers = (
+        [2, 4, 5] if kind == "csv" else [1, 2, 3]
+    )  # a CSV row has the number of its first line; the header is line 1
     assert [row.where for row in rows] == [path.name + place.format(number) for number in numbers]
 
 
@@ -95,7 +92,7 @@ def test_text_file_is_one_row(tmp_path):
     assert rows_at(tmp_path / "a.md") == [Row("a.md", {"text": "# Title\r\n\r\nText 文"})]
 
 
-def test_blank_lines_are_left_out_and_numbers_kept(tmp_path):
+def test_blank_lines_are_skipped_and_counted(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\r\n  \n{"n": null}')
     assert rows_at(tmp_path / "a.jsonl") == [Row("a.jsonl:1", {"n": 1}), Row("a.jsonl:4", {"n": None})]
 
@@ -106,12 +103,12 @@ def test_blank_lines_are_left_out_and_numbers_kept(tmp_path):
         ('{"text": "never ends', "broken JSON, Invalid control character at (column 21)"),
         ("[1, 2]", "expected an object with columns as its keys, found a list"),
         ("17", "found an int"),
-        ('{"text": "half \\ud83d of one"}', r"\\ud83d'"),
+        ('{"text": "half \\ud83d of one"}', r"broken JSON, lone surrogate '\ud83d'"),
         ("[" * 100_000, "broken JSON, nested too deeply"),
         ('{"n": ' + "1" * 5000 + "}", "broken JSON, Exceeds the limit"),
     ],
 )
-def test_a_broken_line_is_a_row_with_an_error(tmp_path, line, error):
+def test_broken_line_is_a_row_with_an_error(tmp_path, line, error):
     (tmp_path / "a.jsonl").write_text('{"text": "whole \\ud83d\\ude42"}\n' + line + '\n{"text": "c"}\n')
     first, broken, last = rows_at(tmp_path / "a.jsonl")
     assert (first.values, last.values) == ({"text": "whole 🙂"}, {"text": "c"})
@@ -121,7 +118,7 @@ def test_a_broken_line_is_a_row_with_an_error(tmp_path, line, error):
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 2])
-def test_lists_in_pieces(tmp_path, monkeypatch, chunk, indent):
+def test_lists_are_read_in_chunks(tmp_path, monkeypatch, chunk, indent):
     monkeypatch.setattr("torchtitan.components.data.sources.files.CHUNK_SIZE", chunk)
     elements = [{"n": 1, "t": 'a ], "b" \u6587'}, {}, {"n": [1, {"x": None}]}, {"n": -1.5e3}]
     for listed in (elements, elements[:1], []):
@@ -130,7 +127,12 @@ def test_lists_in_pieces(tmp_path, monkeypatch, chunk, indent):
     (tmp_path / "a.json").write_text('[12, {"n": 1}, "\\ud83d", 34]')
     rows = rows_at(tmp_path / "a.json")
     assert [row.values for row in rows] == [None, {"n": 1}, None, None]
-    assert [row.error.rpartition(", ")[2] for row in rows] == ["found an int", "", "'\\ud83d'", "found an int"]
+    assert [row.error.rpartition(", ")[2] for row in rows] == [
+        "found an int",
+        "",
+        r"lone surrogate '\ud83d'",
+        "found an int",
+    ]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
@@ -153,7 +155,7 @@ def test_broken_lists(tmp_path, monkeypatch, chunk, text, line):
         rows_at(tmp_path / "a.json")
 
 
-def test_no_more_of_a_list_is_read_than_is_needed(tmp_path):
+def test_lists_are_read_on_demand(tmp_path):
     write(tmp_path / "a.json", ROWS * 10)
     seen: list[int] = []
     next(source_of(str(tmp_path / "a.json")).rows(seen.append))
@@ -176,7 +178,7 @@ def test_broken_elements_and_cells(tmp_path):
     ]
 
 
-def test_a_file_that_is_broken_as_a_whole(tmp_path):
+def test_completely_broken_files(tmp_path):
     for name, content, message in [
         ("a.json", b'[{"n": 1},\n{"n": 2', "a.json:2: broken JSON"),
         ("b.json", b'{\n"n": 1\n}', "b.json:1: the file is one object over several lines"),
@@ -184,9 +186,9 @@ def test_a_file_that_is_broken_as_a_whole(tmp_path):
         (
             "c.csv",
             b"question;answer\na;b\n",
-            "c.csv:1: the only column is 'question;answer'; columns must be separated",
+            "c.csv:1: the only column is 'question;answer'; separate columns by commas, not ';'",
         ),
-        ("b.csv", b"prompt,text,text\na,b,c\n", "b.csv:1: several columns are called 'text'; rename one of them"),
+        ("b.csv", b"prompt,text,text\na,b,c\n", "b.csv:1: the column name 'text' is repeated; rename one column"),
         ("a.parquet", b"no parquet", "a.parquet is not a readable parquet file"),
         ("a.jsonl", b'{"n": 1}\n{"n": "\xff"}', "a.jsonl is not UTF-8: byte 0xff at offset 16 (line 2)"),
         ("a.jsonl.gz", gzip.compress(b'{"n": 1}')[:-8], "a.jsonl.gz cannot be read"),
@@ -209,7 +211,7 @@ def test_a_file_that_is_broken_as_a_whole(tmp_path):
         ("\0\0\0", "broken JSON, Expecting value"),
     ],
 )
-def test_rows_that_no_reader_survived(tmp_path, row, error):
+def test_rows_that_crash_parsers(tmp_path, row, error):
     (tmp_path / "a.jsonl").write_text(f'{{"n": 1}}\n{row}\n{{"n": 2}}\n')
     first, broken, last = rows_at(tmp_path / "a.jsonl")
     assert (first.values, last.values) == ({"n": 1}, {"n": 2})
@@ -222,8 +224,8 @@ def test_rows_that_no_reader_survived(tmp_path, row, error):
         assert str(whole).startswith(f"{tmp_path / 'a.json'}:2: broken JSON, ") and error[:20] in str(whole)
 
 
-def test_values_that_python_has_no_form_for(tmp_path):
-    """They make their rows broken, and no others."""
+def test_parquet_values_without_python_equivalent(tmp_path):
+    """Only rows with such values are broken."""
     columns = {
         "time": pyarrow.array([0, 2**62, 1]).cast(pyarrow.timestamp("us")),
         "date": pyarrow.array([0, 2**30, 1], pyarrow.int32()).view(pyarrow.date32()),
@@ -246,7 +248,7 @@ def test_values_that_python_has_no_form_for(tmp_path):
 
 
 def test_damaged_parquet_files(tmp_path):
-    """Wherever a bit is wrong, there are rows or an error that names the file; pages with checksums are compared."""
+    """A flipped bit leaves readable rows or raises an error with the file name; checksums of pages are verified."""
     rows = [{"text": f"number {i}", "n": i} for i in range(20)]
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path, write_page_checksum=True, compression="none")
@@ -266,18 +268,18 @@ def test_damaged_parquet_files(tmp_path):
         rows_at(path)
 
 
-def test_compressed_parquet_files_have_a_largest_size(tmp_path, monkeypatch):
+def test_size_limit_of_compressed_parquet_files(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet.gz", [{"prompt": f"text {i}"} for i in range(1000)])
     monkeypatch.setattr("torchtitan.components.data.sources.files.CHUNK_SIZE", 100)
     assert len(rows_at(path)) == 1000
     monkeypatch.setattr("torchtitan.components.data.sources.files._MAX_PARQUET_BYTES", 500)
-    with raises(f"{path} decompresses to more than 500 bytes; decompress itcked, parquet compresses by itself"):
+    with raises(f"{path} decompresses to more than 500 bytes; decompress it (parquet has its own compression)"):
         rows_at(path)
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
 @pytest.mark.parametrize("content", ["", "null", "[]", "5", "[" * 100_000, '{"_data_files": 5, "features": 5}'])
-def test_damaged_descriptions_of_saved_datasets(tmp_path, name, content):
+def test_damaged_metadata_of_saved_datasets(tmp_path, name, content):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"prompt": ["x"]}).save_to_disk(tmp_path / "one")
     (tmp_path / "one" / name).write_text(content)
@@ -287,7 +289,7 @@ def test_damaged_descriptions_of_saved_datasets(tmp_path, name, content):
 
 
 @pytest.mark.parametrize("name", ["../other/data-00000-of-00001.arrow", "../pipe", "/dev/zero", "..", "sub", "", 5])
-def test_saved_datasets_read_no_other_files(tmp_path, name):
+def test_saved_datasets_read_only_files_in_their_folder(tmp_path, name):
     datasets = pytest.importorskip("datasets")
     for folder in ("one", "other"):
         datasets.Dataset.from_dict({"prompt": ["x"]}).save_to_disk(tmp_path / folder)
@@ -295,12 +297,12 @@ def test_saved_datasets_read_no_other_files(tmp_path, name):
     (tmp_path / "one/sub").mkdir()
     state = tmp_path / "one/state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": name}]}))
-    with raises(f"{state} names {name!r}, which is not a file in its folder; save the data set again"):
+    with raises(f"{state} refers to {name!r}, which is not a file in its folder; save the data set again"):
         rows_at(tmp_path / "one")
 
 
-def test_objects_in_tables_lose_the_keys_of_others(tmp_path):
-    """Arrow gives every object in a column the same keys; what JSON says is as it was."""
+def test_objects_in_tables_have_no_keys_of_other_rows(tmp_path):
+    """Arrow gives all objects of a column the same keys; JSON objects are unchanged."""
     rows = [
         {"messages": [{"role": "user", "content": "a"}], "note": None},
         {"messages": [{"role": "tool", "content": "b", "name": "f", "seen": {"x": [{"y": 1}, {"z": 2}]}}], "note": "n"},
@@ -320,7 +322,7 @@ def test_saved_datasets_and_their_splits(tmp_path):
     train.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": train, "validation": train.select([1])}).save_to_disk(tmp_path / "several")
     source = source_of(str(tmp_path / "one"))
-    assert rows_of(source) == [Row("one, row 1", rows[0]), Row("one, row 2", rows[1])]
+    assert read_rows(source) == [Row("one, row 1", rows[0]), Row("one, row 2", rows[1])]
     assert source.size() == 2
     assert rows_at(tmp_path / "several", "validation") == [Row("validation, row 1", rows[1])]
     assert CHAT_DATASETS.splits(str(tmp_path / "several")) == ("train", "validation")
@@ -329,7 +331,7 @@ def test_saved_datasets_and_their_splits(tmp_path):
 
 
 def test_saved_images_are_not_decoded(tmp_path):
-    """Nor is there a library needed that could, and what is stored need not be an image."""
+    """Reading needs no image library, and the stored bytes may be invalid images."""
     datasets = pytest.importorskip("datasets")
     image = {"bytes": b"no image", "path": None}
     features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
@@ -345,7 +347,7 @@ def test_saved_images_are_not_decoded(tmp_path):
         (lambda file: file.write_bytes(file.read_bytes()[:100]), "the data set saved in {} cannot be read ("),
     ],
 )
-def test_damaged_saved_datasets_are_named(tmp_path, damage, message):
+def test_damaged_saved_datasets(tmp_path, damage, message):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"prompt": ["x"] * 1000}).save_to_disk(tmp_path / "one")
     damage(next((tmp_path / "one").glob("*.arrow")))
@@ -353,14 +355,14 @@ def test_damaged_saved_datasets_are_named(tmp_path, damage, message):
         rows_at(tmp_path / "one")
 
 
-def test_identity_is_the_content(tmp_path):
+def test_identity_depends_on_the_content(tmp_path):
     def identity(path: Path) -> list[str]:
         return source_of(str(path)).identity(lambda file: file.read_bytes().hex())
 
     (tmp_path / "sub").mkdir()
     first = identity(write(tmp_path / "a.jsonl", ROWS[:2]))
     assert identity(write(tmp_path / "sub" / "a.jsonl", ROWS[:2])) == first
-    renamed = identity(write(tmp_path / "b.jsonl", ROWS[:2]))  # places have the name
+    renamed = identity(write(tmp_path / "b.jsonl", ROWS[:2]))  # places contain the file name
     assert len({*first, *renamed, *identity(write(tmp_path / "a.jsonl", ROWS[1:]))}) == 3
     for name in ("chats", "stories"):
         splits = [source_of(name, split).identity(lambda _: "") for split in CHAT_DATASETS.splits(name)]
@@ -385,7 +387,7 @@ def test_folder_and_pattern(tmp_path):
 def test_embedded_sets():
     assert [row.values for row in rows_at("chats", "validation")] == [{"messages": m} for m in Chats("validation")]
     source = source_of("stories", "validation")
-    rows = rows_of(source)
+    rows = read_rows(source)
     assert rows[1] == Row("stories (validation), row 2", {"text": Stories("validation")[1]})
     assert len(rows) == source.size()
 
@@ -395,16 +397,16 @@ def test_registered_local_set(tmp_path, own_registry):
         write(tmp_path / f"{split}.jsonl", [{"text": split}])
     mine = ChatDataset(path=str(tmp_path / "{split}.jsonl"), splits=("train", "validation"))
     register_chat_dataset("mine", mine)
-    register_chat_dataset("mine", mine)  # a module may be imported twice
+    register_chat_dataset("mine", mine)  # repeated registration, as on a second import, is allowed
     assert CHAT_DATASETS.splits("mine") == ("train", "validation")
     assert rows_at("mine", "validation") == [Row("validation.jsonl:1", {"text": "validation"})]
     for name in ("mine", "chats"):
-        with raises(f"there is a chat dataset called {name!r} already"):
+        with raises(f"the chat dataset {name!r} is already registered; use another name"):
             register_chat_dataset(name, ChatDataset(path="elsewhere.jsonl"))
     one_file = str(tmp_path / "train.jsonl")
     register_chat_dataset("one", ChatDataset(path=one_file, splits=("train", "validation")))
     assert len(rows_at("one")) == 1
-    with raises(f"dataset 'one': {one_file} has no split 'validation'; write {{split}} in its path"):
+    with raises(f"dataset 'one': {one_file} has no split 'validation'; use {{split}} in its path"):
         rows_at("one", "validation")
     register_chat_dataset("missing", ChatDataset(path=str(tmp_path / "nothing.jsonl")))
     with raises(f"{tmp_path / 'nothing.jsonl'} does not exist"):
@@ -417,20 +419,20 @@ def test_registered_hub_set(tmp_path, own_registry, monkeypatch):
     fetched = datasets.load_dataset(
         "json", data_files=str(tmp_path / "data.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
     )
-    asked = []
+    requests = []
 
     def load_dataset(path, name, *, split, **_):
-        asked.append((path, name, split))
+        requests.append((path, name, split))
         if path == "someone/absent":
             raise ConnectionError("Couldn't reach 'someone/absent' on the Hub\nmore lines")
         return fetched
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    register_chat_dataset("there", ChatDataset(path="someone/something", name="en", splits=("train", "test")))
-    source = source_of("there", "test")
-    assert asked == []  # only when it is needed
-    assert rows_of(source) == [Row("there (test), row 1", {"prompt": "p", "response": "r"})]
-    assert asked == [("someone/something", "en", "test")]
+    register_chat_dataset("present", ChatDataset(path="someone/something", name="en", splits=("train", "test")))
+    source = source_of("present", "test")
+    assert requests == []  # loaded on demand only
+    assert read_rows(source) == [Row("present (test), row 1", {"prompt": "p", "response": "r"})]
+    assert requests == [("someone/something", "en", "test")]
     assert source.size() == 1 and fetched.cache_files[0]["filename"] in source.identity(str)[0]
     register_chat_dataset("absent", ChatDataset(path="someone/absent"))
     with raises(

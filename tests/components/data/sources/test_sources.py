@@ -1,11 +1,10 @@
-"""Dataset strings and file formats: what is read, and the message for each thing that can be wrong."""
+"""Dataset strings and file formats, and the error messages for wrong ones."""
 
 import csv
 import errno
 import gzip
 import json
 import os
-import re
 from pathlib import Path
 
 import pyarrow
@@ -13,6 +12,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from tests.components.data.helpers import raises
 from torchtitan.assets.stories import Stories
 from torchtitan.components.data.sources.files import CHUNK_SIZE
 from torchtitan.components.data.sources.source import (
@@ -28,12 +28,12 @@ from torchtitan.tools.errors import UserError
 TEXTS = ["First, a comma.", "Ünïcode — 文字 🙂", "", 'Two\nlines and "quotes"', "Last."]
 
 
-def documents_of(source: Source) -> list[str]:
+def read_documents(source: Source) -> list[str]:
     return ["".join(document) for part in source.parts for document in part.documents(lambda _: None)]
 
 
 def documents_at(path: Path | str, text_column: str | None = None) -> list[str]:
-    return documents_of(resolve_source(str(path), text_column))
+    return read_documents(resolve_source(str(path), text_column))
 
 
 def write_table(path: Path, column: str = "text", texts: list[str] = TEXTS) -> Path:
@@ -69,7 +69,7 @@ def test_tables(tmp_path, kind, compression):
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("kind", ["txt", "md"])
-def test_text_file_is_one_document_unchanged(tmp_path, kind, compression):
+def test_text_file_is_one_unchanged_document(tmp_path, kind, compression):
     text = "\n".join(TEXTS) + "\r\nend\r" + "x文" * CHUNK_SIZE
     content = text.encode()
     if compression == ".gz":
@@ -82,18 +82,18 @@ def test_text_file_is_one_document_unchanged(tmp_path, kind, compression):
     assert documents_at(path) == [text]
 
 
-def test_byte_order_mark_is_no_text(tmp_path):
+def test_byte_order_mark_is_dropped(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
     (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbftext,n\nhello,1\n")
     assert documents_at(tmp_path / "a.txt") == documents_at(tmp_path / "b.csv") == ["hello"]
 
 
-def test_json_file_with_a_row_per_line(tmp_path):
+def test_json_file_with_one_row_per_line(tmp_path):
     path = write_table(tmp_path / "data.jsonl").rename(tmp_path / "data.json")
     assert documents_at(path) == TEXTS
 
 
-def test_blank_lines_and_nulls_keep_their_number(tmp_path):
+def test_blank_lines_and_nulls_count_as_lines(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "a"}\n\n{"text": null}\n{"text": "d"}')
     assert documents_at(path) == ["a", "", "", "d"]
@@ -113,13 +113,13 @@ def test_folder_is_searched_in_sorted_order(tmp_path):
     (tmp_path / "ignored.pdf").write_bytes(b"\xff")
     source = resolve_source(str(tmp_path))
     assert [part.name for part in source.parts] == ["a.jsonl", "a/b/c.txt.gz", "a/z.md", "b.txt"]
-    assert documents_of(source) == ["j", "c", "z", "b"]
+    assert read_documents(source) == ["j", "c", "z", "b"]
     assert documents_at(tmp_path / "**" / "*.txt*") == ["c", "b"]
     assert documents_at(tmp_path / "[ab].txt") == ["b"]
 
 
-def test_links_in_a_folder_give_no_copies(tmp_path):
-    """Links to the folder itself, to one above it, to another one; two of them take glob forever."""
+def test_links_in_a_folder_cause_no_duplicates(tmp_path):
+    """Links to the folder itself, its parent and another folder; `glob` never ends with two of them."""
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     (data / "b").mkdir(parents=True)
     elsewhere.mkdir()
@@ -146,7 +146,7 @@ def test_links_in_a_folder_give_no_copies(tmp_path):
     assert documents_at(data / "latest") == documents_at(data)
 
 
-def test_a_link_to_nothing_is_named(tmp_path):
+def test_broken_link_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     gone = tmp_path / "gone.txt"
     gone.symlink_to("/no/where")
@@ -157,15 +157,15 @@ def test_a_link_to_nothing_is_named(tmp_path):
     gone.symlink_to(gone.name)
     with raises(f"{gone} is a link to gone.txt, which does not exist"):
         documents_at(tmp_path)
-    gone.rename(tmp_path / "folder")  # it may have been a folder
+    gone.rename(tmp_path / "folder")  # the target may have been a folder
     with raises(f"{tmp_path / 'folder'} is a link to gone.txt, which does not exist"):
         documents_at(tmp_path)
     (tmp_path / "folder").rename(tmp_path / ".hidden")
     assert documents_at(tmp_path) == ["a"]
 
 
-def test_special_files_are_named_and_not_opened(tmp_path):
-    """Opening a pipe would wait for somebody to write to it."""
+def test_special_files_are_rejected_unopened(tmp_path):
+    """Opening a pipe would block until another process writes to it."""
     (tmp_path / "a.txt").write_text("a")
     os.mkfifo(tmp_path / "ignored")
     assert documents_at(tmp_path) == ["a"]
@@ -181,7 +181,7 @@ def test_special_files_are_named_and_not_opened(tmp_path):
         documents_at(tmp_path)
 
 
-def test_a_pipe_in_a_saved_dataset(tmp_path):
+def test_pipe_in_a_saved_dataset(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "one")
     [file] = (tmp_path / "one").glob("*.arrow")
@@ -192,7 +192,7 @@ def test_a_pipe_in_a_saved_dataset(tmp_path):
 
 
 @pytest.mark.parametrize("splits", ["", "null", "[]", "{}", '{"splits": 5}', '{"splits": ["../.."]}', "[" * 100_000])
-def test_damaged_lists_of_splits_are_named(tmp_path, splits):
+def test_damaged_list_of_splits(tmp_path, splits):
     (tmp_path / "dataset_dict.json").write_text(splits)
     with raises(f"{tmp_path / 'dataset_dict.json'} is damaged: it contains no list of splits; save the data set again"):
         documents_at(tmp_path)
@@ -202,12 +202,12 @@ def test_damaged_lists_of_splits_are_named(tmp_path, splits):
 
 
 @pytest.mark.parametrize("dataset", ["~nobody-of-this-name/a.txt", "x" * 300, "a\0b", "x" * 300 + "/*.txt"])
-def test_paths_that_no_file_system_has(dataset):
+def test_impossible_paths(dataset):
     with raises("dataset "):
         documents_at(dataset)
 
 
-def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
+def test_unreadable_folder(tmp_path, monkeypatch):
     (tmp_path / "closed").mkdir()
 
     def fail(folder):
@@ -231,7 +231,7 @@ def test_saved_datasets_folder(tmp_path):
     datasets.DatasetDict({"train": train, "validation": train.select([1, 0])}).save_to_disk(tmp_path / "several")
     assert documents_at(tmp_path / "one") == documents_at(tmp_path / "several") == TEXTS
     validation = resolve_source(str(tmp_path / "several"), None, "validation")
-    assert documents_of(validation) == [TEXTS[1], TEXTS[0]]
+    assert read_documents(validation) == [TEXTS[1], TEXTS[0]]
     assert DOCUMENTS.splits(str(tmp_path / "several")) == ("train", "validation")
     with pytest.raises(UserError, match=r"no column 'body'; set --dataloader.text_column to one of: text, n"):
         documents_at(tmp_path / "one", "body")
@@ -241,7 +241,7 @@ def test_saved_datasets_folder(tmp_path):
 
 def test_stories():
     train, validation = resolve_source("stories"), resolve_source("stories", None, "validation")
-    assert documents_of(validation) == list(Stories("validation"))
+    assert read_documents(validation) == list(Stories("validation"))
     assert next(iter(train.parts[0].documents(lambda _: None))) == (Stories("train")[0],)
     assert train.identity(str) != validation.identity(str)
 
@@ -256,7 +256,7 @@ def test_registered_names(tmp_path):
     register_dataset("sources-test", HubDataset(path="someone/something", text_column="body"))
     assert resolve_source("sources-test").text_column == "body"
     assert resolve_source("sources-test", "other").text_column == "other"
-    with pytest.raises(UserError, match="dataset 'c4' is already"):
+    with pytest.raises(UserError, match="dataset 'c4' is already registered; use another name"):
         register_dataset("c4", HubDataset(path="someone/something"))
 
 
@@ -271,12 +271,7 @@ def test_progress_adds_up_to_the_size(tmp_path):
         assert sum(seen) == part.size(), kind
 
 
-def raises(message: str):
-    """Expect a `UserError` that contains `message`."""
-    return pytest.raises(UserError, match=re.escape(message))
-
-
-def test_missing_path_names_the_nearest(tmp_path):
+def test_missing_path_suggests_the_nearest(tmp_path):
     (tmp_path / "corpus.txt").write_text("a")
     with raises(f"{tmp_path / 'corpsu.txt'} does not exist; did you mean {tmp_path / 'corpus.txt'}?"):
         documents_at(tmp_path / "corpsu.txt")
@@ -285,7 +280,7 @@ def test_missing_path_names_the_nearest(tmp_path):
         documents_at(tmp_path / "dta" / "x.txt")
 
 
-def test_unknown_name_lists_the_registered(tmp_path, monkeypatch):
+def test_unknown_name_lists_registered_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with raises("dataset 'storeis' is neither a registered name (stories, c4"):
         documents_at("storeis")  # codespell:ignore
@@ -295,15 +290,15 @@ def test_unknown_name_lists_the_registered(tmp_path, monkeypatch):
         documents_at("")
 
 
-def test_other_paths_that_cannot_be_data(tmp_path):
+def test_paths_without_data(tmp_path):
     (tmp_path / "a.docx").write_text("a")
-    with raises("the file format is not supported (txt, md, jsonl, json, csv, parquet, each also as .gz"):
+    with raises("the file format is not supported; use one of: txt, md, jsonl, json, csv, parquet, each also as .gz"):
         documents_at(tmp_path / "a.docx")
-    with raises("has no file that can be read"):
+    with raises(f"the folder '{tmp_path}' contains no data files (txt, md, jsonl,"):
         documents_at(tmp_path)
     with raises("no file matches the pattern"):
         documents_at(tmp_path / "*.txt")
-    with raises("has no split 'validation'; it has: train"):
+    with raises("has no split 'validation'; use one of: train"):
         resolve_source(str(tmp_path / "a.docx"), None, "validation")
 
 
@@ -324,7 +319,7 @@ def test_column_without_text(tmp_path, kind):
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".txt.gz", ".jsonl.zst"])
 @pytest.mark.parametrize("distance", [10, 3 * CHUNK_SIZE - 1])
-def test_undecodable_byte_is_located(tmp_path, suffix, distance):
+def test_undecodable_byte_error_gives_the_place(tmp_path, suffix, distance):
     line = {".txt": "文字\n", ".jsonl": '{"text": "文字"}\n', ".csv": "文字\n"}["." + suffix.split(".")[1]].encode()
     good = line * (distance // len(line) + 1)
     good = (b"text\n" if ".csv" in suffix else b"") + good
@@ -344,7 +339,7 @@ def test_undecodable_byte_is_located(tmp_path, suffix, distance):
         documents_at(path)
 
 
-def test_character_cut_off_at_the_end(tmp_path):
+def test_incomplete_character_at_the_end(tmp_path):
     path = tmp_path / "data.txt"
     path.write_bytes(b"abc\xe6\x96")
     with raises("byte 0xe6 at offset 3 (line 1)"):
@@ -352,7 +347,7 @@ def test_character_cut_off_at_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
-def test_broken_json_names_file_and_line(tmp_path, kind):
+def test_broken_json_error_gives_file_and_line(tmp_path, kind):
     path = tmp_path / f"data.{kind}"
     path.write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c\n{"text": "d"}\n')
     with raises(f"{path}:3: broken JSON"):
@@ -382,13 +377,13 @@ def test_broken_csv_parquet_and_compressed_files(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["txt", "csv"])
-def test_nul_characters_are_damage(tmp_path, kind):
+def test_nul_characters_are_errors(tmp_path, kind):
     path = tmp_path / f"data.{kind}"
     path.write_bytes(b"text\na\n" + bytes(100))
     with raises(f"{path}:3: found a NUL character; the file may be damaged or UTF-16"):
         documents_at(path)
     path.write_text("text\na\n", encoding="utf-16-le")
-    with raises(f"{path}:1: a NUL character"):
+    with raises(f"{path}:1: found a NUL character"):
         documents_at(path)
 
 
@@ -401,7 +396,7 @@ def test_nul_characters_are_damage(tmp_path, kind):
         ("b.csv", 'text,"\n%s'),  # the quote is never closed
     ],
 )
-def test_rows_that_would_fill_the_memory(tmp_path, monkeypatch, name, content):
+def test_row_size_limit(tmp_path, monkeypatch, name, content):
     for module in ("files", "rows"):
         monkeypatch.setattr(f"torchtitan.components.data.sources.{module}.MAX_ROW_CHARACTERS", 1000)
     monkeypatch.setattr("torchtitan.components.data.sources.files.CHUNK_SIZE", 100)

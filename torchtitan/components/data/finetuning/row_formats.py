@@ -348,7 +348,9 @@ def _convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, An
     renamed = renamed_row(result, {})
     format = _detect(renamed, kind)
     if format is None:
-        raise UserError(f"{name} returned {', '.join(map(repr, result))}, which match no format: {_overview(kind)}")
+        raise UserError(
+            f"{name} returned the columns {', '.join(map(repr, result))}, which match no format: {_overview(kind)}"
+        )
     _check_label(format, renamed)
     return format.convert(renamed)
 

@@ -79,7 +79,7 @@ class SFTDataLoader(PlannedDataLoader):
             for name, values in (("weights", self.weights), ("max_epochs", self.max_epochs)):
                 if values and len(values) != len(self.dataset):
                     raise UserError(
-                        f"--dataloader.{name} has {len(values)} values for {len(self.dataset)} data sets; set one each"
+                        f"--dataloader.{name} must have one value per data set ({len(self.dataset)}), not {len(values)}"
                     )
             if any(not limit > 0 for limit in self.max_epochs):
                 raise UserError(f"--dataloader.max_epochs must be above 0, not {min(self.max_epochs):g}")

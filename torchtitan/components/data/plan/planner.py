@@ -87,7 +87,7 @@ class Planner:
         self.max_epochs: list[float | None] = list([None] * len(lengths) if max_epochs is None else max_epochs)
         if len(self.max_epochs) != len(lengths):
             raise UserError(
-                f"--dataloader.max_epochs has {len(self.max_epochs)} values for {len(lengths)} data sets; set one each"
+                f"--dataloader.max_epochs must have one value per data set ({len(lengths)}), not {len(self.max_epochs)}"
             )
         self.epochs = epochs
         self._ahead = ahead

@@ -304,4 +304,6 @@ class StreamBatches(BatchIterator):
 
 
 def _in_words(layout: dict[str, int]) -> str:
-    return f"{layout['ranks']} ranks with {layout['workers']} workers each"
+    counts = {"rank": layout["ranks"], "worker": layout["workers"]}
+    ranks, workers = (f"{count} {word}" + "s" * (count != 1) for word, count in counts.items())
+    return f"{ranks} and {workers} per rank"

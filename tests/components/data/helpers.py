@@ -1,0 +1,35 @@
+"""Helpers for tests of data loading."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.components.data import BaseDataLoader
+from torchtitan.components.data.base import Batch
+from torchtitan.tools.errors import UserError
+
+
+def raises(message: str, kind: type[Exception] = UserError) -> Any:
+    """Expect an error of exactly this class that contains `message`."""
+    return pytest.raises(kind, match=re.escape(message), check=lambda error: type(error) is kind)
+
+
+def replace(config: Any, **changes: Any) -> Any:
+    """Return a copy of a configuration with changed options."""
+    values = {name: getattr(config, name) for name in config.to_dict()}
+    return type(config)(**{**values, **changes})
+
+
+def take(loader: BaseDataLoader, n: int = 10**9) -> list[Batch]:
+    """Return up to n batches."""
+    return [batch for _, batch in zip(range(n), loader, strict=False)]
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> str:
+    """Write rows as JSON Lines; return the path."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
