@@ -502,8 +502,9 @@ def test_invalid_initial_load_path(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_options(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    run = Run(tmp_path, keep_latest_k=2)
-    run.train_and_save(10)
+    run = Run(tmp_path)
+    run.trainer.values["step"] = 8
+    run.train_and_save(2)
     (tmp_path / "checkpoint/step-8").mkdir()
     checked = CheckpointManager.Config(**{"enable": True, **config})
     with pytest.raises(UserError, match=message):

@@ -273,9 +273,9 @@ def _digest_on_two_ranks(folder: Path) -> None:
     digested: list[str] = []
     digest = manifest._digest
 
-    def counted(where: Any, name: str) -> str:
+    def counted(checkpoint: Any, name: str) -> str:
         digested.append(name)
-        return digest(where, name)
+        return digest(checkpoint, name)
 
     manifest._digest = counted
     run = Run(folder, seed=3)
@@ -303,7 +303,7 @@ def _digest_on_two_ranks(folder: Path) -> None:
         in unshared.manager._saver.failure
     )
 
-    def fail(where: Any, name: str) -> str:
+    def fail(checkpoint: Any, name: str) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", name)
 
     if rank == 1:

@@ -62,7 +62,7 @@ def from_hf(tmp_path: Path) -> dict[str, object]:
     make_pretrained(folder, bos_token_id=0, eos_token_id=1)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "text.txt").write_text("Once upon a time. " * 200)
-    rows = [{"prompt": f"What is {n}?", "response": "A number."} for n in range(8)]
+    rows = [{"prompt": f"Is {n} odd?", "response": "A number."} for n in range(8)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = {"training.seq_len": 32, "training.steps": 2, "metrics.enable_tensorboard": False}
     return {"hf_assets_path": folder, **small, "dataloader.num_workers": 0}
@@ -285,7 +285,7 @@ def test_a_complete_run_does_not_need_its_base_weights(torchtitan: Torchtitan, t
 @pytest.mark.parametrize("config", ["debugmodel", "llama3_debugmodel_sft"])
 def test_data_is_identified_by_content(torchtitan: Torchtitan, tmp_path: Path, config: str) -> None:
     """The data may be moved, renamed, or deleted after the run; other content makes it another run."""
-    rows = [json.dumps({"prompt": f"What is {n}?", "response": "A number.", "text": "A. " * 40}) for n in range(8)]
+    rows = [json.dumps({"prompt": f"Is {n} odd?", "response": "A number.", "text": "A. " * 40}) for n in range(8)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
     options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "training.seq_len": 64}
     words = ("--config", config)
