@@ -28,16 +28,6 @@ BOS, CONTEXT = 1, 512
 
 
 @pytest.fixture(scope="module")
-def model(stories):
-    return load_model(stories, device="cpu").model
-
-
-@pytest.fixture(scope="module")
-def tokenizer(stories):
-    return PretrainedTokenizer.Config().build(path=stories)
-
-
-@pytest.fixture(scope="module")
 def reference(stories):
     """A function from ids to the log-probabilities of each next token (L - 1, V), by transformers."""
     transformers = pytest.importorskip("transformers")
@@ -59,14 +49,18 @@ def random_request(generator, context, continuation):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_scores_equal_transformers(model, reference, tokenizer, batch_size):
+def test_scores_equal_transformers(stories_model, reference, stories_tokenizer, batch_size):
     generator = torch.Generator().manual_seed(0)
     sizes = [(1, 1), (1, 20), (30, 2), (7, 7), (100, 40), (512, 1), (473, 40)]
     requests = [random_request(generator, *size) for size in sizes]
     # A greedy continuation of this model.
-    requests.append(Request([BOS], tokenizer.encode("Once upon a time, there was a little girl", add_bos=False)))
+    requests.append(
+        Request([BOS], stories_tokenizer.encode("Once upon a time, there was a little girl", add_bos=False))
+    )
     progress = []
-    scores = Scorer(model, batch_size=batch_size).score(requests, lambda done, total: progress.append((done, total)))
+    scores = Scorer(stories_model, batch_size=batch_size).score(
+        requests, lambda done, total: progress.append((done, total))
+    )
     for request, score in zip(requests, scores, strict=True):
         logprobs = reference(request.context + request.continuation)[len(request.context) - 1 :]
         expected = logprobs[range(len(request.continuation)), request.continuation].sum().item()
@@ -78,14 +72,14 @@ def test_scores_equal_transformers(model, reference, tokenizer, batch_size):
     assert progress[-1] == (len(requests), len(requests)) and len(progress) == math.ceil(len(requests) / batch_size)
 
 
-def test_a_long_context_is_truncated_at_the_start(model, reference):
+def test_a_long_context_is_truncated_at_the_start(stories_model, reference):
     request = random_request(torch.Generator().manual_seed(1), 600, 5)
-    [score] = Scorer(model).score([request])
+    [score] = Scorer(stories_model).score([request])
     ids = (request.context + request.continuation)[-CONTEXT - 1 :]
     expected = reference(ids)[-5:][range(5), request.continuation].sum().item()
     assert score.truncated and score.logprob == pytest.approx(expected, rel=1e-5, abs=1e-4)
     with pytest.raises(UserError, match="513"):
-        Scorer(model).score([Request([BOS], [5] * 513)])
+        Scorer(stories_model).score([Request([BOS], [5] * 513)])
 
 
 def test_a_model_that_returns_nan_is_rejected(stories):
@@ -95,19 +89,19 @@ def test_a_model_that_returns_nan_is_rejected(stories):
         Scorer(broken).score([Request([BOS], [0])])
 
 
-def test_scoring_restores_the_training_mode(model):
-    model.train()
-    Scorer(model).score([Request([BOS], [5])])
-    assert model.training
-    model.eval()
+def test_scoring_restores_the_training_mode(stories_model):
+    stories_model.train()
+    Scorer(stories_model).score([Request([BOS], [5])])
+    assert stories_model.training
+    stories_model.eval()
     with pytest.raises(UserError, match="batch_size is 0"):
-        Scorer(model, batch_size=0)
+        Scorer(stories_model, batch_size=0)
 
 
 # Multiple choice.
 
 
-def test_tokens_of_context_and_continuation(assets, tokenizer):
+def test_tokens_of_context_and_continuation(assets, stories_tokenizer):
     gpt2 = PretrainedTokenizer.Config().build(path=assets / "gpt2-tokenizer")
     whole = gpt2.encode("The cat sat")
     [plain] = encode_pairs(gpt2, [("The cat", " sat")])
@@ -116,9 +110,11 @@ def test_tokens_of_context_and_continuation(assets, tokenizer):
     assert encode_pairs(gpt2, [("The cat ", "sat")]) == [plain]
     # GPT-2 has no BOS; its EOS separates documents.
     assert encode_pairs(gpt2, [("", "The cat")]) == [Request([gpt2.eos_id], whole[:2])]
-    [story] = encode_pairs(tokenizer, [("Once", " upon")])
-    assert [*story.context, *story.continuation] == tokenizer.encode("Once upon") and story.context[0] == BOS
-    assert encode_pairs(tokenizer, [("", "Once")]) == [Request([BOS], tokenizer.encode("Once", add_bos=False))]
+    [story] = encode_pairs(stories_tokenizer, [("Once", " upon")])
+    assert [*story.context, *story.continuation] == stories_tokenizer.encode("Once upon") and story.context[0] == BOS
+    assert encode_pairs(stories_tokenizer, [("", "Once")]) == [
+        Request([BOS], stories_tokenizer.encode("Once", add_bos=False))
+    ]
     with pytest.raises(UserError, match="adds no token"):
         encode_pairs(gpt2, [("The", "")])
 
@@ -134,47 +130,47 @@ class FixedScores:
         return [Score(logprob, is_greedy=False, truncated=logprob < -90) for logprob in self.logprobs]
 
 
-def test_accuracies_and_standard_errors(tokenizer):
+def test_accuracies_and_standard_errors(stories_tokenizer):
     questions = [
         Question("Q", ["a", "bb"], 0),  # by sum the first, per byte the second
         Question("Q", ["éé", "bbb"], 1),  # by sum a tie, so the first; per byte the first
         Question("Q", ["a", "b", "c"], 2),
         Question("Q", ["a", "b"], 1),
     ]
-    result = multiple_choice(FixedScores([-2, -3, -6, -6, -3, -2, -1, -99, -1]), tokenizer, questions)
+    result = multiple_choice(FixedScores([-2, -3, -6, -6, -3, -2, -1, -99, -1]), stories_tokenizer, questions)
     hits, norm_hits = [1, 0, 1, 1], [0, 0, 1, 1]
     assert (result.accuracy, result.accuracy_norm) == (0.75, 0.5)
     assert result.accuracy_stderr == pytest.approx(statistics.stdev(hits) / 2)
     assert result.accuracy_norm_stderr == pytest.approx(statistics.stdev(norm_hits) / 2)
     assert (result.questions, result.truncated) == (4, 1)
-    assert multiple_choice(FixedScores([-1, -2]), tokenizer, questions[:1]).accuracy_stderr is None
+    assert multiple_choice(FixedScores([-1, -2]), stories_tokenizer, questions[:1]).accuracy_stderr is None
 
 
-def test_query_and_choice_are_separated_by_one_space(tokenizer):
+def test_query_and_choice_are_separated_by_one_space(stories_tokenizer):
     seen = []
 
     class Spy(FixedScores):
         def score(self, requests, progress):
-            seen.extend(tokenizer.decode(request.context[1:] + request.continuation) for request in requests)
+            seen.extend(stories_tokenizer.decode(request.context[1:] + request.continuation) for request in requests)
             return super().score(requests, progress)
 
     questions = [Question("Eat", ["figs", " nuts"], 0), Question("Eat\n", ["figs"], 0), Question("", ["figs"], 0)]
-    multiple_choice(Spy([-1] * 4), tokenizer, questions)
+    multiple_choice(Spy([-1] * 4), stories_tokenizer, questions)
     assert seen == ["Eat figs", "Eat nuts", "Eat\nfigs", "figs"]
 
 
 @pytest.mark.parametrize("name", ["arc_easy", "openbook_qa", "piqa"])
-def test_real_questions(model, tokenizer, reference, assets, name):
+def test_real_questions(stories_model, stories_tokenizer, reference, assets, name):
     """A loop over choices with logits of transformers gives the same accuracy."""
     questions = read_questions(assets / "eval" / f"{name}.jsonl", limit=8)
-    result = multiple_choice(Scorer(model, batch_size=3), tokenizer, questions)
+    result = multiple_choice(Scorer(stories_model, batch_size=3), stories_tokenizer, questions)
     hits = []
     for question in questions:
         separator = "" if question.query.endswith("\n") else " "
         scores = []
         for choice in question.choices:
-            ids = tokenizer.encode(question.query + separator + choice)
-            n_context = len(tokenizer.encode(question.query.rstrip()))
+            ids = stories_tokenizer.encode(question.query + separator + choice)
+            n_context = len(stories_tokenizer.encode(question.query.rstrip()))
             logprobs = reference(ids)[n_context - 1 :]
             scores.append(logprobs[range(len(ids) - n_context), ids[n_context:]].sum().item())
         hits.append(scores.index(max(scores)) == question.gold)
@@ -229,10 +225,10 @@ def test_windows_score_each_token_once_with_half_a_context(size, length):
 
 
 @pytest.mark.parametrize("characters", [300, 5000])
-def test_perplexity_equals_transformers(model, tokenizer, reference, assets, characters):
+def test_perplexity_equals_transformers(stories_model, stories_tokenizer, reference, assets, characters):
     text = (assets / "text" / "tinyshakespeare.txt").read_text()[:characters] + "é"
-    result = text_perplexity(Scorer(model), tokenizer, text)
-    ids = [BOS, *tokenizer.encode(text, add_bos=False)]
+    result = text_perplexity(Scorer(stories_model), stories_tokenizer, text)
+    ids = [BOS, *stories_tokenizer.encode(text, add_bos=False)]
     nats = -reference(ids[: CONTEXT + 1])[range(min(CONTEXT, len(ids) - 1)), ids[1 : CONTEXT + 1]].sum().item()
     for begin in range(CONTEXT + 1, len(ids), CONTEXT // 2):
         end = min(begin + CONTEXT // 2, len(ids))
@@ -246,9 +242,9 @@ def test_perplexity_equals_transformers(model, tokenizer, reference, assets, cha
     assert (result.tokens, result.bytes) == (len(ids) - 1, characters + 2)
 
 
-def test_an_empty_text_is_rejected(model, tokenizer):
+def test_an_empty_text_is_rejected(stories_model, stories_tokenizer):
     with pytest.raises(UserError, match="empty"):
-        text_perplexity(Scorer(model), tokenizer, "")
+        text_perplexity(Scorer(stories_model), stories_tokenizer, "")
 
 
 # The command.
@@ -260,15 +256,15 @@ def run(capsys, *args):
     return code, captured.out, captured.err
 
 
-def test_eval_prints_json_and_a_table(model, tokenizer, stories, assets, capsys, tmp_path):
+def test_eval_prints_json_and_a_table(stories_model, stories_tokenizer, stories, assets, capsys, tmp_path):
     questions, text = assets / "eval" / "piqa.jsonl", tmp_path / "text.md"
     text.write_text("Once upon a time")
     args = ["--checkpoint", stories, "--device", "cpu", "--tasks", questions, text, "--limit", 10, "--batch_size", 4]
     code, out, err = run(capsys, *args)
     results = json.loads(out)["results"]
-    expected = multiple_choice(Scorer(model), tokenizer, read_questions(questions, 10))
+    expected = multiple_choice(Scorer(stories_model), stories_tokenizer, read_questions(questions, 10))
     assert code == 0 and results[str(questions)]["accuracy"] == expected.accuracy
-    assert results[str(text)]["tokens"] == len(tokenizer.encode("Once upon a time", add_bos=False))
+    assert results[str(text)]["tokens"] == len(stories_tokenizer.encode("Once upon a time", add_bos=False))
     assert "accuracy" in err and "bits_per_byte" in err
     code, out, _ = run(capsys, *args, "--output", tmp_path / "results.json")
     assert code == 0 and out == ""

@@ -7,8 +7,6 @@ import pytest
 
 from torchtitan.cli.evaluate import evaluate
 from torchtitan.components.evaluation import Scorer
-from torchtitan.components.tokenizer import PretrainedTokenizer
-from torchtitan.models.pretrained import load_model
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install 'torchtitan[eval]')")
 
@@ -34,11 +32,10 @@ metric_list: [{metric: exact_match}]
 
 
 @pytest.fixture(scope="module")
-def ours(stories):
+def ours(stories_model, stories_tokenizer):
     from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM
 
-    tokenizer = PretrainedTokenizer.Config().build(path=stories)
-    return TorchtitanLM(Scorer(load_model(stories, device="cpu").model, batch_size=3), tokenizer, {2})
+    return TorchtitanLM(Scorer(stories_model, batch_size=3), stories_tokenizer, {2})
 
 
 @pytest.fixture(scope="module")

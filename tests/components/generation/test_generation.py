@@ -18,7 +18,6 @@ from torchtitan.distributed.context_parallel import SequenceShards, apply_contex
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.parallelize import parallelize_decoder
 from torchtitan.models.llama3 import SHARDING
-from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 
 BOS = 1
@@ -27,19 +26,9 @@ TINY_PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], list(range(20, 40)), [1, 2]]
 
 
 @pytest.fixture(scope="module")
-def stories_model(stories):
-    return load_model(stories, device="cpu").model
-
-
-@pytest.fixture(scope="module")
-def tokenizer(stories):
-    return PretrainedTokenizer.Config().build(path=stories)
-
-
-@pytest.fixture(scope="module")
-def story_prompts(tokenizer):
+def story_prompts(stories_tokenizer):
     texts = ["", "Once upon a time", "Lily", "Tom and his dog went to the park. They saw a"]
-    return [tokenizer.encode(text) for text in texts]
+    return [stories_tokenizer.encode(text) for text in texts]
 
 
 def ids_of(generations):
@@ -63,9 +52,9 @@ def reference_ids(reference, prompts, new_tokens):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_stories_model_generates_the_published_text(stories_model, tokenizer, assets, use_cache):
+def test_stories_model_generates_the_published_text(stories_model, stories_tokenizer, assets, use_cache):
     """llama2.c counts forward passes, including the pass of BOS: 200 steps are 200 new tokens."""
-    stream = TextStream(tokenizer, [BOS])
+    stream = TextStream(stories_tokenizer, [BOS])
     [generation] = generate(
         stories_model,
         [[BOS]],
@@ -386,13 +375,13 @@ def test_streaming_equals_decoding_at_once(assets, name, first_plain):
             assert before + "".join(pieces) == whole
 
 
-def test_invalid_bytes_do_not_change_returned_text(tokenizer):
+def test_invalid_bytes_do_not_change_returned_text(stories_tokenizer):
     """Byte fallback would turn the whole run into U+FFFD, including a newline that was already returned."""
-    newline, broken = (tokenizer.tokenize([text], allow_special=False)[0] for text in ("a\n", "a🙂"))
-    row = newline[-1:] + broken[-4:-2] + tokenizer.encode("b", add_bos=False)
-    stream = TextStream(tokenizer)
+    newline, broken = (stories_tokenizer.tokenize([text], allow_special=False)[0] for text in ("a\n", "a🙂"))
+    row = newline[-1:] + broken[-4:-2] + stories_tokenizer.encode("b", add_bos=False)
+    stream = TextStream(stories_tokenizer)
     assert "".join(stream.push(token) for token in row) == "\n�� b"
-    assert tokenizer.decode(row) == "��� b"
+    assert stories_tokenizer.decode(row) == "��� b"
 
 
 def test_each_push_decodes_few_tokens():
@@ -455,20 +444,20 @@ def test_the_prompt_is_not_searched_for_stop_strings():
     assert "".join(stream.push(token) for token in map(ord, "op on")) == "op on"
 
 
-def test_start_and_stop_ids(tokenizer, tmp_path):
-    assert start_id(tokenizer) == BOS
-    assert stop_ids(tokenizer, tmp_path) == {2}
+def test_start_and_stop_ids(stories_tokenizer, tmp_path):
+    assert start_id(stories_tokenizer) == BOS
+    assert stop_ids(stories_tokenizer, tmp_path) == {2}
     for setting, found in [(7, {2, 7}), ([7, 8], {2, 7, 8}), (None, {2})]:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": setting}))
-        assert stop_ids(tokenizer, tmp_path) == found
+        assert stop_ids(stories_tokenizer, tmp_path) == found
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [9]}))
-    assert stop_ids(tokenizer, tmp_path) == {2, 9}
+    assert stop_ids(stories_tokenizer, tmp_path) == {2, 9}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    assert stop_ids(tokenizer, tmp_path) == {2, 7}
+    assert stop_ids(stories_tokenizer, tmp_path) == {2, 7}
     for broken in ('{"eos_token_id": "x"}', "[]", "{"):
         (tmp_path / "generation_config.json").write_text(broken)
         with pytest.raises(UserError, match="generation_config"):
-            stop_ids(tokenizer, tmp_path)
+            stop_ids(stories_tokenizer, tmp_path)
 
 
 # Several processes.

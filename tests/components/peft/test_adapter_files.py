@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.pretrained import assert_equal, make_pretrained
 from tests.processes import run_processes
 from tests.training import run, tiny_config
 from torchtitan.cli.main import main
@@ -56,15 +57,9 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
 }
-
-
-def save_base(folder: Path, n_layers: int = 2, **sizes: float) -> None:
-    """Save a random Llama of transformers."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**SIZES, **sizes}, num_hidden_layers=n_layers, tie_word_embeddings=False)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def open_base(folder: Path) -> nn.Module:
@@ -136,11 +131,6 @@ def adapters_in(folder: Path) -> dict[str, Tensor]:
     return {key: tensor for key, tensor in load_file(folder / WEIGHTS).items() if "base_layer" not in key}
 
 
-def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-
-
 @torch.no_grad()
 def assert_equal_logits(ours: nn.Module, theirs: nn.Module) -> None:
     torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, **EQUAL)
@@ -156,9 +146,7 @@ def converter(kind: str, target: str, **settings) -> LoRA.Config:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    save_base(folder)
-    return folder
+    return make_pretrained(tmp_path_factory.mktemp("base"), **SIZES)
 
 
 CASES = [
@@ -267,7 +255,7 @@ def test_pretrained_model(assets, tmp_path):
 )
 def test_only_selected_layers_are_adapted(tmp_path, include):
     """Of twelve layers: the name of layer 1 is a prefix of layer 11, and `q_proj` is a common suffix."""
-    save_base(tmp_path, n_layers=12)
+    make_pretrained(tmp_path, **SIZES, num_hidden_layers=12)
     config = LoRA.Config(rank=4, alpha=8.0, include=[include])
     spec, plain = plain_weights(tmp_path)
     model = adapted(spec, config, plain, seed=1)
@@ -330,7 +318,6 @@ def ernie() -> nn.Module:
         num_hidden_layers=2,
         head_dim=16,
         tie_word_embeddings=False,
-        rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )
     return transformers.Ernie4_5ForCausalLM(config).eval()
@@ -388,7 +375,7 @@ def fused_table(config) -> StateDictAdapter:
 
 
 def test_a_fused_weight_is_rejected(tmp_path):
-    save_base(tmp_path, n_layers=1)
+    make_pretrained(tmp_path, **SIZES, num_hidden_layers=1)
     spec = with_table(internal_source(tmp_path)[0], fused_table)
     config = converter("lora", "layers")
     with pytest.raises(UserError, match=r"wq\.weight \(model\.layers\.0\.self_attn\.qkv_proj\.weight\)"):
@@ -447,9 +434,6 @@ def test_each_process_reads_its_shard(base, tmp_path, ernie):
 # --- in runs ---------------------------------------------------------------------------------------------------------
 
 
-RUN_SIZES = {"vocab_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
-"""The settings of `tests.training.TINY` and its tokenizer, with the names of config.json."""
-
 KEY_OF_B = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
 
 
@@ -469,7 +453,7 @@ def run_config(
 def runs(tmp_path_factory) -> Path:
     """Two runs from the weights in `base`: `full` ends with an export, `trained` saves only trained weights."""
     folder = tmp_path_factory.mktemp("runs")
-    save_base(folder / "base", **RUN_SIZES)
+    make_pretrained(folder / "base", initializer_range=0.02)
     dora = converter("dora", "layers")
     run(run_config(folder, "full", dora, checkpoint__last_save_in_hf=True))
     run(run_config(folder, "trained", dora, checkpoint__save_trainable_only=True))

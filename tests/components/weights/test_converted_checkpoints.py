@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.commands import RunningCommand
 from tests.conftest import PROJECT
-from tests.pretrained import FLOAT32, from_folder, make_pretrained, read_weights
+from tests.pretrained import FLOAT32, assert_equal, from_folder, make_pretrained, read_weights
 from tests.processes import run_processes
 from tests.training import read_metrics, tiny_config, train
 from torchtitan.cli.main import main
@@ -172,12 +172,6 @@ def logits_in_training(trainer: Any) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
         return model(torch.arange(24).view(2, 12)).float()
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    differing = [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
-    assert differing == []
 
 
 class RecordingSource(TensorSource):
