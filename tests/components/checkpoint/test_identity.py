@@ -86,7 +86,7 @@ def test_two_methods_in_the_default_folder(torchtitan: Torchtitan, from_hf: dict
 
 
 def test_another_method_does_not_resume(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
-    """Even if the shapes match: `pretrain` saves full checkpoints, from which `sft` could resume."""
+    """`pretrain` saves full checkpoints, from which `sft` could otherwise resume."""
     assert torchtitan(*AUTO, "pretrain", **from_hf, **{"dataloader.dataset": "text.txt"})[0] == 0
     code, printed = torchtitan(*AUTO, "sft", **from_hf, **{"dataloader.dataset": "chats.jsonl"})
     assert code == 2 and "auto.pretrain and is auto.sft" in printed and "dataloader.dataset was" in printed, printed
@@ -116,7 +116,7 @@ def test_the_same_command_after_the_data_ended(torchtitan: Torchtitan, tmp_path:
 
 
 def test_a_final_checkpoint_of_another_kind_is_not_complete(torchtitan: Torchtitan, tmp_path: Path) -> None:
-    """As if the Hugging Face export had failed and the weights had been saved instead: the run is not complete."""
+    """Weights in native format, as saved after a failed Hugging Face export, do not complete the run."""
     options = {**TINY, **SAVING}
     assert torchtitan(**options, **{"checkpoint.last_save_model_only": True})[0] == 0
     before = contents(tmp_path / "outputs")

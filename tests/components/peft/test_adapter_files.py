@@ -137,7 +137,7 @@ def assert_equal_logits(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def converter(kind: str, target: str, **settings) -> LoRA.Config:
-    """Return a configuration with rank 4 and alpha 6: the ratio is neither 1 nor its own inverse."""
+    """Return a configuration with rank 4 and alpha 6, so that a wrong scale changes the logits."""
     include = {"layers": [LAYERS], "head": [LAYERS, "^output$"], "embedding": ["wq", "w2", "tok_embeddings"]}[target]
     kinds = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "qlora": {}, "qdora": {"dora": True}}
     config_class = QLoRA.Config if kind.startswith("q") else LoRA.Config
@@ -545,7 +545,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_an_adapter_that_is_not_all_trained_weights_is_not_written(runs, tmp_path, capsys, caplog, case):
-    """Neither with an export of a run or checkpoint, nor alone; the message gives the reason."""
+    """Exports have no separate adapter, and `--to peft` is rejected; both messages give the reason."""
     other, names, message_alone = OTHERS[case]
     converters = [LoRA.Config(rank=4, include=["attention"]), other]
     with caplog.at_level("WARNING", "torchtitan"):

@@ -266,7 +266,7 @@ def test_effective_weight_equals_the_forward_pass(dora):
 
 
 def test_dora_with_a_row_of_zeros():
-    """Such as a padding row of a vocabulary: with DoRA it outputs 0, and other rows are unaffected."""
+    """A row of zeros, such as vocabulary padding, outputs 0 with DoRA and does not affect other rows."""
     layer = linear_layer(bias=False, dora=True)
     with torch.no_grad():
         layer.weight[3] = 0
@@ -313,7 +313,7 @@ def lora_config(folder: Path, adapter: dict[str, Any], **options: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
 def test_only_adapters_are_trained(tmp_path, caplog, name):
-    """And no warning is logged."""
+    """No warning is logged."""
     options = {"optimizer__name": name, "training__mixed_precision_param": "bfloat16"}
     with caplog.at_level("WARNING", "torchtitan"):
         trainer = run(lora_config(tmp_path, {"dora": True}, **options))

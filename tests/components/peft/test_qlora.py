@@ -142,7 +142,7 @@ def test_learns_like_lora(tmp_path):
 
 
 def test_a_step_needs_less_memory(tmp_path):
-    """Exactly by the difference of the weights: no unpacked weight is kept."""
+    """Only the packed weights account for the difference: no unpacked weight is kept."""
     options = {"model__dim": 256, "model__ffn_dim": 1024, "model__n_layers": 4}
     reports = []
     for converter in (LoRA.Config(), QLoRA.Config()):

@@ -200,7 +200,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("converter", [NORMED, LORA, DORA, QLORA], ids=["custom", "lora", "dora", "qlora"])
 def test_slices_equal_slices_of_the_whole(tmp_path, converter):
-    """And only the requested rows are read from the file."""
+    """Only the requested rows are read from the file."""
     spec = tiny_config(tmp_path, model__vocab_size=256).model_spec
     plain = spec.model.build()
     source = RecordingSource({name: torch.randn(t.shape) for name, t in plain.state_dict().items()})
@@ -284,7 +284,7 @@ def test_initial_weights(tmp_path):
 
 
 def test_a_converter_may_set_initial_weights(tmp_path):
-    """But not in a run that resumes."""
+    """The converter sets them in a new run, but not in a resumed one."""
     converter = Normed.Config(include=NORMED.include, more=3.0)
     for options in ({}, from_folder(make_pretrained(tmp_path / "source"))):
         weights = initial_weights(tmp_path / "new", [converter], **FLOAT32, **options)
@@ -362,7 +362,7 @@ def test_logits_equal_the_logits_in_training(tmp_path):
 
 
 def test_generate_opens_an_adapter_checkpoint(adapted, tmp_path, capsys):
-    """It generates the same text as the merged model that `convert` writes."""
+    """The generated text equals the text of the merged model that `convert` writes."""
     assert main(["convert", str(step(adapted, 2)), str(tmp_path / "merged"), "--to", "hf"]) == 0
     capsys.readouterr()
     texts = []
@@ -434,7 +434,7 @@ def test_a_missing_converter_is_named(adapted, tmp_path):
 
 
 def test_starting_from_an_adapter_checkpoint(adapted, tmp_path):
-    """Unchanged with the same converters, merged without converters, merged and converted again with others."""
+    """Weights are loaded unchanged for the same converters, merged for none, and merged and converted for others."""
     path = step(adapted, 2)
     saved, merged = DcpSource(path), internal_source(path)[1]
     from_it = {**FLOAT32, "checkpoint__initial_load_path": path}
@@ -564,7 +564,7 @@ def test_resuming_is_exact(tmp_path, converter, is_pretrained, save_trainable_on
 
 
 def test_resuming_with_other_converters_is_rejected(adapted):
-    """The message has the option and both values."""
+    """The message names the option and both values."""
     for converters, words in (
         ([dataclasses.replace(LORA, alpha=1.0)], r"model_converters\.lora\.alpha was 8\.0 and is 1\.0"),
         ([dataclasses.replace(LORA, rslora=True)], r"model_converters\.lora\.rslora was False and is True"),
@@ -718,7 +718,7 @@ def test_a_trainable_only_checkpoint_needs_its_base_weights(trainable_only, tmp_
 
 
 def test_changed_base_weights_are_rejected(trainable_only, tmp_path):
-    """All weights, one small tensor, or one tensor slightly; on opening the checkpoint and on resuming."""
+    """Changes in all weights, in a small tensor, or slight ones in one tensor, on opening and on resuming."""
     from safetensors.torch import load_file, save_file
 
     path = step(trainable_only, 2)

@@ -357,7 +357,7 @@ def test_damaged_dcp_folders(tmp_path):
 
 @pytest.mark.parametrize("format", WRITERS)
 def test_a_full_disk_is_an_os_error(tmp_path, format):
-    """Although DCP wraps errors and torch.save replaces them."""
+    """DCP wraps errors and torch.save replaces them, but the writers raise OSError."""
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
     names = ("__0_0.distcp", "__0_1.distcp", "consolidated.00.pth.tmp", "model.safetensors.tmp")
