@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.components.weights.test_formats_in_runs import make_pretrained
+from tests.pretrained import make_pretrained
 from tests.training import flags, read_metrics, read_validation, run
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.config.manager import ConfigManager

@@ -1,6 +1,5 @@
-"""Checkpoints: exact round trips, resharding, and what a save leaves that was killed, failed or overtaken."""
+"""Checkpoints: exact round trips, resharding, and saves that fail or are interrupted."""
 
-import copy
 import json
 import os
 import random
@@ -12,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,15 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from tests.commands import RunningCommand
+from tests.components.checkpoint.small_run import Run, Values, assert_same, shard, steps
 from tests.conftest import file_size_limit
-from tests.processes import forking
+from tests.processes import run_processes
 from torchtitan.components.checkpoint import (
     CheckpointManager,
     CheckpointSaveError,
@@ -42,110 +36,18 @@ from torchtitan.components.checkpoint import (
 )
 from torchtitan.tools.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("log")
+# Values are compared exactly (torch.equal, ==): saving and loading must not change a bit.
 
-# Everything is compared exactly (torch.equal, ==): saving and loading must not change a bit.
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-FLATTEN = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-class OptimizerState:
-    """An optimizer as the checkpointer wants it: flat, by canonical names."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, self.optimizer, options=FLATTEN)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=FLATTEN)
-
-
-class Values:
-    """A small state of JSON-ready values whose structure may change."""
-
-    def __init__(self, **values: Any):
-        self.values = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.values = dict(state_dict)
-
-
-class Run:
-    """A model that trains on random data, with all that a checkpoint of it holds."""
-
-    def __init__(
-        self,
-        folder: Path,
-        /,
-        *,
-        dim: int = 16,
-        seed: int = 0,
-        wrap: Callable[[Any], None] | None = None,
-        rank_states: dict[str, Any] | None = None,
-        **config: Any,
-    ):
-        torch.manual_seed(seed)
-        self.model: Any = nn.Sequential(nn.Embedding(32, dim), nn.Linear(dim, dim), nn.Linear(dim, 32, bias=False))
-        if wrap:
-            wrap(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, betas=(0.8, 0.9))
-        self.trainer = Values(step=0)
-        self.states: dict[str, Any] = {
-            "model": ModelState([self.model]),
-            "optimizer": OptimizerState(self.model, self.optimizer),
-            "trainer": self.trainer,
-        }
-        self.manager: CheckpointManager = CheckpointManager.Config(**{"enable": True, "interval": 1, **config}).build(
-            dump_folder=str(folder), states=self.states, rank_states={"random": RandomState(), **(rank_states or {})}
-        )
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            tokens = torch.randint(32, (4, 8))
-            loss = nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), tokens.flatten())
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.trainer.values["step"] += 1
-
-    def train_and_save(self, steps: int) -> None:
-        for _ in range(steps):
-            self.train(1)
-            self.manager.save(self.trainer.values["step"])
-        self.manager.close()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Everything that counts, whole (unsharded) and copied."""
-        model, optimizer = self.states["model"].state_dict(), self.states["optimizer"].state_dict()
-        return copy.deepcopy({**{k: whole(v) for k, v in (model | optimizer).items()}, **self.trainer.values})
-
-
-def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value
-
-
-def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        assert torch.equal(value, right[name]) if isinstance(value, torch.Tensor) else value == right[name], name
-
-
-def steps(folder: Path) -> list[int]:
-    return [info.step for info in list_checkpoints(folder / "checkpoint") if info.is_complete]
-
+pytestmark = [
+    pytest.mark.usefixtures("log"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 # Saving and resuming
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async", "async_with_pinned_mem"])
-def test_resume_is_bit_identical_to_never_having_stopped(tmp_path: Path, async_mode: str) -> None:
+def test_resume_is_exact(tmp_path: Path, async_mode: str) -> None:
     straight = Run(tmp_path / "straight", enable=False)
     straight.train(6)
 
@@ -162,7 +64,7 @@ def test_resume_is_bit_identical_to_never_having_stopped(tmp_path: Path, async_m
     assert_same(resumed.snapshot(), straight.snapshot())
 
 
-def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_save_keeps_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = threading.Event()
     write = dcp.save
 
@@ -189,15 +91,13 @@ def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     assert_same(loaded.snapshot(), at_save)
 
 
-def test_background_saves_use_the_cuda_device_of_the_manager_s_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a stand-in for CUDA: with two GPUs, rank 1 must not open a context on the first."""
+def test_background_saves_use_the_cuda_device_of_the_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake CUDA. With two GPUs, rank 1 must not open a context on the first one."""
     devices: list[tuple[str, int]] = []
-    with monkeypatch.context() as while_built:
-        while_built.setattr(torch.cuda, "is_initialized", lambda: True)
-        while_built.setattr(torch.cuda, "current_device", lambda: 3)
-        while_built.setattr(torch.cuda, "set_device", lambda i: devices.append((threading.current_thread().name, i)))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(torch.cuda, "current_device", lambda: 3)
+        patched.setattr(torch.cuda, "set_device", lambda i: devices.append((threading.current_thread().name, i)))
         manager = CheckpointManager.Config(enable=True, interval=1, async_mode="async").build(
             dump_folder=str(tmp_path), states={"model": ModelState([nn.Linear(2, 2)])}
         )
@@ -207,7 +107,7 @@ def test_background_saves_use_the_cuda_device_of_the_manager_s_thread(
     assert steps(tmp_path) == [1]
 
 
-def test_async_save_is_complete_before_the_next_one(tmp_path: Path) -> None:
+def test_async_save_completes_without_another_call(tmp_path: Path) -> None:
     run = Run(tmp_path, async_mode="async")
     run.train(1)
     run.manager.save(1)
@@ -227,7 +127,7 @@ def test_each_save_logs_one_line(tmp_path: Path, log: pytest.LogCaptureFixture) 
         assert "step-2; training was blocked for 0." in saved[1]
 
 
-def test_when_a_save_is_due(tmp_path: Path) -> None:
+def test_saves_are_due_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
     run = Run(tmp_path, interval=2, enable_first_step_checkpoint=True)
     run.train_and_save(5)
     assert steps(tmp_path) == [1, 2, 4]
@@ -244,7 +144,7 @@ def test_when_a_save_is_due(tmp_path: Path) -> None:
         assert not idle.manager.is_due(1, last=True)
 
 
-def test_the_same_step_is_saved_once(tmp_path: Path) -> None:
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
     run = Run(tmp_path, async_mode="async")
     run.train(1)
     run.manager.save(1)
@@ -271,20 +171,20 @@ def test_keep_latest_k(tmp_path: Path) -> None:
     assert steps(tmp_path) == [3, 4, 5]
 
 
-def test_going_back_replaces_later_steps_as_it_reaches_them(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_loading_an_earlier_step_replaces_later_ones(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     Run(tmp_path).train_and_save(4)
     run = Run(tmp_path, load_step=1, keep_latest_k=1)
     assert run.manager.load() == 1
     assert [m for m in log.messages if "skipped" in m and "step-4" in m]
     torch.manual_seed(5)
     run.train_and_save(1)
-    assert steps(tmp_path) == [2, 3, 4]  # 2 was just saved, 3 and 4 are not this run's to remove yet
+    assert steps(tmp_path) == [2, 3, 4]  # this run has not reached steps 3 and 4
     loaded = Run(tmp_path, load_step=2)
     loaded.manager.load()
     assert_same(loaded.snapshot(), run.snapshot())
 
 
-# What does not count as a checkpoint
+# Incomplete checkpoints
 
 
 KILLED_WHILE_SAVING = """
@@ -330,7 +230,7 @@ def test_a_killed_save_leaves_no_checkpoint(tmp_path: Path, async_mode: str, log
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-1"]
 
 
-def test_a_folder_without_marker_is_skipped_and_named(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_folder_without_marker_is_skipped(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path)
     run.train_and_save(3)
     (tmp_path / "checkpoint/step-3/complete.json").unlink()
@@ -341,10 +241,10 @@ def test_a_folder_without_marker_is_skipped_and_named(tmp_path: Path, log: pytes
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def test_a_lost_marker_is_not_taken_for_a_beginning(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_missing_marker_does_not_restart_the_run(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     Run(tmp_path).train_and_save(1)
     path = tmp_path / "checkpoint/step-1"
-    path.joinpath("complete.json").rename(path / "complete.json.tmp")  # a save that was cut short as it was renamed
+    path.joinpath("complete.json").rename(path / "complete.json.tmp")  # a save interrupted before the rename
     assert Run(tmp_path).manager.load() == 0
     assert "step-1: it is incomplete" in log.text
     path.joinpath("complete.json.tmp").unlink()
@@ -352,7 +252,7 @@ def test_a_lost_marker_is_not_taken_for_a_beginning(tmp_path: Path, log: pytest.
         Run(tmp_path).manager.load()
 
 
-def test_a_removal_cut_short_leaves_no_checkpoint(
+def test_an_interrupted_removal_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     Run(tmp_path).train_and_save(2)
@@ -364,14 +264,14 @@ def test_a_removal_cut_short_leaves_no_checkpoint(
         patched.setattr(shutil, "rmtree", refuse)
         run = Run(tmp_path, keep_latest_k=1)
         run.manager.load()
-        run.train_and_save(1)  # complete, although the old ones cannot be removed
+        run.train_and_save(1)  # succeeds although the old ones cannot be removed
     assert [info.step for info in list_checkpoints(tmp_path / "checkpoint") if not info.is_complete] == [1]
     assert (tmp_path / "checkpoint/step-1.removed.partial/.metadata").exists()
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", refuse)
         assert Run(tmp_path).manager.load() == 3
     assert "step-1.removed.partial: cannot remove" in log.text
-    Run(tmp_path).manager.load()  # a run that starts removes what was left
+    Run(tmp_path).manager.load()  # a new run removes the leftovers
     assert steps(tmp_path) == [2, 3]
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-3"]
 
@@ -381,19 +281,19 @@ BAD_MARKERS: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "not JSON": (lambda good: json.dumps(good)[:-1], "complete.json is damaged"),
     "empty": (lambda good: "{}", "complete.json is damaged"),
     "list": (lambda good: "[]", "complete.json is damaged"),
-    "key missing": (
+    "missing key": (
         lambda good: json.dumps({k: v for k, v in good.items() if k != "kind"}),
         "complete.json is damaged",
     ),
-    "key too many": (lambda good: json.dumps({**good, "stepz": 1}), "complete.json is damaged"),
+    "extra key": (lambda good: json.dumps({**good, "stepz": 1}), "complete.json is damaged"),
     "unknown kind": (lambda good: json.dumps({**good, "kind": "half"}), "complete.json is damaged"),
     "wrong type": (lambda good: json.dumps({**good, "world_size": None}), "complete.json is damaged"),
-    "later layout": (lambda good: json.dumps({**good, "format_version": 99}), "layout version 99"),
+    "newer layout": (lambda good: json.dumps({**good, "format_version": 99}), "layout version 99"),
 }
 
 
 @pytest.mark.parametrize("damage", BAD_MARKERS)
-def test_a_bad_marker_is_skipped_and_an_error_where_it_is_named(
+def test_a_bad_marker_is_skipped_or_an_error_if_requested(
     tmp_path: Path, damage: str, log: pytest.LogCaptureFixture
 ) -> None:
     Run(tmp_path).train_and_save(3)
@@ -449,7 +349,7 @@ def test_full_disk(tmp_path: Path, async_mode: str, log: pytest.LogCaptureFixtur
     assert steps(tmp_path) == [1, 2]
 
 
-def test_full_disk_on_a_real_one(tmp_path: Path) -> None:
+def test_full_tmpfs(tmp_path: Path) -> None:
     mounted = tmp_path / "mounted"
     mounted.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(mounted)]
@@ -465,15 +365,15 @@ def test_full_disk_on_a_real_one(tmp_path: Path) -> None:
         subprocess.run(["umount", str(mounted)], check=True)
 
 
-def test_folder_that_cannot_be_written(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "checkpoint").write_text("a file where the folder should be")
+def test_unwritable_folder(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "checkpoint").write_text("a file in place of the folder")
     run = Run(tmp_path)
     run.train(1)
     run.manager.save(1)
     assert "step-1 could not be saved: NotADirectoryError" in log.text or "FileExistsError" in log.text
     with pytest.raises(CheckpointSaveError):
         run.manager.save(1, last=True)
-    run.manager.close()  # said once is enough
+    run.manager.close()  # reported only once
 
 
 def test_ctrl_c_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +423,7 @@ def test_a_stopped_run_saves_everything(tmp_path: Path) -> None:
     assert_same(resumed.snapshot(), run.snapshot())
 
 
-def test_only_a_model_only_checkpoint(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_model_only_checkpoint_cannot_be_resumed(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path, interval=100, last_save_model_only=True)
     run.train(2)
     run.manager.save(2, last=True)
@@ -549,7 +449,7 @@ def test_initial_load_path_with_an_empty_checkpoint_folder(tmp_path: Path, enabl
     source = Run(tmp_path / "source")
     source.train_and_save(3)
     path = str(tmp_path / "source/checkpoint/step-3")
-    (tmp_path / "run/checkpoint/step-9").mkdir(parents=True)  # no checkpoint, so the folder holds none
+    (tmp_path / "run/checkpoint/step-9").mkdir(parents=True)  # not a checkpoint
     (tmp_path / "run/checkpoint/step-9.partial").mkdir()
 
     run = Run(tmp_path / "run", seed=1, enable=enable, initial_load_path=path)
@@ -564,12 +464,12 @@ def test_initial_load_path_with_an_empty_checkpoint_folder(tmp_path: Path, enabl
     assert_same(run.snapshot(), source.snapshot())
 
 
-def test_own_checkpoint_wins_over_initial_load_path(tmp_path: Path) -> None:
+def test_resuming_takes_precedence_over_initial_load_path(tmp_path: Path) -> None:
     Run(tmp_path).train_and_save(1)
     assert Run(tmp_path, initial_load_path="/gone/since/then").manager.load() == 1
 
 
-def test_initial_load_path_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_invalid_initial_load_path(tmp_path: Path) -> None:
     Run(tmp_path / "source").train_and_save(2)
     (tmp_path / "empty").mkdir()
     (tmp_path / "source/checkpoint/step-7").mkdir()
@@ -587,7 +487,7 @@ def test_initial_load_path_that_is_no_checkpoint(tmp_path: Path) -> None:
             config.build(dump_folder=str(tmp_path / "run"), states={"model": ModelState([nn.Linear(1, 1)])}).load()
 
 
-# What a user may get wrong
+# User errors
 
 
 @pytest.mark.parametrize(
@@ -601,9 +501,10 @@ def test_initial_load_path_that_is_no_checkpoint(tmp_path: Path) -> None:
         ({"load_step": 0}, "step 0 in .* does not exist"),
     ],
 )
-def test_wrong_values(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    run = Run(tmp_path, keep_latest_k=2)
-    run.train_and_save(10)
+def test_invalid_options(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    run = Run(tmp_path)
+    run.trainer.values["step"] = 8
+    run.train_and_save(2)
     (tmp_path / "checkpoint/step-8").mkdir()
     checked = CheckpointManager.Config(**{"enable": True, **config})
     with pytest.raises(UserError, match=message):
@@ -613,7 +514,7 @@ def test_wrong_values(tmp_path: Path, config: dict[str, Any], message: str) -> N
         Run(tmp_path, **config).manager.load()
 
 
-def test_another_model_shape_names_the_tensor_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_shape_mismatch_names_the_tensor_and_changes_nothing(tmp_path: Path) -> None:
     Run(tmp_path).train_and_save(1)
     run = Run(tmp_path, dim=24)
     before = run.snapshot()
@@ -623,7 +524,7 @@ def test_another_model_shape_names_the_tensor_and_changes_nothing(tmp_path: Path
     assert_same(run.snapshot(), before)
 
 
-def test_missing_and_surplus_tensors_are_named(tmp_path: Path) -> None:
+def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     def manager(model: nn.Module) -> CheckpointManager:
         return CheckpointManager.Config(enable=True, interval=1).build(
             dump_folder=str(tmp_path), states={"model": ModelState([model])}
@@ -651,7 +552,7 @@ def test_exclude_from_loading(tmp_path: Path) -> None:
         Run(tmp_path, exclude_from_loading=["optimizers"])
 
 
-def test_state_that_the_checkpoint_lacks(tmp_path: Path) -> None:
+def test_missing_state(tmp_path: Path) -> None:
     Run(tmp_path).train_and_save(1)
     for excluded in ([], ["average"]):
         model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False))
@@ -665,7 +566,7 @@ def test_state_that_the_checkpoint_lacks(tmp_path: Path) -> None:
                 manager.load()
 
 
-def test_rank_state_that_the_checkpoint_lacks(tmp_path: Path) -> None:
+def test_missing_rank_state(tmp_path: Path) -> None:
     Run(tmp_path).train_and_save(1)
     position = {"position": Values(n=0)}
     with pytest.raises(UserError, match="has no state 'position'.*add position to --checkpoint.exclude"):
@@ -676,7 +577,7 @@ def test_rank_state_that_the_checkpoint_lacks(tmp_path: Path) -> None:
 # States
 
 
-def test_values_may_change_structure(tmp_path: Path) -> None:
+def test_state_may_change_structure(tmp_path: Path) -> None:
     saved = {"position": 7, "workers": [{"epoch": 1.5}, None], "nothing": {}, "moments": (1, float("inf"))}
     states = {"data": Values(**saved)}
     CheckpointManager.Config(enable=True, interval=1).build(dump_folder=str(tmp_path), states=states).save(1)
@@ -686,7 +587,7 @@ def test_values_may_change_structure(tmp_path: Path) -> None:
     assert loaded.values == saved
 
 
-def test_value_without_json_form_is_named(tmp_path: Path) -> None:
+def test_a_value_that_is_not_json_is_named(tmp_path: Path) -> None:
     manager = CheckpointManager.Config(enable=True).build(dump_folder=str(tmp_path), states={"data": Values(x=Path())})
     with pytest.raises(TypeError, match="state 'data' must be .*PosixPath"):
         manager.save(1, last=True)
@@ -711,7 +612,7 @@ def test_model_state_has_canonical_names() -> None:
 
     plain, inner = build(), build()
     inner[0] = checkpoint_wrapper(inner[0])
-    wrapped = cast(nn.Module, torch.compile(inner))  # wraps at once, compiles at the first call, which never comes
+    wrapped = cast(nn.Module, torch.compile(inner))  # never called, so never compiled
     assert list(ModelState([wrapped]).state_dict()) == list(plain.state_dict())
     ModelState([wrapped]).load_state_dict(plain.state_dict())
     assert_same(ModelState([wrapped]).state_dict(), plain.state_dict())
@@ -741,7 +642,7 @@ def test_random_state() -> None:
 
 
 def test_random_state_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stand-in for CUDA, since only a machine with a GPU has a generator of its own."""
+    """With a fake CUDA device, because the CPU has no separate generator."""
 
     class Device:
         state = torch.tensor([1, 2, 3], dtype=torch.uint8)
@@ -758,12 +659,12 @@ def test_random_state_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> Non
     saved = RandomState().state_dict()
     device.state += 1
     RandomState().load_state_dict({key: value for key, value in saved.items() if key != "cuda"})
-    assert device.state.tolist() == [2, 3, 4]  # saved on another type of device: left as it is
+    assert device.state.tolist() == [2, 3, 4]  # without a saved state for this device, its state is unchanged
     RandomState().load_state_dict(saved)
     assert device.state.tolist() == [1, 2, 3]
 
 
-def test_import_is_cheap() -> None:
+def test_import_does_not_load_dcp() -> None:
     code = "import sys, torchtitan.components.checkpoint; sys.exit('torch.distributed.checkpoint' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -771,48 +672,11 @@ def test_import_is_cheap() -> None:
 # Several processes
 
 
-def on_two_ranks(function: Callable[..., None], *args: Any) -> None:
-    """Run `function(rank, *args)` on two processes with gloo; raises where one fails."""
-    context = forking()
-    rendezvous = f"file://{args[0]}/rendezvous-{function.__name__}"
-    processes = [context.Process(target=_rank_main, args=(rank, rendezvous, function, args)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=120)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0, 0]
-
-
-def _rank_main(rank: int, rendezvous: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=timeout)
-    function(rank, *args)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _sharded(folder: Path, **config: Any) -> Run:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2,))
-
-    def wrap(model: Any) -> None:
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-
-    return Run(folder, wrap=wrap, **config)
-
-
 def _train_sharded(rank: int, folder: Path) -> None:
     data = Values(position=0)
-    run = _sharded(folder, seed=1, async_mode="async", rank_states={"data": data})
+    run = Run(folder, wrap=shard, seed=1, async_mode="async", rank_states={"data": data})
     assert run.manager.load() == 1
-    assert data.values == {"position": 100}  # the saved run had rank 0 only
+    assert data.values == {"position": 100}  # the saved run had only rank 0
     torch.save(run.snapshot(), folder / f"loaded-{rank}.pt")
 
     torch.manual_seed(rank)
@@ -827,7 +691,7 @@ def _train_sharded(rank: int, folder: Path) -> None:
         torch.save(random_state, folder / "random.pt")
 
     data = Values(position=0)
-    again = _sharded(folder, seed=2, rank_states={"data": data})
+    again = Run(folder, wrap=shard, seed=2, rank_states={"data": data})
     assert again.manager.load() == 2
     assert data.values == {"position": 200 + rank}
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -836,13 +700,13 @@ def _train_sharded(rank: int, folder: Path) -> None:
 
 def _errors_on_every_rank(rank: int, folder: Path) -> None:
     with pytest.raises(UserError, match="step 5 .* does not exist"):
-        _sharded(folder, load_step=5).manager.load()
+        Run(folder, wrap=shard, load_step=5).manager.load()
     with pytest.raises(UserError, match=r"model\.1\.bias"):
-        _sharded(folder, dim=24).manager.load()
-    run = _sharded(folder)
+        Run(folder, wrap=shard, dim=24).manager.load()
+    run = Run(folder, wrap=shard)
     run.manager.load()
     run.train(1)
-    _memory_that_does_not_suffice(rank, folder)
+    _out_of_memory(rank, folder)
     if rank == 1:  # only this rank's disk is full
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, resource.RLIM_INFINITY))
     run.manager.save(3)
@@ -855,7 +719,7 @@ def _errors_on_every_rank(rank: int, folder: Path) -> None:
         run.manager.save(3, last=True)
 
 
-def _memory_that_does_not_suffice(rank: int, folder: Path) -> None:
+def _out_of_memory(rank: int, folder: Path) -> None:
     def fail(*args: Any) -> None:
         raise MemoryError("too large")
 
@@ -863,43 +727,44 @@ def _memory_that_does_not_suffice(rank: int, folder: Path) -> None:
     if rank == 1:
         async_save.stage = fail
     try:
-        run = _sharded(folder, async_mode="async")
+        run = Run(folder, wrap=shard, async_mode="async")
         run.manager.save(3)
         assert "step-3 could not be saved: MemoryError: too large" in run.manager._saver.failure
     finally:
         async_save.stage = stage
 
 
-def _unforeseen_errors_on_every_rank(folder: Path) -> None:
+def _unexpected_errors_on_every_rank(folder: Path) -> None:
     def fail(*args: Any) -> None:
-        raise error  # on rank 0, which alone starts a save
+        raise error  # on rank 0, the only one that starts a save
 
     start_partial, catalog.start_partial = catalog.start_partial, fail
     try:
         for async_mode in ("disabled", "async"):
-            run = _sharded(folder, async_mode=async_mode)
-            error: Exception = KeyError("of a store")
+            run = Run(folder, wrap=shard, async_mode=async_mode)
+            error: Exception = KeyError("storage")
             run.manager.save(4)
             run.manager.wait()
-            assert "step-4 could not be saved: KeyError: 'of a store'" in run.manager._saver.failure
-            error = TypeError("ours")
-            with pytest.raises(TypeError, match="ours"):
+            assert "step-4 could not be saved: KeyError: 'storage'" in run.manager._saver.failure
+            error = TypeError("bug")
+            with pytest.raises(TypeError, match="bug"):
                 run.manager.save(4)
                 run.manager.wait()
     finally:
         catalog.start_partial = start_partial
 
 
-def _train_and_fail(rank: int, folder: Path) -> None:
+def _train_and_fail(folder: Path) -> None:
+    rank = dist.get_rank()
     _train_sharded(rank, folder)
-    _unforeseen_errors_on_every_rank(folder)
+    _unexpected_errors_on_every_rank(folder)
     _errors_on_every_rank(rank, folder)
 
 
-def test_one_process_to_two_and_back(tmp_path: Path) -> None:
+def test_resharding_from_one_process_to_two_and_back(tmp_path: Path) -> None:
     run = Run(tmp_path, rank_states={"data": Values(position=100)})
     run.train_and_save(1)
-    on_two_ranks(_train_and_fail, tmp_path)
+    run_processes(_train_and_fail, 2, tmp_path)
     for rank in range(2):
         assert_same(torch.load(tmp_path / f"loaded-{rank}.pt"), run.snapshot())
 

@@ -1,4 +1,4 @@
-"""A checkpoint whose assets/model.json is damaged: as with damage to any other file, the one before is taken."""
+"""A damaged assets/model.json: runs fall back to the previous checkpoint."""
 
 import shutil
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("adapted", "other converters"),
     ],
 )
-def test_a_damaged_description_falls_back_like_any_damage(
+def test_falls_back_to_the_previous_checkpoint(
     tmp_path: Path, request: pytest.FixtureRequest, kind: str, damage: str
 ) -> None:
     shutil.copytree(request.getfixturevalue(kind), tmp_path / "run")

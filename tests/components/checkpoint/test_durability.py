@@ -1,4 +1,4 @@
-"""Checkpoints that lose nothing: damage, failing saves, another process, stores, the best, several models."""
+"""Reliability of checkpoints: damage, failed saves, background saves, remote folders, the best step, several models."""
 
 import contextlib
 import copy
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tests.commands import RunningCommand
-from tests.components.checkpoint.test_checkpoint import Run, Values, assert_same, steps
+from tests.components.checkpoint.small_run import Run, Values, assert_same, shard, steps, unsharded
 from tests.processes import run_processes
 from torchtitan.components.checkpoint import (
     CheckpointManager,
@@ -40,17 +40,18 @@ from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("log")
+# Values are compared exactly (torch.equal, ==): saving and loading must not change a bit.
 
-# Everything is compared exactly (torch.equal, ==): saving and loading must not change a bit.
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.usefixtures("log"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 MODES = ["disabled", "async", "async_with_pinned_mem"]
 
 
 class ModelFile:
-    """Assets of a checkpoint, as the manager wants them."""
+    """Assets of a checkpoint."""
 
     def write(self, folder: Path) -> None:
         (folder / "assets").mkdir()
@@ -94,13 +95,13 @@ def test_damage_to_any_file_is_found_and_named(tmp_path: Path, damage: str) -> N
     names = checkpoint_files(path)
     assert names == [".metadata", "__0_0.distcp", "assets/model.json", "complete.json", "manifest.json"]
     assert verify(path) == []
-    harm, fault = DAMAGE[damage]
+    damage_file, message = DAMAGE[damage]
     for name in names:
         whole = (path / name).read_bytes()
-        harm(path / name)
+        damage_file(path / name)
         found = verify(path)
         assert len(found) == 1 and name in found[0], (name, found)
-        assert any(words in found[0] for words in fault.split("|")), found
+        assert any(words in found[0] for words in message.split("|")), found
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
             Run(tmp_path / "other", initial_load_path=str(path)).manager.load()
         (path / name).write_bytes(whole)
@@ -108,7 +109,7 @@ def test_damage_to_any_file_is_found_and_named(tmp_path: Path, damage: str) -> N
 
 
 def test_every_bit_of_the_marker_counts(tmp_path: Path) -> None:
-    """No manifest says what the marker was, and a step or a loss is soon another number."""
+    """The manifest does not cover the marker, and one bit is enough to change a step or a loss."""
     Run(tmp_path).train_and_save(1)
     marker = tmp_path / "checkpoint/step-1/complete.json"
     whole = marker.read_bytes()
@@ -118,13 +119,13 @@ def test_every_bit_of_the_marker_counts(tmp_path: Path) -> None:
         assert steps(tmp_path) == []
 
 
-def test_what_the_manifest_does_not_know_is_no_fault(tmp_path: Path) -> None:
+def test_files_outside_the_manifest_are_ignored(tmp_path: Path) -> None:
     Run(tmp_path).train_and_save(1)
-    (tmp_path / "checkpoint/step-1/NOTES.txt").write_text("the good one")
+    (tmp_path / "checkpoint/step-1/NOTES.txt").write_text("notes")
     assert verify(str(tmp_path / "checkpoint/step-1")) == []
 
 
-def test_the_manifest_s_form(tmp_path: Path) -> None:
+def test_manifest_format(tmp_path: Path) -> None:
     import hashlib
 
     Run(tmp_path).train_and_save(1)
@@ -137,7 +138,7 @@ def test_the_manifest_s_form(tmp_path: Path) -> None:
         assert entry == {"bytes": len(data), "digest": hashlib.sha256(data).hexdigest()}
 
 
-def test_resuming_falls_back_to_the_newest_that_verifies(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_resuming_falls_back_to_the_newest_intact_checkpoint(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path)
     snapshots = {}
     for step in (1, 2, 3, 4):
@@ -147,7 +148,7 @@ def test_resuming_falls_back_to_the_newest_that_verifies(tmp_path: Path, log: py
     run.manager.close()
     flip_byte(tmp_path / "checkpoint/step-4/__0_0.distcp")
     (tmp_path / "checkpoint/step-3/.metadata").unlink()
-    assert CheckpointManager.Config(enable=True).find_start(str(tmp_path)).checkpoint.step == 4  # by its marker
+    assert CheckpointManager.Config(enable=True).find_start(str(tmp_path)).checkpoint.step == 4  # by its marker alone
 
     for step in (3, 4):
         with pytest.raises(UserError, match=rf"step-{step} is damaged: .*; load another checkpoint"):
@@ -159,7 +160,7 @@ def test_resuming_falls_back_to_the_newest_that_verifies(tmp_path: Path, log: py
     assert "step-4: it is damaged: __0_0.distcp is damaged (its digest differs)" in log.text
     assert "step-3: it is damaged: .metadata is missing" in log.text
 
-    resumed.train_and_save(2)  # replaces both
+    resumed.train_and_save(2)  # replaces both damaged ones
     assert [(info.step, info.damage) for info in list_checkpoints(tmp_path / "checkpoint")] == [
         (step, "") for step in (1, 2, 3, 4)
     ]
@@ -168,7 +169,7 @@ def test_resuming_falls_back_to_the_newest_that_verifies(tmp_path: Path, log: py
     assert_same(again.snapshot(), snapshots[4])
 
 
-def test_what_was_found_damaged_is_evidence(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_damaged_checkpoints_are_kept(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     Run(tmp_path, interval=2, keep_latest_k=0).train_and_save(4)
     flip_byte(tmp_path / "checkpoint/step-4/__0_0.distcp")
     run = Run(tmp_path, interval=3, keep_latest_k=1)
@@ -186,7 +187,7 @@ def test_what_was_found_damaged_is_evidence(tmp_path: Path, log: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("load_only", [False, True])
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path, load_only: bool) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_restart(tmp_path: Path, load_only: bool) -> None:
     Run(tmp_path).train_and_save(2)
     for step in (1, 2):
         flip_byte(tmp_path / f"checkpoint/step-{step}/__0_0.distcp")
@@ -195,7 +196,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     message += (
         ", or set --checkpoint.folder" if load_only else " and remove its damaged.json, or set --checkpoint.folder"
     )
-    for _ in range(2):  # the second time, it is known
+    for _ in range(2):  # the second time, the damage is already recorded
         with pytest.raises(UserError, match=message):
             Run(tmp_path, load_only=load_only).manager.load()
     assert (checkpoint_files(tmp_path) == before) == load_only
@@ -205,7 +206,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     assert Run(tmp_path).manager.load() == 2
 
 
-def test_a_run_whose_only_marker_is_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+def test_a_run_whose_only_marker_is_damaged_does_not_restart(tmp_path: Path) -> None:
     Run(tmp_path).train_and_save(1)
     flip_byte(tmp_path / "checkpoint/step-1/complete.json")
     with pytest.raises(UserError, match=r"(?s)no checkpoint in .*step 1: .*complete.json is damaged"):
@@ -217,7 +218,7 @@ def test_a_run_whose_only_marker_is_damaged_does_not_begin_anew(tmp_path: Path) 
     assert "damaged" not in str(raised.value)
 
 
-def test_what_cannot_be_read_is_not_taken_for_damaged(
+def test_unreadable_files_do_not_count_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     Run(tmp_path).train_and_save(4)
@@ -243,7 +244,7 @@ def test_what_cannot_be_read_is_not_taken_for_damaged(
     assert Run(tmp_path).manager.load() == 4
 
 
-def test_shares_of_digesting() -> None:
+def test_digesting_is_divided_by_size() -> None:
     sizes = {"a": 10, "b": 7, "c": 5, "d": 5, "e": 1}
     shares = manifest.split_by_size(sizes, 3)
     assert sorted(name for share in shares for name in share) == sorted(sizes)
@@ -251,16 +252,16 @@ def test_shares_of_digesting() -> None:
     assert manifest.split_by_size({"a": 1}, 3) == [["a"], [], []]
 
 
-def _errors_that_cannot_be_sent(ranks: Ranks) -> None:
+def _errors_that_cannot_be_pickled(ranks: Ranks) -> None:
     def fail() -> None:
         error.holds = lambda: None
         raise error
 
-    error: Any = RuntimeError("of a client")
-    with pytest.raises(OSError, match="RuntimeError.'of a client'"):
+    error: Any = RuntimeError("client")
+    with pytest.raises(OSError, match="RuntimeError.'client'"):
         ranks.broadcast_from_rank0(fail)
-    error = UserError("what to do")
-    with pytest.raises(UserError, match="^what to do$"):
+    error = UserError("remedy")
+    with pytest.raises(UserError, match="^remedy$"):
         ranks.all_ranks_or_raise(fail)
 
 
@@ -272,15 +273,15 @@ def _digest_on_two_ranks(folder: Path) -> None:
     digested: list[str] = []
     digest = manifest._digest
 
-    def counted(where: Any, name: str) -> str:
+    def counted(checkpoint: Any, name: str) -> str:
         digested.append(name)
-        return digest(where, name)
+        return digest(checkpoint, name)
 
     manifest._digest = counted
     run = Run(folder, seed=3)
     run.train(1)
     run.manager.save(1)
-    _errors_that_cannot_be_sent(ranks)
+    _errors_that_cannot_be_pickled(ranks)
     gathered = ranks.gather(sorted(digested))
     assert all(gathered) and sorted(gathered[0] + gathered[1]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     digested.clear()
@@ -295,12 +296,15 @@ def _digest_on_two_ranks(folder: Path) -> None:
     assert verify(folder / "checkpoint/step-2") == catalog.verify(folder / "checkpoint/step-2", ranks)
     assert Run(folder).manager.load() == 1
 
-    unshared = Run(folder, folder="memory://each/has/its/own")  # as a disk of each host's own
+    unshared = Run(folder, folder="memory://local/to/each/rank")  # like a local disk of each host
     unshared.manager.save(1)
-    assert "rank 0 cannot see __1_0.distcp; put" in unshared.manager._saver.failure
+    assert (
+        "rank 0 cannot see __1_0.distcp; put memory://local/to/each/rank on a shared file system"
+        in unshared.manager._saver.failure
+    )
 
-    def fail(where: Any, name: str) -> str:
-        raise PermissionError(errno.EACCES, "not yours", name)
+    def fail(checkpoint: Any, name: str) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", name)
 
     if rank == 1:
         manifest._digest = fail
@@ -311,32 +315,26 @@ def _digest_on_two_ranks(folder: Path) -> None:
     dist.barrier()
 
 
-def _on_two_ranks(folder: Path) -> None:
-    _save_shards_in_processes(folder / "shards")
-    _digest_on_two_ranks(folder / "digests")
-
-
-def test_two_ranks_digest_and_write_in_processes(tmp_path: Path) -> None:
-    run_processes(_on_two_ranks, 2, tmp_path)
-    assert Run(tmp_path / "shards").manager.load() == 1
+def test_two_ranks_divide_the_digesting(tmp_path: Path) -> None:
+    run_processes(_digest_on_two_ranks, 2, tmp_path)
 
 
 # Saving in the background
 
 
-def test_values_of_the_step_are_written_in_another_process(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_the_writer_process_saves_the_values_of_the_step(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path, async_mode="async_with_pinned_mem")
     run.train(1)
     run.manager.save(1)
     run.manager.wait()
     process = run.manager._saver._process
     assert process is not None and process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)  # as slow as a writer can be
+    os.kill(process.pid, signal.SIGSTOP)  # an arbitrarily slow writer
     run.train(1)
     at_save = run.snapshot()
     begun = time.perf_counter()
     run.manager.save(2)
-    assert time.perf_counter() - begun < 5  # it would wait for ever
+    assert time.perf_counter() - begun < 5  # otherwise it would wait forever
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.zero_()
@@ -353,46 +351,54 @@ def test_values_of_the_step_are_written_in_another_process(tmp_path: Path, log: 
     assert_same(loaded.snapshot(), at_save)
 
 
-def test_a_file_where_the_run_was_started_harms_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ctypes.py").write_text("raise ImportError('the wrong one')")
+def test_the_writer_process_ignores_local_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ctypes.py").write_text("raise ImportError('wrong module')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])  # as that of a script elsewhere
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])  # like a script elsewhere
     run = Run(tmp_path, async_mode="async_with_pinned_mem")
     run.manager.save(1)
     run.manager.close()
     assert steps(tmp_path) == [1]
 
 
-def test_the_process_that_writes_is_killed(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_the_writer_process_is_killed_during_a_save(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path, async_mode="async_with_pinned_mem")
     run.train(1)
     run.manager.save(1)
     run.manager.wait()
     process = run.manager._saver._process
     assert process is not None and process.pid is not None
-    first = process.pid
-    os.kill(first, signal.SIGSTOP)
+    killed = process.pid
+    os.kill(killed, signal.SIGSTOP)
     run.train(1)
     run.manager.save(2)
     time.sleep(0.2)
-    os.kill(first, signal.SIGKILL)
+    os.kill(killed, signal.SIGKILL)
     run.manager.wait()
     assert "step-2 could not be saved: ChildProcessError: the checkpoint writer process exited" in log.text
     assert os.listdir(tmp_path / "checkpoint") == ["step-1"]
-
-    run.train(1)
     run.manager.save(3)
-    run.manager.wait()
-    assert steps(tmp_path) == [1, 3] and process.pid != first
-    at_save = run.snapshot()
-    os.kill(process.pid, signal.SIGKILL)  # between two saves: the next has a new one
-    # A zombie whose other threads are still ending has not ended: this waits for all, and leaves it to its parent.
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    run.manager.save(4)
     run.manager.close()
-    assert steps(tmp_path) == [1, 3, 4]
+    assert steps(tmp_path) == [1, 3] and process.pid != killed
+
+
+@pytest.mark.slow
+def test_the_writer_process_is_killed_between_saves(tmp_path: Path) -> None:
+    run = Run(tmp_path, async_mode="async_with_pinned_mem")
+    run.manager.save(1)
+    run.manager.wait()
+    process = run.manager._saver._process
+    assert process is not None and process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    # Wait until all threads have ended, and leave the zombie to its parent.
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    run.train(1)
+    run.manager.save(2)
+    at_save = run.snapshot()
+    run.manager.close()
+    assert steps(tmp_path) == [1, 2]
     loaded = Run(tmp_path, seed=1)
-    assert loaded.manager.load() == 4
+    assert loaded.manager.load() == 2
     assert_same(loaded.snapshot(), at_save)
 
 
@@ -414,7 +420,7 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     rank = RunningCommand([sys.executable, "-c", KILLED_RANK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
     writer = int(rank.stdout.readline())
-    os.kill(writer, signal.SIGSTOP)  # in the middle of anything
+    os.kill(writer, signal.SIGSTOP)
     rank.kill()
     rank.wait()
     deadline = time.monotonic() + 30
@@ -429,7 +435,7 @@ def _is_running(pid: int) -> bool:
     return False
 
 
-def test_states_of_any_form_pass_through_shared_memory(tmp_path: Path) -> None:
+def test_all_kinds_of_state_pass_through_shared_memory(tmp_path: Path) -> None:
     tensors = {
         "scalar": torch.tensor(1.5),
         "empty": torch.empty(0, 3),
@@ -443,7 +449,7 @@ def test_states_of_any_form_pass_through_shared_memory(tmp_path: Path) -> None:
     config = CheckpointManager.Config(enable=True, interval=1, async_mode="async_with_pinned_mem")
     manager = config.build(dump_folder=str(tmp_path), states=states)
     manager.save(1)
-    states["data"].values |= {"part": torch.randn(1000), "note": "grown"}  # more than there was room for
+    states["data"].values |= {"part": torch.randn(1000), "note": "grown"}  # larger than the reserved memory
     manager.save(2)
     manager.close()
     for step, part in ((1, tensors["part"]), (2, states["data"].values["part"])):
@@ -457,20 +463,24 @@ def test_states_of_any_form_pass_through_shared_memory(tmp_path: Path) -> None:
 
 
 def _save_shards_in_processes(folder: Path) -> None:
-    from tests.components.checkpoint.test_checkpoint import _sharded
-
-    run = _sharded(folder, async_mode="async_with_pinned_mem")
+    run = Run(folder, wrap=shard, async_mode="async_with_pinned_mem")
     run.train(1)
     run.manager.save(1)
     at_save = run.snapshot()
     run.train(1)
     run.manager.close()
-    again = _sharded(folder, seed=5)
+    again = Run(folder, wrap=shard, seed=5)
     assert again.manager.load() == 1
     assert_same(again.snapshot(), at_save)
 
 
-def test_pinned_memory_needs_linux_and_a_place_that_others_see(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_two_ranks_write_in_processes(tmp_path: Path) -> None:
+    run_processes(_save_shards_in_processes, 2, tmp_path)
+    assert Run(tmp_path).manager.load() == 1
+
+
+def test_pinned_memory_needs_linux_and_a_shared_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="other processes cannot access memory://run; use async"):
         CheckpointManager.Config(async_mode="async_with_pinned_mem", folder="memory://run").validate()
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -494,7 +504,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("async_mode", MODES)
-def test_a_disk_runs_full(small_disk: Path, async_mode: str, log: pytest.LogCaptureFixture) -> None:
+def test_full_disk(small_disk: Path, async_mode: str, log: pytest.LogCaptureFixture) -> None:
     run = Run(small_disk, dim=64, async_mode=async_mode)
     run.train(1)
     run.manager.save(1)
@@ -519,7 +529,7 @@ def test_a_disk_runs_full(small_disk: Path, async_mode: str, log: pytest.LogCapt
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "complete.json.tmp"])
-def test_a_disk_that_is_full_for_the_last_small_file(
+def test_full_disk_at_the_last_small_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, log: pytest.LogCaptureFixture
 ) -> None:
     write = LocalFolder.write
@@ -554,8 +564,8 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pyt
     assert steps(tmp_path) == [1]
 
 
-@pytest.mark.parametrize("async_mode", MODES[1:])
-def test_memory_that_does_not_suffice(
+@pytest.mark.parametrize("async_mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])
+def test_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_mode: str, log: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path, async_mode=async_mode, keep_best=True)
@@ -563,8 +573,8 @@ def test_memory_that_does_not_suffice(
     def fail(*args: Any) -> None:
         raise RuntimeError("not enough memory")
 
-    with monkeypatch.context() as while_small:
-        while_small.setattr(async_save, "stage", fail)
+    with monkeypatch.context() as patched:
+        patched.setattr(async_save, "stage", fail)
         run.manager.save(1, validation_loss=1.0)
     assert "step-1 could not be saved: RuntimeError: not enough memory" in log.text
     run.manager.save(2, validation_loss=2.0)
@@ -572,7 +582,7 @@ def test_memory_that_does_not_suffice(
     assert steps(tmp_path) == [2]
 
 
-def test_shared_memory_that_cannot_grow_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_that_cannot_grow_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SharedMemory()
     memory.reserve({"state": {"small": torch.ones(2)}})
     unpinned: list[bool] = []
@@ -587,8 +597,8 @@ def test_shared_memory_that_cannot_grow_stays(monkeypatch: pytest.MonkeyPatch) -
     assert not unpinned and memory.n_bytes == 64
 
 
-def _going_back(folder: Path) -> Run:
-    """A run that saves step 2 where there is one."""
+def _repeated_step(folder: Path) -> Run:
+    """Return a run that is about to save step 2, which already exists."""
     Run(folder).train_and_save(2)
     run = Run(folder, load_step=1)
     run.manager.load()
@@ -597,10 +607,10 @@ def _going_back(folder: Path) -> Run:
 
 
 @pytest.mark.parametrize("method", ["rename", "replace"])
-def test_a_checkpoint_that_cannot_be_replaced_stays(
+def test_a_checkpoint_that_cannot_be_replaced_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    run = _going_back(tmp_path)
+    run = _repeated_step(tmp_path)
     change, former = getattr(Path, method), (tmp_path / "checkpoint/step-2/complete.json").stat().st_ino
 
     def fail(path: Path, target: Path) -> Any:
@@ -616,10 +626,10 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(
     assert (tmp_path / "checkpoint/step-2/complete.json").stat().st_ino == former
 
 
-def test_what_is_replaced_goes_last(
+def test_a_replaced_checkpoint_is_removed_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    run = _going_back(tmp_path)
+    run = _repeated_step(tmp_path)
     at_save, found = run.snapshot(), []
 
     def refuse(path: Path) -> None:
@@ -643,7 +653,7 @@ def test_folders_that_cannot_be_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     sync = durable.sync
-    number = errno.EINVAL  # a file system that syncs no folders
+    number = errno.EINVAL  # a file system that cannot sync folders
 
     def fail(path: Path) -> None:
         if path.is_dir() and (number == errno.EINVAL or path.name == "step-2"):
@@ -654,7 +664,7 @@ def test_folders_that_cannot_be_synced(
     run = with_assets(tmp_path)
     run.manager.save(1, last=True)
     assert not [record for record in log.records if record.levelno >= logging.WARNING]
-    number = errno.EIO  # a power failure may take it: it is not called saved, and no older one is removed
+    number = errno.EIO  # not reported as saved, and no older checkpoint is removed
     run = Run(tmp_path, keep_latest_k=1)
     run.manager.save(2)
     assert "step-2 could not be saved: OSError: [Errno 5]" in log.text
@@ -664,7 +674,7 @@ def test_folders_that_cannot_be_synced(
     assert steps(tmp_path) == [1, 2]
 
 
-# Where checkpoints lie
+# Remote folders
 
 
 @pytest.fixture
@@ -676,7 +686,7 @@ def store() -> Iterator[str]:
     fsspec.filesystem("memory").pseudo_dirs[:] = [""]
 
 
-def test_a_run_in_a_store(tmp_path: Path, store: str, log: pytest.LogCaptureFixture) -> None:
+def test_remote_run(tmp_path: Path, store: str, log: pytest.LogCaptureFixture) -> None:
     straight = Run(tmp_path / "straight", enable=False)
     straight.train(6)
     stopped = Run(tmp_path, folder=store, interval=2, keep_latest_k=2, async_mode="async")
@@ -703,7 +713,7 @@ def test_a_run_in_a_store(tmp_path: Path, store: str, log: pytest.LogCaptureFixt
         Run(tmp_path / "other", initial_load_path=store).manager.load()
 
 
-def test_in_a_store_the_marker_alone_decides(tmp_path: Path, store: str, log: pytest.LogCaptureFixture) -> None:
+def test_remote_checkpoints_need_only_the_marker(tmp_path: Path, store: str, log: pytest.LogCaptureFixture) -> None:
     import fsspec
 
     memory = fsspec.filesystem("memory")
@@ -722,7 +732,7 @@ def test_in_a_store_the_marker_alone_decides(tmp_path: Path, store: str, log: py
     assert Run(tmp_path, folder=store).manager.load() == 3
 
 
-def test_a_save_that_fails_in_a_store(
+def test_failed_remote_save(
     tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
@@ -731,10 +741,10 @@ def test_a_save_that_fails_in_a_store(
     run.train_and_save(1)
 
     def fail(self: Any, path: str, value: bytes, **options: Any) -> None:
-        raise RuntimeError("503 Slow Down")  # as a store's library has errors of its own
+        raise RuntimeError("503 Slow Down")  # an error type of the storage library
 
-    with monkeypatch.context() as while_slow:
-        while_slow.setattr(MemoryFileSystem, "pipe_file", fail)
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "pipe_file", fail)
         run.manager.save(2)
     assert "step-2 could not be saved: OSError: " in log.text and "503 Slow Down" in log.text
     assert [info.path.name for info in list_checkpoints(store)] == ["step-1"]
@@ -742,7 +752,7 @@ def test_a_save_that_fails_in_a_store(
     assert [info.step for info in list_checkpoints(store) if info.is_complete] == [1, 3]
 
 
-def test_a_store_that_fails_as_it_is_read(
+def test_failed_remote_read(
     tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     from fsspec.implementations.memory import MemoryFile
@@ -752,8 +762,8 @@ def test_a_store_that_fails_as_it_is_read(
 
     run = Run(tmp_path, folder=store)
     run.train_and_save(1)
-    with monkeypatch.context() as while_slow:
-        while_slow.setattr(MemoryFile, "getbuffer", fail)  # by which a file in memory is digested
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFile, "getbuffer", fail)  # used to digest a file in memory
         run.manager.save(2)
         assert "step-2 could not be saved: " in run.manager._saver.failure and "503 Slow Down" in log.text
         with pytest.raises(UserError, match="step 1: it could not be read: .*503 Slow Down"):
@@ -761,7 +771,7 @@ def test_a_store_that_fails_as_it_is_read(
     assert Run(tmp_path, folder=store).manager.load() == 1
 
 
-def test_assets_in_a_store(tmp_path: Path, store: str) -> None:
+def test_remote_assets(tmp_path: Path, store: str) -> None:
     run = Run(tmp_path)
     manager = CheckpointManager.Config(enable=True, interval=1, folder=store).build(
         dump_folder=str(tmp_path), states=run.states, assets=ModelFile()
@@ -782,10 +792,10 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
     assert torch.equal(other.model[1].weight, run.model[1].weight)
 
 
-def test_protocols_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="nonsense://x/y cannot be opened .* Protocol not known: nonsense"):
         CheckpointManager.Config(enable=True, folder="nonsense://x/y").validate()
-    monkeypatch.setitem(sys.modules, "s3fs", None)  # absent, whether it is installed or not
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # hidden if it is installed
     for options in ({"folder": "s3://bucket/run"}, {"initial_load_path": "s3://bucket/run/step-1"}):
         with pytest.raises(UserError, match="s3://bucket/run.* cannot be opened .*[Ii]nstall s3fs"):
             CheckpointManager.Config(enable=True, **options).find_start("outputs")
@@ -796,10 +806,10 @@ def test_protocols_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         CheckpointManager.Config(enable=True, last_save_in_hf=True, folder="memory://run").validate()
 
 
-# The best by validation
+# The best step
 
 
-def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+def test_the_best_and_the_newest_are_kept(tmp_path: Path) -> None:
     losses = {1: 5.0, 2: 4.0, 3: 3.0, 4: 3.5, 5: 3.2, 6: 3.6, 7: float("nan"), 8: 3.0}
     run = Run(tmp_path, interval=100, keep_best=True, keep_latest_k=1)
     for step in range(1, 6):
@@ -821,7 +831,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert [(info.step, info.validation_loss) for info in list_checkpoints(tmp_path / "checkpoint")] == [(9, 2.9)]
 
 
-def test_without_keep_best_a_validation_loss_is_noted_only(tmp_path: Path) -> None:
+def test_without_keep_best_the_validation_loss_is_only_recorded(tmp_path: Path) -> None:
     run = Run(tmp_path, interval=2, keep_latest_k=1)
     for step, loss in ((1, 1.0), (2, 2.0), (4, 3.0)):
         run.manager.save(step, validation_loss=loss)
@@ -829,7 +839,7 @@ def test_without_keep_best_a_validation_loss_is_noted_only(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_a_best_that_could_not_be_saved_is_none(
+def test_a_best_step_that_could_not_be_saved_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_mode: str
 ) -> None:
     run = Run(tmp_path, interval=100, keep_best=True, async_mode=async_mode)
@@ -839,16 +849,16 @@ def test_a_best_that_could_not_be_saved_is_none(
     def fail(*args: Any, **options: Any) -> None:
         raise OSError("disk full")
 
-    with monkeypatch.context() as while_full:
-        while_full.setattr(catalog, "commit", fail)
+    with monkeypatch.context() as patched:
+        patched.setattr(catalog, "commit", fail)
         run.manager.save(2, validation_loss=3.0)
-        assert run.manager.is_due(3, validation_loss=4.0)  # without waiting in between
+        assert run.manager.is_due(3, validation_loss=4.0)  # without waiting for the save
     run.manager.save(3, validation_loss=4.0)
     run.manager.wait()
     assert steps(tmp_path) == [1, 3]
 
 
-def test_a_run_that_went_back_has_the_best_of_its_own_past(tmp_path: Path) -> None:
+def test_after_load_step_only_earlier_steps_count_for_the_best(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_best=True)
     for step, loss in ((1, 3.0), (3, 2.0)):
         run.train(1)
@@ -858,10 +868,10 @@ def test_a_run_that_went_back_has_the_best_of_its_own_past(tmp_path: Path) -> No
     assert back.manager.is_due(2, validation_loss=2.5)
     back.manager.save(2, validation_loss=2.5)
     back.manager.save(4, stopped=True, validation_loss=2.6)
-    assert steps(tmp_path) == [2, 4]  # and not 3, which is no step of this run
+    assert steps(tmp_path) == [2, 4]  # step 3 does not belong to this run
 
 
-def test_a_validation_loss_of_another_type_is_a_number(tmp_path: Path) -> None:
+def test_validation_loss_may_be_any_number_type(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.manager.save(1, validation_loss=cast(float, numpy.float32(0.5)))
     run.manager.save(2, validation_loss=2)
@@ -872,7 +882,7 @@ def test_a_validation_loss_of_another_type_is_a_number(tmp_path: Path) -> None:
 
 
 class Pair:
-    """A policy that is trained and its reference, which has weights of its own from elsewhere."""
+    """A policy that is trained, and a reference model with other weights."""
 
     def __init__(self, folder: Path, *, source: Path, wrap: Callable[[Any], None] | None = None, **config: Any):
         self.run = Run(folder, wrap=wrap, enable=False)
@@ -891,34 +901,21 @@ class Pair:
         self.states = states
 
     def snapshot(self) -> dict[str, Any]:
-        reference = {f"reference.{name}": whole(v) for name, v in self.states["reference"].state_dict().items()}
+        reference = {f"reference.{name}": v for name, v in unsharded(self.states["reference"].state_dict()).items()}
         return copy.deepcopy({**self.run.snapshot(), **reference})
-
-
-def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value
 
 
 def _resume_pair_sharded(folder: Path) -> None:
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2,))
-
-    def wrap(model: Any) -> None:
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
 
     source = folder / "source/checkpoint/step-3"
-    resumed = Pair(folder, source=source, wrap=wrap)
+    resumed = Pair(folder, source=source, wrap=shard)
     assert resumed.manager.load() == 2 and resumed.loads == []
     assert_same(resumed.snapshot(), torch.load(folder / "pair.pt", weights_only=False))
     resumed.run.train(1)
     resumed.manager.save(3)
     at_save = resumed.snapshot()
-    fresh = Pair(folder / "fresh", source=source, wrap=wrap)  # each rank reads its part of a checkpoint of one process
+    fresh = Pair(folder / "fresh", source=source, wrap=shard)  # each rank reads its shard
     assert fresh.manager.load() == 0 and fresh.loads == ["reference"]
     loaded = {name: value for name, value in fresh.snapshot().items() if name.startswith("reference.")}
     assert_same(loaded, {name: at_save[name] for name in loaded})
@@ -926,7 +923,7 @@ def _resume_pair_sharded(folder: Path) -> None:
         torch.save(at_save, folder / "pair-of-two.pt")
 
 
-def test_two_models_one_loaded_one_trained(tmp_path: Path) -> None:
+def test_two_models(tmp_path: Path) -> None:
     source = Run(tmp_path / "source", seed=4)
     source.train_and_save(3)
     path = tmp_path / "source/checkpoint/step-3"
@@ -945,7 +942,7 @@ def test_two_models_one_loaded_one_trained(tmp_path: Path) -> None:
     assert_same(back.snapshot(), torch.load(tmp_path / "pair-of-two.pt", weights_only=False))
 
 
-def test_all_models_are_in_a_model_only_save(tmp_path: Path) -> None:
+def test_a_model_only_save_has_all_models(tmp_path: Path) -> None:
     Run(tmp_path / "source").train_and_save(1)
     pair = Pair(tmp_path, source=tmp_path / "source/checkpoint/step-1", last_save_model_only=True)
     pair.manager.load()
@@ -970,13 +967,17 @@ def test_load_model_state_verifies_and_checks(tmp_path: Path) -> None:
         load_model_state(path, Run(tmp_path, enable=False).states["model"])
 
 
-def test_initial_loads_where_nothing_is_resumed(tmp_path: Path) -> None:
+def test_initial_loads_of_a_new_run(tmp_path: Path) -> None:
     Run(tmp_path / "source").train_and_save(1)
     path = str(tmp_path / "source/checkpoint/step-1")
     for options, step, expected in (
         ({}, 0, ["model"]),
-        ({"initial_load_path": path}, 0, ["model"]),  # what is given for the model loads it from there
-        ({"initial_load_path": path, "initial_load_model_only": False}, 1, []),  # it comes with all else
+        ({"initial_load_path": path}, 0, ["model"]),  # the initial load of the model takes precedence
+        (
+            {"initial_load_path": path, "initial_load_model_only": False},
+            1,
+            [],
+        ),  # loads everything
         ({"initial_load_path": str(tmp_path / "hf"), "initial_load_in_hf": True}, 0, ["model"]),
     ):
         (tmp_path / "hf").mkdir(exist_ok=True)
@@ -992,7 +993,7 @@ def test_initial_loads_where_nothing_is_resumed(tmp_path: Path) -> None:
         assert calls == expected, options
 
 
-def test_initial_loads_of_states_that_a_resumed_run_lacks(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_initial_loads_of_states_missing_from_the_checkpoint(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     Run(tmp_path).train_and_save(1)
     path = tmp_path / "checkpoint/step-1"
     pair = Pair(tmp_path, source=path)
@@ -1011,11 +1012,11 @@ def test_initial_loads_of_states_that_a_resumed_run_lacks(tmp_path: Path, log: p
         load_model_state("/nowhere", pair.states["reference"])
 
 
-# The last save in another form
+# Final saves in other formats
 
 
 def export(source: Path, target: Path, ranks: Ranks) -> None:
-    """Stands for the conversion to Hugging Face: reads the checkpoint of the model, writes files of its own."""
+    """Stand-in for the conversion to Hugging Face: reads the checkpoint of the model and writes other files."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(source, target / "model.pt")
@@ -1031,7 +1032,7 @@ def exporting(folder: Path, export: Export | None = export, **config: Any) -> Ru
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_the_last_save_in_hf(tmp_path: Path, dtype: str | None, log: pytest.LogCaptureFixture) -> None:
+def test_last_save_in_hf(tmp_path: Path, dtype: str | None, log: pytest.LogCaptureFixture) -> None:
     run = exporting(tmp_path, export_dtype=dtype, keep_latest_k=1)
     run.train(2)
     run.manager.save(2)
@@ -1066,7 +1067,7 @@ def test_the_last_save_in_hf(tmp_path: Path, dtype: str | None, log: pytest.LogC
         manager.load()
 
 
-def test_an_export_that_fails(tmp_path: Path) -> None:
+def test_failed_export(tmp_path: Path) -> None:
     def fail(source: Path, target: Path, ranks: Ranks) -> None:
         (target / "half").touch()
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -1086,7 +1087,7 @@ def test_an_export_that_fails(tmp_path: Path) -> None:
     assert_same(dict(other.states["model"].state_dict()), dict(run.states["model"].state_dict()))
 
 
-def test_bfloat16_weights_load_into_a_model_of_float32(tmp_path: Path) -> None:
+def test_bfloat16_weights_load_into_a_float32_model(tmp_path: Path) -> None:
     run = Run(tmp_path, last_save_model_only=True, export_dtype="bfloat16")
     run.train(1)
     run.manager.save(1, last=True)
@@ -1096,8 +1097,8 @@ def test_bfloat16_weights_load_into_a_model_of_float32(tmp_path: Path) -> None:
         assert torch.equal(other.model.state_dict()[name], value.bfloat16().float()), name
 
 
-def test_a_full_save_is_not_replaced_by_the_last_one(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    """The data ended where the interval had saved: with it would go all that the run can resume from."""
+def test_a_full_save_is_not_replaced_by_the_final_one(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """The data ended at a step that was already saved. Replacing it would remove the only checkpoint to resume from."""
     run = exporting(tmp_path, keep_latest_k=1)
     run.train(2)
     run.manager.save(2)
@@ -1109,7 +1110,7 @@ def test_a_full_save_is_not_replaced_by_the_last_one(tmp_path: Path, log: pytest
     for _ in range(2):
         log.clear()
         resumed.manager.save(3, last=True)
-    assert log.messages == []  # the second time, there is nothing to do or to say
+    assert log.messages == []  # the second save does nothing
     assert list_checkpoints(tmp_path / "checkpoint")[-1].kind == "huggingface"
 
 
@@ -1148,12 +1149,12 @@ def test_a_full_save_is_not_replaced_by_the_last_one(tmp_path: Path, log: pytest
         ),
     ],
 )
-def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
+def test_incompatible_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         CheckpointManager.Config(**options).validate()
 
 
-def test_what_the_manager_is_not_given(tmp_path: Path) -> None:
+def test_missing_export_and_initial_load(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="last_save_in_hf: this model cannot be exported to Hugging Face"):
         exporting(tmp_path, None)
     config = CheckpointManager.Config(initial_load_in_hf=True, initial_load_path=str(tmp_path))

@@ -1,4 +1,4 @@
-"""A folder of checkpoints belongs to one run: no other run resumes from them, replaces or removes them."""
+"""A checkpoint folder belongs to one run: no other run resumes from it, or replaces or removes its checkpoints."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.commands import run_command
-from tests.components.weights.test_formats_in_runs import make_pretrained
+from tests.pretrained import make_pretrained
 from tests.training import TINY, flags, launch, read_metrics, run, tiny_config
 from torchtitan.cli.main import main
 from torchtitan.components.checkpoint import catalog, list_checkpoints
@@ -30,7 +30,7 @@ Torchtitan = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of token caches; building one takes longer than a run."""
+    """Folder of token caches; building a cache takes longer than a run."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -38,7 +38,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def torchtitan(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Torchtitan:
-    """Runs `torchtitan train` in this process; its exit code and what it logged."""
+    """Return a function that runs `torchtitan train` in this process and returns its exit code and log."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHTITAN_CACHE", str(cache))
     monkeypatch.delenv("NGPU", raising=False)
@@ -54,7 +54,7 @@ def torchtitan(
 
 @pytest.fixture
 def from_hf(tmp_path: Path) -> dict[str, object]:
-    """Options of the configurations for a tiny Llama in a Hugging Face folder, each of 2 steps."""
+    """Options of two-step runs from a tiny Llama in a Hugging Face folder."""
     folder = tmp_path / "pretrained"
     for file in EMBEDDED_TOKENIZER.iterdir():
         folder.mkdir(exist_ok=True)
@@ -62,7 +62,7 @@ def from_hf(tmp_path: Path) -> dict[str, object]:
     make_pretrained(folder, bos_token_id=0, eos_token_id=1)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "text.txt").write_text("Once upon a time. " * 200)
-    rows = [{"prompt": f"What is {n}?", "response": "A number."} for n in range(8)]
+    rows = [{"prompt": f"Is {n} odd?", "response": "A number."} for n in range(8)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = {"training.seq_len": 32, "training.steps": 2, "metrics.enable_tensorboard": False}
     return {"hf_assets_path": folder, **small, "dataloader.num_workers": 0}
@@ -73,7 +73,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_two_methods_in_the_default_folder(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
-    """The second does not write over the model of the first; a folder of its own is the way on."""
+    """The second run does not overwrite the model of the first one; it needs its own folder."""
     chats = {"dataloader.dataset": "chats.jsonl", **from_hf}
     assert torchtitan(*AUTO, "sft", **chats)[0] == 0
     before = contents(tmp_path / "outputs")
@@ -86,7 +86,7 @@ def test_two_methods_in_the_default_folder(torchtitan: Torchtitan, from_hf: dict
 
 
 def test_another_method_does_not_resume(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
-    """Also where the shapes fit: `pretrain` leaves full checkpoints, from which `sft` would continue."""
+    """`pretrain` saves full checkpoints, from which `sft` could otherwise resume."""
     assert torchtitan(*AUTO, "pretrain", **from_hf, **{"dataloader.dataset": "text.txt"})[0] == 0
     code, printed = torchtitan(*AUTO, "sft", **from_hf, **{"dataloader.dataset": "chats.jsonl"})
     assert code == 2 and "auto.pretrain and is auto.sft" in printed and "dataloader.dataset was" in printed, printed
@@ -101,11 +101,11 @@ def test_the_same_command_after_the_end(torchtitan: Torchtitan, tmp_path: Path, 
     code, printed = torchtitan(**options)
     assert code == 0 and "complete at step 4" in printed, printed
     assert contents(tmp_path / "outputs" / "checkpoint") == before
-    assert read_metrics(tmp_path / "outputs", "loss") == losses, "trained again"
+    assert read_metrics(tmp_path / "outputs", "loss") == losses, "the run trained again"
 
 
 def test_the_same_command_after_the_data_ended(torchtitan: Torchtitan, tmp_path: Path) -> None:
-    """`training.epochs` says how long, so that no number of steps tells that it is complete."""
+    """With `training.epochs`, the number of steps does not show that the run is complete."""
     (tmp_path / "text.txt").write_text("Once upon a time. " * 40)
     data = {"dataloader.dataset": "text.txt", "training.epochs": 1}
     options = {**TINY, **SAVING, **data, "checkpoint.last_save_in_hf": True}
@@ -115,8 +115,8 @@ def test_the_same_command_after_the_data_ended(torchtitan: Torchtitan, tmp_path:
     assert code == 0 and f"complete at step {step}:" in printed
 
 
-def test_a_run_that_ended_in_another_form(torchtitan: Torchtitan, tmp_path: Path) -> None:
-    """As it does where the Hugging Face files could not be made, and the weights were kept: it is not complete."""
+def test_a_final_checkpoint_of_another_kind_is_not_complete(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    """Weights in native format, as saved after a failed Hugging Face export, do not complete the run."""
     options = {**TINY, **SAVING}
     assert torchtitan(**options, **{"checkpoint.last_save_model_only": True})[0] == 0
     before = contents(tmp_path / "outputs")
@@ -125,8 +125,8 @@ def test_a_run_that_ended_in_another_form(torchtitan: Torchtitan, tmp_path: Path
     assert contents(tmp_path / "outputs") == before
 
 
-def test_other_training_is_not_complete(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
-    """Other columns, turns, template or adapters after an end that nothing can resume from."""
+def test_changed_options_are_rejected(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
+    """Other columns, turns, template or adapters, after a final checkpoint that no run can resume from."""
     options = {"dataloader.dataset": "chats.jsonl", **from_hf}
     assert torchtitan(*AUTO, "lora", **options)[0] == 0
     for change, message in (
@@ -140,7 +140,7 @@ def test_other_training_is_not_complete(torchtitan: Torchtitan, from_hf: dict[st
     assert torchtitan(*AUTO, "lora", **options)[0] == 0
 
 
-def test_an_end_whose_run_is_unknown_is_not_replaced(torchtitan: Torchtitan, tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_unknown_run_is_not_replaced(torchtitan: Torchtitan, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "checkpoint"
     marker = Marker(step=4, kind="model_only", world_size=1)
     path = Path(str(catalog.commit(catalog.start_partial(folder, 4), marker)))
@@ -152,7 +152,7 @@ def test_an_end_whose_run_is_unknown_is_not_replaced(torchtitan: Torchtitan, tmp
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """All ranks end alike, also where no check came before them."""
+    """All ranks end the same way, even if nothing was checked before they started."""
     options = {key.replace(".", "__"): value for key, value in SAVING.items()}
     launch(tmp_path, 2, **options, checkpoint__last_save_in_hf=True)
     before = contents(tmp_path)
@@ -164,8 +164,8 @@ def test_two_processes(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_more_steps_than_a_finished_export_has(torchtitan: Torchtitan, tmp_path: Path) -> None:
-    """No full checkpoint is there to go on from: a run that began anew would stand beside the finished model."""
+def test_a_longer_run_after_an_export_is_rejected(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    """Without a full checkpoint to resume from, the run would start over in the folder of the finished model."""
     options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True}
     assert torchtitan(**options)[0] == 0
     before = contents(tmp_path / "outputs")
@@ -174,11 +174,11 @@ def test_more_steps_than_a_finished_export_has(torchtitan: Torchtitan, tmp_path:
     assert code == 2 and advice in printed, printed
     assert contents(tmp_path / "outputs") == before
     words = advice.split()
-    assert torchtitan(*words, **{**options, "training.steps": 6, "dump_folder": "outputs/on"})[0] == 0
+    assert torchtitan(*words, **{**options, "training.steps": 6, "dump_folder": "outputs/longer"})[0] == 0
 
 
 def test_a_longer_run_keeps_the_finished_export(torchtitan: Torchtitan, tmp_path: Path) -> None:
-    """It goes on from the full checkpoint before it, and neither replaces nor removes the export on its way."""
+    """It resumes from the full checkpoint before the export, and neither replaces nor removes the export."""
     options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "checkpoint.keep_latest_k": 1}
     assert torchtitan(**{**options, "training.steps": 4, "checkpoint.interval": 3})[0] == 0
     finished = tmp_path / "outputs" / "checkpoint" / "step-4"
@@ -192,7 +192,7 @@ def test_a_longer_run_keeps_the_finished_export(torchtitan: Torchtitan, tmp_path
 
 CHANGES = {
     "architecture": ({"model__ffn_dim": 96}, "model.ffn_dim was 128 and is 96"),
-    "part of it": ({"model__rope__theta": 1e6}, "model.rope.theta was 10000.0 and is 1000000.0"),
+    "nested option": ({"model__rope__theta": 1e6}, "model.rope.theta was 10000.0 and is 1000000.0"),
     "base weights": ({"checkpoint__initial_load_path": "other/step-4"}, "base weights was none and is"),
     "tokenizer": ({"tokenizer__added_tokens": ["<|new|>"]}, "tokenizer (.*) has changed since"),
     "data": ({"dataloader__dataset": "other.txt"}, "dataloader.dataset was .*text.txt and is .*other.txt"),
@@ -202,13 +202,13 @@ CHANGES = {
 
 
 class Other(Trainer):
-    """Another method."""
+    """Another training method."""
 
 
 @pytest.fixture(scope="module")
-def half_way(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that can resume, in the folder `run`, and its data."""
-    folder = tmp_path_factory.mktemp("half-way")
+def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an unfinished run, in `run`, and its data."""
+    folder = tmp_path_factory.mktemp("unfinished")
     (folder / "text.txt").write_text("Once upon a time. " * 200)
     (folder / "other.txt").write_text("Long ago and far away. " * 200)
     run(_config(folder, training__steps=2))
@@ -224,10 +224,10 @@ def _config(folder: Path, **changes: object) -> object:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_makes_another_run(half_way: Path, change: str) -> None:
-    """Found by the check before a run and, where a script builds a Trainer without it, when it loads."""
+def test_a_change_that_makes_another_run_is_rejected(unfinished: Path, change: str) -> None:
+    """Found by the check before the run, or, if a script builds a Trainer without the check, on loading."""
     changes, message = CHANGES[change]
-    config = _config(half_way, **changes)
+    config = _config(unfinished, **changes)
     if change == "trainer":
         config = Other.Config(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
     with pytest.raises(UserError, match=message):
@@ -242,19 +242,19 @@ def test_what_makes_another_run(half_way: Path, change: str) -> None:
         trainer.close()
 
 
-def test_what_may_change(half_way: Path, tmp_path: Path) -> None:
-    """Steps, rate, batch, workers, saves, validation, logging, the place of the cache, and the folder's own."""
-    shutil.copytree(half_way / "run", tmp_path / "run")
+def test_allowed_changes(unfinished: Path, tmp_path: Path) -> None:
+    """Steps, learning rate, batch, workers, saves, validation, logging, the cache folder, and the dump folder."""
+    shutil.copytree(unfinished / "run", tmp_path / "run")
     changes = {"training__steps": 4, "optimizer__lr": 1e-4, "training__global_batch_size": 4, "debug__seed": 3}
     changes |= {"dataloader__num_workers": 1, "dataloader__cache_dir": tmp_path / "cache", "checkpoint__interval": 1}
-    config = _config(half_way, **changes, checkpoint__last_save_in_hf=True)
+    config = _config(unfinished, **changes, checkpoint__last_save_in_hf=True)
     config.dump_folder, config.metrics.log_freq, config.validator.enable = str(tmp_path / "run"), 2, True
     config.check(world_size=1)
     assert run(config).step == 4
 
 
-def test_base_weights_are_told_by_their_content(tmp_path: Path, from_hf: dict[str, object]) -> None:
-    """They may move, or be gone; others in their place make another run."""
+def test_base_weights_are_identified_by_content(tmp_path: Path, from_hf: dict[str, object]) -> None:
+    """They may be moved or deleted, but other weights in the same folder make it another run."""
     folder = Path(str(from_hf["hf_assets_path"]))
 
     def config(base: Path) -> object:
@@ -269,10 +269,10 @@ def test_base_weights_are_told_by_their_content(tmp_path: Path, from_hf: dict[st
     with pytest.raises(UserError, match=r"base weights \(.*pretrained\) has changed since"):
         config(folder).check(world_size=1)
     shutil.rmtree(folder)
-    assert run(config(folder)).step == 4, "what a run resumes from holds the weights"
+    assert run(config(folder)).step == 4, "the checkpoint contains the weights"
 
 
-def test_a_complete_run_needs_its_base_no_more(torchtitan: Torchtitan, tmp_path: Path) -> None:
+def test_a_complete_run_does_not_need_its_base_weights(torchtitan: Torchtitan, tmp_path: Path) -> None:
     assert torchtitan(**TINY, **SAVING, dump_folder="base")[0] == 0
     options = {**TINY, **SAVING, "checkpoint.initial_load_path": "base/checkpoint/step-4"}
     options |= {"checkpoint.last_save_in_hf": True}
@@ -283,9 +283,9 @@ def test_a_complete_run_needs_its_base_no_more(torchtitan: Torchtitan, tmp_path:
 
 
 @pytest.mark.parametrize("config", ["debugmodel", "llama3_debugmodel_sft"])
-def test_data_are_told_by_their_content(torchtitan: Torchtitan, tmp_path: Path, config: str) -> None:
-    """They may move, get another name, or be gone when the run is complete; other content makes another run."""
-    rows = [json.dumps({"prompt": f"What is {n}?", "response": "A number.", "text": "A. " * 40}) for n in range(8)]
+def test_data_is_identified_by_content(torchtitan: Torchtitan, tmp_path: Path, config: str) -> None:
+    """The data may be moved, renamed, or deleted after the run; other content makes it another run."""
+    rows = [json.dumps({"prompt": f"Is {n} odd?", "response": "A number.", "text": "A. " * 40}) for n in range(8)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
     options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "training.seq_len": 64}
     words = ("--config", config)
@@ -308,8 +308,8 @@ def test_data_are_told_by_their_content(torchtitan: Torchtitan, tmp_path: Path, 
     assert code == 2 and "data.jsonl and is stories" in printed, printed
 
 
-def test_a_step_that_is_asked_for_is_gone_back_to(torchtitan: Torchtitan, tmp_path: Path) -> None:
-    """What was made after it, the end included, is made anew."""
+def test_load_step_restarts_from_an_earlier_checkpoint(torchtitan: Torchtitan, tmp_path: Path) -> None:
+    """Later checkpoints, including the final one, are replaced."""
     options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "checkpoint.interval": 2}
     assert torchtitan(**options)[0] == 0
     before = contents(tmp_path / "outputs" / "checkpoint" / "step-4")
@@ -318,14 +318,13 @@ def test_a_step_that_is_asked_for_is_gone_back_to(torchtitan: Torchtitan, tmp_pa
     assert after.keys() == before.keys() and after["model.safetensors"] != before["model.safetensors"]
 
 
-def test_a_script_whose_run_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """`train` says so and returns; a loop of one's own learns it from `load_checkpoint`."""
-    caplog.set_level("INFO")
+def test_a_script_whose_run_is_complete(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """`train` logs it and returns; `load_checkpoint` raises, for custom training loops."""
     options = {key.replace(".", "__"): value for key, value in SAVING.items()}
     config = tiny_config(tmp_path, **options, checkpoint__last_save_model_only=True)
     run(config)
     before = contents(tmp_path)
-    assert run(config).step == 0 and "complete at step 4" in caplog.text
+    assert run(config).step == 0 and "complete at step 4" in log.text
     assert contents(tmp_path) == before
     trainer = config.build()
     with pytest.raises(RunComplete, match="complete at step 4"):
@@ -333,8 +332,8 @@ def test_a_script_whose_run_is_complete(tmp_path: Path, caplog: pytest.LogCaptur
     trainer.close()
 
 
-def test_a_property_that_one_side_lacks_counts_as_equal() -> None:
-    """As the registered name of a configuration that was built in Python."""
+def test_missing_properties_count_as_equal() -> None:
+    """For example, a configuration that was built in Python has no registered name."""
     identity = RunIdentity({"model.dim": 8, "configuration": "a.b"}, {"steps": 3})
     assert identity.describe_differences({"model.dim": 8}) == []
     assert identity.describe_differences({"model.dim": 4, "loss": 1}) == ["model.dim was 4 and is 8"]
@@ -343,6 +342,6 @@ def test_a_property_that_one_side_lacks_counts_as_equal() -> None:
 def test_when_a_run_is_finished() -> None:
     by_steps, by_epochs = RunIdentity({}, {"steps": 3}), RunIdentity({}, {"epochs": 2})
     assert [by_steps.is_finished(step, {"steps": 5}) for step in (2, 3, 5)] == [False, True, True]
-    assert by_steps.is_finished(2, {"steps": 3}), "the data ended before"
+    assert by_steps.is_finished(2, {"steps": 3}), "the data ended earlier"
     assert [by_epochs.is_finished(9, {"epochs": epochs}) for epochs in (1, 2, 3)] == [False, True, True]
     assert not by_epochs.is_finished(9, {"steps": 9})

@@ -1,4 +1,4 @@
-"""A run goes on in any other layout: weights, optimizer state and data are found again."""
+"""Resuming in another layout: weights, optimizer state and data position."""
 
 import pytest
 
@@ -35,5 +35,5 @@ def test_resume_in_another_layout(tmp_path, before, after):
     train(tmp_path / "one", **{**RUN, "checkpoint__enable": False}, training__steps=8)
     moved, one = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("moved", "one"))
     assert len(moved) == 8
-    # DESIGN's bound for float32. Moments that were lost would change the losses after step 5 by far more.
+    # Float32 sums in another order. Lost optimizer moments would change the losses after step 5 by far more.
     assert moved == [pytest.approx(line, rel=1e-5) for line in one]

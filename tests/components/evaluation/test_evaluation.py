@@ -1,4 +1,4 @@
-"""Evaluation against transformers' logits, and against lm-eval where it is installed."""
+"""Evaluation, compared with logits of transformers."""
 
 import importlib.util
 import json
@@ -28,18 +28,8 @@ BOS, CONTEXT = 1, 512
 
 
 @pytest.fixture(scope="module")
-def model(stories):
-    return load_model(stories, device="cpu").model
-
-
-@pytest.fixture(scope="module")
-def tokenizer(stories):
-    return PretrainedTokenizer.Config().build(path=stories)
-
-
-@pytest.fixture(scope="module")
 def reference(stories):
-    """transformers' log-probabilities: ids → (L - 1, V), those of each next token."""
+    """A function from ids to the log-probabilities of each next token (L - 1, V), by transformers."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
 
@@ -59,14 +49,18 @@ def random_request(generator, context, continuation):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_scores_equal_transformers(model, reference, tokenizer, batch_size):
+def test_scores_equal_transformers(stories_model, reference, stories_tokenizer, batch_size):
     generator = torch.Generator().manual_seed(0)
     sizes = [(1, 1), (1, 20), (30, 2), (7, 7), (100, 40), (512, 1), (473, 40)]
     requests = [random_request(generator, *size) for size in sizes]
-    # What greedy decoding says: this model's own beginning of a story.
-    requests.append(Request([BOS], tokenizer.encode("Once upon a time, there was a little girl", add_bos=False)))
-    told = []
-    scores = Scorer(model, batch_size=batch_size).score(requests, lambda done, total: told.append((done, total)))
+    # A greedy continuation of this model.
+    requests.append(
+        Request([BOS], stories_tokenizer.encode("Once upon a time, there was a little girl", add_bos=False))
+    )
+    progress = []
+    scores = Scorer(stories_model, batch_size=batch_size).score(
+        requests, lambda done, total: progress.append((done, total))
+    )
     for request, score in zip(requests, scores, strict=True):
         logprobs = reference(request.context + request.continuation)[len(request.context) - 1 :]
         expected = logprobs[range(len(request.continuation)), request.continuation].sum().item()
@@ -75,56 +69,58 @@ def test_scores_equal_transformers(model, reference, tokenizer, batch_size):
         assert score.is_greedy is (logprobs.argmax(-1).tolist() == request.continuation)
         assert not score.truncated
     assert scores[-1].is_greedy and not scores[0].is_greedy
-    assert told[-1] == (len(requests), len(requests)) and len(told) == math.ceil(len(requests) / batch_size)
+    assert progress[-1] == (len(requests), len(requests)) and len(progress) == math.ceil(len(requests) / batch_size)
 
 
-def test_a_context_that_is_too_long_loses_its_beginning(model, reference):
+def test_a_long_context_is_truncated_at_the_start(stories_model, reference):
     request = random_request(torch.Generator().manual_seed(1), 600, 5)
-    [score] = Scorer(model).score([request])
+    [score] = Scorer(stories_model).score([request])
     ids = (request.context + request.continuation)[-CONTEXT - 1 :]
     expected = reference(ids)[-5:][range(5), request.continuation].sum().item()
     assert score.truncated and score.logprob == pytest.approx(expected, rel=1e-5, abs=1e-4)
     with pytest.raises(UserError, match="513"):
-        Scorer(model).score([Request([BOS], [5] * 513)])
+        Scorer(stories_model).score([Request([BOS], [5] * 513)])
 
 
-def test_a_model_that_gives_nan_is_refused(stories):
+def test_a_model_that_returns_nan_is_rejected(stories):
     broken = load_model(stories, device="cpu").model
     broken.norm.weight.data.fill_(math.nan)
     with pytest.raises(UserError, match="not finite"):
         Scorer(broken).score([Request([BOS], [0])])
 
 
-def test_scoring_leaves_the_model_as_it_was(model):
-    model.train()
-    Scorer(model).score([Request([BOS], [5])])
-    assert model.training
-    model.eval()
+def test_scoring_restores_the_training_mode(stories_model):
+    stories_model.train()
+    Scorer(stories_model).score([Request([BOS], [5])])
+    assert stories_model.training
+    stories_model.eval()
     with pytest.raises(UserError, match="batch_size is 0"):
-        Scorer(model, batch_size=0)
+        Scorer(stories_model, batch_size=0)
 
 
 # Multiple choice.
 
 
-def test_the_border_between_context_and_continuation(assets, tokenizer):
+def test_tokens_of_context_and_continuation(assets, stories_tokenizer):
     gpt2 = PretrainedTokenizer.Config().build(path=assets / "gpt2-tokenizer")
     whole = gpt2.encode("The cat sat")
     [plain] = encode_pairs(gpt2, [("The cat", " sat")])
     assert (plain.context, plain.continuation) == (whole[:2], whole[2:])
-    # A blank at the context's end is a part of the word behind it.
+    # A space at the end of the context belongs to the next word.
     assert encode_pairs(gpt2, [("The cat ", "sat")]) == [plain]
-    # An empty context: GPT-2 has no BOS, and its EOS stands between documents.
+    # GPT-2 has no BOS; its EOS separates documents.
     assert encode_pairs(gpt2, [("", "The cat")]) == [Request([gpt2.eos_id], whole[:2])]
-    [story] = encode_pairs(tokenizer, [("Once", " upon")])
-    assert [*story.context, *story.continuation] == tokenizer.encode("Once upon") and story.context[0] == BOS
-    assert encode_pairs(tokenizer, [("", "Once")]) == [Request([BOS], tokenizer.encode("Once", add_bos=False))]
+    [story] = encode_pairs(stories_tokenizer, [("Once", " upon")])
+    assert [*story.context, *story.continuation] == stories_tokenizer.encode("Once upon") and story.context[0] == BOS
+    assert encode_pairs(stories_tokenizer, [("", "Once")]) == [
+        Request([BOS], stories_tokenizer.encode("Once", add_bos=False))
+    ]
     with pytest.raises(UserError, match="adds no token"):
         encode_pairs(gpt2, [("The", "")])
 
 
 class FixedScores:
-    """A scorer that knows the answers beforehand."""
+    """A scorer with fixed results."""
 
     def __init__(self, logprobs):
         self.logprobs = logprobs
@@ -134,49 +130,49 @@ class FixedScores:
         return [Score(logprob, is_greedy=False, truncated=logprob < -90) for logprob in self.logprobs]
 
 
-def test_accuracies_and_their_errors(tokenizer):
+def test_accuracies_and_standard_errors(stories_tokenizer):
     questions = [
-        Question("Q", ["a", "bb"], 0),  # by sum the first; per byte the second
-        Question("Q", ["éé", "bbb"], 1),  # by sum a tie, of which the first counts; per byte the first
+        Question("Q", ["a", "bb"], 0),  # by sum the first, per byte the second
+        Question("Q", ["éé", "bbb"], 1),  # by sum a tie, so the first; per byte the first
         Question("Q", ["a", "b", "c"], 2),
         Question("Q", ["a", "b"], 1),
     ]
-    result = multiple_choice(FixedScores([-2, -3, -6, -6, -3, -2, -1, -99, -1]), tokenizer, questions)
+    result = multiple_choice(FixedScores([-2, -3, -6, -6, -3, -2, -1, -99, -1]), stories_tokenizer, questions)
     hits, norm_hits = [1, 0, 1, 1], [0, 0, 1, 1]
     assert (result.accuracy, result.accuracy_norm) == (0.75, 0.5)
     assert result.accuracy_stderr == pytest.approx(statistics.stdev(hits) / 2)
     assert result.accuracy_norm_stderr == pytest.approx(statistics.stdev(norm_hits) / 2)
     assert (result.questions, result.truncated) == (4, 1)
-    assert multiple_choice(FixedScores([-1, -2]), tokenizer, questions[:1]).accuracy_stderr is None
+    assert multiple_choice(FixedScores([-1, -2]), stories_tokenizer, questions[:1]).accuracy_stderr is None
 
 
-def test_between_query_and_choice_stands_one_blank(tokenizer):
+def test_query_and_choice_are_separated_by_one_space(stories_tokenizer):
     seen = []
 
     class Spy(FixedScores):
         def score(self, requests, progress):
-            seen.extend(tokenizer.decode(request.context[1:] + request.continuation) for request in requests)
+            seen.extend(stories_tokenizer.decode(request.context[1:] + request.continuation) for request in requests)
             return super().score(requests, progress)
 
     questions = [Question("Eat", ["figs", " nuts"], 0), Question("Eat\n", ["figs"], 0), Question("", ["figs"], 0)]
-    multiple_choice(Spy([-1] * 4), tokenizer, questions)
+    multiple_choice(Spy([-1] * 4), stories_tokenizer, questions)
     assert seen == ["Eat figs", "Eat nuts", "Eat\nfigs", "figs"]
 
 
 @pytest.mark.parametrize("name", ["arc_easy", "openbook_qa", "piqa"])
-def test_real_questions(model, tokenizer, reference, assets, name):
-    """The scores of a loop over transformers' logits, choice by choice, give the same."""
+def test_real_questions(stories_model, stories_tokenizer, reference, assets, name):
+    """A loop over choices with logits of transformers gives the same accuracy."""
     questions = read_questions(assets / "eval" / f"{name}.jsonl", limit=8)
-    result = multiple_choice(Scorer(model, batch_size=3), tokenizer, questions)
+    result = multiple_choice(Scorer(stories_model, batch_size=3), stories_tokenizer, questions)
     hits = []
     for question in questions:
-        blank = "" if question.query.endswith("\n") else " "
+        separator = "" if question.query.endswith("\n") else " "
         scores = []
         for choice in question.choices:
-            ids = tokenizer.encode(question.query + blank + choice)
-            given = len(tokenizer.encode(question.query.rstrip()))
-            logprobs = reference(ids)[given - 1 :]
-            scores.append(logprobs[range(len(ids) - given), ids[given:]].sum().item())
+            ids = stories_tokenizer.encode(question.query + separator + choice)
+            n_context = len(stories_tokenizer.encode(question.query.rstrip()))
+            logprobs = reference(ids)[n_context - 1 :]
+            scores.append(logprobs[range(len(ids) - n_context), ids[n_context:]].sum().item())
         hits.append(scores.index(max(scores)) == question.gold)
     assert result.accuracy == sum(hits) / 8
 
@@ -189,15 +185,15 @@ def test_real_questions(model, tokenizer, reference, assets, name):
         ("null", "line 2"),
         ("[" * 100_000, "line 2 is not JSON: nested too deeply"),
         ('{"query": "a", "choices": ["b"], "gold": ' + "9" * 5000 + "}", "line 2 is not JSON: Exceeds the limit"),
-        (r'{"query": "a", "choices": ["\ud800"], "gold": 0}', "line 2 is not JSON: half of a character"),
+        (r'{"query": "a", "choices": ["\ud800"], "gold": 0}', r"line 2 is not JSON: lone surrogate '\\ud800'"),
         ('{"query": "a", "choices": ["b"]}', "line 2"),
-        ('{"query": "a", "choices": [], "gold": 0}', "not empty"),
-        ('{"query": "a", "choices": ["b", " "], "gold": 0}', "not empty"),
-        ('{"query": "a", "choices": ["b"], "gold": true}', "number"),
+        ('{"query": "a", "choices": [], "gold": 0}', "choices a list of nonempty texts"),
+        ('{"query": "a", "choices": ["b", " "], "gold": 0}', "choices a list of nonempty texts"),
+        ('{"query": "a", "choices": ["b"], "gold": true}', "gold a number"),
         ('{"query": "a", "choices": ["b"], "gold": 1}', "gold is 1"),
     ],
 )
-def test_lines_that_are_no_questions_are_named(tmp_path, line, message):
+def test_invalid_lines_are_named(tmp_path, line, message):
     file = tmp_path / "questions.jsonl"
     good = '{"query": "a\u2028b", "choices": ["b"], "gold": 0}\n'
     file.write_text(good + line)
@@ -229,10 +225,10 @@ def test_windows_score_each_token_once_with_half_a_context(size, length):
 
 
 @pytest.mark.parametrize("characters", [300, 5000])
-def test_perplexity_equals_a_loop_over_transformers_logits(model, tokenizer, reference, assets, characters):
+def test_perplexity_equals_transformers(stories_model, stories_tokenizer, reference, assets, characters):
     text = (assets / "text" / "tinyshakespeare.txt").read_text()[:characters] + "é"
-    result = text_perplexity(Scorer(model), tokenizer, text)
-    ids = [BOS, *tokenizer.encode(text, add_bos=False)]
+    result = text_perplexity(Scorer(stories_model), stories_tokenizer, text)
+    ids = [BOS, *stories_tokenizer.encode(text, add_bos=False)]
     nats = -reference(ids[: CONTEXT + 1])[range(min(CONTEXT, len(ids) - 1)), ids[1 : CONTEXT + 1]].sum().item()
     for begin in range(CONTEXT + 1, len(ids), CONTEXT // 2):
         end = min(begin + CONTEXT // 2, len(ids))
@@ -246,9 +242,9 @@ def test_perplexity_equals_a_loop_over_transformers_logits(model, tokenizer, ref
     assert (result.tokens, result.bytes) == (len(ids) - 1, characters + 2)
 
 
-def test_an_empty_text_has_no_perplexity(model, tokenizer):
+def test_an_empty_text_is_rejected(stories_model, stories_tokenizer):
     with pytest.raises(UserError, match="empty"):
-        text_perplexity(Scorer(model), tokenizer, "")
+        text_perplexity(Scorer(stories_model), stories_tokenizer, "")
 
 
 # The command.
@@ -260,22 +256,22 @@ def run(capsys, *args):
     return code, captured.out, captured.err
 
 
-def test_eval_prints_json_and_a_table(model, tokenizer, stories, assets, capsys, tmp_path):
+def test_eval_prints_json_and_a_table(stories_model, stories_tokenizer, stories, assets, capsys, tmp_path):
     questions, text = assets / "eval" / "piqa.jsonl", tmp_path / "text.md"
     text.write_text("Once upon a time")
     args = ["--checkpoint", stories, "--device", "cpu", "--tasks", questions, text, "--limit", 10, "--batch_size", 4]
     code, out, err = run(capsys, *args)
     results = json.loads(out)["results"]
-    expected = multiple_choice(Scorer(model), tokenizer, read_questions(questions, 10))
+    expected = multiple_choice(Scorer(stories_model), stories_tokenizer, read_questions(questions, 10))
     assert code == 0 and results[str(questions)]["accuracy"] == expected.accuracy
-    assert results[str(text)]["tokens"] == len(tokenizer.encode("Once upon a time", add_bos=False))
+    assert results[str(text)]["tokens"] == len(stories_tokenizer.encode("Once upon a time", add_bos=False))
     assert "accuracy" in err and "bits_per_byte" in err
     code, out, _ = run(capsys, *args, "--output", tmp_path / "results.json")
     assert code == 0 and out == ""
     assert json.loads((tmp_path / "results.json").read_text())["results"] == results
 
 
-def test_names_of_tasks_are_no_markup(stories, capsys, tmp_path):
+def test_task_names_are_not_markup(stories, capsys, tmp_path):
     file = tmp_path / "[" / "b] :smile: [red].txt"
     file.parent.mkdir()
     file.write_text("Once upon a time")
@@ -285,8 +281,8 @@ def test_names_of_tasks_are_no_markup(stories, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("width", [80, 40])
-def test_the_table_is_whole_in_a_narrow_terminal(width, capsys, monkeypatch, tmp_path):
-    """Each task is named once, and what is longer than its column goes on below."""
+def test_the_table_is_complete_in_a_narrow_terminal(width, capsys, monkeypatch, tmp_path):
+    """Each task is named once, and long cells are wrapped."""
     monkeypatch.setenv("COLUMNS", str(width))
     task = "/data/projects/evaluation/a_folder/within_a_folder/questions_about_science_and_history.jsonl"
     metric = "exact_match,flexible-extract_with_a_very_long_filter_name"
@@ -299,7 +295,7 @@ def test_the_table_is_whole_in_a_narrow_terminal(width, capsys, monkeypatch, tmp
     assert columns == [f"{task}gsm8k", f"questionsaccuracy{metric}", "3960.31250.2500"]
 
 
-def test_a_table_that_fails_leaves_the_numbers(stories, capsys, monkeypatch, tmp_path):
+def test_results_are_written_before_the_table(stories, capsys, monkeypatch, tmp_path):
     def fail(*args, **options):
         raise RuntimeError
 
@@ -311,8 +307,8 @@ def test_a_table_that_fails_leaves_the_numbers(stories, capsys, monkeypatch, tmp
     assert json.loads((tmp_path / "results.json").read_text())["results"]
 
 
-def test_a_full_disk_leaves_the_numbers(capsys, tmp_path):
-    """They may have taken hours; and what the file held before stays."""
+def test_results_are_printed_if_the_disk_is_full(capsys, tmp_path):
+    """The results are printed, and the old file is kept."""
     (tmp_path / "results.json").write_text("before")
     with file_size_limit(10), pytest.raises(UserError, match="File too large.*printed instead"):
         _report({"results": {"task": {"loss": 1.5}}}, tmp_path / "results.json")
@@ -320,7 +316,7 @@ def test_a_full_disk_leaves_the_numbers(capsys, tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("results.json", "before")]
 
 
-def test_json_has_no_numbers_that_are_infinite(capsys):
+def test_nonfinite_numbers_are_null_in_json(capsys):
     _report({"results": {"task": {"perplexity": math.inf, "list": [math.nan], "loss": 1.5}}}, None)
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"results": {"task": {"perplexity": None, "list": [None], "loss": 1.5}}}
@@ -330,21 +326,21 @@ def test_json_has_no_numbers_that_are_infinite(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--tasks", "missing.jsonl"], "no file missing.jsonl"),
+        (["--tasks", "missing.jsonl"], "file not found: missing.jsonl"),
         (["--tasks", "README.md", "--limit", "0"], "--limit is 0"),
-        (["--tasks", "README.md", "--output", "/nowhere/x"], "no folder /nowhere"),
+        (["--tasks", "README.md", "--output", "/nowhere/x"], "--output: the folder /nowhere does not exist"),
         (["--tasks", "README.md", "--include_path", "/nowhere"], "/nowhere is not a folder"),
-        (["--tasks", "no_such_task"], "no_such_task"),
+        pytest.param(["--tasks", "no_such_task"], "no_such_task", marks=pytest.mark.slow),  # imports lm-eval
     ],
 )
-def test_mistakes_are_messages(stories, capsys, monkeypatch, tmp_path, args, message):
+def test_user_errors(stories, capsys, monkeypatch, tmp_path, args, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("text")
     code, out, err = run(capsys, "--checkpoint", stories, "--device", "cpu", *args)
     assert code == 2 and out == "" and message in err and "Traceback" not in err
 
 
-def test_an_absent_lm_eval_is_a_message(stories, capsys, monkeypatch):
+def test_missing_lm_eval(stories, capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find_spec(name))
     code, _, err = run(capsys, "--checkpoint", stories, "--tasks", "hellaswag")

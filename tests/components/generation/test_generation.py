@@ -1,4 +1,4 @@
-"""Generation against transformers' on a real small model, and its parts against what they are defined by."""
+"""Generation, compared with transformers and with definitions."""
 
 import itertools
 import json
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from tests.models.test_llama3 import VARIANTS, reference_of, small_model
-from tests.processes import run_processes
 from torchtitan.components.generation import KVCache, Sampling, TextStream, generate, start_id, stop_ids
 from torchtitan.components.generation.sampling import Sampler, restricted_logits
 from torchtitan.components.tokenizer import PretrainedTokenizer
@@ -19,28 +18,17 @@ from torchtitan.distributed.context_parallel import SequenceShards, apply_contex
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.parallelize import parallelize_decoder
 from torchtitan.models.llama3 import SHARDING
-from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 
 BOS = 1
 TINY_PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], list(range(20, 40)), [1, 2]]
-"""For models with 97 tokens."""
+"""Prompts for models with 97 tokens."""
 
 
 @pytest.fixture(scope="module")
-def stories_model(stories):
-    return load_model(stories, device="cpu").model
-
-
-@pytest.fixture(scope="module")
-def tokenizer(stories):
-    return PretrainedTokenizer.Config().build(path=stories)
-
-
-@pytest.fixture(scope="module")
-def story_prompts(tokenizer):
+def story_prompts(stories_tokenizer):
     texts = ["", "Once upon a time", "Lily", "Tom and his dog went to the park. They saw a"]
-    return [tokenizer.encode(text) for text in texts]
+    return [stories_tokenizer.encode(text) for text in texts]
 
 
 def ids_of(generations):
@@ -48,7 +36,7 @@ def ids_of(generations):
 
 
 def reference_ids(reference, prompts, new_tokens):
-    """transformers' greedy continuation of each prompt by itself, whatever its configuration would stop at."""
+    """Return greedy continuations of transformers, one prompt at a time, without stop tokens."""
     reference.generation_config.eos_token_id = None
     found = []
     for prompt in prompts:
@@ -64,9 +52,9 @@ def reference_ids(reference, prompts, new_tokens):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_the_stories_model_tells_the_published_text(stories_model, tokenizer, assets, use_cache):
-    """llama2.c counts a step for each forward pass, the one of BOS too: 200 steps are 200 new tokens."""
-    stream = TextStream(tokenizer, [BOS])
+def test_stories_model_generates_the_published_text(stories_model, stories_tokenizer, assets, use_cache):
+    """llama2.c counts forward passes, including the pass of BOS: 200 steps are 200 new tokens."""
+    stream = TextStream(stories_tokenizer, [BOS])
     [generation] = generate(
         stories_model,
         [[BOS]],
@@ -80,7 +68,7 @@ def test_the_stories_model_tells_the_published_text(stories_model, tokenizer, as
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_a_batch_of_ragged_prompts_equals_transformers_on_each(stories_model, stories, story_prompts, use_cache):
+def test_a_batch_of_ragged_prompts_equals_transformers(stories_model, stories, story_prompts, use_cache):
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
     generations = generate(stories_model, story_prompts, max_new_tokens=60, use_cache=use_cache)
@@ -88,7 +76,7 @@ def test_a_batch_of_ragged_prompts_equals_transformers_on_each(stories_model, st
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_random_models_continue_as_transformers_does(variant):
+def test_random_models_equal_transformers(variant):
     model = small_model(**VARIANTS[variant])
     reference, _ = reference_of(model)
     expected = reference_ids(reference, TINY_PROMPTS, 24)
@@ -98,7 +86,7 @@ def test_random_models_continue_as_transformers_does(variant):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_log_probabilities_are_the_models_own(use_cache):
+def test_log_probabilities_equal_transformers(use_cache):
     model = small_model()
     reference, _ = reference_of(model)
     sampling = Sampling(temperature=0.7, top_k=20, seed=3)
@@ -106,28 +94,28 @@ def test_log_probabilities_are_the_models_own(use_cache):
     for prompt, generation in zip(TINY_PROMPTS, generations, strict=True):
         logits = reference(torch.tensor([prompt + generation.ids])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1)[range(16), generation.ids]
-        # Float32 rounding of logits of order 1, in another order of sums.
+        # Float32 sums in another order, for logits of about 1.
         torch.testing.assert_close(torch.tensor(generation.logprobs), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_padding_in_a_batch_changes_no_row(stories_model, story_prompts):
+def test_padding_does_not_affect_rows(stories_model, story_prompts):
     together = generate(stories_model, story_prompts, max_new_tokens=40)
     alone = [generate(stories_model, [prompt], max_new_tokens=40)[0] for prompt in story_prompts]
     assert ids_of(together) == ids_of(alone)
 
 
-# Where rows end.
+# Ends of rows.
 
 
-def test_rows_end_by_themselves():
+def test_rows_end_independently():
     model = small_model()
     free = generate(model, TINY_PROMPTS, max_new_tokens=20)
     stop = free[1].ids[3]
-    told: dict[int, list[int]] = {row: [] for row in range(4)}
+    pushed: dict[int, list[int]] = {row: [] for row in range(4)}
 
     def on_token(row, token):
-        told[row].append(token)
-        return row == 2 and len(told[row]) == 5
+        pushed[row].append(token)
+        return row == 2 and len(pushed[row]) == 5
 
     generations = generate(model, TINY_PROMPTS, max_new_tokens=20, stop_ids={stop}, on_token=on_token)
     for row, (generation, whole) in enumerate(zip(generations, free, strict=True)):
@@ -138,16 +126,16 @@ def test_rows_end_by_themselves():
         assert generation.ids == whole.ids[:length]
         assert generation.logprobs == pytest.approx(whole.logprobs[:length])
         assert generation.finish_reason == ("stop" if by_stop_token or row == 2 else "length")
-        assert told[row] == generation.ids[: length - by_stop_token]
+        assert pushed[row] == generation.ids[: length - by_stop_token]
     assert len({len(generation.ids) for generation in generations}) > 2
 
 
-def test_no_new_tokens_is_nothing_to_do():
+def test_zero_new_tokens():
     assert ids_of(generate(small_model(), [[1], [2]], max_new_tokens=0)) == [[], []]
 
 
-def test_a_model_that_gives_nan_is_refused():
-    """Its most probable token would be 0. Rows that are done may have any logits."""
+def test_a_model_that_returns_nan_is_rejected():
+    """Its most probable token would be 0. Finished rows may have any logits."""
     model, cold = small_model(), Sampling(temperature=1e-40)
     model.output.weight.data[3] = math.inf
     for sampling in (None, Sampling(temperature=1.0)):
@@ -163,13 +151,13 @@ def test_a_model_that_gives_nan_is_refused():
         return row == 0
 
     for sampling in (None, cold):
-        done, going_on = generate(small_model(), [[1], [2]], max_new_tokens=3, sampling=sampling)
+        done, other = generate(small_model(), [[1], [2]], max_new_tokens=3, sampling=sampling)
         generations = generate(model, [[1], [2]], max_new_tokens=3, on_token=on_token, sampling=sampling)
-        assert ids_of(generations) == [done.ids[:1], going_on.ids]
+        assert ids_of(generations) == [done.ids[:1], other.ids]
         model = small_model()
 
 
-def test_parts_of_a_model_are_refused():
+def test_pipeline_and_context_parallelism_are_rejected():
     class Mesh:
         def get_local_rank(self):
             return 0
@@ -197,7 +185,7 @@ def test_parts_of_a_model_are_refused():
         ([[99999]], 5, "token 99999"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(prompts, new_tokens, message):
+def test_invalid_requests_are_rejected(prompts, new_tokens, message):
     with pytest.raises(UserError, match=message):
         generate(small_model(max_seq_len=64), prompts, max_new_tokens=new_tokens)
 
@@ -208,7 +196,7 @@ def test_the_whole_context_can_be_used():
     assert len(cached.ids) == 4
 
 
-# What is left behind.
+# State of the model.
 
 
 def hooks_of(model):
@@ -216,7 +204,7 @@ def hooks_of(model):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_as_it_was(training):
+def test_the_model_is_restored_after_an_interruption(training):
     model = small_model().train(training)
     tokens = torch.arange(30)[None]
     before = model(tokens)
@@ -231,13 +219,13 @@ def test_the_model_is_as_it_was(training):
     assert torch.equal(model(tokens), before)
 
 
-def test_a_model_without_attention_to_hook_onto_is_refused():
+def test_a_model_without_attention_is_rejected():
     with pytest.raises(ValueError, match="attend"):
         KVCache(torch.nn.Linear(2, 2), 5)
 
 
 def test_compiled_and_checkpointed_blocks_generate_the_same():
-    """What was traced before, for the very same shapes, knows nothing of the cache."""
+    """Although the model was traced before, for the same shapes, without the cache."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     prompts = [list(range(10)), list(range(20, 30))]
@@ -252,8 +240,8 @@ def test_compiled_and_checkpointed_blocks_generate_the_same():
         assert torch.equal(model(tokens, positions, packed=False), before)
 
 
-def test_the_mask_of_padding():
-    """Rows of slots: a padding token sees itself, so that no row of the softmax is empty; a real one all real ones."""
+def test_padding_mask():
+    """A padding token sees itself, so that no softmax row is empty; a real token sees all real tokens before it."""
     cache = KVCache(small_model(), 4)
     cache.expect(torch.tensor([[False, True, True]]))
     assert cache._mask.int().tolist() == [[[[1, 0, 0], [0, 1, 0], [0, 1, 1]]]]
@@ -262,7 +250,7 @@ def test_the_mask_of_padding():
     assert cache._mask.int().tolist() == [[[[0, 1, 1, 1]]]]
 
 
-def test_under_autocast_the_cache_has_the_type_of_the_computation():
+def test_the_cache_has_the_type_of_autocast():
     model = small_model()
     with torch.autocast("cpu", torch.bfloat16):
         cached, recomputed = (
@@ -273,20 +261,20 @@ def test_under_autocast_the_cache_has_the_type_of_the_computation():
             model(torch.tensor([[1, 2, 3]]), packed=False)
             assert {x.dtype for pair in cache._stored.values() for x in pair} == {torch.bfloat16}
     for one, other in zip(cached, recomputed, strict=True):
-        # bfloat16 has 8 bits: logits of order 1 differ by some 2^-8.
+        # bfloat16 has 8 bits: logits of about 1 differ by about 2^-8.
         assert one.logprobs[0] == pytest.approx(other.logprobs[0], abs=0.05)
 
 
 # Sampling.
 
 
-def test_drawn_frequencies_follow_the_softmax():
+def test_sampled_frequencies_follow_the_softmax():
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5]])
     for temperature in (1.0, 0.5):
         draws, n = Sampler(Sampling(temperature=temperature, seed=1), rows=1), 4000
         counts = torch.bincount(torch.cat([draws.draw(logits) for _ in range(n)]), minlength=5)
         expected = n * (logits[0] / temperature).softmax(-1)
-        # Pearson's statistic with 4 degrees of freedom is above 18.5 once in a thousand seeds.
+        # Pearson's statistic with 4 degrees of freedom exceeds 18.5 for one seed in a thousand.
         assert ((counts - expected) ** 2 / expected).sum() < 18.5
 
 
@@ -302,25 +290,25 @@ def test_restrictions_equal_transformers(temperature, top_k, top_p):
     for step in steps:
         expected = step(None, expected)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    # Logits mean the same whatever constant is added to them.
+    # Logits are defined up to a constant.
     found = restricted_logits(logits, sampling)
     torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-300])
-def test_the_coldest_draw_is_the_most_probable(temperature):
+def test_low_temperature_samples_the_most_probable_token(temperature):
     logits = 50 * torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
     sampler = Sampler(Sampling(temperature=temperature, top_k=5, top_p=0.9), rows=8)
     assert torch.equal(sampler.draw(logits), logits.argmax(-1))
 
 
-def test_only_what_is_left_is_drawn():
+def test_only_top_k_tokens_are_sampled():
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
     sampler = Sampler(Sampling(temperature=5.0, top_k=2), rows=1)
     assert {sampler.draw(logits).item() for _ in range(200)} == {1, 2}
 
 
-def test_a_rows_draws_do_not_depend_on_the_batch():
+def test_samples_of_a_row_do_not_depend_on_the_batch():
     model, sampling = small_model(), Sampling(temperature=1.5, seed=7)
     together = generate(model, [[5], *TINY_PROMPTS], max_new_tokens=20, sampling=sampling)
     alone = generate(model, [[5]], max_new_tokens=20, sampling=sampling)
@@ -332,7 +320,7 @@ def test_a_rows_draws_do_not_depend_on_the_batch():
 
 
 @pytest.mark.parametrize("options", [{"temperature": -1}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}])
-def test_senseless_sampling_is_refused(options):
+def test_invalid_sampling_options_are_rejected(options):
     with pytest.raises(UserError, match=next(iter(options))):
         generate(small_model(), [[1]], max_new_tokens=1, sampling=Sampling(**options))
 
@@ -343,11 +331,11 @@ def test_senseless_sampling_is_refused(options):
 @pytest.mark.parametrize(
     "name", ["stories260K/hf-converted", "gpt2-tokenizer", "mistral-v0.3-tokenizer", "llama3-tokenizer"]
 )
-def test_streamed_pieces_are_the_text(assets, name):
-    """Also of characters that several tokens make up: nothing is told of them before they are whole."""
+def test_streamed_pieces_equal_the_text(assets, name):
+    """Characters of several tokens are held back until they are complete."""
     tokenizer = PretrainedTokenizer.Config().build(path=assets / name)
     prompt = tokenizer.encode("Once upon")
-    for text in (" a time, Lily", "🙂 naïve — 東京\n\n  two", "é" * 5, "no blank"):
+    for text in (" a time, Lily", "🙂 naïve — 東京\n\n  two", "é" * 5, "no space"):
         ids = tokenizer.encode(text, add_bos=False)
         stream = TextStream(tokenizer, prompt)
         pieces = [stream.push(token) for token in ids]
@@ -370,8 +358,8 @@ CHARACTERS = "ab \n\té¿中東🙂🇨🇭\u200d▁\u0301'#"
         ("llama3-tokenizer", 0),
     ],
 )
-def test_streams_decode_what_decoding_all_together_does(assets, name, first_plain):
-    """Random texts, and random ids: special tokens and broken characters, but none of the tokens of byte fallback."""
+def test_streaming_equals_decoding_at_once(assets, name, first_plain):
+    """For random texts and random ids, with special tokens and broken characters, but without byte fallback."""
     tokenizer, rng = PretrainedTokenizer.Config().build(path=assets / name), random.Random(0)
     special = [token for token in (tokenizer.bos_id, tokenizer.eos_id) if token is not None]
     for _ in range(60):
@@ -387,16 +375,16 @@ def test_streams_decode_what_decoding_all_together_does(assets, name, first_plai
             assert before + "".join(pieces) == whole
 
 
-def test_bytes_that_are_no_text_change_nothing_that_was_told(tokenizer):
-    """Byte fallback turns the whole run to U+FFFD, of which the newline was told."""
-    newline, broken = (tokenizer.tokenize([text], allow_special=False)[0] for text in ("a\n", "a🙂"))
-    row = newline[-1:] + broken[-4:-2] + tokenizer.encode("b", add_bos=False)
-    stream = TextStream(tokenizer)
+def test_invalid_bytes_do_not_change_returned_text(stories_tokenizer):
+    """Byte fallback would turn the whole run into U+FFFD, including a newline that was already returned."""
+    newline, broken = (stories_tokenizer.tokenize([text], allow_special=False)[0] for text in ("a\n", "a🙂"))
+    row = newline[-1:] + broken[-4:-2] + stories_tokenizer.encode("b", add_bos=False)
+    stream = TextStream(stories_tokenizer)
     assert "".join(stream.push(token) for token in row) == "\n�� b"
-    assert tokenizer.decode(row) == "��� b"
+    assert stories_tokenizer.decode(row) == "��� b"
 
 
-def test_a_token_costs_the_decoding_of_a_few():
+def test_each_push_decodes_few_tokens():
     class Counting(Characters):
         decoded = 0
 
@@ -411,7 +399,7 @@ def test_a_token_costs_the_decoding_of_a_few():
     assert tokenizer.decoded < 10 * 1000
 
 
-def test_half_a_character_at_the_end_is_told_at_last(assets):
+def test_an_incomplete_character_is_returned_at_the_end(assets):
     tokenizer = PretrainedTokenizer.Config().build(path=assets / "gpt2-tokenizer")
     stream = TextStream(tokenizer)
     assert "".join(stream.push(token) for token in tokenizer.encode("a🙂")[:-1]) == "a"
@@ -426,7 +414,7 @@ class Characters:
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "told"),
+    ("text", "stop", "pushed"),
     [
         ("one two three", ["two"], "one "),
         ("one two three", ["four", "o t"], "one tw"),
@@ -438,17 +426,17 @@ class Characters:
         ("never", [""], "never"),
     ],
 )
-def test_stop_strings(text, stop, told):
+def test_stop_strings(text, stop, pushed):
     stream = TextStream(Characters(), stop=stop)
     pieces = []
     for token in map(ord, text):
         pieces.append(stream.push(token))
-        assert told.startswith("".join(pieces))  # nothing is told that is to be taken back
+        assert pushed.startswith("".join(pieces))  # returned text is never taken back
         if stream.stopped:
             break
     pieces.append(stream.finish())
-    assert stream.text == "".join(pieces) == told
-    assert stream.stopped is (told != text)
+    assert stream.text == "".join(pieces) == pushed
+    assert stream.stopped is (pushed != text)
 
 
 def test_the_prompt_is_not_searched_for_stop_strings():
@@ -456,20 +444,20 @@ def test_the_prompt_is_not_searched_for_stop_strings():
     assert "".join(stream.push(token) for token in map(ord, "op on")) == "op on"
 
 
-def test_what_begins_and_ends_a_text(tokenizer, tmp_path):
-    assert start_id(tokenizer) == BOS
-    assert stop_ids(tokenizer, tmp_path) == {2}
-    for declared, found in [(7, {2, 7}), ([7, 8], {2, 7, 8}), (None, {2})]:
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
-        assert stop_ids(tokenizer, tmp_path) == found
+def test_start_and_stop_ids(stories_tokenizer, tmp_path):
+    assert start_id(stories_tokenizer) == BOS
+    assert stop_ids(stories_tokenizer, tmp_path) == {2}
+    for setting, found in [(7, {2, 7}), ([7, 8], {2, 7, 8}), (None, {2})]:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": setting}))
+        assert stop_ids(stories_tokenizer, tmp_path) == found
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [9]}))
-    assert stop_ids(tokenizer, tmp_path) == {2, 9}
+    assert stop_ids(stories_tokenizer, tmp_path) == {2, 9}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    assert stop_ids(tokenizer, tmp_path) == {2, 7}
+    assert stop_ids(stories_tokenizer, tmp_path) == {2, 7}
     for broken in ('{"eos_token_id": "x"}', "[]", "{"):
         (tmp_path / "generation_config.json").write_text(broken)
         with pytest.raises(UserError, match="generation_config"):
-            stop_ids(tokenizer, tmp_path)
+            stop_ids(stories_tokenizer, tmp_path)
 
 
 # Several processes.
@@ -489,19 +477,19 @@ def sharded_generations(layout: str, expected: list[list[int]]) -> None:
         training=training,
         parallelism=parallelism,
     )
-    # Under FSDP each rank has prompts of its own, and rank 1's ends early.
-    mine, length = ([rank], 3 if rank else 12) if layout == "fsdp" else ([0, 1, 2, 3], 12)
+    # With FSDP, each rank has different prompts, and rank 1 ends early.
+    rows, length = ([rank], 3 if rank else 12) if layout == "fsdp" else ([0, 1, 2, 3], 12)
     for use_cache in (True, False):
-        told = itertools.count(1)
+        pushed = itertools.count(1)
         generations = generate(
             model,
-            [TINY_PROMPTS[row] for row in mine],
+            [TINY_PROMPTS[row] for row in rows],
             max_new_tokens=12,
-            on_token=lambda row, token, told=told: next(told) == 3 and length == 3,
+            on_token=lambda row, token, pushed=pushed: next(pushed) == 3 and length == 3,
             use_cache=use_cache,
             group=dist.group.WORLD,
         )
-        assert ids_of(generations) == [expected[row][:length] for row in mine], (layout, rank, use_cache)
+        assert ids_of(generations) == [expected[row][:length] for row in rows], (layout, rank, use_cache)
     if rank == 1:
         model.norm.register_forward_hook(lambda module, args, output: output * math.nan)
     with pytest.raises(UserError, match="not finite"):
@@ -509,6 +497,6 @@ def sharded_generations(layout: str, expected: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
-def test_sharded_models_generate_the_same(layout):
+def test_sharded_models_generate_the_same(workers, layout):
     expected = ids_of(generate(small_model(), TINY_PROMPTS, max_new_tokens=12))
-    run_processes(sharded_generations, 2, layout, expected)
+    workers.run(sharded_generations, layout, expected)

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files: the library itself opens what we write, and we what it writes, with equal logits."""
+"""Adapters in PEFT format: peft opens our files, and we open its files, with equal logits."""
 
 import dataclasses
 import json
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.pretrained import assert_equal, make_pretrained
 from tests.processes import run_processes
 from tests.training import run, tiny_config
 from torchtitan.cli.main import main
@@ -46,7 +47,7 @@ from torchtitan.tools.errors import UserError
 LAYERS = r"\blayers\."
 TOKENS = torch.arange(40).reshape(2, 20)
 
-# Both sides compute in float32, in another order of sums: logits of order 1 differ by some 1e-6.
+# Float32 sums in another order: logits of about 1 differ by about 1e-6.
 EQUAL = {"rtol": 1e-5, "atol": 1e-5}
 
 SIZES = {
@@ -56,15 +57,9 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
 }
-
-
-def save_base(folder: Path, n_layers: int = 2, **sizes: float) -> None:
-    """A Llama that transformers made at random."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**SIZES, **sizes}, num_hidden_layers=n_layers, tie_word_embeddings=False)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def open_base(folder: Path) -> nn.Module:
@@ -72,17 +67,17 @@ def open_base(folder: Path) -> nn.Module:
 
 
 def open_adapter(below: nn.Module, folder: Path) -> nn.Module:
-    """As users of peft do."""
+    """Open an adapter with peft."""
     return pytest.importorskip("peft").PeftModel.from_pretrained(below, folder)
 
 
-def on_meta(spec: ModelSpec, config: LoRA.Config) -> nn.Module:
+def meta_model(spec: ModelSpec, config: LoRA.Config) -> nn.Module:
     return converted_model(spec.model, [config.build()])
 
 
 def adapted(spec: ModelSpec, config: LoRA.Config, plain: dict[str, Tensor], seed: int | None = None) -> nn.Module:
-    """The model with the weights `plain` and the adapter as it begins, or a random one."""
-    model = on_meta(spec, config).to_empty(device="cpu").eval()
+    """Return the model with the weights `plain`, and an initial adapter or, with `seed`, a random one."""
+    model = meta_model(spec, config).to_empty(device="cpu").eval()
     initialize_weights(model, seed=0)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -98,7 +93,7 @@ def adapted(spec: ModelSpec, config: LoRA.Config, plain: dict[str, Tensor], seed
 
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int) -> None:
-    """Move all that is trained away from where it begins: B is zero there, and would hide A."""
+    """Move trainable parameters away from their initial values: B would be 0 and hide A."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -112,7 +107,7 @@ def plain_weights(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
 
 @torch.no_grad()
 def merged(model: nn.Module) -> dict[str, Tensor]:
-    """The plain model's weights, by what the converted modules themselves say."""
+    """Return the weights of the plain model, merged by the converted modules."""
     state = dict(model.state_dict())
     for name, module in converted_modules(model):
         own = {own: state.pop(f"{name}.{own}") for own, _ in module.named_parameters(recurse=False)}
@@ -121,11 +116,11 @@ def merged(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write(folder: Path, config: LoRA.Config, model: nn.Module, spec: ModelSpec) -> None:
-    write_adapter(folder, config, on_meta(spec, config), spec, model.state_dict().__getitem__)
+    write_adapter(folder, config, meta_model(spec, config), spec, model.state_dict().__getitem__)
 
 
 def read(folder: Path, config: LoRA.Config, spec: ModelSpec, model: nn.Module) -> None:
-    read_adapter(folder, config, on_meta(spec, config), spec, [model])
+    read_adapter(folder, config, meta_model(spec, config), spec, [model])
 
 
 def adapter_of(model: nn.Module) -> dict[str, Tensor]:
@@ -136,19 +131,14 @@ def adapters_in(folder: Path) -> dict[str, Tensor]:
     return {key: tensor for key, tensor in load_file(folder / WEIGHTS).items() if "base_layer" not in key}
 
 
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-
-
 @torch.no_grad()
 def assert_equal_logits(ours: nn.Module, theirs: nn.Module) -> None:
     torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, **EQUAL)
 
 
-def converter(kind: str, where: str, **settings) -> LoRA.Config:
-    """rank 4 and alpha 6: what is divided by what shows."""
-    include = {"layers": [LAYERS], "head": [LAYERS, "^output$"], "embedding": ["wq", "w2", "tok_embeddings"]}[where]
+def converter(kind: str, target: str, **settings) -> LoRA.Config:
+    """Return a configuration with rank 4 and alpha 6, so that a wrong scale changes the logits."""
+    include = {"layers": [LAYERS], "head": [LAYERS, "^output$"], "embedding": ["wq", "w2", "tok_embeddings"]}[target]
     kinds = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "qlora": {}, "qdora": {"dora": True}}
     config_class = QLoRA.Config if kind.startswith("q") else LoRA.Config
     return config_class(rank=4, alpha=6.0, include=include, **kinds[kind], **settings)
@@ -156,28 +146,26 @@ def converter(kind: str, where: str, **settings) -> LoRA.Config:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    save_base(folder)
-    return folder
+    return make_pretrained(tmp_path_factory.mktemp("base"), **SIZES)
 
 
 CASES = [
-    *(("lora", where) for where in ("layers", "head", "embedding")),
+    *(("lora", target) for target in ("layers", "head", "embedding")),
     *(("rslora", "layers"), ("dora", "layers"), ("dora", "head")),
     *(("qlora", "head"), ("qdora", "layers")),
 ]
 
 
-@pytest.mark.parametrize(("kind", "where"), CASES)
-def test_peft_opens_what_we_write_and_we_read_it_back(base, tmp_path, kind, where):
-    dropout = 0.25 if where == "layers" else 0.0  # the others' inputs are none, or tokens
-    config = converter(kind, where, dropout=dropout)
+@pytest.mark.parametrize(("kind", "target"), CASES)
+def test_round_trip_through_peft(base, tmp_path, kind, target):
+    dropout = 0.25 if target == "layers" else 0.0  # heads and embeddings cannot have dropout
+    config = converter(kind, target, dropout=dropout)
     spec, plain = plain_weights(base)
     model = adapted(spec, config, plain, seed=1)
     write(tmp_path, config, model, spec)
 
     below = open_base(base)
-    if kind.startswith("q"):  # the model below the adapter is the one in 4 bits
+    if kind.startswith("q"):  # the base model has the 4-bit weights
         below.load_state_dict(to_external(spec, merged(adapted(spec, config, plain))))
     theirs = open_adapter(below, tmp_path)
     assert_equal_logits(model, theirs)
@@ -185,19 +173,21 @@ def test_peft_opens_what_we_write_and_we_read_it_back(base, tmp_path, kind, wher
 
     again = adapted(spec, config, plain, seed=2)
     read(tmp_path, config, spec, again)
-    assert_same(adapter_of(again), adapter_of(model))
-    if not kind.startswith("q"):  # whose merged weights are of 16 bits
-        # The merged export is the base and its adapter, to the rounding of one addition of float32.
-        of_peft = theirs.merge_and_unload().state_dict()
+    assert_equal(adapter_of(again), adapter_of(model))
+    if not kind.startswith("q"):  # merged 4-bit weights are 16-bit
+        # Up to the rounding of one float32 addition.
+        peft_weights = theirs.merge_and_unload().state_dict()
         for name, tensor in to_external(spec, merged(model)).items():
-            torch.testing.assert_close(tensor, of_peft[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(tensor, peft_weights[name], rtol=1e-5, atol=1e-6)
 
 
 def to_external(spec: ModelSpec, internal: dict[str, Tensor]) -> dict[str, Tensor]:
-    made: dict[str, Tensor] = {}
+    external: dict[str, Tensor] = {}
     for step in spec.formats["hf"].adapter(spec.model).steps:
-        made |= dict(zip(step.external, step.transform.to_external([internal[n] for n in step.internal]), strict=True))
-    return made
+        external |= dict(
+            zip(step.external, step.transform.to_external([internal[n] for n in step.internal]), strict=True)
+        )
+    return external
 
 
 PEFT_NAMES = {
@@ -207,13 +197,13 @@ PEFT_NAMES = {
 }
 
 
-def save_peft_adapter(folder: Path, below: nn.Module, kind: str, where: str) -> nn.Module:
-    """An adapter that peft made, as if it were trained; the model with it."""
+def save_peft_adapter(folder: Path, below: nn.Module, kind: str, target: str) -> nn.Module:
+    """Save a random adapter with peft; return its model."""
     peft = pytest.importorskip("peft")
     options = peft.LoraConfig(
         r=4,
         lora_alpha=6,
-        target_modules=PEFT_NAMES[where],
+        target_modules=PEFT_NAMES[target],
         use_rslora=kind == "rslora",
         use_dora=kind == "dora",
         task_type="CAUSAL_LM",
@@ -224,21 +214,21 @@ def save_peft_adapter(folder: Path, below: nn.Module, kind: str, where: str) -> 
     return theirs
 
 
-@pytest.mark.parametrize(("kind", "where"), [case for case in CASES if not case[0].startswith("q")])
-def test_we_read_what_peft_saved_and_write_the_same(base, tmp_path, kind, where):
-    theirs = save_peft_adapter(tmp_path / "theirs", open_base(base), kind, where)
-    config = converter(kind, where)
+@pytest.mark.parametrize(("kind", "target"), [case for case in CASES if not case[0].startswith("q")])
+def test_round_trip_of_a_peft_adapter(base, tmp_path, kind, target):
+    theirs = save_peft_adapter(tmp_path / "theirs", open_base(base), kind, target)
+    config = converter(kind, target)
     spec, plain = plain_weights(base)
     model = adapted(spec, config, plain)
     read(tmp_path / "theirs", config, spec, model)
     assert_equal_logits(model, theirs)
     write(tmp_path / "ours", config, model, spec)
-    assert_same(adapters_in(tmp_path / "ours"), adapters_in(tmp_path / "theirs"))
+    assert_equal(adapters_in(tmp_path / "ours"), adapters_in(tmp_path / "theirs"))
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
-def test_a_base_in_fewer_bits_is_the_same_base(base, tmp_path, kind):
-    """A run keeps frozen weights in the type that it computes in, or in 4 bits; peft's file has the head's in 32."""
+def test_a_rounded_base_is_accepted(base, tmp_path, kind):
+    """Runs keep frozen weights in bfloat16 or 4 bits; the file of peft has the head in float32."""
     theirs = save_peft_adapter(tmp_path, open_base(base), "lora", "head")
     config = converter(kind, "head")
     spec, plain = plain_weights(base)
@@ -251,7 +241,7 @@ def test_a_base_in_fewer_bits_is_the_same_base(base, tmp_path, kind):
     assert torch.equal(model.get_parameter("output.lora_B"), head)
 
 
-def test_the_real_model(assets, tmp_path):
+def test_pretrained_model(assets, tmp_path):
     folder = assets / "stories260K/hf-converted"
     config = converter("dora", "layers")
     spec, plain = plain_weights(folder)
@@ -263,9 +253,9 @@ def test_the_real_model(assets, tmp_path):
 @pytest.mark.parametrize(
     "include", [r"layers\.1\.", r"layers\.11\.attention\.wq", r"layers\.\d\.feed_forward", "wq|w2"]
 )
-def test_exactly_the_chosen_layers_are_adapted(tmp_path, include):
-    """Of twelve: the name of layer 1 is the beginning of that of layer 11, and `q_proj` the end of all."""
-    save_base(tmp_path, n_layers=12)
+def test_only_selected_layers_are_adapted(tmp_path, include):
+    """Of twelve layers: the name of layer 1 is a prefix of layer 11, and `q_proj` is a common suffix."""
+    make_pretrained(tmp_path, **SIZES, num_hidden_layers=12)
     config = LoRA.Config(rank=4, alpha=8.0, include=[include])
     spec, plain = plain_weights(tmp_path)
     model = adapted(spec, config, plain, seed=1)
@@ -278,11 +268,11 @@ def test_exactly_the_chosen_layers_are_adapted(tmp_path, include):
     assert_equal_logits(model, theirs)
 
 
-# --- a family whose query and key rows are in another order in its files ---------------------------------------------
+# --- a family whose files have query and key rows in another order ---------------------------------------------------
 
 
 def permuted_table(config) -> StateDictAdapter:
-    """Llama's names, and rows in the order of the RoPE paper: as transformers' Ernie 4.5 has them."""
+    """Llama names with rows in the order of the RoPE paper, like Ernie 4.5 in transformers."""
     rows = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
     within = {
         **{f"attention.w{x}": f"self_attn.{x}_proj" for x in "qkvo"},
@@ -307,7 +297,7 @@ def with_table(spec: ModelSpec, table) -> ModelSpec:
 
 
 def permuted_family(below: nn.Module, base: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Our model with the weights of `below`, which rotates neighboring elements."""
+    """Return our model with the weights of `below`, whose RoPE rotates neighboring elements."""
     spec = with_table(internal_source(base)[0], permuted_table)
     spec.model.rope.theta = 10_000.0
     state = below.state_dict()
@@ -320,7 +310,7 @@ def permuted_family(below: nn.Module, base: Path) -> tuple[ModelSpec, dict[str, 
 
 @pytest.fixture
 def ernie() -> nn.Module:
-    """A transformers model that is Llama with RoPE on neighboring elements."""
+    """A transformers model like Llama, with RoPE on neighboring elements."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Ernie4_5Config(
@@ -328,14 +318,13 @@ def ernie() -> nn.Module:
         num_hidden_layers=2,
         head_dim=16,
         tie_word_embeddings=False,
-        rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )
     return transformers.Ernie4_5ForCausalLM(config).eval()
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_permuted_rows_there(base, tmp_path, ernie, kind):
+def test_writing_permuted_rows(base, tmp_path, ernie, kind):
     spec, plain = permuted_family(ernie, base)
     config = converter(kind, "layers")
     assert_equal_logits(adapted(spec, config, plain), ernie)
@@ -343,7 +332,7 @@ def test_permuted_rows_there(base, tmp_path, ernie, kind):
     write(tmp_path / "right", config, model, spec)
     below = {name: tensor.clone() for name, tensor in ernie.state_dict().items()}
     if kind == "lora":
-        # W + s·B·A in their order of rows is ours permuted; sums of the same numbers, so to float32's last bits.
+        # W + s·B·A with their row order equals our merged weight, permuted; up to float32 rounding.
         tensors = adapters_in(tmp_path / "right")
         for name, weight in to_external(spec, merged(model)).items():
             key = f"base_model.model.{name.removesuffix('.weight')}"
@@ -353,8 +342,8 @@ def test_permuted_rows_there(base, tmp_path, ernie, kind):
     assert_equal_logits(model, open_adapter(ernie, tmp_path / "right"))
 
 
-def test_permuted_rows_that_are_not_permuted_would_show(base, tmp_path, ernie):
-    """The check above can fail: with Llama's table the same adapter gives other logits."""
+def test_missing_permutation_changes_logits(base, tmp_path, ernie):
+    """The test above can fail: with the table of Llama, the same adapter gives other logits."""
     spec, plain = permuted_family(ernie, base)
     config = converter("lora", "layers")
     model = adapted(spec, config, plain, seed=1)
@@ -365,7 +354,7 @@ def test_permuted_rows_that_are_not_permuted_would_show(base, tmp_path, ernie):
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_permuted_rows_back(base, tmp_path, ernie, kind):
+def test_reading_permuted_rows(base, tmp_path, ernie, kind):
     spec, plain = permuted_family(ernie, base)
     theirs = save_peft_adapter(tmp_path / "theirs", ernie, kind, "layers")
     config = converter(kind, "layers")
@@ -373,11 +362,11 @@ def test_permuted_rows_back(base, tmp_path, ernie, kind):
     read(tmp_path / "theirs", config, spec, model)
     assert_equal_logits(model, theirs)
     write(tmp_path / "ours", config, model, spec)
-    assert_same(adapters_in(tmp_path / "ours"), adapters_in(tmp_path / "theirs"))
+    assert_equal(adapters_in(tmp_path / "ours"), adapters_in(tmp_path / "theirs"))
 
 
 def fused_table(config) -> StateDictAdapter:
-    """Queries, keys and values in one tensor, as many families have them."""
+    """A table with queries, keys and values in one tensor, like many families."""
     steps = permuted_table(dataclasses.replace(config, n_layers=1)).steps
     qkv = tuple(f"layers.0.attention.{name}.weight" for name in ("wq", "wk", "wv"))
     rows = [KeyMapping(step.internal, step.external, step.transform) for step in steps if step.internal[0] not in qkv]
@@ -385,28 +374,28 @@ def fused_table(config) -> StateDictAdapter:
     return StateDictAdapter([*rows, fused], n_layers=1)
 
 
-def test_a_fused_weight_is_refused(tmp_path):
-    save_base(tmp_path, n_layers=1)
+def test_a_fused_weight_is_rejected(tmp_path):
+    make_pretrained(tmp_path, **SIZES, num_hidden_layers=1)
     spec = with_table(internal_source(tmp_path)[0], fused_table)
     config = converter("lora", "layers")
     with pytest.raises(UserError, match=r"wq\.weight \(model\.layers\.0\.self_attn\.qkv_proj\.weight\)"):
-        write_adapter(tmp_path, config, on_meta(spec, config), spec, lambda name: torch.empty(0))
+        write_adapter(tmp_path, config, meta_model(spec, config), spec, lambda name: torch.empty(0))
     others = LoRA.Config(rank=4, alpha=6.0, include=["wo"])
     model = adapted(spec, others, {}, seed=1)
     write(tmp_path / "adapter", others, model, spec)
     assert json.loads((tmp_path / "adapter" / CONFIG).read_text())["target_modules"] == ["o_proj"]
 
 
-# --- in any layout ---------------------------------------------------------------------------------------------------
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
-def read_in_every_layout(base: Path, folder: Path) -> None:
+def check_layouts(base: Path, folder: Path) -> None:
     rank = torch.distributed.get_rank()
     spec = with_table(internal_source(base)[0], permuted_table)
     config = converter("dora", "head")
-    expected = AdapterSource(folder, config, on_meta(spec, config), spec)
+    expected = AdapterSource(folder, config, meta_model(spec, config), spec)
     for layout in ("fsdp", "tp", "pp"):
-        model = on_meta(spec, config)
+        model = meta_model(spec, config)
         if layout == "fsdp":
             for layer in (*model.layers.values(), model):
                 fully_shard(layer)
@@ -420,33 +409,30 @@ def read_in_every_layout(base: Path, folder: Path) -> None:
         model.to_empty(device="cpu")
         initialize_weights(model, seed=0)
         load_base_head(model, expected)
-        read_adapter(folder, config, on_meta(spec, config), spec, [model])
-        read_here = {name: parameter for name, parameter in model.named_parameters() if name in expected.specs}
-        assert len(read_here) == (len(expected.specs) if layout != "pp" else 21 + 4 * rank)
-        for name, parameter in read_here.items():
+        read_adapter(folder, config, meta_model(spec, config), spec, [model])
+        loaded = {name: parameter for name, parameter in model.named_parameters() if name in expected.specs}
+        assert len(loaded) == (len(expected.specs) if layout != "pp" else 21 + 4 * rank)
+        for name, parameter in loaded.items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             assert torch.equal(whole, expected.read(name)), (layout, name)
 
 
 @torch.no_grad()
 def load_base_head(model: nn.Module, source: AdapterSource) -> None:
-    """The file has the head's own weights, which are compared with the model's."""
+    """Set the weights of the head, which reading an adapter compares with the file."""
     if model.output is not None:
         weight, whole = model.output.weight, source.read("output.weight")
-        is_shared = isinstance(weight, DTensor)
-        weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements) if is_shared else whole)
+        is_sharded = isinstance(weight, DTensor)
+        weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements) if is_sharded else whole)
 
 
-def test_each_process_reads_its_part(base, tmp_path, ernie):
+def test_each_process_reads_its_shard(base, tmp_path, ernie):
     save_peft_adapter(tmp_path, ernie, "dora", "head")
-    run_processes(read_in_every_layout, 2, base, tmp_path)
+    run_processes(check_layouts, 2, base, tmp_path)
 
 
 # --- in runs ---------------------------------------------------------------------------------------------------------
 
-
-OF_RUNS = {"vocab_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
-"""What the settings of `tests.training.TINY` and of its tokenizer are called in config.json."""
 
 KEY_OF_B = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
 
@@ -454,7 +440,7 @@ KEY_OF_B = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
 def run_config(
     folder: Path, name: str, *converters: ModelConverter.Config, base: Path | None = None, **options: object
 ) -> Any:
-    """A run of two steps in `folder` from the weights in its `base`, or another's, with a checkpoint after each."""
+    """Return a run of two steps from the weights in `base`, with a checkpoint after each step."""
     settings = {"training__steps": 2, "checkpoint__enable": True, "checkpoint__interval": 1, **options}
     settings |= {"checkpoint__initial_load_path": (base or folder) / "base", "checkpoint__initial_load_in_hf": True}
     config = tiny_config(folder / name, **settings)
@@ -465,9 +451,9 @@ def run_config(
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Folder `base` has what both runs begin with; `full` exports in the end, `trained` keeps trained weights only."""
+    """Two runs from the weights in `base`: `full` ends with an export, `trained` saves only trained weights."""
     folder = tmp_path_factory.mktemp("runs")
-    save_base(folder / "base", **OF_RUNS)
+    make_pretrained(folder / "base", initializer_range=0.02)
     dora = converter("dora", "layers")
     run(run_config(folder, "full", dora, checkpoint__last_save_in_hf=True))
     run(run_config(folder, "trained", dora, checkpoint__save_trainable_only=True))
@@ -478,8 +464,8 @@ def checkpoint(runs: Path, name: str, step: int) -> Path:
     return runs / name / "checkpoint" / f"step-{step}"
 
 
-def test_a_run_exports_its_adapter_beside_the_merged_model(runs):
-    """Both compute the same, by transformers and by peft; the adapter has been trained."""
+def test_a_run_exports_its_adapter_and_the_merged_model(runs):
+    """The merged model and the base with the adapter give equal logits; the adapter was trained."""
     exported = checkpoint(runs, "full", 2)
     theirs = open_adapter(open_base(runs / "base"), exported / "adapter")
     with torch.no_grad():
@@ -488,7 +474,7 @@ def test_a_run_exports_its_adapter_beside_the_merged_model(runs):
     assert catalog.verify(exported) == []
 
 
-def test_a_run_begins_from_an_adapter(runs, tmp_path):
+def test_a_run_starts_from_an_adapter(runs, tmp_path):
     exported = checkpoint(runs, "full", 2) / "adapter"
     config = converter("dora", "layers", adapter_path=str(exported))
     trainer = run_config(runs, "next", config).build()
@@ -496,10 +482,10 @@ def test_a_run_begins_from_an_adapter(runs, tmp_path):
     (model,) = trainer.model_parts
     trainer.close()
     write(tmp_path / "again", config, model, trainer.config.model_spec)
-    assert_same(adapters_in(tmp_path / "again"), adapters_in(exported))
+    assert_equal(adapters_in(tmp_path / "again"), adapters_in(exported))
 
 
-def test_an_adapter_of_other_settings_is_found_before_the_run(runs):
+def test_an_adapter_with_other_settings_is_rejected_before_the_run(runs):
     exported = checkpoint(runs, "full", 2) / "adapter"
     with pytest.raises(UserError, match=r"use_dora is True, but --model_converters\.lora\.dora is False"):
         run_config(runs, "next", converter("lora", "layers", adapter_path=str(exported)))
@@ -507,28 +493,28 @@ def test_an_adapter_of_other_settings_is_found_before_the_run(runs):
         run_config(runs, "next", converter("lora", "layers", adapter_path=str(runs)))
 
 
-def test_the_adapter_of_a_checkpoint(runs, tmp_path, capsys):
-    """Of one with all weights and of one with the trained ones: the same run, so the same adapter."""
+def test_converting_a_checkpoint_to_peft(runs, tmp_path, capsys):
+    """Checkpoints with all weights and with only trained ones give the same adapter."""
     for name in ("full", "trained"):
         assert main(["convert", "--to", "peft", str(checkpoint(runs, name, 1)), str(tmp_path / name)]) == 0
         assert "(peft): llama3 debugmodel, 42 tensors" in capsys.readouterr().out
-    assert_same(adapters_in(tmp_path / "full"), adapters_in(tmp_path / "trained"))
+    assert_equal(adapters_in(tmp_path / "full"), adapters_in(tmp_path / "trained"))
     assert sorted(file.name for file in (tmp_path / "full").iterdir()) == [CONFIG, WEIGHTS]
     words = ["--to", "peft", "--export_dtype", "bfloat16", str(checkpoint(runs, "full", 1)), str(tmp_path / "half")]
     assert main(["convert", *words]) == 0
     whole = adapters_in(tmp_path / "full")
-    assert_same(adapters_in(tmp_path / "half"), {key: tensor.bfloat16() for key, tensor in whole.items()})
-    # On top of the base it is the model that is exported merged.
+    assert_equal(adapters_in(tmp_path / "half"), {key: tensor.bfloat16() for key, tensor in whole.items()})
+    # With the base, it equals the merged export.
     assert main(["convert", "--to", "hf", str(checkpoint(runs, "full", 1)), str(tmp_path / "merged")]) == 0
-    assert_same(adapters_in(tmp_path / "merged/adapter"), whole)
+    assert_equal(adapters_in(tmp_path / "merged/adapter"), whole)
     theirs = open_adapter(open_base(runs / "base"), tmp_path / "trained")
     with torch.no_grad():
         torch.testing.assert_close(theirs(TOKENS).logits, open_base(tmp_path / "merged")(TOKENS).logits, **EQUAL)
 
 
-def test_a_merged_model_in_float32_is_not_rounded_before(runs, tmp_path):
-    """The base is in bfloat16, as it was computed with, and what is added to it is not; of the change, float32 may lose
-    what it loses of a sum (1e-4 of it, as it is small)."""
+def test_a_float32_export_does_not_round_the_update(runs, tmp_path):
+    """The base is rounded to bfloat16, as in training, but not the update. The float32 sum may lose 1e-4 of the small
+    update."""
     lora = LoRA.Config(rank=4, alpha=6.0, include=["w2"])
     options = {"training__mixed_precision_param": "bfloat16", "checkpoint__export_dtype": "float32"}
     run(run_config(runs, "precise", lora, **options, checkpoint__last_save_in_hf=True))
@@ -543,7 +529,7 @@ def test_a_merged_model_in_float32_is_not_rounded_before(runs, tmp_path):
 
 
 class TrainNorms(ModelConverter):
-    """Trains the norms again, which adapters have frozen."""
+    """Trains the norms, which adapters have frozen."""
 
     def convert(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
@@ -558,39 +544,39 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_half_of_what_was_trained_is_not_written(runs, tmp_path, capsys, caplog, case):
-    """Neither beside an export, of a run or of its checkpoint, nor alone; both say why."""
-    other, names, alone = OTHERS[case]
+def test_an_adapter_that_is_not_all_trained_weights_is_not_written(runs, tmp_path, capsys, caplog, case):
+    """Exports have no separate adapter, and `--to peft` is rejected; both messages give the reason."""
+    other, names, message_alone = OTHERS[case]
     converters = [LoRA.Config(rank=4, include=["attention"]), other]
     with caplog.at_level("WARNING", "torchtitan"):
         run(run_config(tmp_path, "run", *converters, base=runs, checkpoint__last_save_in_hf=True))
     message = f"exported without a separate adapter: PEFT files hold only one adapter, .*: {names}"
-    assert any(re.match(message, line) for line in caplog.messages)
+    assert any(re.search(message, line) for line in caplog.messages)
     assert not list(checkpoint(tmp_path, "run", 2).rglob(WEIGHTS))
     whole = str(checkpoint(tmp_path, "run", 1))
     assert main(["convert", "--to", "hf", whole, str(tmp_path / "merged")]) == 0
     assert re.search(message, capsys.readouterr().err)
     assert not list((tmp_path / "merged").rglob(WEIGHTS))
     assert main(["convert", "--to", "peft", whole, str(tmp_path / "alone")]) == 2
-    assert alone in capsys.readouterr().err
+    assert message_alone in capsys.readouterr().err
 
 
-def test_a_checkpoint_without_an_adapter_is_refused(runs, tmp_path, capsys):
+def test_a_checkpoint_without_adapter_is_rejected(runs, tmp_path, capsys):
     plain = tmp_path / "plain"
     assert main(["convert", "--to", "dcp", str(runs / "base"), str(plain)]) == 0
     for source in (plain, runs / "base"):
         assert main(["convert", "--to", "peft", str(source), str(tmp_path / "out")]) == 2
         message = capsys.readouterr().err
-        assert f"--to peft writes the adapter of a model, and {source} has none: name the step-N folder" in message
+        assert f"--to peft writes a single adapter, but {source} has none; use the step-N folder" in message
     assert list(tmp_path.iterdir()) == [plain]
 
 
-# --- what does not fit -----------------------------------------------------------------------------------------------
+# --- mismatches -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def saved(base, tmp_path) -> tuple[Path, LoRA.Config, ModelSpec, dict[str, Tensor]]:
-    """An adapter of ours, and what it belongs to."""
+    """An adapter in a folder, with its configuration and base model."""
     config = converter("lora", "head")
     spec, plain = plain_weights(base)
     write(tmp_path, config, adapted(spec, config, plain, seed=1), spec)
@@ -614,7 +600,7 @@ def edit_config(folder: Path, **options) -> None:
         ({"dora": True}, r"use_dora is False, but --model_converters.lora.dora is True"),
     ],
 )
-def test_another_setting_is_refused(saved, change, message):
+def test_other_settings_are_rejected(saved, change, message):
     folder, config, *_ = saved
     with pytest.raises(UserError, match=message):
         check_adapter_config(folder, dataclasses.replace(config, **change))
@@ -633,7 +619,7 @@ def test_another_setting_is_refused(saved, change, message):
         ({"option_of_tomorrow": 1}, "option_of_tomorrow"),
     ],
 )
-def test_an_unsupported_option_is_refused(saved, options, message):
+def test_unsupported_options_are_rejected(saved, options, message):
     folder, config, *_ = saved
     check_adapter_config(folder, config)
     edit_config(folder, **options)
@@ -641,8 +627,8 @@ def test_an_unsupported_option_is_refused(saved, options, message):
         check_adapter_config(folder, config)
 
 
-def test_all_defaults_of_peft_are_supported(saved):
-    """Whatever options it has: those that are not set say nothing."""
+def test_defaults_of_peft_are_supported(saved):
+    """Whatever options this version of peft has."""
     folder, config, *_ = saved
     defaults = (
         pytest.importorskip("peft")
@@ -653,7 +639,7 @@ def test_all_defaults_of_peft_are_supported(saved):
     check_adapter_config(folder, config)
 
 
-def test_other_layers_are_refused(saved):
+def test_other_layers_are_rejected(saved):
     folder, config, spec, plain = saved
     other = dataclasses.replace(config, include=[LAYERS], exclude=[r"layers\.1\.attention\.wq"])
     with pytest.raises(UserError, match=r"only in the file: layers\.1\.attention\.wq, output$"):
@@ -682,7 +668,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     ],
     ids=["missing", "misshapen", "quantized", "unknown", "another base", "another layer"],
 )
-def test_tensors_that_do_not_fit_are_named(saved, change, message):
+def test_mismatched_tensors_are_named(saved, change, message):
     folder, config, spec, plain = saved
     tensors = {name: tensor for name, tensor in (load_file(folder / WEIGHTS) | change).items() if tensor is not None}
     save_file(tensors, folder / WEIGHTS)

@@ -16,8 +16,8 @@ import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tests.components.tokenizer.helpers import load_tokenizer
-from tests.components.weights.test_formats_in_runs import LAST_IN_HF
 from tests.conftest import PROJECT
+from tests.pretrained import LAST_IN_HF
 from tests.training import train
 from torchtitan.cli.convert import convert
 from torchtitan.components.chat_template import resolve_chat_template

@@ -1,4 +1,4 @@
-"""The weights of converted models in and out of checkpoints: adapters, 4 bits, and a converter of a user's own."""
+"""Checkpoints of converted models: adapters, 4-bit weights, and a custom converter."""
 
 import dataclasses
 import json
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from tests.commands import RunningCommand
-from tests.components.weights.test_formats_in_runs import from_folder, make_pretrained, weights_of
 from tests.conftest import PROJECT
+from tests.pretrained import FLOAT32, assert_equal, from_folder, make_pretrained, read_weights
 from tests.processes import run_processes
 from tests.training import read_metrics, tiny_config, train
 from torchtitan.cli.main import main
@@ -38,12 +38,11 @@ from torchtitan.protocols.sharding import with_features
 from torchtitan.protocols.tensor_source import TensorSpec, slice_shape
 from torchtitan.tools.errors import UserError
 
-FLOAT32 = {"training__mixed_precision_param": "float32"}
 SAVING = {**FLOAT32, "checkpoint__enable": True, "checkpoint__interval": 2}
 HEAD_TOO = [r"\blayers\.", "^output$"]
 
 
-# --- a converter of a user's own --------------------------------------------------------------------------------------
+# --- a custom converter -----------------------------------------------------------------------------------------------
 
 
 def lengths(rows):
@@ -55,7 +54,7 @@ def directions(rows):
 
 
 class WeightNorm(ConvertedModule, nn.Linear):
-    """`(length + more) · direction` per row (arXiv:1602.07868): directions are frozen, the rest is trained."""
+    """`(length + more) · direction` per row (arXiv:1602.07868), with frozen directions."""
 
     def __init__(self, linear: nn.Linear):
         nn.Module.__init__(self)
@@ -95,7 +94,7 @@ class Normed(LayerConverter):
     @dataclass(kw_only=True, slots=True)
     class Config(LayerConverter.Config):
         more: float | None = None
-        """What `more` begins as. None: 0.25."""
+        """Initial value of `more`. None: 0.25."""
 
     def convert_layer(self, name, layer):
         return WeightNorm(layer)
@@ -107,19 +106,19 @@ class Normed(LayerConverter):
                     parameter.data.fill_(self.config.more)
 
     def write_export_files(self, folder, spec, model, read):
-        (folder / "beside").mkdir()
-        (folder / "beside" / "lengths.json").write_text(json.dumps(read("layers.0.attention.wq.length").tolist()))
+        (folder / "extra").mkdir()
+        (folder / "extra" / "lengths.json").write_text(json.dumps(read("layers.0.attention.wq.length").tolist()))
 
 
 NORMED = Normed.Config(include=[r"\.w[qko123]$"])
 LORA = LoRA.Config(rank=4, alpha=8.0, include=HEAD_TOO)
 DORA = LoRA.Config(rank=4, alpha=8.0, dora=True, include=HEAD_TOO)
 QLORA = QLoRA.Config(rank=4, alpha=8.0, exclude=[r"\.wo$"])
-CONVERTERS = {"own": [NORMED], "dora": [DORA], "qlora": [QLORA]}
+CONVERTERS = {"custom": [NORMED], "dora": [DORA], "qlora": [QLORA]}
 
 
-class Still(ModelConverter):
-    """Trains the output weights only, and changes no form."""
+class TrainOutput(ModelConverter):
+    """Trains only the output weights, without converting a layer."""
 
     def convert(self, model):
         for name, parameter in model.named_parameters():
@@ -129,8 +128,8 @@ class Still(ModelConverter):
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def begin(folder: Path, converters: list[Any], **options: Any) -> dict[str, torch.Tensor]:
-    """The weights that a run begins with, whole."""
+def initial_weights(folder: Path, converters: list[Any], **options: Any) -> dict[str, torch.Tensor]:
+    """Return the initial weights of a run, unsharded."""
     config = tiny_config(folder, **options)
     config.model_converters = converters
     config.check(world_size=int(os.environ.get("WORLD_SIZE", 1)))
@@ -143,7 +142,7 @@ def begin(folder: Path, converters: list[Any], **options: Any) -> dict[str, torc
 
 
 def check(folder: Path, converters: list[Any], **options: Any) -> None:
-    """What a run is checked for before any process starts."""
+    """Check a run as before any process starts."""
     config = tiny_config(folder, **options)
     config.model_converters = converters
     config.check(world_size=1)
@@ -162,7 +161,7 @@ def step(folder: Path, number: int) -> Path:
 
 
 def logits_of(path: Path) -> torch.Tensor:
-    """Of a checkpoint in any format."""
+    """Return the logits of a checkpoint in any format."""
     loaded = load_model(path, device="cpu")
     with torch.no_grad():
         return loaded.model(torch.arange(24).view(2, 12)).float()
@@ -175,14 +174,8 @@ def logits_in_training(trainer: Any) -> torch.Tensor:
         return model(torch.arange(24).view(2, 12)).float()
 
 
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    differing = [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
-    assert differing == []
-
-
 class RecordingSource(TensorSource):
-    """Tensors in memory; writes down what is read."""
+    """Tensors in memory that record the slices read."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.tensors, self.parts = tensors, []
@@ -195,8 +188,7 @@ class RecordingSource(TensorSource):
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a LoRA with the head adapted too, from random pre-trained weights, which ends as a Hugging Face folder;
-    step 2 is a full checkpoint, step 4 the folder."""
+    """A LoRA run from pre-trained weights; step 2 is a full checkpoint, step 4 a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("adapted")
     source = make_pretrained(folder / "source")
     train(folder, LORA, **SAVING, **from_folder(source), checkpoint__last_save_in_hf=True, optimizer__lr=0.02)
@@ -206,16 +198,16 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- views ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("converter", [NORMED, LORA, DORA, QLORA], ids=["own", "lora", "dora", "qlora"])
-def test_a_part_that_is_read_is_that_part_of_the_whole(tmp_path, converter):
-    """And of the file no other rows are read than those asked for."""
+@pytest.mark.parametrize("converter", [NORMED, LORA, DORA, QLORA], ids=["custom", "lora", "dora", "qlora"])
+def test_slices_equal_slices_of_the_whole(tmp_path, converter):
+    """Only the requested rows are read from the file."""
     spec = tiny_config(tmp_path, model__vocab_size=256).model_spec
     plain = spec.model.build()
     source = RecordingSource({name: torch.randn(t.shape) for name, t in plain.state_dict().items()})
     model = converted_model(spec.model, [converter.build()])
     view = ConvertedView(source, model)
-    left_out = model.state_dict().keys() - view.specs.keys()
-    assert left_out and left_out == ModelState([model]).added
+    missing = model.state_dict().keys() - view.specs.keys()
+    assert missing and missing == ModelState([model]).added
     for name, form in view.specs.items():
         tensor, own = view.read(name), model.state_dict()[name]
         assert tensor.shape == form.shape == own.shape and tensor.dtype == form.dtype
@@ -224,7 +216,7 @@ def test_a_part_that_is_read_is_that_part_of_the_whole(tmp_path, converter):
         source.parts.clear()
         assert torch.equal(view.read(name, (rows, *columns)), tensor[(rows, *columns)])
         assert [shape[0] for _, shape in source.parts] == [8]
-    # With what is added at its first value, the plain model is what it was.
+    # With added parameters of 0, the plain weights are the original ones.
     own = {
         name: view.read(name) if name in view.specs else torch.zeros(model.state_dict()[name].shape)
         for name in model.state_dict()
@@ -232,13 +224,13 @@ def test_a_part_that_is_read_is_that_part_of_the_whole(tmp_path, converter):
     back = PlainView(RecordingSource(own), model, [])
     assert list(back.specs) == list(plain.state_dict())
     for name in back.specs:
-        # In 4 bits a value is off by up to half the largest distance of two levels, 0.152 of its block's largest one;
-        # else by a rounding of float32.
+        # In 4 bits, the error is at most half the largest distance of two levels, 0.152 of the largest value of the
+        # block; otherwise it is float32 rounding.
         rounding = 0.16 * 5 if isinstance(converter, QLoRA.Config) else 1e-5
         assert torch.allclose(back.read(name).float(), source.tensors[name], atol=rounding), name
 
 
-def test_weights_of_another_model_are_named(tmp_path):
+def test_mismatched_weights_are_named(tmp_path):
     spec = tiny_config(tmp_path, model__vocab_size=256).model_spec
     model = converted_model(spec.model, [LORA.build()])
     tensors = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -248,60 +240,64 @@ def test_weights_of_another_model_are_named(tmp_path):
         PlainView(RecordingSource(tensors), model, [])
 
 
-# --- beginning from pre-trained weights -------------------------------------------------------------------------------
+# --- starting from pre-trained weights --------------------------------------------------------------------------------
 
 
-def _begin_in_parallel(folder: Path, source: Path, layouts: list[dict[str, int]]) -> None:
-    for name, converters in CONVERTERS.items():
-        for layout in layouts:
-            path = folder / f"{name}-{'-'.join(layout)}"
-            weights = begin(path, converters, **FLOAT32, **from_folder(source), **layout)
-            expected = torch.load(folder / f"{name}.pt")
-            assert_equal(expected, weights)
+def _start_in_two_layouts(folder: Path, source: Path, name: str) -> None:
+    expected = torch.load(folder / "expected.pt")
+    for layout in ("data_parallel_shard_degree", "tensor_parallel_degree"):
+        options = {**FLOAT32, **from_folder(source), f"parallelism__{layout}": 2}
+        assert_equal(expected, initial_weights(folder / layout, CONVERTERS[name], **options))
 
 
-LAYOUTS = [{"parallelism__data_parallel_shard_degree": 2}, {"parallelism__tensor_parallel_degree": 2}]
-
-
-def test_pretrained_weights_are_the_same_in_every_layout(tmp_path):
-    """To the bit: in one process, under FSDP and under tensor parallelism."""
+@pytest.mark.parametrize(
+    "name", ["dora", pytest.param("custom", marks=pytest.mark.slow), pytest.param("qlora", marks=pytest.mark.slow)]
+)
+def test_initial_weights_are_the_same_in_every_layout(tmp_path, name):
+    """In one process, with FSDP, and with tensor parallelism, exactly."""
     source = make_pretrained(tmp_path / "source")
-    plain = weights_of(source)
-    for name, converters in CONVERTERS.items():
-        weights = begin(tmp_path / name, converters, **FLOAT32, **from_folder(source))
-        torch.save(weights, tmp_path / f"{name}.pt")
-        # What is not converted is the file's, and what is added is what the seed gives.
-        assert torch.equal(weights["tok_embeddings.weight"], plain["model.embed_tokens.weight"])
-        seeded = begin(tmp_path / f"{name}-seeded", converters, **FLOAT32)
-        added = [key for key in weights if key.endswith((".lora_A", ".lora_B", ".more"))]
-        assert added and all(torch.equal(weights[key], seeded[key]) for key in added)
-    own = torch.load(tmp_path / "own.pt")
-    assert torch.equal(own["layers.0.feed_forward.w2.length"], lengths(plain["model.layers.0.mlp.down_proj.weight"]))
-    # Frozen weights in a lower type are what a derived parameter follows from.
-    lower = begin(tmp_path / "lower", [DORA], training__mixed_precision_param="bfloat16", **from_folder(source))
+    expected = initial_weights(tmp_path / "one", CONVERTERS[name], **FLOAT32, **from_folder(source))
+    torch.save(expected, tmp_path / "expected.pt")
+    run_processes(_start_in_two_layouts, 2, tmp_path, source, name)
+
+
+def test_initial_weights(tmp_path):
+    """Plain weights come from the file, added ones from the seed, and derived ones follow from plain ones."""
+    source = make_pretrained(tmp_path / "source")
+    plain = read_weights(source)
+    weights = initial_weights(tmp_path / "run", [NORMED], **FLOAT32, **from_folder(source))
+    assert torch.equal(weights["tok_embeddings.weight"], plain["model.embed_tokens.weight"])
+    expected = lengths(plain["model.layers.0.mlp.down_proj.weight"])
+    assert torch.equal(weights["layers.0.feed_forward.w2.length"], expected)
+    lora = initial_weights(tmp_path / "lora", [LORA], **FLOAT32, **from_folder(source))
+    seeded = initial_weights(tmp_path / "seeded", [LORA], **FLOAT32)
+    added = [key for key in lora if key.endswith((".lora_A", ".lora_B"))]
+    assert added and all(torch.equal(lora[key], seeded[key]) for key in added)
+    # Derived parameters follow from the frozen weights after these were rounded.
+    bfloat16 = {"training__mixed_precision_param": "bfloat16", **from_folder(source)}
+    lower = initial_weights(tmp_path / "lower", [DORA], **bfloat16)
     weight = lower["layers.0.attention.wq.weight"]
     assert weight.dtype == torch.bfloat16
     magnitude = lower["layers.0.attention.wq.magnitude"]
     assert torch.allclose(magnitude, lengths(weight.float()), rtol=1e-6, atol=0)
     assert not torch.allclose(magnitude, lengths(plain["model.layers.0.self_attn.q_proj.weight"]), rtol=1e-6, atol=0)
-    run_processes(_begin_in_parallel, 2, tmp_path, source, LAYOUTS)
 
 
-def test_a_converter_s_own_initial_weights_come_where_a_run_begins(tmp_path):
-    """And not where it resumes."""
+def test_a_converter_may_set_initial_weights(tmp_path):
+    """The converter sets them in a new run, but not in a resumed one."""
     converter = Normed.Config(include=NORMED.include, more=3.0)
     for options in ({}, from_folder(make_pretrained(tmp_path / "source"))):
-        weights = begin(tmp_path / "begun", [converter], **FLOAT32, **options)
+        weights = initial_weights(tmp_path / "new", [converter], **FLOAT32, **options)
         assert (weights["layers.0.attention.wq.more"] == 3.0).all()
     train(tmp_path / "run", converter, **SAVING, training__steps=2, lr_scheduler__total_steps=4)
-    resumed = begin(tmp_path / "run", [converter], **SAVING)
+    resumed = initial_weights(tmp_path / "run", [converter], **SAVING)
     assert (resumed["layers.0.attention.wq.more"] != 3.0).any()
     assert torch.equal(
         resumed["layers.0.attention.wq.more"], DcpSource(step(tmp_path / "run", 2)).read("layers.0.attention.wq.more")
     )
 
 
-def test_a_file_that_does_not_fit_is_found_before_any_process_starts(tmp_path):
+def test_a_mismatched_file_is_rejected_before_any_process_starts(tmp_path):
     other = make_pretrained(tmp_path / "other", vocab_size=96)
     config = tiny_config(tmp_path / "run", **from_folder(other))
     config.model_converters = [LORA]
@@ -314,8 +310,8 @@ def test_a_file_that_does_not_fit_is_found_before_any_process_starts(tmp_path):
         config.check(world_size=2)
 
 
-def test_quantized_weights_are_no_plain_ones(tmp_path):
-    """Weights in 8 bits mean nothing without their scales, whatever they would be converted to."""
+def test_quantized_weights_are_rejected(tmp_path):
+    """8-bit weights mean nothing without their scales."""
     from safetensors.torch import load_file, save_file
 
     source = make_pretrained(tmp_path / "source")
@@ -323,30 +319,30 @@ def test_quantized_weights_are_no_plain_ones(tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     save_file({**tensors, name: tensors[name].to(torch.int8)}, source / "model.safetensors")
     with pytest.raises(UserError, match=r"feed_forward.w3.weight \(int8\) quantized"):
-        begin(tmp_path / "run", [QLORA], **FLOAT32, **from_folder(source))
+        initial_weights(tmp_path / "run", [QLORA], **FLOAT32, **from_folder(source))
 
 
-# --- what a checkpoint of a converted model is for others -------------------------------------------------------------
+# --- opening and exporting checkpoints of converted models ------------------------------------------------------------
 
 
-def test_merged_export_is_adapter_and_base(adapted):
-    """By transformers, and by the formula: W + alpha / rank B A."""
-    before, after = weights_of(adapted / "source"), weights_of(step(adapted, 4))
-    own = DcpSource(step(adapted, 2))
+def test_merged_export_is_base_plus_adapter(adapted):
+    """Merged weights are W + alpha / rank B A."""
+    before, after = read_weights(adapted / "source"), read_weights(step(adapted, 4))
+    adapter = DcpSource(step(adapted, 2))
     names = {"model.layers.1.self_attn.q_proj": "layers.1.attention.wq", "lm_head": "output"}
-    for theirs, ours in names.items():
-        lora_A, lora_B = own.read(f"{ours}.lora_A"), own.read(f"{ours}.lora_B")
+    for external, internal in names.items():
+        lora_A, lora_B = adapter.read(f"{internal}.lora_A"), adapter.read(f"{internal}.lora_B")
         assert lora_B.abs().max() > 1e-3
-        merged = internal_source(step(adapted, 2))[1].read(f"{ours}.weight")
+        merged = internal_source(step(adapted, 2))[1].read(f"{internal}.weight")
         # One rounding of float32 at values up to 1.
-        assert torch.allclose(merged, before[f"{theirs}.weight"] + 2 * (lora_B @ lora_A), rtol=0, atol=1e-6)
-        assert not torch.equal(after[f"{theirs}.weight"], before[f"{theirs}.weight"])
+        assert torch.allclose(merged, before[f"{external}.weight"] + 2 * (lora_B @ lora_A), rtol=0, atol=1e-6)
+        assert not torch.equal(after[f"{external}.weight"], before[f"{external}.weight"])
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
 
 
-def test_logits_are_those_of_the_run(tmp_path):
-    """Computed by the converted model; by the plain one, loaded from its checkpoint; and by transformers, from the
-    folder. The order of products differs, in float32."""
+def test_logits_equal_the_logits_in_training(tmp_path):
+    """Of the converted model in training, of the plain model from its checkpoint, and of transformers from the export.
+    The order of float32 products differs."""
     from transformers import AutoModelForCausalLM
 
     for name, converters in CONVERTERS.items():
@@ -356,7 +352,7 @@ def test_logits_are_those_of_the_run(tmp_path):
         expected = logits_in_training(trainer)
         with torch.no_grad():
             theirs = AutoModelForCausalLM.from_pretrained(step(folder, 3))(torch.arange(24).view(2, 12)).logits
-        # Merged weights in 4 bits are bfloat16 first: 8 bits of each weight, and the run multiplies without merging.
+        # Merged 4-bit weights are rounded to bfloat16 (8 bits); the run multiplies without merging.
         rounding = 2e-2 if name == "qlora" else 1e-5
         assert torch.allclose(theirs, expected, rtol=rounding, atol=rounding * expected.abs().max()), name
         trainer = train(tmp_path / f"{name}-full", *converters, **SAVING, training__steps=2)
@@ -366,7 +362,7 @@ def test_logits_are_those_of_the_run(tmp_path):
 
 
 def test_generate_opens_an_adapter_checkpoint(adapted, tmp_path, capsys):
-    """What it says is what the merged model says that `convert` makes of the checkpoint."""
+    """The generated text equals the text of the merged model that `convert` writes."""
     assert main(["convert", str(step(adapted, 2)), str(tmp_path / "merged"), "--to", "hf"]) == 0
     capsys.readouterr()
     texts = []
@@ -377,35 +373,31 @@ def test_generate_opens_an_adapter_checkpoint(adapted, tmp_path, capsys):
     assert texts[0] == texts[1] and len(texts[0]) > len("Once\n")
 
 
-def test_inspect_shows_it(adapted, capsys):
+def test_inspect_shows_adapters_and_converters(adapted, capsys):
     assert main(["inspect", str(step(adapted, 2)), "--tensors"]) == 0
     printed = capsys.readouterr().out
     assert "layers.0.attention.wq.lora_A" in printed and "converters       torchtitan.components.peft" in printed
 
 
-def test_what_converters_write_beside_is_of_the_checkpoint(tmp_path, capsys):
-    """In the folder of a run's end, under the same digests; and in what `convert` writes."""
+def test_files_of_converters_are_part_of_the_checkpoint(tmp_path, capsys):
+    """In the final folder of a run, with digests, and in the folder that `convert` writes."""
     train(tmp_path, NORMED, **SAVING, checkpoint__last_save_in_hf=True, training__steps=3)
     folder = step(tmp_path, 3)
-    written = folder / "beside" / "lengths.json"
+    written = folder / "extra" / "lengths.json"
     assert len(json.loads(written.read_text())) == 64
     assert "converters" not in json.loads((folder / "assets" / "model.json").read_text())
     assert catalog.verify(folder) == []
+    n_bytes = written.stat().st_size
     written.write_text("[]")
-    assert catalog.verify(folder) == [f"beside/lengths.json has 2 bytes, and not {written_bytes(folder)}"]
+    assert catalog.verify(folder) == [f"extra/lengths.json has 2 bytes instead of {n_bytes}"]
     written.unlink()
-    assert catalog.verify(folder) == ["beside/lengths.json is missing"]
+    assert catalog.verify(folder) == ["extra/lengths.json is missing"]
     assert main(["convert", str(step(tmp_path, 2)), str(tmp_path / "out"), "--to", "hf"]) == 0
     expected = DcpSource(step(tmp_path, 2)).read("layers.0.attention.wq.length").tolist()
-    assert json.loads((tmp_path / "out" / "beside" / "lengths.json").read_text()) == expected
+    assert json.loads((tmp_path / "out" / "extra" / "lengths.json").read_text()) == expected
 
 
-def written_bytes(folder: Path) -> int:
-    size: int = json.loads((folder / "manifest.json").read_text())["files"]["beside/lengths.json"]["bytes"]
-    return size
-
-
-def test_a_type_for_export_leaves_what_has_one_of_its_own(tmp_path):
+def test_export_dtype_does_not_change_quantized_weights(tmp_path):
     options = {**SAVING, "checkpoint__last_save_model_only": True, "training__steps": 3}
     train(tmp_path / "bf16", QLORA, **options, checkpoint__export_dtype="bfloat16")
     forms = DcpSource(step(tmp_path / "bf16", 3)).specs
@@ -419,62 +411,62 @@ def test_a_type_for_export_leaves_what_has_one_of_its_own(tmp_path):
     assert forms["lm_head.weight"].dtype == torch.float32
 
 
-def test_a_converter_that_is_gone_is_named(adapted, tmp_path):
+def test_a_missing_converter_is_named(adapted, tmp_path):
     path = tmp_path / "step-2"
     shutil.copytree(step(adapted, 2), path)
-    said = json.loads((path / "assets" / "model.json").read_text())
-    assert said["converters"] == converter_records([LORA])
+    description = json.loads((path / "assets" / "model.json").read_text())
+    assert description["converters"] == converter_records([LORA])
     for gone, words in {
         "nowhere.converters:Mine": "which is not built in; .* --module",
-        "this:Zen": "which is not built in; .* --module",  # could be imported
+        "this:Zen": "which is not built in; .* --module",  # importable, but not imported
         "torchtitan.components.gone:Mine": "importing .* failed: .*torchtitan.components.gone",
         "torchtitan.components.peft:Mine": "which is not a ModelConverter",
         "torch.nn:Linear": "which is not a ModelConverter",
     }.items():
-        said["converters"][0]["class"] = gone
-        (path / "assets" / "model.json").write_text(json.dumps(said))
+        description["converters"][0]["class"] = gone
+        (path / "assets" / "model.json").write_text(json.dumps(description))
         with pytest.raises(UserError, match=f"the converter {gone}.* {words}"):
             internal_source(path)
     assert "this" not in sys.modules
 
 
-# --- beginning from a run's checkpoint --------------------------------------------------------------------------------
+# --- starting from a checkpoint of another run ------------------------------------------------------------------------
 
 
-def test_beginning_from_an_adapter_checkpoint(adapted, tmp_path):
-    """The same converters: as it is. None: merged. Others: merged, then converted."""
+def test_starting_from_an_adapter_checkpoint(adapted, tmp_path):
+    """Weights are loaded unchanged for the same converters, merged for none, and merged and converted for others."""
     path = step(adapted, 2)
     saved, merged = DcpSource(path), internal_source(path)[1]
     from_it = {**FLOAT32, "checkpoint__initial_load_path": path}
-    same = begin(tmp_path / "same", [LORA], **from_it)
+    same = initial_weights(tmp_path / "same", [LORA], **from_it)
     assert_equal({name: saved.read(name) for name in saved.specs}, same)
-    plain = begin(tmp_path / "plain", [], **from_it)
+    plain = initial_weights(tmp_path / "plain", [], **from_it)
     assert_equal({name: merged.read(name) for name in merged.specs}, plain)
-    other = begin(tmp_path / "other", [DORA], **from_it)
+    other = initial_weights(tmp_path / "other", [DORA], **from_it)
     assert torch.equal(other["layers.0.attention.wq.weight"], plain["layers.0.attention.wq.weight"])
     assert torch.equal(other["output.weight"], plain["output.weight"])
     assert not other["layers.0.attention.wq.lora_B"].any()
     with pytest.raises(UserError, match="other model_converters"):
-        begin(tmp_path / "all", [DORA], **from_it, checkpoint__no_initial_load_model_only=True)
+        initial_weights(tmp_path / "all", [DORA], **from_it, checkpoint__no_initial_load_model_only=True)
 
 
-def test_the_same_adapters_trained_in_another_way_go_on(adapted, tmp_path, caplog):
-    """Weights are the ones saved, to the bit, where options differ that do not say what they mean."""
+def test_other_training_options_keep_the_adapters(adapted, tmp_path, caplog):
+    """If only options differ that do not affect the meaning of the weights, these are loaded unchanged."""
     train(tmp_path / "qlora", QLORA, **SAVING, training__steps=2, optimizer__lr=0.01)
     for folder, config, change in (
         (tmp_path / "qlora", QLORA, {"dropout": 0.1, "exclude": [r"attention\.wo$"]}),
         (adapted, LORA, {"include": ["."], "exclude": ["tok_embeddings"]}),
     ):
         saved, from_it = DcpSource(step(folder, 2)), {**FLOAT32, "checkpoint__initial_load_path": step(folder, 2)}
-        weights = begin(tmp_path / "next", [dataclasses.replace(config, **change)], **from_it)
+        weights = initial_weights(tmp_path / "next", [dataclasses.replace(config, **change)], **from_it)
         assert_equal({name: saved.read(name) for name in saved.specs}, weights)
     assert "merged" not in caplog.text
-    # An option that has come since has its default in what was saved before.
+    # An option that is missing in an older checkpoint counts as its default.
     older = tmp_path / "step-2"
     shutil.copytree(step(adapted, 2), older)
-    said = json.loads((older / "assets" / "model.json").read_text())
-    del said["converters"][0]["config"]["rslora"]
-    (older / "assets" / "model.json").write_text(json.dumps(said))
+    description = json.loads((older / "assets" / "model.json").read_text())
+    del description["converters"][0]["config"]["rslora"]
+    (older / "assets" / "model.json").write_text(json.dumps(description))
     spec, _ = internal_source(older)
     assert is_as_saved(older, spec, [LORA.build()])
     assert not is_as_saved(older, spec, [dataclasses.replace(LORA, rslora=True).build()])
@@ -482,22 +474,22 @@ def test_the_same_adapters_trained_in_another_way_go_on(adapted, tmp_path, caplo
     assert differences(converter_records(two), [config.build() for config in reversed(two)]) == []
 
 
-def test_merging_into_a_run_with_adapters_of_its_own_is_said(adapted, tmp_path, caplog):
+def test_merging_other_adapters_is_logged(adapted, tmp_path, caplog):
     from_it = {**FLOAT32, "checkpoint__initial_load_path": step(adapted, 2)}
-    begin(tmp_path / "alpha", [dataclasses.replace(LORA, alpha=1.0)], **from_it)
+    initial_weights(tmp_path / "alpha", [dataclasses.replace(LORA, alpha=1.0)], **from_it)
     assert (
         "step-2 was saved with other model_converters (--model_converters.lora.alpha was 8.0 and is 1.0)" in caplog.text
     )
     caplog.clear()
-    begin(tmp_path / "layers", [dataclasses.replace(LORA, include=["attention"])], **from_it)
+    initial_weights(tmp_path / "layers", [dataclasses.replace(LORA, include=["attention"])], **from_it)
     assert "for other layers or sizes): its adapters are merged into the weights" in caplog.text
     caplog.clear()
-    begin(tmp_path / "plain", [], **from_it)
+    initial_weights(tmp_path / "plain", [], **from_it)
     assert "merged" not in caplog.text
 
 
-def test_an_adapter_to_begin_from_is_opened_where_the_run_begins(adapted, tmp_path):
-    """And only there, before any process starts."""
+def test_adapter_path_is_checked_for_new_runs(adapted, tmp_path):
+    """Checked before any process starts, and not when the run resumes."""
     exported = str(step(adapted, 4) / "adapter")
     begin_from = {"checkpoint__initial_load_path": step(adapted, 2)}
     check(tmp_path, [dataclasses.replace(LORA, adapter_path=exported)], **FLOAT32)
@@ -513,7 +505,7 @@ def test_an_adapter_to_begin_from_is_opened_where_the_run_begins(adapted, tmp_pa
     check(adapted, [gone], **SAVING, **from_folder(adapted / "source"), training__steps=6)
 
 
-def test_a_checkpoint_to_begin_from_is_digested_once(adapted, tmp_path, monkeypatch):
+def test_an_initial_checkpoint_is_digested_once(adapted, tmp_path, monkeypatch):
     digested: list[str] = []
     find_damage = catalog.find_damage
 
@@ -526,16 +518,16 @@ def test_a_checkpoint_to_begin_from_is_digested_once(adapted, tmp_path, monkeypa
     path = step(adapted, 2)
     everything = {"checkpoint__no_initial_load_model_only": True}
     for converters, options in (([LORA], {}), ([DORA], {}), ([], {}), ([LORA], everything)):
-        begin(tmp_path / "run", converters, **FLOAT32, checkpoint__initial_load_path=path, **options)
+        initial_weights(tmp_path / "run", converters, **FLOAT32, checkpoint__initial_load_path=path, **options)
         assert digested == [str(path)]
         digested.clear()
 
 
-def test_beginning_from_a_plain_checkpoint(tmp_path):
-    """What is excluded from loading is initialized as where the run begins."""
+def test_starting_from_a_plain_checkpoint(tmp_path):
+    """Adapters are initialized, and plain weights loaded."""
     trainer = train(tmp_path / "plain", **SAVING, training__steps=2)
     plain, from_it = whole_weights(trainer), {"checkpoint__initial_load_path": step(tmp_path / "plain", 2)}
-    weights = begin(tmp_path / "adapted", [LORA], **FLOAT32, **from_it)
+    weights = initial_weights(tmp_path / "adapted", [LORA], **FLOAT32, **from_it)
     assert_equal(plain, {name: tensor for name, tensor in weights.items() if "lora" not in name})
 
 
@@ -543,7 +535,7 @@ def test_beginning_from_a_plain_checkpoint(tmp_path):
 
 
 def resumed_and_straight(folder: Path, converters: list[Any], **options: Any) -> None:
-    """Two steps and two more are four, to the bit."""
+    """Check that two steps and two resumed steps equal four steps, exactly."""
     options = {**SAVING, "lr_scheduler__total_steps": 4, "optimizer__lr": 0.01, **options}
     train(folder / "resumed", *converters, **options, training__steps=2)
     resumed = train(folder / "resumed", *converters, **options)
@@ -553,17 +545,26 @@ def resumed_and_straight(folder: Path, converters: list[Any], **options: Any) ->
     assert_equal(whole_weights(resumed), whole_weights(straight))
 
 
-@pytest.mark.parametrize("save_trainable_only", [False, True], ids=["whole", "save_trainable_only"])
-def test_resuming_is_exact(tmp_path, save_trainable_only):
-    options = {"checkpoint__save_trainable_only": save_trainable_only}
-    dropout = LoRA.Config(rank=4, alpha=8.0, dora=True, dropout=0.1)
-    source = from_folder(make_pretrained(tmp_path / "source"))
-    resumed_and_straight(tmp_path / "pretrained", [QLORA if save_trainable_only else dropout], **options, **source)
-    resumed_and_straight(tmp_path / "seeded", [NORMED], **options)
+DROPOUT = QLoRA.Config(rank=4, alpha=8.0, dora=True, dropout=0.1)
+SLOW = {"marks": pytest.mark.slow}
 
 
-def test_resuming_with_weights_of_another_meaning_is_refused(adapted):
-    """By name and with both values, before any process starts."""
+@pytest.mark.parametrize(
+    ("converter", "is_pretrained", "save_trainable_only"),
+    [
+        pytest.param(DROPOUT, True, False, id="qdora-pretrained"),
+        pytest.param(QLORA, True, True, id="qlora-pretrained-trainable_only"),
+        pytest.param(NORMED, False, False, id="custom-seeded", **SLOW),
+        pytest.param(NORMED, False, True, id="custom-seeded-trainable_only", **SLOW),
+    ],
+)
+def test_resuming_is_exact(tmp_path, converter, is_pretrained, save_trainable_only):
+    source = from_folder(make_pretrained(tmp_path / "source")) if is_pretrained else {}
+    resumed_and_straight(tmp_path, [converter], **source, checkpoint__save_trainable_only=save_trainable_only)
+
+
+def test_resuming_with_other_converters_is_rejected(adapted):
+    """The message names the option and both values."""
     for converters, words in (
         ([dataclasses.replace(LORA, alpha=1.0)], r"model_converters\.lora\.alpha was 8\.0 and is 1\.0"),
         ([dataclasses.replace(LORA, rslora=True)], r"model_converters\.lora\.rslora was False and is True"),
@@ -574,7 +575,7 @@ def test_resuming_with_weights_of_another_meaning_is_refused(adapted):
             check(adapted, converters, **SAVING, **from_folder(adapted / "source"), training__steps=6)
 
 
-def test_frozen_weights_of_a_folder_are_the_same_however_it_is_named(tmp_path, monkeypatch):
+def test_frozen_weights_do_not_depend_on_the_spelling_of_the_path(tmp_path, monkeypatch):
     (tmp_path / "base").mkdir()
     (tmp_path / "link").symlink_to("base")
     monkeypatch.chdir(tmp_path)
@@ -585,21 +586,21 @@ def test_frozen_weights_of_a_folder_are_the_same_however_it_is_named(tmp_path, m
     )
 
 
-class Silent(ModelConverter):
-    """Adds a parameter, and does not say so."""
+class Undeclared(ModelConverter):
+    """Adds a parameter without declaring it."""
 
     def convert(self, model):
         model.norm.extra = nn.Parameter(torch.empty(3, device="meta"))
 
 
-def test_a_converter_whose_weights_cannot_be_exported_is_found_before(tmp_path):
+def test_an_undeclared_parameter_is_rejected_for_export(tmp_path):
     with pytest.raises(UserError, match=r"\(norm\.extra\).*changes_weights = True"):
-        check(tmp_path, [LORA, Silent.Config()], **SAVING, checkpoint__last_save_in_hf=True)
-    check(tmp_path, [LORA, Silent.Config()], **SAVING)
-    check(tmp_path, [NORMED, Still.Config()], **SAVING, checkpoint__last_save_in_hf=True)
+        check(tmp_path, [LORA, Undeclared.Config()], **SAVING, checkpoint__last_save_in_hf=True)
+    check(tmp_path, [LORA, Undeclared.Config()], **SAVING)
+    check(tmp_path, [NORMED, TrainOutput.Config()], **SAVING, checkpoint__last_save_in_hf=True)
 
 
-def test_two_converters_of_one_name_are_refused(tmp_path):
+def test_two_converters_with_the_same_name_are_rejected(tmp_path):
     with pytest.raises(UserError, match="model_converters: lora is listed twice"):
         check(tmp_path, [LoRA.Config(include=["attention"]), LoRA.Config(include=["feed_forward"])])
 
@@ -608,8 +609,8 @@ def bytes_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*.distcp"))
 
 
-def test_trained_weights_only(adapted, tmp_path, capsys):
-    """Checkpoints of the adapters' size; a run goes on with the weights that it began with, and with no others."""
+def test_save_trainable_only(adapted, tmp_path, capsys):
+    """Checkpoints have the size of the adapters; a run resumes only with its original base weights."""
     sources = [make_pretrained(tmp_path / "source"), make_pretrained(tmp_path / "other", vocab_size=2064)]
     options = {**SAVING, "checkpoint__save_trainable_only": True, "lr_scheduler__total_steps": 8}
     train(tmp_path, LORA, **options, **from_folder(sources[0]), training__steps=4, checkpoint__last_save_in_hf=True)
@@ -618,10 +619,10 @@ def test_trained_weights_only(adapted, tmp_path, capsys):
     assert {name.rpartition(".")[2] for name in saved.specs} == {"lora_A", "lora_B"}
     frozen = [form for name, form in DcpSource(step(adapted, 2)).specs.items() if name not in saved.specs]
     smaller, n_bytes = bytes_of(step(adapted, 2)) - bytes_of(path), sum(form.n_bytes for form in frozen)
-    assert n_bytes < smaller < n_bytes + 4096 * len(frozen)  # what a file says of a tensor
-    assert weights_of(step(tmp_path, 4))  # the end is whole
-    for begun, name in (([*from_folder(sources[1]).items()], str(sources[1])), ([], "none")):
-        config = tiny_config(tmp_path, **options, **dict(begun))
+    assert n_bytes < smaller < n_bytes + 4096 * len(frozen)  # metadata of each tensor
+    assert read_weights(step(tmp_path, 4))  # the final export has all weights
+    for source, name in (([*from_folder(sources[1]).items()], str(sources[1])), ([], "none")):
+        config = tiny_config(tmp_path, **options, **dict(source))
         config.model_converters = [LORA]
         with pytest.raises(UserError, match=f"base weights was {sources[0]} and is {name}"):
             config.check(world_size=1)
@@ -630,39 +631,39 @@ def test_trained_weights_only(adapted, tmp_path, capsys):
     with pytest.raises(
         UserError, match="holds trained weights only; the frozen ones come from .* use a checkpoint of the run"
     ):
-        begin(tmp_path / "next", [LORA], **FLOAT32, checkpoint__initial_load_path=path)
+        initial_weights(tmp_path / "next", [LORA], **FLOAT32, checkpoint__initial_load_path=path)
     assert main(["inspect", str(path)]) == 0
     assert f"initial_load_path {sources[0]}" in capsys.readouterr().out
-    # Without the option a run goes on from there too, and saves all from then on.
+    # Without the option, the run resumes too, and then saves all weights.
     whole = {**options, "checkpoint__save_trainable_only": False, "checkpoint__load_step": 2, "training__steps": 6}
     train(tmp_path, LORA, **whole, **from_folder(sources[0]))
     assert "output.weight" in DcpSource(step(tmp_path, 6)).specs
     with pytest.raises(UserError, match="checkpoint.save_trainable_only: .*step-6 holds all weights"):
-        begin(tmp_path, [LORA], **options, **from_folder(sources[0]))
+        initial_weights(tmp_path, [LORA], **options, **from_folder(sources[0]))
 
 
 @pytest.fixture(scope="module")
-def left_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a LoRA on the weights in the folder `base`: step 2 has its adapters, step 3 is the merged model."""
-    folder = tmp_path_factory.mktemp("left_out")
+def trainable_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA run from the weights in `base`: step 2 has only the adapters, step 3 is the merged model."""
+    folder = tmp_path_factory.mktemp("trainable_only")
     options = {**SAVING, **from_folder(make_pretrained(folder / "base")), "optimizer__lr": 0.02}
     last = {"checkpoint__last_save_in_hf": True, "training__steps": 3, "checkpoint__interval": 1}
     train(folder, LORA, **{**options, **last}, checkpoint__save_trainable_only=True)
     return folder
 
 
-def opened(path: Path, **options: Any) -> dict[str, torch.Tensor]:
+def read_all(path: Path, **options: Any) -> dict[str, torch.Tensor]:
     _, source = internal_source(path, **options)
     return {name: source.read(name) for name in source.specs}
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("own", "hf"), ("dora", "hf"), ("qlora", "hf"), ("dora", "added tokens"), ("dora", "plain"), ("qlora", "same")],
+    [("custom", "hf"), ("dora", "hf"), ("qlora", "hf"), ("dora", "added tokens"), ("dora", "plain"), ("qlora", "same")],
 )
-def test_a_checkpoint_of_trained_weights_opens_as_the_one_of_all(tmp_path, name, kind):
-    """Whatever the others are from: pre-trained files, with a smaller vocabulary too; a plain checkpoint of ours; one
-    with the same converters."""
+def test_a_trainable_only_checkpoint_equals_a_full_one(tmp_path, name, kind):
+    """With frozen weights from pre-trained files (also with a smaller vocabulary), from a plain native checkpoint, or
+    from a checkpoint with the same converters."""
     converters = CONVERTERS[name]
     if kind in ("hf", "added tokens"):
         source = from_folder(make_pretrained(tmp_path / "base"))
@@ -679,16 +680,16 @@ def test_a_checkpoint_of_trained_weights_opens_as_the_one_of_all(tmp_path, name,
     for save_trainable_only in (True, False):
         folder = tmp_path / f"run-{save_trainable_only}"
         train(folder, *converters, **options, checkpoint__save_trainable_only=save_trainable_only)
-        found.append(opened(step(folder, 2)))
+        found.append(read_all(step(folder, 2)))
     assert_equal(*found)
 
 
-def test_trained_weights_open_where_the_others_are(left_out, tmp_path, capsys):
-    """In the folder that the run had them from, or the one that they have moved to; nowhere else."""
-    path, base = step(left_out, 2), left_out / "base"
-    expected = opened(path)
+def test_a_trainable_only_checkpoint_needs_its_base_weights(trainable_only, tmp_path, capsys):
+    """From the original folder, or from the folder given with --base if the weights were moved."""
+    path, base = step(trainable_only, 2), trainable_only / "base"
+    expected = read_all(path)
     assert not torch.equal(
-        expected["layers.0.attention.wq.weight"], weights_of(base)["model.layers.0.self_attn.q_proj.weight"]
+        expected["layers.0.attention.wq.weight"], read_weights(base)["model.layers.0.self_attn.q_proj.weight"]
     )
     words = ["--prompt", "Once", "--max_new_tokens", "8", "--json"]
     assert main(["convert", str(path), str(tmp_path / "merged"), "--to", "hf"]) == 0
@@ -704,58 +705,58 @@ def test_trained_weights_open_where_the_others_are(left_out, tmp_path, capsys):
         assert main(["generate", "--checkpoint", str(path), *words]) == 2
         assert f"{base} is not a local folder; set the folder of these weights with --base" in capsys.readouterr().err
         assert main(["generate", "--checkpoint", str(path), "--base", str(tmp_path / "moved"), *words]) == 0
-        assert_equal(opened(path, base=tmp_path / "moved"), expected)
-        # A run goes on too.
+        assert_equal(read_all(path, base=tmp_path / "moved"), expected)
+        # The run can resume, too.
         moved = {**SAVING, **from_folder(tmp_path / "moved"), "checkpoint__load_step": 2}
-        check(left_out, [LORA], **moved, checkpoint__save_trainable_only=True)
+        check(trainable_only, [LORA], **moved, checkpoint__save_trainable_only=True)
     finally:
         (tmp_path / "moved").rename(base)
-    for whole in (step(left_out, 3), base):
-        with pytest.raises(UserError, match="holds all weights of its model; leave out --base"):
+    for whole in (step(trainable_only, 3), base):
+        with pytest.raises(UserError, match=f"holds all weights of its model; remove --base {base}"):
             internal_source(whole, base=base)
     assert main(["convert", str(path), str(tmp_path / "a"), "--to", "peft", "--base", str(base)]) == 2
 
 
-def test_other_weights_than_those_left_out_are_found(left_out, tmp_path):
-    """Another model, the same one trained further, or one tensor that is not the same; by the run and to open it."""
+def test_changed_base_weights_are_rejected(trainable_only, tmp_path):
+    """Changes in all weights, in a small tensor, or slight ones in one tensor, on opening and on resuming."""
     from safetensors.torch import load_file, save_file
 
-    path = step(left_out, 2)
+    path = step(trainable_only, 2)
     for name, factor in (
         ("", 1.1),
         ("model.layers.1.input_layernorm.weight", 1.1),
         ("model.layers.0.mlp.up_proj.weight", 1.001),
     ):
         base = tmp_path / (name or "all")
-        shutil.copytree(left_out / "base", base)
+        shutil.copytree(trainable_only / "base", base)
         tensors = load_file(base / "model.safetensors")
         changed = {key: tensor * factor for key, tensor in tensors.items() if name in key}
         save_file({**tensors, **changed}, base / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(UserError, match=f"but the weights in {base} are different"):
             internal_source(path, base=base)
-        config = tiny_config(left_out, **SAVING, **from_folder(base), checkpoint__load_step=2)
+        config = tiny_config(trainable_only, **SAVING, **from_folder(base), checkpoint__load_step=2)
         config.model_converters = [LORA]
-        with pytest.raises(UserError, match=f"base weights was {left_out / 'base'} and is {base}"):
+        with pytest.raises(UserError, match=f"base weights was {trainable_only / 'base'} and is {base}"):
             config.check(world_size=1)
-    other = from_folder(left_out / "base")
-    (left_out / "base").rename(tmp_path / "kept")
-    shutil.copytree(tmp_path / "all", left_out / "base")
+    other = from_folder(trainable_only / "base")
+    (trainable_only / "base").rename(tmp_path / "kept")
+    shutil.copytree(tmp_path / "all", trainable_only / "base")
     try:
         with pytest.raises(UserError, match=r"base weights \(.*base\) has changed since"):
-            check(left_out, [LORA], **SAVING, **other, checkpoint__load_step=2)
+            check(trainable_only, [LORA], **SAVING, **other, checkpoint__load_step=2)
     finally:
-        shutil.rmtree(left_out / "base")
-        (tmp_path / "kept").rename(left_out / "base")
+        shutil.rmtree(trainable_only / "base")
+        (tmp_path / "kept").rename(trainable_only / "base")
 
 
-def test_an_adapter_alone_is_no_model(left_out, tmp_path, capsys):
-    """The message says where the model is; and, where one asks for the adapter of that, where the adapter is."""
-    merged = step(left_out, 3)
+def test_an_adapter_cannot_be_opened_as_a_model(trainable_only, tmp_path, capsys):
+    """The message names the folder of the merged model; for `--to peft`, the folder of the adapter."""
+    merged = step(trainable_only, 3)
     with pytest.raises(UserError, match=f"adapter holds only an adapter, .* the merged model \\({merged}\\)"):
         internal_source(merged / "adapter")
     assert main(["convert", str(merged), str(tmp_path / "out"), "--to", "peft"]) == 2
-    assert f"its adapter lies in it already: {merged / 'adapter'}" in capsys.readouterr().err
-    assert main(["convert", str(step(left_out, 2)), str(tmp_path / "out"), "--to", "peft"]) == 0
+    assert f"is a merged model, which already contains its adapter: {merged / 'adapter'}" in capsys.readouterr().err
+    assert main(["convert", str(step(trainable_only, 2)), str(tmp_path / "out"), "--to", "peft"]) == 0
     with pytest.raises(UserError, match="the step-N folder of its run"):
         internal_source(tmp_path / "out")
     for folder in (merged / "adapter", tmp_path / "out"):
@@ -763,22 +764,22 @@ def test_an_adapter_alone_is_no_model(left_out, tmp_path, capsys):
         assert modes == {(merged / "config.json").stat().st_mode}
 
 
-def test_trained_only_without_a_converted_weight(tmp_path):
-    """Frozen weights are left out whatever froze them; where nothing is frozen, there is nothing to leave out."""
-    resumed_and_straight(tmp_path, [Still.Config()], checkpoint__save_trainable_only=True)
+def test_save_trainable_only_without_converted_weights(tmp_path):
+    """Frozen weights are left out regardless of who froze them; without frozen weights, the option is rejected."""
+    resumed_and_straight(tmp_path, [TrainOutput.Config()], checkpoint__save_trainable_only=True)
     path = step(tmp_path / "straight", 4)
     assert list(DcpSource(path).specs) == ["output.weight"]
-    # There is no adapter that could be made of it.
+    # Without a converter, it is not an adapter.
     with pytest.raises(UserError, match="use a checkpoint of the run with all weights"):
         internal_source(path)
     with pytest.raises(UserError, match="use a checkpoint of the run with all weights"):
-        begin(tmp_path / "next", [Still.Config()], checkpoint__initial_load_path=path)
+        initial_weights(tmp_path / "next", [TrainOutput.Config()], checkpoint__initial_load_path=path)
     with pytest.raises(UserError, match="checkpoint.save_trainable_only: all weights are trained"):
         train(tmp_path / "all", **SAVING, checkpoint__save_trainable_only=True)
 
 
-def test_an_end_that_is_a_step_saved_already_is_whole(tmp_path):
-    """Where the data ends at a step that has its checkpoint, no other form could be made of trained weights only."""
+def test_a_final_export_replaces_a_trainable_only_checkpoint(tmp_path):
+    """If the data ends at a step that was already saved, the export replaces that checkpoint."""
     options = {**SAVING, "checkpoint__save_trainable_only": True, "lr_scheduler__total_steps": 8}
     trainer = train(tmp_path, LORA, **options, training__steps=2)
     assert trainer.checkpointer._saver.kind == "full"
@@ -788,11 +789,11 @@ def test_an_end_that_is_a_step_saved_already_is_whole(tmp_path):
     resumed.load_checkpoint()
     resumed.checkpointer.save(2, last=True)
     resumed.close()
-    assert weights_of(step(tmp_path, 2))
+    assert read_weights(step(tmp_path, 2))
 
 
-def test_an_end_that_fails_leaves_what_a_run_resumes_from(tmp_path, monkeypatch):
-    """The step's checkpoint of trained weights, with all that a run needs besides."""
+def test_a_failed_export_keeps_the_checkpoint(tmp_path, monkeypatch):
+    """The checkpoint of the same step is kept."""
     options = {**SAVING, "checkpoint__save_trainable_only": True}
     train(tmp_path, LORA, **options, training__steps=2)
     config = tiny_config(tmp_path, **options, checkpoint__last_save_in_hf=True)
@@ -813,8 +814,8 @@ def test_an_end_that_fails_leaves_what_a_run_resumes_from(tmp_path, monkeypatch)
     assert catalog.verify(step(tmp_path, 2)) == []
 
 
-def test_a_store_that_cannot_rename_keeps_what_a_run_resumes_from(tmp_path, caplog):
-    """To replace it would be to remove it first."""
+def test_a_store_that_cannot_rename_keeps_the_checkpoint(tmp_path, caplog):
+    """Replacing it would mean removing it first."""
     options = {**SAVING, "checkpoint__save_trainable_only": True, "checkpoint__folder": f"memory://{tmp_path.name}"}
     train(tmp_path, LORA, **options, training__steps=2)
     config = tiny_config(tmp_path, **options, checkpoint__last_save_model_only=True)
@@ -837,10 +838,10 @@ train(Path(sys.argv[1]), LORA, **options, lr_scheduler__total_steps=400)
 """
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(tmp_path):
-    """With SIGKILL, at some step; what is left goes on as if it had not been."""
-    project = PROJECT
-    environment = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
+    """After SIGKILL at an arbitrary step, the resumed run equals an uninterrupted one."""
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
     process = RunningCommand([*command, "400"], env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
@@ -858,7 +859,9 @@ def test_killed_and_resumed(tmp_path):
         "checkpoint__interval": 1,
         "lr_scheduler__total_steps": 400,
     }
-    runs = {name: train(tmp_path / name, LORA, **options, training__steps=newest + 2) for name in ("killed", "left")}
-    assert_equal(whole_weights(runs["killed"]), whole_weights(runs["left"]))
-    losses = [dict(read_metrics(tmp_path / name, "loss")) for name in ("killed", "left")]
+    runs = {
+        name: train(tmp_path / name, LORA, **options, training__steps=newest + 2) for name in ("killed", "straight")
+    }
+    assert_equal(whole_weights(runs["killed"]), whole_weights(runs["straight"]))
+    losses = [dict(read_metrics(tmp_path / name, "loss")) for name in ("killed", "straight")]
     assert losses[0] == losses[1]

@@ -1,4 +1,4 @@
-"""Weights in files: what is read and written is compared with safetensors, torch.save and DCP themselves."""
+"""Weight files, compared with safetensors, torch.save and DCP."""
 
 import json
 import os
@@ -39,7 +39,7 @@ WRITERS = {"hf": write_huggingface, "meta": write_meta, "dcp": write_dcp}
 
 
 def example() -> dict[str, Tensor]:
-    """Every kind of tensor: types of all widths, a scalar, an empty one, odd sizes."""
+    """Return tensors of many types and sizes, including a scalar and an empty tensor."""
     generator = torch.Generator().manual_seed(0)
     tensors = {f"layers.{i}.weight": torch.randn(6, 5, generator=generator) for i in range(3)}
     tensors["half"] = torch.randn(7, 3, generator=generator).half()
@@ -53,26 +53,26 @@ def example() -> dict[str, Tensor]:
     return tensors
 
 
-def forms_of(tensors: dict[str, Tensor]) -> dict[str, TensorSpec]:
+def specs_of(tensors: dict[str, Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
 
 
 def same(tensor: Tensor, expected: Tensor) -> bool:
-    """Equal to the bit, and of the same spec."""
+    """Return whether two tensors have equal bits and specs."""
     flat = (x.reshape(-1).contiguous().view(torch.uint8) for x in (tensor, expected))
     return TensorSpec.of(tensor) == TensorSpec.of(expected) and torch.equal(*flat)
 
 
 def save(folder: Path, format: str, tensors: dict[str, Tensor], **options) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    WRITERS[format](folder, forms_of(tensors), tensors.__getitem__, **options)
+    WRITERS[format](folder, specs_of(tensors), tensors.__getitem__, **options)
     if format == "dcp":
-        # Sources read what is written, before it is committed too.
+        # Sources can read a checkpoint before it is committed.
         assert not (folder / "complete.json").exists()
     return folder
 
 
-def opened(folder: Path, format: str) -> TensorSource:
+def open_format(folder: Path, format: str) -> TensorSource:
     return DcpSource(folder) if format == "dcp" else open_source(folder)
 
 
@@ -100,21 +100,21 @@ REFERENCES = {"hf": reference_hf, "meta": reference_meta, "dcp": reference_dcp}
 
 
 @pytest.mark.parametrize("format", WRITERS)
-def test_what_is_written_is_read_by_us_and_by_the_formats_own_library(tmp_path, format):
+def test_round_trip_and_reference_reader(tmp_path, format):
     tensors = example()
     save(tmp_path, format, tensors)
     assert format_of(tmp_path) == format
-    source, reference = opened(tmp_path, format), REFERENCES[format](tmp_path)
-    assert dict(source.specs) == forms_of(tensors) == forms_of(reference)
+    source, reference = open_format(tmp_path, format), REFERENCES[format](tmp_path)
+    assert dict(source.specs) == specs_of(tensors) == specs_of(reference)
     for name, tensor in tensors.items():
         assert same(source.read(name), tensor), name
         assert same(reference[name], tensor), name
 
 
 @pytest.mark.parametrize("format", WRITERS)
-def test_parts_of_tensors(tmp_path, format):
+def test_slices(tmp_path, format):
     tensors = example()
-    source = opened(save(tmp_path, format, tensors), format)
+    source = open_format(save(tmp_path, format, tensors), format)
     parts = [
         ("layers.1.weight", (slice(2, 6), slice(1, 3))),
         ("layers.1.weight", (slice(0, 6), slice(4, 5))),
@@ -128,30 +128,30 @@ def test_parts_of_tensors(tmp_path, format):
 
 
 @pytest.mark.parametrize("format", WRITERS)
-def test_writing_asks_for_each_tensor_once_and_converts_it(tmp_path, format):
+def test_writing_reads_each_tensor_once_and_converts_it(tmp_path, format):
     tensors = {name: tensor for name, tensor in example().items() if tensor.dtype == torch.float32}
     specs = {name: TensorSpec(tensor.shape, torch.bfloat16) for name, tensor in tensors.items()}
-    asked = []
+    read_names = []
 
-    def make(name: str) -> Tensor:
-        asked.append(name)
-        return tensors[name].t().contiguous().t()  # lies in memory in another order
+    def read_tensor(name: str) -> Tensor:
+        read_names.append(name)
+        return tensors[name].t().contiguous().t()  # a different memory order
 
-    WRITERS[format](tmp_path, specs, make)
-    assert sorted(asked) == sorted(tensors)
-    source = opened(tmp_path, format)
+    WRITERS[format](tmp_path, specs, read_tensor)
+    assert sorted(read_names) == sorted(tensors)
+    source = open_format(tmp_path, format)
     assert all(same(source.read(name), tensor.bfloat16()) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("format", WRITERS)
 @pytest.mark.parametrize("largest", [65_519.0, 65_520.0])  # the second is rounded to infinity
-def test_a_type_that_is_too_narrow(tmp_path, format, largest):
+def test_overflow_is_rejected(tmp_path, format, largest):
     tensors = {"fits": torch.ones(3), "wide": torch.tensor([[1.0, -largest], [float("inf"), float("nan")]])}
     specs = {name: TensorSpec(tensor.shape, torch.float16) for name, tensor in tensors.items()}
     if largest < 65_520:
         WRITERS[format](tmp_path, specs, tensors.__getitem__)
-        values = opened(tmp_path, format).read("wide")
-        assert torch.equal(values[:, 0], torch.tensor([1.0, torch.inf]).half())  # what was infinite may stay so
+        values = open_format(tmp_path, format).read("wide")
+        assert torch.equal(values[:, 0], torch.tensor([1.0, torch.inf]).half())  # infinite values are kept
         assert values[0, 1] == -65_504
         return
     with pytest.raises(UserError, match="wide has values up to 65520, which float16 cannot hold"):
@@ -160,12 +160,12 @@ def test_a_type_that_is_too_narrow(tmp_path, format, largest):
         open_source(tmp_path)
 
 
-def test_what_others_wrote_is_read(tmp_path):
+def test_files_of_other_writers(tmp_path):
     tensors = example()
     (tmp_path / "hf").mkdir()
     save_file(tensors, tmp_path / "hf/model.safetensors")
     (tmp_path / "meta").mkdir()
-    # Two tensors in one storage, as a slice that was saved.
+    # Two tensors that share one storage.
     both = torch.arange(24.0).reshape(6, 4)
     torch.save({**tensors, "first": both[:2], "rest": both[2:]}, tmp_path / "meta/consolidated.00.pth")
     hf, meta = open_source(tmp_path / "hf"), open_source(tmp_path / "meta")
@@ -176,7 +176,7 @@ def test_what_others_wrote_is_read(tmp_path):
 # Hugging Face
 
 
-def test_files_of_limited_size_and_their_index(tmp_path):
+def test_files_of_limited_size_and_index(tmp_path):
     tensors = example()
     save(tmp_path, "hf", tensors, max_file_bytes=200)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -187,45 +187,45 @@ def test_files_of_limited_size_and_their_index(tmp_path):
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     for name in names:
         with safe_open(tmp_path / name, "pt") as file:
-            held = {key for key, in_file in index["weight_map"].items() if in_file == name}
-            assert (set(file.keys()), file.metadata()) == (held, {"format": "pt"})
-            assert sum(tensors[key].nbytes for key in held) <= 200
+            keys = {key for key, in_file in index["weight_map"].items() if in_file == name}
+            assert (set(file.keys()), file.metadata()) == (keys, {"format": "pt"})
+            assert sum(tensors[key].nbytes for key in keys) <= 200
     source = open_source(tmp_path)
     assert all(same(source.read(name), tensor) for name, tensor in tensors.items())
 
 
-def test_several_processes_can_share_the_files(tmp_path):
+def test_several_processes_write_different_files(tmp_path):
     tensors = example()
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     save(alone, "hf", tensors, max_file_bytes=200)
-    for rank in (1, 0):  # the first writes the index in the end
+    for rank in (1, 0):  # rank 0 writes the index at the end
         ranks = Ranks()
         ranks.rank, ranks.size = rank, 2
         save(shared, "hf", tensors, max_file_bytes=200, ranks=ranks)
         if rank:
-            with pytest.raises(UserError):  # not all is there yet
+            with pytest.raises(UserError):  # incomplete so far
                 open_source(shared)
     files = {path.name: path.read_bytes() for path in alone.iterdir()}
     assert {path.name: path.read_bytes() for path in shared.iterdir()} == files
 
 
 @pytest.mark.parametrize("format", ["hf", "meta"])
-def test_a_write_that_was_cut_short_cannot_be_opened(tmp_path, format):
+def test_an_interrupted_write_cannot_be_opened(tmp_path, format):
     tensors = example()
 
-    def make(name: str) -> Tensor:
+    def read_tensor(name: str) -> Tensor:
         if name == "half":
             raise KeyboardInterrupt
         return tensors[name]
 
     options = {"max_file_bytes": 200} if format == "hf" else {}
     with pytest.raises(KeyboardInterrupt):
-        WRITERS[format](tmp_path, forms_of(tensors), make, **options)
+        WRITERS[format](tmp_path, specs_of(tensors), read_tensor, **options)
     with pytest.raises(UserError, match="holds no checkpoint"):
         open_source(tmp_path)
 
 
-def test_a_type_that_safetensors_does_not_have(tmp_path):
+def test_a_type_that_safetensors_lacks_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"phase has type torch\.complex64"):
         save(tmp_path, "hf", {"phase": torch.zeros(2, dtype=torch.complex64)})
 
@@ -253,7 +253,7 @@ def test_damaged_hugging_face_folders(tmp_path):
         open_source(tmp_path)
 
 
-def test_a_folder_without_a_checkpoint(tmp_path):
+def test_a_folder_without_checkpoint(tmp_path):
     with pytest.raises(UserError, match=r"none is not a folder"):
         format_of(tmp_path / "none")
     with pytest.raises(UserError, match=r"neither \.metadata .* model\.safetensors.* nor consolidated"):
@@ -274,13 +274,13 @@ def split(tensors: dict[str, Tensor], axes: dict[str, int | None], folder: Path,
 
 @pytest.mark.parametrize("embedding_axis", [0, 1])
 def test_tensor_parallel_shards_are_joined(tmp_path, embedding_axis):
-    """Square weights, and an embedding as tall as it is wide: shapes alone would not say how they were cut."""
+    """With square weights, the shapes alone do not show the sharded dimension."""
     axes = {"tok_embeddings.weight": embedding_axis, "norm.weight": None, "output.weight": 0}
     axes |= {f"layers.0.attention.{name}.weight": axis for name, axis in {"wq": 0, "wk": 0, "wv": 0, "wo": 1}.items()}
     axes |= {f"layers.0.feed_forward.{name}.weight": axis for name, axis in {"w1": 0, "w2": 1, "w3": 0}.items()}
     tensors = {name: torch.randn(8) if axis is None else torch.randn(8, 8) for name, axis in axes.items()}
     source = MetaSource(split(tensors, axes, tmp_path, dim=8))
-    assert dict(source.specs) == forms_of(tensors)
+    assert dict(source.specs) == specs_of(tensors)
     for name, tensor in tensors.items():
         assert same(source.read(name), tensor), name
         part = (slice(3, 6), slice(2, 7))[: tensor.ndim]
@@ -310,7 +310,7 @@ def test_damaged_meta_folders(tmp_path):
         open_source(tmp_path)
 
 
-def test_a_weight_that_is_cut_in_an_unknown_way_is_refused(tmp_path):
+def test_an_unknown_sharded_dimension_is_rejected(tmp_path):
     split({"layers.0.gate.weight": torch.randn(4, 4)}, {"layers.0.gate.weight": 0}, tmp_path, dim=4)
     with pytest.raises(UserError, match=r"sharded dimension of layers\.0\.gate\.weight"):
         open_source(tmp_path)
@@ -320,7 +320,7 @@ def test_a_weight_that_is_cut_in_an_unknown_way_is_refused(tmp_path):
 
 
 def save_states(folder: str) -> None:
-    """Two states, one of them sharded over the processes."""
+    """Save two states, one of them sharded over the processes."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     module = nn.Linear(5, 7, bias=False)
     with torch.no_grad():
@@ -329,7 +329,7 @@ def save_states(folder: str) -> None:
     dcp.save({"model": module.state_dict(), "other": {"x": torch.ones(3)}}, checkpoint_id=folder)
 
 
-def test_a_sharded_checkpoint_is_read_by_state(tmp_path):
+def test_a_sharded_checkpoint_with_two_states(tmp_path):
     run_processes(save_states, 2, str(tmp_path / "saved"))
     expected = torch.arange(35.0).reshape(7, 5)
     source = DcpSource(tmp_path / "saved")
@@ -356,8 +356,8 @@ def test_damaged_dcp_folders(tmp_path):
 
 
 @pytest.mark.parametrize("format", WRITERS)
-def test_a_full_disk_is_an_error_of_the_system(tmp_path, format):
-    """DCP wraps errors, and torch.save hides them behind one of its own."""
+def test_a_full_disk_is_an_os_error(tmp_path, format):
+    """DCP wraps errors and torch.save replaces them, but the writers raise OSError."""
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
     names = ("__0_0.distcp", "__0_1.distcp", "consolidated.00.pth.tmp", "model.safetensors.tmp")
@@ -371,11 +371,11 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path, format):
 
 
 class CountingSource(TensorSource):
-    """Tensors in memory; remembers what is read."""
+    """Tensors in memory that count the elements read."""
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.tensors = tensors
-        self.specs = forms_of(tensors)
+        self.specs = specs_of(tensors)
         self.elements: dict[str, int] = {}
 
     def read(self, name, slices=None):
@@ -400,21 +400,21 @@ def converted_example() -> tuple[dict[str, Tensor], StateDictAdapter]:
     return internal, StateDictAdapter(ROWS, n_layers=2)
 
 
-def test_a_source_is_seen_under_the_other_names_and_back():
+def test_external_view_and_back():
     internal, adapter = converted_example()
     view = ExternalView(CountingSource(internal), adapter)
     external = CountingSource({name: view.read(name) for name in view.specs})
     assert dict(view.specs) == dict(external.specs)
     assert torch.equal(external.tensors["l.0.gate_up"], torch.cat([internal["layers.0.gate"], internal["layers.0.up"]]))
-    back = InternalView(external, adapter, forms_of(internal))
-    assert dict(back.specs) == forms_of(internal)
+    back = InternalView(external, adapter, specs_of(internal))
+    assert dict(back.specs) == specs_of(internal)
     for name, tensor in internal.items():
         assert same(back.read(name), tensor), name
         part = (slice(1, 3), *(slice(0, size) for size in tensor.shape[1:]))
         assert same(back.read(name, part), tensor[part].clone()), name
 
 
-def test_a_row_of_several_tensors_is_read_once():
+def test_a_mapping_of_several_tensors_is_read_once():
     internal, adapter = converted_example()
     source = CountingSource(internal)
     view = ExternalView(source, adapter)
@@ -423,19 +423,19 @@ def test_a_row_of_several_tensors_is_read_once():
     assert source.elements == {name: tensor.numel() for name, tensor in internal.items()}
 
 
-def test_dtypes_are_those_of_the_files():
+def test_views_keep_the_types_of_the_files():
     internal, adapter = converted_example()
     halves = {name: tensor.bfloat16() for name, tensor in internal.items()}
     external = ExternalView(CountingSource(halves), adapter)
-    assert {spec.dtype for spec in InternalView(external, adapter, forms_of(internal)).specs.values()} == {
+    assert {spec.dtype for spec in InternalView(external, adapter, specs_of(internal)).specs.values()} == {
         torch.bfloat16
     }
 
 
-def test_tied_weights_are_compared_piece_by_piece(monkeypatch):
-    import torchtitan.components.weights.views as convert
+def test_tied_weights_are_compared_in_pieces(monkeypatch):
+    import torchtitan.components.weights.views as views
 
-    monkeypatch.setattr(convert, "_COMPARED_ELEMENTS", 4)
+    monkeypatch.setattr(views, "_COMPARED_ELEMENTS", 4)
     adapter = StateDictAdapter([KeyMapping("embedding", "embed")], n_layers=0, tied={"head": "embed"})
     embedding = torch.randn(5, 2)
     tensors = {"embed": embedding, "head": embedding.clone()}
@@ -449,7 +449,7 @@ def test_tied_weights_are_compared_piece_by_piece(monkeypatch):
 
 
 class Block(nn.Module):
-    """Sizes that no number of processes divides."""
+    """Tensors that cannot be divided evenly over processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,26 +486,26 @@ def load_sharded(folder: str, tensor_parallel: int) -> None:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             assert same(whole.detach(), expected[name]), (path.name, name)
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            assert source.elements.get(name, 0) == local.numel(), "no more is read than this process holds"
+            assert source.elements.get(name, 0) == local.numel(), "each process must read only its shard"
             if isinstance(tensor, DTensor):
                 assert same(local.detach(), open_source(path).read(name, local_slices(tensor)))
 
 
 @pytest.mark.parametrize(("processes", "tensor_parallel"), [(2, 1), (4, 2)])
-def test_every_process_reads_its_own_part(tmp_path, processes, tensor_parallel):
-    """FSDP, and FSDP over tensor parallelism, where the same dimension is cut twice."""
+def test_each_process_reads_its_shard(tmp_path, processes, tensor_parallel):
+    """With FSDP, and with FSDP and tensor parallelism, which shard the same dimension."""
     for format in WRITERS:
         save(tmp_path / format, format, block_weights())
     run_processes(load_sharded, processes, str(tmp_path), tensor_parallel)
 
 
-def test_values_take_the_parameters_type():
+def test_values_are_converted_to_the_type_of_the_parameter():
     model = Block().to(torch.bfloat16)
     load_weights(CountingSource(block_weights()), [model])
     assert all(same(x, block_weights()[name].bfloat16()) for name, x in model.state_dict().items())
 
 
-def test_weights_that_do_not_fit_are_named():
+def test_mismatched_weights_are_named():
     weights = block_weights()
     weights["extra"] = weights.pop("up.weight")
     weights["tiny"] = torch.zeros(3, 1)
@@ -516,7 +516,7 @@ def test_weights_that_do_not_fit_are_named():
 
 
 def load_parts(folder: str) -> None:
-    """Each process has a part of the model, as the stages of a pipeline."""
+    """Load one part of the model in each process, like pipeline stages."""
     rank = dist.get_rank()
     source = open_source(folder)
     stage = nn.ModuleDict({str(rank): nn.Linear(2, 2, bias=False)})
@@ -529,6 +529,6 @@ def load_parts(folder: str) -> None:
         load_weights(source, [wrong], dist.group.WORLD)
 
 
-def test_parts_of_a_model_in_several_processes(tmp_path):
+def test_pipeline_stages_load_their_weights(tmp_path):
     save(tmp_path, "hf", {f"{i}.weight": torch.randn(2, 2) for i in range(2)})
     run_processes(load_parts, 2, str(tmp_path))

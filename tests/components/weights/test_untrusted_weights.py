@@ -1,4 +1,4 @@
-"""Weights of strangers: nothing in a checkpoint is executed, and every file that is odd or damaged is one message."""
+"""Untrusted weights: no code in a checkpoint runs, and malformed or damaged files give a one-line error."""
 
 import dataclasses
 import hashlib
@@ -47,7 +47,7 @@ LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 
 
 
 class Canary:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -58,14 +58,14 @@ class Canary:
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Any:
-    """An object that the test must not unpickle."""
+    """An object that must not be unpickled during the test."""
     yield Canary(tmp_path / "executed")
-    assert not (tmp_path / "executed").exists(), "code of the checkpoint was executed"
+    assert not (tmp_path / "executed").exists(), "code in the checkpoint was executed"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with the steps 1 and 2."""
+    """The folder of a run with steps 1 and 2."""
     folder = tmp_path_factory.mktemp("trained")
     train(folder, checkpoint__enable=True, checkpoint__interval=1, training__steps=2)
     return folder
@@ -78,7 +78,7 @@ def change_metadata(step: Path, change: Callable[[Metadata], object]) -> None:
 
 
 def forge(step: Path) -> None:
-    """Give a changed checkpoint a manifest and a marker that fit it."""
+    """Give a modified checkpoint a matching manifest and marker."""
     marker = catalog.open_checkpoint(step).marker
     assert marker
     for name in ("complete.json", "manifest.json"):
@@ -87,7 +87,7 @@ def forge(step: Path) -> None:
 
 
 def put_bytes(step: Path, name: str, payload: object) -> None:
-    """Replace what an entry that is not a tensor holds."""
+    """Replace the content of an entry that is not a tensor."""
     file = step / "__0_0.distcp"
     begin = file.stat().st_size
     with open(file, "ab") as opened:
@@ -101,19 +101,19 @@ def put_bytes(step: Path, name: str, payload: object) -> None:
 
 
 def text_entry(step: Path, state: str) -> str:
-    """The name of the entry of a state that is not a tensor."""
+    """Return the name of the non-tensor entry of a state."""
     saved = read_metadata(folder_at(step)).state_dict_metadata
     return next(key for key in saved if key.startswith(f"{state}.json-"))
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    """Exit code of a command and its last message."""
+def run_command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    """Run a command; return its exit code and last message."""
     code = main([str(word) for word in words])
     return code, capsys.readouterr().err.strip().split("\n")[-1]
 
 
 class TestNothingIsExecuted:
-    def test_beside_safetensors(self, tmp_path, capsys, canary, assets):
+    def test_metadata_next_to_safetensors(self, tmp_path, capsys, canary, assets):
         folder = Path(shutil.copytree(assets / "stories260K/hf-converted", tmp_path / "model"))
         (folder / "assets").mkdir()
         (folder / "assets/model.json").write_text('{"module": "torchtitan.models.llama3", "flavor": "a", "config": {}}')
@@ -123,7 +123,7 @@ class TestNothingIsExecuted:
             ("generate", "--checkpoint", folder),
             ("convert", "--to", "meta", folder, tmp_path / "out"),
         ):
-            code, message = said(capsys, *words)
+            code, message = run_command(capsys, *words)
             assert code == 2
             assert "DCP (.metadata) and Hugging Face (model.safetensors)" in message
         with pytest.raises(UserError, match="2 formats"):
@@ -131,7 +131,7 @@ class TestNothingIsExecuted:
         with pytest.raises(UserError, match="is not a checkpoint"):
             train(tmp_path / "run", checkpoint__initial_load_path=folder)
 
-    def test_in_metadata_with_a_forged_manifest(self, tmp_path, capsys, canary, trained):
+    def test_metadata_with_a_forged_manifest(self, tmp_path, capsys, canary, trained):
         shutil.copytree(trained, tmp_path / "run")
         step = tmp_path / "run/checkpoint/step-2"
         (step / ".metadata").write_bytes(pickle.dumps(canary))
@@ -139,15 +139,15 @@ class TestNothingIsExecuted:
         reason = r"\.metadata refers to posix\.mkdir, which could run code, and is not loaded"
         code, _, error = inspect(capsys, step)
         assert code == 3 and "refers to posix.mkdir" in error and len(error.splitlines()) == 1
-        assert said(capsys, "generate", "--checkpoint", step, "--prompt", "a")[0] == 2
-        assert said(capsys, "convert", "--to", "hf", step, tmp_path / "out")[0] == 2
-        assert said(capsys, "convert", "--to", "peft", step, tmp_path / "out")[0] == 2
+        assert run_command(capsys, "generate", "--checkpoint", step, "--prompt", "a")[0] == 2
+        assert run_command(capsys, "convert", "--to", "hf", step, tmp_path / "out")[0] == 2
+        assert run_command(capsys, "convert", "--to", "peft", step, tmp_path / "out")[0] == 2
         with pytest.raises(UserError, match=reason):
             train(tmp_path / "run", checkpoint__enable=True, training__steps=3)
         with pytest.raises(UserError, match=reason):
             train(tmp_path / "new", checkpoint__initial_load_path=step)
 
-    def test_in_an_entry_of_text(self, tmp_path, canary, trained):
+    def test_text_entry(self, tmp_path, canary, trained):
         shutil.copytree(trained, tmp_path / "run")
         step = tmp_path / "run/checkpoint/step-2"
         put_bytes(step, text_entry(step, "trainer"), canary)
@@ -156,7 +156,7 @@ class TestNothingIsExecuted:
             train(tmp_path / "run", checkpoint__enable=True, training__steps=3)
         assert "\n" not in str(caught.value)
 
-    def test_in_place_of_a_tensor(self, tmp_path, canary):
+    def test_tensor_entry(self, tmp_path, canary):
         step = save_step(tmp_path, 7)
 
         def change(metadata: Metadata) -> None:
@@ -169,8 +169,8 @@ class TestNothingIsExecuted:
             with pytest.raises(UserError, match="b.weight: UnpicklingError"):
                 open_source(step).read("b.weight", slices)
 
-    @pytest.mark.parametrize("content", ["7", "{", "[" * 100_000, {"a": 1}], ids=["7", "{", "[[[", "no text"])
-    def test_text_that_no_run_writes(self, tmp_path, trained, content):
+    @pytest.mark.parametrize("content", ["7", "{", "[" * 100_000, {"a": 1}], ids=["7", "{", "[[[", "not text"])
+    def test_invalid_text_entry(self, tmp_path, trained, content):
         shutil.copytree(trained, tmp_path / "run")
         step = tmp_path / "run/checkpoint/step-2"
         put_bytes(step, text_entry(step, "trainer"), content)
@@ -192,13 +192,13 @@ METADATA = "torch.distributed.checkpoint.metadata"
 PICKLES = {
     "empty": b"",
     "garbage": bytes(range(256)),
-    "cut": b"\x80\x04",
+    "truncated": b"\x80\x04",
     "another object": pickle.dumps({"a": 1}),
     "a class in place of an object": opcodes(names(METADATA, "Metadata")),
     "memo bomb": opcodes(b"N", b"r" + struct.pack("<I", 2**32 - 1), b"0N"),
     "a string of 2**62 bytes": opcodes(b"\x8d" + struct.pack("<Q", 2**62)),
-    "a number of 2**31 bytes": opcodes(b"\x8b" + struct.pack("<i", 2**31 - 1)),
-    "numbers without end": opcodes(b"\x8a\xff" + b"\x7f" * 255, b"(" * 100, b"N\x8a\x01\x01" * 20_000),
+    "an integer of 2**31 bytes": opcodes(b"\x8b" + struct.pack("<i", 2**31 - 1)),
+    "very long integers": opcodes(b"\x8a\xff" + b"\x7f" * 255, b"(" * 100, b"N\x8a\x01\x01" * 20_000),
     "nested lists": opcodes(b"]" * 100_000, b"a" * 99_999),
     "nested tuples as a key": opcodes(b"})", b"\x85" * 200_000, b"Ns"),
     "an unhashable key": opcodes(b"}]Ns"),
@@ -206,18 +206,18 @@ PICKLES = {
     "setattr on a type": opcodes(names("torch", "Size"), b"N}\x8c\x08__init__Ns\x86b"),
     "import of another module": opcodes(names("torchtitan.cli.main", "main"), b")R"),
     "a name within a class": opcodes(b"\x8c\x05torch\x8c\x0dSize.__init__\x93"),
-    "a name for the terminal": opcodes(names("os", "\x1b[2Jsystem")),
+    "terminal escape sequence": opcodes(names("os", "\x1b[2Jsystem")),
     "a function of torch": opcodes(names("torch", "load"), b"\x8c\x01a\x85R"),
     "persistent id": opcodes(b"Pabc\n"),
     "extension": opcodes(b"\x82\x01"),
-    "one long tuple used often": opcodes(
+    "one long tuple, repeated": opcodes(
         names("torch", "Size"), b"q\x000(", b"N" * 200_000, b"tq\x010]", b"h\x00h\x01Ra" * 200_000
     ),
 }
 
 
 @pytest.mark.parametrize("content", PICKLES.values(), ids=PICKLES)
-def test_a_pickle_that_no_dcp_writes(tmp_path, content):
+def test_malformed_pickles(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(UserError, match=r"/\.metadata (cannot be read, it is|refers to .* it is) damaged") as caught:
         open_source(tmp_path)
@@ -243,15 +243,15 @@ def itself(metadata: Metadata) -> Metadata:
 CHANGES: dict[str, Callable[[Metadata], object]] = {
     "no places": set_to(itself, storage_data=None),
     "no names": set_to(itself, planner_data=None),
-    "names of others": lambda metadata: metadata.planner_data.update({"model.b.weight": ("a", "b", 3)}),
+    "wrong names": lambda metadata: metadata.planner_data.update({"model.b.weight": ("a", "b", 3)}),
     "names in a list": lambda metadata: metadata.planner_data.update({"model.b.weight": ["a", "b"]}),
     "a field is missing": lambda metadata: metadata.__dict__.pop("storage_data"),
-    "forms are a list": set_to(itself, state_dict_metadata=[1, 2]),
+    "specs are a list": set_to(itself, state_dict_metadata=[1, 2]),
     "an entry is a number": lambda metadata: metadata.state_dict_metadata.update({"model.b.weight": 7}),
     "text in place of a tensor": lambda metadata: metadata.state_dict_metadata.update(
         {"model.b.weight": BytesStorageMetadata()}
     ),
-    "place is missing": lambda metadata: metadata.storage_data.clear(),
+    "no place": lambda metadata: metadata.storage_data.clear(),
     "outside, relative": set_to(place, relative_path="../../x"),
     "outside, absolute": set_to(place, relative_path="/etc/passwd"),
     "the folder": set_to(place, relative_path="."),
@@ -260,7 +260,7 @@ CHANGES: dict[str, Callable[[Metadata], object]] = {
     "negative offset": set_to(place, offset=-1),
     "offset beyond the file": set_to(place, offset=2**40),
     "length beyond the file": set_to(place, length=2**40),
-    "length is a text": set_to(place, length="7"),
+    "length is a string": set_to(place, length="7"),
     "a filter": set_to(place, transform_descriptors=["zstd"]),
     "huge": set_to(tensor, size=torch.Size([2**40, 2**20]), chunks=[]),
     "overflowing": set_to(tensor, size=torch.Size([2**40] * 5)),
@@ -276,15 +276,15 @@ CHANGES: dict[str, Callable[[Metadata], object]] = {
     "a piece outside": set_to(tensor, chunks=[ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([4, 6]))]),
     "a piece of other dimensions": set_to(tensor, chunks=[ChunkStorageMetadata(torch.Size([0]), torch.Size([24]))]),
     "no pieces": set_to(tensor, chunks=[]),
-    "pieces without end": lambda metadata: tensor(metadata).chunks.extend(tensor(metadata).chunks * 100_000),
+    "too many pieces": lambda metadata: tensor(metadata).chunks.extend(tensor(metadata).chunks * 100_000),
     "no type": lambda metadata: setattr(tensor(metadata).properties, "dtype", "float32"),
     "a key that is a number": lambda metadata: metadata.storage_data.update({MetadataIndex(7): place(metadata)}),
-    "a name without end": lambda metadata: metadata.storage_data.update({MetadataIndex("a" * 10**6): place(metadata)}),
+    "a very long name": lambda metadata: metadata.storage_data.update({MetadataIndex("a" * 10**6): place(metadata)}),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_metadata_that_does_not_fit(tmp_path, capsys, change):
+def test_inconsistent_metadata(tmp_path, capsys, change):
     step = save_step(tmp_path, 7)
     os.mkfifo(step / "pipe")
     change_metadata(step, change)
@@ -295,8 +295,8 @@ def test_metadata_that_does_not_fit(tmp_path, capsys, change):
     assert code == 3 and str(caught.value) in error
 
 
-def test_places_that_are_used_twice(tmp_path):
-    """Many tensors that claim the same bytes would take more memory than the files are large."""
+def test_overlapping_tensors(tmp_path):
+    """Tensors that share bytes would take more memory than the size of the files."""
     torch.manual_seed(0)
     tensors = {f"w{index}": torch.randn(1000) for index in range(3)}
     dcp.save({"model": tensors}, checkpoint_id=tmp_path)
@@ -307,19 +307,19 @@ def test_places_that_are_used_twice(tmp_path):
             other.offset, other.length = first.offset, first.length + 1500
 
     change_metadata(tmp_path, change)
-    with pytest.raises(UserError, match=r"__0_0\.distcp cannot be read.* bytes are needed|, but [\d,]+ are needed"):
+    with pytest.raises(UserError, match=r"__0_0\.distcp cannot be read.*, but [\d,]+ are needed"):
         open_source(tmp_path)
 
 
-def test_damaged_bytes_of_metadata_are_one_message(tmp_path):
+def test_randomly_damaged_metadata(tmp_path):
     step = save_step(tmp_path, 7)
-    content, chance = (step / ".metadata").read_bytes(), random.Random(0)
+    content, rng = (step / ".metadata").read_bytes(), random.Random(0)
     refused = 0
     for _ in range(150):
         damaged = bytearray(content)
-        for _ in range(chance.choice((1, 1, 3))):
-            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
-        (step / ".metadata").write_bytes(damaged[: chance.choice((len(content), chance.randrange(len(content))))])
+        for _ in range(rng.choice((1, 1, 3))):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        (step / ".metadata").write_bytes(damaged[: rng.choice((len(content), rng.randrange(len(content))))])
         try:
             source = open_source(step)
             for name in source.specs:
@@ -330,14 +330,14 @@ def test_damaged_bytes_of_metadata_are_one_message(tmp_path):
     assert refused > 100
 
 
-def test_a_checkpoint_of_another_tensor_than_metadata_says(tmp_path):
+def test_tensor_that_differs_from_metadata(tmp_path):
     step = save_step(tmp_path, 7)
     change_metadata(step, lambda metadata: setattr(tensor(metadata).properties, "dtype", torch.int32))
     with pytest.raises(UserError, match="does not match .metadata"):
         open_source(step).read("b.weight")
 
 
-def test_damage_to_the_newest_metadata_falls_back(tmp_path, canary, trained):
+def test_malicious_metadata_falls_back_to_the_previous_checkpoint(tmp_path, canary, trained):
     shutil.copytree(trained, tmp_path / "run")
     newest = tmp_path / "run/checkpoint/step-2"
     (newest / ".metadata").write_bytes(pickle.dumps(canary))
@@ -351,7 +351,7 @@ def test_damage_to_the_newest_metadata_falls_back(tmp_path, canary, trained):
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"files": {"a": 7}}', b"[" * 100_000])
-def test_a_forged_marker_of_what_is_no_manifest(tmp_path, content):
+def test_forged_marker_of_an_invalid_manifest(tmp_path, content):
     step = save_step(tmp_path, 7)
     marker = catalog.open_checkpoint(step).marker
     assert marker
@@ -362,7 +362,7 @@ def test_a_forged_marker_of_what_is_no_manifest(tmp_path, content):
 
 
 class TestTwoFormats:
-    def test_are_refused_by_name(self, tmp_path, capsys):
+    def test_are_rejected(self, tmp_path, capsys):
         writers = {
             "DCP (.metadata)": lambda: shutil.copytree(save_step(tmp_path / "run", 7), folder, dirs_exist_ok=True),
             "Hugging Face (model.safetensors)": lambda: write_huggingface(folder, FORMS, TENSORS.__getitem__),
@@ -379,11 +379,11 @@ class TestTwoFormats:
             with pytest.raises(UserError) as caught:
                 format_of(folder)
             assert both in str(caught.value) and "move the other" in str(caught.value)
-            code, message = said(capsys, "convert", "--to", "hf", folder, tmp_path / "out")
+            code, message = run_command(capsys, "convert", "--to", "hf", folder, tmp_path / "out")
             assert (code, str(caught.value) in message) == (2, True)
 
-    def test_of_torch_and_safetensors_are_one(self, tmp_path):
-        """As many models on the hub have them, and Meta's in a folder of its own."""
+    def test_torch_and_safetensors_count_as_one(self, tmp_path):
+        """Like many models on the Hub, some with Meta weights in a subfolder."""
         write_huggingface(tmp_path, FORMS, TENSORS.__getitem__)
         torch.save({"x": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
         (tmp_path / "original").mkdir()
@@ -404,61 +404,61 @@ class TestLinks:
         return tmp_path / "private/key"
 
     @pytest.mark.parametrize("to", ["hf", "meta", "dcp"])
-    def test_out_of_the_folder_are_not_copied(self, tmp_path, capsys, model, secret, to):
+    def test_to_other_folders_are_not_copied(self, tmp_path, capsys, model, secret, to):
         (model / "merges.txt").symlink_to(secret)
-        code, message = said(capsys, "convert", "--to", to, model, tmp_path / "out")
+        code, message = run_command(capsys, "convert", "--to", to, model, tmp_path / "out")
         assert (code, f"{model / 'merges.txt'} is a link to {secret}" in message) == (2, True)
         assert not (tmp_path / "out").exists()
 
-    def test_out_of_the_folder_are_not_saved_by_a_run(self, tmp_path, model, secret):
+    def test_to_other_folders_are_not_saved_by_a_run(self, tmp_path, model, secret):
         (model / "merges.txt").symlink_to("../private/key")
         options = {"hf_assets_path": model, "training__steps": 1}
         with pytest.raises(UserError, match="merges.txt is a link to"):
             train(tmp_path / "saving", **options, checkpoint__enable=True)
         train(tmp_path / "not_saving", **options)
 
-    def test_in_folders_of_the_folder_are_not_copied(self, model, secret):
+    def test_in_subfolders_are_not_copied(self, model, secret):
         (model / "chat_template.jinja").write_text("{{ messages }}")
         (model / "additional_chat_templates").mkdir()
         (model / "additional_chat_templates/tool_use.jinja").symlink_to(secret)
         with pytest.raises(UserError, match="tool_use.jinja is a link to"):
             load_chat_template(model)
 
-    def test_of_the_folder_assets_are_not_copied(self, tmp_path, capsys, trained):
+    def test_in_place_of_assets_are_not_copied(self, tmp_path, capsys, trained):
         shutil.copytree(trained / "checkpoint/step-2", tmp_path / "step")
         shutil.move(tmp_path / "step/assets", tmp_path / "elsewhere")
         forge(tmp_path / "step")
         (tmp_path / "step/assets").symlink_to(tmp_path / "elsewhere")
-        code, message = said(capsys, "convert", "--to", "hf", tmp_path / "step", tmp_path / "out")
+        code, message = run_command(capsys, "convert", "--to", "hf", tmp_path / "step", tmp_path / "out")
         assert (code, "assets is a link to" in message) == (2, True)
 
-    def test_in_the_folder_and_to_it_are_followed(self, tmp_path, capsys, model):
+    def test_within_the_folder_and_to_it_are_followed(self, tmp_path, capsys, model):
         shutil.move(model / "tokenizer.json", model / "other.json")
         (model / "tokenizer.json").symlink_to("other.json")
         (tmp_path / "alias").symlink_to(model)
-        assert said(capsys, "convert", "--to", "hf", tmp_path / "alias", tmp_path / "out")[0] == 0
+        assert run_command(capsys, "convert", "--to", "hf", tmp_path / "alias", tmp_path / "out")[0] == 0
         assert (tmp_path / "out/tokenizer.json").read_bytes() == (model / "other.json").read_bytes()
         assert not (tmp_path / "out/tokenizer.json").is_symlink()
 
-    def test_of_the_hubs_cache_are_followed(self, tmp_path, capsys, model, secret):
-        cache = tmp_path / "models--somebody--stories"
+    def test_in_the_hub_cache_are_followed(self, tmp_path, capsys, model, secret):
+        cache = tmp_path / "models--user--stories"
         snapshot = cache / "snapshots/0123abcd"
         snapshot.mkdir(parents=True)
         (cache / "blobs").mkdir()
         for number, file in enumerate(sorted(file for file in model.iterdir() if file.is_file())):
             shutil.copy(file, cache / f"blobs/{number}")
             (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-        assert said(capsys, "convert", "--to", "meta", snapshot, tmp_path / "out")[0] == 0
+        assert run_command(capsys, "convert", "--to", "meta", snapshot, tmp_path / "out")[0] == 0
         assert (tmp_path / "out/tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
         (snapshot / "merges.txt").symlink_to("../../../private/key")
-        assert said(capsys, "convert", "--to", "meta", snapshot, tmp_path / "again")[0] == 2
+        assert run_command(capsys, "convert", "--to", "meta", snapshot, tmp_path / "again")[0] == 2
 
-    def test_of_weights_to_another_disk_are_followed(self, tmp_path, capsys, model):
+    def test_to_weights_elsewhere_are_followed(self, tmp_path, capsys, model):
         shutil.move(model / "model.safetensors", tmp_path / "large")
         (model / "model.safetensors").symlink_to(tmp_path / "large")
-        assert said(capsys, "convert", "--to", "hf", model, tmp_path / "out")[0] == 0
+        assert run_command(capsys, "convert", "--to", "hf", model, tmp_path / "out")[0] == 0
 
-    def test_that_go_round_end(self, tmp_path, capsys):
+    def test_in_a_cycle_are_not_followed(self, tmp_path, capsys):
         step = save_step(tmp_path, 7)
         (step / "folder").mkdir()
         files = folder_at(step).files()
@@ -469,7 +469,7 @@ class TestLinks:
         assert folder_at(step).files() == files
 
 
-class TestPointersOfGitLfs:
+class TestGitLfsPointers:
     ADVICE = "is a Git LFS pointer in place of the file itself: fetch the file with `git lfs pull`"
 
     @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "consolidated.00.pth", ".metadata"])
@@ -478,7 +478,7 @@ class TestPointersOfGitLfs:
         with pytest.raises(UserError, match=f"/{name} {self.ADVICE}"):
             open_source(tmp_path)
 
-    def test_in_place_of_a_part(self, tmp_path):
+    def test_in_place_of_a_shard(self, tmp_path):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
         (tmp_path / "part.safetensors").write_text(LFS)
         with pytest.raises(UserError, match=f"/part.safetensors {self.ADVICE}"):
@@ -489,10 +489,10 @@ class TestPointersOfGitLfs:
         with pytest.raises(UserError, match=f"/{part.name} {self.ADVICE}"):
             open_source(step)
 
-    def test_in_place_of_descriptions(self, tmp_path, capsys):
+    def test_in_place_of_config_json(self, tmp_path, capsys):
         save_file(TENSORS, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(LFS)
-        code, message = said(capsys, "generate", "--checkpoint", tmp_path)
+        code, message = run_command(capsys, "generate", "--checkpoint", tmp_path)
         assert (code, f"config.json {self.ADVICE}" in message) == (2, True)
 
     @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
@@ -503,7 +503,7 @@ class TestPointersOfGitLfs:
 
 
 class Note:
-    """A state of each rank's own."""
+    """A state that differs between ranks."""
 
     text = ""
 
@@ -526,21 +526,26 @@ def load_notes(folder: Path) -> None:
         assert len(set(ranks.gather(str(caught.value)))) == 1
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:
-            patch.setattr(LocalFolder, "read", None)  # the first rank reads .metadata for all
+            patch.setattr(LocalFolder, "read", None)  # rank 0 reads .metadata for all ranks
         states_in_dcp.load(folder_at(folder / "good"), {}, {"note": note}, ranks.rank, ranks)
     assert note.text == f"of rank {ranks.rank}"
 
 
-def test_each_rank_says_the_same_of_a_bad_checkpoint(tmp_path):
+def test_all_ranks_report_the_same_error(tmp_path):
     notes = {f"note.rank{rank}": states_in_dcp.encode("note", {"text": f"of rank {rank}"}) for rank in range(2)}
-    for name, of_second in {"good": notes["note.rank1"], "bad": {"json-0": "{"}, "lacking": {}, "damaged": {}}.items():
-        dcp.save({**notes, "note.rank1": of_second}, checkpoint_id=tmp_path / name)
+    for name, second_note in {
+        "good": notes["note.rank1"],
+        "bad": {"json-0": "{"},
+        "lacking": {},
+        "damaged": {},
+    }.items():
+        dcp.save({**notes, "note.rank1": second_note}, checkpoint_id=tmp_path / name)
     (tmp_path / "damaged/.metadata").write_bytes(b"")
     run_processes(load_notes, 2, tmp_path)
 
 
 def compressed(content: bytes, after_pickle: bytes = b"") -> bytes:
-    """A zip file with its records compressed, and bytes that nothing reads after its pickle."""
+    """Return a zip file with compressed records, and extra bytes after its pickle."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
         for record in old.namelist():
@@ -548,20 +553,20 @@ def compressed(content: bytes, after_pickle: bytes = b"") -> bytes:
     return out.getvalue()
 
 
-class TestDamagedFilesOfTorch:
+class TestDamagedTorchFiles:
     @pytest.fixture
     def saved(self, tmp_path) -> bytes:
         torch.save({"a": torch.arange(100.0), "b": torch.arange(60).reshape(6, 10)}, tmp_path / "saved")
         return (tmp_path / "saved").read_bytes()
 
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
-    def test_are_one_message(self, tmp_path, saved, name):
-        chance = random.Random(1)
+    def test_give_a_one_line_error(self, tmp_path, saved, name):
+        rng = random.Random(1)
         contents = [b"", b"\0" * 1000, b"PK", saved[:-1], saved[: len(saved) // 2], saved[100:], b"<html></html>"]
         for _ in range(40):
             damaged = bytearray(saved)
             for _ in range(3):
-                damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
             contents.append(bytes(damaged))
         refused = 0
         for content in contents:
@@ -575,7 +580,7 @@ class TestDamagedFilesOfTorch:
                 assert "\n" not in str(error)
         assert refused >= 7
 
-    def test_a_tensor_that_claims_more_than_the_file_has(self, tmp_path):
+    def test_a_tensor_larger_than_the_file(self, tmp_path):
         class Claim:
             def __reduce__(self) -> Any:
                 return torch._utils._rebuild_tensor_v2, (storage, 0, (2**40,), (1,), False, {})
@@ -586,27 +591,27 @@ class TestDamagedFilesOfTorch:
             open_source(tmp_path)
 
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
-    def test_compressed_records_are_refused(self, tmp_path, saved, name):
+    def test_compressed_records_are_rejected(self, tmp_path, saved, name):
         (tmp_path / name).write_bytes(compressed(saved))
         with pytest.raises(UserError, match=f"{name} has compressed records, unlike files of torch.save; load it"):
             open_source(tmp_path)
 
-    def test_records_of_a_run_that_unpack_to_any_size(self, tmp_path):
+    def test_compressed_records_in_dcp_are_rejected(self, tmp_path):
         step = save_step(tmp_path, 7)
 
         def change(metadata: Metadata) -> None:
-            where = place(metadata)
-            file = step / where.relative_path
-            content = file.read_bytes()[where.offset : where.offset + where.length]
+            found = place(metadata)
+            file = step / found.relative_path
+            content = file.read_bytes()[found.offset : found.offset + found.length]
             file.write_bytes(compressed(content, after_pickle=bytes(10**6)))
-            where.offset, where.length = 0, file.stat().st_size
+            found.offset, found.length = 0, file.stat().st_size
 
         change_metadata(step, change)
         for slices in (None, (slice(0, 2), slice(0, 2))):
             with pytest.raises(UserError, match=r"b\.weight: \S+\.distcp has compressed records"):
                 open_source(step).read("b.weight", slices)
 
-    def test_an_error_without_words_is_named(self, tmp_path):
+    def test_an_error_without_message_is_named(self, tmp_path):
         (tmp_path / "pytorch_model.bin").write_bytes(b"")
         with pytest.raises(UserError, match="cut short: EOFError;"):
             open_source(tmp_path)
@@ -616,9 +621,9 @@ class TestDamagedFilesOfTorch:
             os.mkfifo(tmp_path / name)
         with pytest.raises(UserError, match="holds no checkpoint"):
             open_source(tmp_path)
-        assert said(capsys, "inspect", tmp_path)[0] == 2
+        assert run_command(capsys, "inspect", tmp_path)[0] == 2
         shutil.copy(save_step(tmp_path / "run", 7) / "complete.json", tmp_path / "other.json")
         (tmp_path / "complete.json").unlink()
         (tmp_path / "other.json").rename(tmp_path / "complete.json")
         os.mkfifo(tmp_path / "manifest.json")
-        assert said(capsys, "inspect", tmp_path)[0] == 3
+        assert run_command(capsys, "inspect", tmp_path)[0] == 3
