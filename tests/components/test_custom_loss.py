@@ -96,7 +96,7 @@ def train_and_expect(folder: Path, loss: type[CrossEntropyLoss], error: type[Exc
 
 def test_an_operation_that_dtensor_lacks_names_the_option_to_set(workers, tmp_path):
     operation, advice = r"\(aten\.nonzero\.default\)", r"--parallelism\.disable_loss_parallel"
-    words = f"^the loss .*{operation}: set {advice}, or .*$"  # one line
+    words = f"^the loss .*{operation}; set {advice}, or .*$"  # one line
     workers.run(train_and_expect, tmp_path, MaskedLoss, UserError, words)
 
 

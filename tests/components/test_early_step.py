@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes import run_processes
-from tests.training import read_metrics, tiny_config, train
+from tests.training import llama_config, read_metrics, tiny_config, train
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.lr_scheduler import LRScheduler
@@ -18,7 +18,6 @@ from torchtitan.config import ActivationCheckpointConfig, CompileConfig, Paralle
 from torchtitan.distributed import ParallelDims, initialize_weights
 from torchtitan.distributed.gradients import clip_grad_norm
 from torchtitan.distributed.parallelize import parallelize_decoder
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
@@ -37,10 +36,8 @@ OPTIMIZERS = {
 
 def make_model(*, tie_embeddings: bool = False, **layout: Any) -> Llama3Model:
     """Build a model with fixed weights, parallelized with `layout` (see `lay_out`)."""
-    sizes = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
-    config = Llama3Model.Config(rope=RoPEConfig(), tie_embeddings=tie_embeddings, **sizes)
     with torch.device("meta"):
-        model = config.build()
+        model = llama_config(vocab_size=VOCABULARY, tie_embeddings=tie_embeddings).build()
     if layout:
         lay_out(model, **layout)
     model.to_empty(device="cpu")
@@ -208,18 +205,29 @@ LAYOUTS = {
 }
 
 
-def compare_in_all_layouts(folder: Path) -> None:
+def compare_in_layouts(folder: Path, layouts: list[str], optimizer: str) -> None:
     import torch.distributed as dist
 
-    # Muon communicates within its updates.
-    for layout, settings in [*((layout, {}) for layout in LAYOUTS.values()), (LAYOUTS["FSDP"], OPTIMIZERS["Muon"])]:
-        early, normal = (Run(make_model(**layout), early=early, **settings).train(0, 1) for early in (True, False))
+    for layout in layouts:
+        early, normal = (
+            Run(make_model(**LAYOUTS[layout]), early=early, **OPTIMIZERS[optimizer]).train(0, 1)
+            for early in (True, False)
+        )
         assert_same_run(early, normal)
     (folder / f"rank {dist.get_rank()} has compared").touch()
 
 
-def test_two_processes_make_the_same_updates(tmp_path):
-    run_processes(compare_in_all_layouts, 2, tmp_path)
+@pytest.mark.parametrize(
+    ("layouts", "optimizer"),
+    [
+        (["FSDP", "TP"], "AdamW"),
+        pytest.param([*LAYOUTS], "AdamW", marks=pytest.mark.slow),
+        pytest.param(["FSDP"], "Muon", marks=pytest.mark.slow),  # Muon communicates within its updates
+    ],
+    ids=["FSDP and TP", "all layouts", "Muon"],
+)
+def test_updates_of_two_processes_are_bitwise_equal(tmp_path, layouts, optimizer):
+    run_processes(compare_in_layouts, 2, tmp_path, layouts, optimizer)
     assert len(list(tmp_path.iterdir())) == 2
 
 

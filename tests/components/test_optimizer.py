@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes import run_processes
+from tests.training import llama_config
 from torchtitan.components.optimizer import Optimizer, ParamGroup
 from torchtitan.distributed import ParallelDims, initialize_weights
 from torchtitan.distributed.gradients import clip_grad_norm
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
 
@@ -28,8 +28,7 @@ NO_DECAY = {
 
 def make_model(*, tie_embeddings: bool = False) -> Llama3Model:
     """Build a model with fixed weights and uneven shards (99 rows on two ranks)."""
-    sizes = {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
-    model = Llama3Model.Config(rope=RoPEConfig(), tie_embeddings=tie_embeddings, **sizes).build()
+    model = llama_config(tie_embeddings=tie_embeddings).build()
     initialize_weights(model, 0)
     return model
 

@@ -14,18 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.processes import run_processes
+from tests.training import llama_config
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing, check_activation_checkpoint
 from torchtitan.distributed.initialize import canonical_name
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
 
 BATCH, LENGTH = 2, 24
-SIZES = {"vocab_size": 99, "dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
+CONFIG = llama_config(n_layers=4)
 MODES = {
     "full": ActivationCheckpointConfig(mode="full"),
     "op": ActivationCheckpointConfig(mode="selective"),
@@ -36,14 +36,14 @@ NONE = ActivationCheckpointConfig()
 
 def make_model(config: ActivationCheckpointConfig = NONE) -> Llama3Model:
     """Build a model with fixed weights."""
-    model = Llama3Model.Config(rope=RoPEConfig(), **SIZES).build()
+    model = CONFIG.build()
     apply_activation_checkpointing(model, config)
     initialize_weights(model, 0)
     return model
 
 
 def compute_loss(model: nn.Module, positions: Tensor | None = None) -> Tensor:
-    tokens = torch.randint(0, SIZES["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     return model(tokens, positions, head=CrossEntropyLoss.Config().build(), labels_BL=tokens)
 
 
@@ -121,7 +121,7 @@ def test_memory_and_recomputed_operators_by_mode():
     assert full < op < none and full < every_second < none
     assert every_second == pytest.approx((full + none) / 2, rel=0.01)  # half of the layers are checkpointed
     # Nothing in a layer needs the result of the last of its 7 products, so PyTorch does not recompute it.
-    layers = SIZES["n_layers"]
+    layers = CONFIG.n_layers
     assert [count["mm"] for count in calls] == [14 * layers, 17 * layers, 17 * layers, 20 * layers]
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     assert [count[attention] for count in calls] == [0, layers / 2, 0, layers]
@@ -129,16 +129,16 @@ def test_memory_and_recomputed_operators_by_mode():
 
 def test_selective_op_saves_attention_and_every_second_product():
     (full, _), (op, _) = measure(MODES["full"]), measure(MODES["op"])
-    attention = SIZES["dim"] + SIZES["n_heads"]  # the result and the logarithm of each softmax denominator
-    products = SIZES["dim"] // 2 + SIZES["dim"] + SIZES["ffn_dim"]  # of wk, wo and w3
+    attention = CONFIG.dim + CONFIG.n_heads  # the result and the logarithm of each softmax denominator
+    products = CONFIG.dim // 2 + CONFIG.dim + CONFIG.ffn_dim  # of wk, wo and w3
     per_layer = 4 * BATCH * LENGTH * (attention + products)
-    assert op - full == pytest.approx(SIZES["n_layers"] * per_layer, rel=0.02)
+    assert op - full == pytest.approx(CONFIG.n_layers * per_layer, rel=0.02)
 
 
 def test_selective_op_saves_attention_of_every_document():
     _, calls = measure(MODES["op"], packed_positions())
     assert calls["_scaled_dot_product_flash_attention_for_cpu"] == 0
-    assert calls["_scaled_dot_product_flash_attention_for_cpu_backward"] == 2 * BATCH * SIZES["n_layers"]
+    assert calls["_scaled_dot_product_flash_attention_for_cpu_backward"] == 2 * BATCH * CONFIG.n_layers
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_selective_option_chooses_layers(option, expected):
 
 
 def test_a_pipeline_stage_chooses_the_same_layers_as_the_whole_model():
-    stage = Llama3Model.Config(rope=RoPEConfig(), **SIZES).build()
+    stage = CONFIG.build()
     for name in ("0", "1"):
         del stage.layers[name]
     apply_activation_checkpointing(stage, ActivationCheckpointConfig(mode="selective", selective_option="3"))
@@ -287,7 +287,7 @@ def compare_layouts(folder: Path) -> None:
         """Return the loss, the gradients, and the number of reduce-scatters in the backward pass."""
         parallelism = ParallelismConfig(**degrees)
         dims = ParallelDims.from_config(parallelism, 2)
-        model = Llama3Model.Config(rope=RoPEConfig(), **SIZES).build()
+        model = CONFIG.build()
         parallelize_decoder(
             model,
             parallel_dims=dims,
@@ -319,7 +319,7 @@ def compare_layouts(folder: Path) -> None:
                 assert torch.equal(value, reference), (name, mode)
             # The reduce-scatter after attention is recomputed. The one after the feed-forward network is not, since
             # nothing needs the output of the layer.
-            repeated = SIZES["n_layers"] if (name, mode) == ("TP", "full") else 0
+            repeated = CONFIG.n_layers if (name, mode) == ("TP", "full") else 0
             assert scatters_again - scatters == repeated, (name, mode)
     (folder / f"rank {dist.get_rank()} has compared").touch()
 

@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.processes import run_processes
-from tests.training import train
+from tests.training import llama_config, train
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
 from torchtitan.distributed.compile import RecompileMonitor, apply_compile, check_compile, compile_loss
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
 
@@ -44,8 +43,7 @@ def reset_compiler() -> Iterator[None]:
 
 def make_model(compile: CompileConfig | None = None, mode: Any = "none") -> Llama3Model:
     """Build a model with fixed weights."""
-    sizes = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
-    model = Llama3Model.Config(rope=RoPEConfig(), **sizes).build()
+    model = llama_config(vocab_size=VOCABULARY, n_layers=3).build()
     apply_activation_checkpointing(model, ActivationCheckpointConfig(mode=mode))
     if compile:
         apply_compile(model, compile, ParallelismConfig())
@@ -260,10 +258,7 @@ def test_schedules_that_split_the_backward_pass_disable_donated_buffers(degree, 
     import torch._functorch.config
 
     parallelism = ParallelismConfig(pipeline_parallel_degree=degree, pipeline_parallel_schedule=schedule)
-    model = Llama3Model.Config(
-        rope=RoPEConfig(), vocab_size=9, dim=8, n_layers=1, n_heads=1, n_kv_heads=1, ffn_dim=8
-    ).build()
-    apply_compile(model, EAGER_KERNELS, parallelism)
+    apply_compile(llama_config().build(), EAGER_KERNELS, parallelism)
     assert torch._functorch.config.donated_buffer == expected
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.training import llama_config
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.context_parallel import (
     LoadBalancer,
@@ -15,7 +16,6 @@ from torchtitan.distributed.context_parallel import (
     apply_context_parallel,
     shard_sequences,
 )
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
 
@@ -73,8 +73,7 @@ def test_a_batch_is_sharded_with_the_positions_of_its_tokens():
 
 
 def make_model() -> Llama3Model:
-    sizes = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
-    model = Llama3Model.Config(rope=RoPEConfig(), **sizes).build()
+    model = llama_config(vocab_size=VOCABULARY).build()
     initialize_weights(model, 0)
     # With the usual small projections, attention would be nearly uniform and have little effect on the outputs.
     for block in model.layers.values():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.processes import run_processes
+from tests.training import llama_config
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.models.llama3 import SHARDING
@@ -14,11 +15,7 @@ from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_ini
 
 
 def model_config(dim: int = 64, n_layers: int = 2):
-    from torchtitan.models.common.rope import RoPEConfig
-    from torchtitan.models.llama3.model import Llama3Model
-
-    sizes = {"vocab_size": 99, "dim": dim, "n_layers": n_layers, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 2 * dim}
-    return Llama3Model.Config(rope=RoPEConfig(), **sizes)
+    return llama_config(dim=dim, n_layers=n_layers, ffn_dim=2 * dim)
 
 
 def initial_weights(seed: int, **sizes) -> dict[str, torch.Tensor]:

@@ -14,11 +14,11 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from tests.distributed.test_parallel_dims import fake_rank
 from tests.processes import run_processes
+from tests.training import llama_config
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
 
@@ -29,8 +29,7 @@ VOCABULARY, LENGTH, DIM = 31, 8, 16
 
 
 def model_config(n_layers: int = 4, **options: Any) -> Llama3Model.Config:
-    sizes = {"vocab_size": VOCABULARY, "dim": DIM, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 24}
-    return Llama3Model.Config(rope=RoPEConfig(), n_layers=n_layers, **sizes, **options)
+    return llama_config(vocab_size=VOCABULARY, dim=DIM, n_layers=n_layers, **options)
 
 
 def make_plan(model: Llama3Model.Config | None = None, local_batch_size: int = 8, **options: Any) -> PipelinePlan:

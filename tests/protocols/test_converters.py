@@ -10,11 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.processes import run_processes
-from tests.training import TINY, flags, tiny_config
+from tests.training import TINY, flags, llama_config, tiny_config
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols import LayerConverter, ModelConverter
@@ -72,9 +71,8 @@ class UndeclaredFrozen(Frozen):
 
 
 def make_model(**options: object) -> Llama3Model:
-    sizes = {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64, **options}
     with torch.device("meta"):
-        return Llama3Model.Config(rope=RoPEConfig(), **sizes).build()
+        return llama_config(ffn_dim=64, **options).build()
 
 
 def converted_names(model: nn.Module) -> list[str]:
