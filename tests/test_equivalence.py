@@ -31,12 +31,12 @@ DEFAULT = (
     "TP 2, uneven vocabulary",
     "CP 2",
     "PP 2 ZBVZeroBubble",
-    "HSDP 2 x 2",
     "FSDP 2 x TP 2",
 )
 """Layouts of the default run: each dimension and the main combinations."""
 
 SLOW = (
+    "HSDP 2 x 2",
     "PP 2 1F1B x FSDP 2",
     "PP 2 DualPipeV x TP 2",
     "FSDP 2, tied embeddings",

@@ -146,5 +146,5 @@ def test_an_invalid_norm_is_rejected(tmp_path, norm):
 
 
 def test_early_step_is_rejected(tmp_path):
-    with pytest.raises(UserError, match="early_step_in_backward"):
+    with pytest.raises(UserError, match=r"--optimizer\.early_step_in_backward keeps no gradients"):
         config_of(tmp_path, optimizer__early_step_in_backward=True).build()
