@@ -1,4 +1,4 @@
-"""Every parallel layout trains like a single process, and the comparison that says so can fail."""
+"""Every parallel layout trains like a single process; mistakes in training are detected."""
 
 import itertools
 import math
@@ -31,14 +31,14 @@ DEFAULT = (
     "TP 2, uneven vocabulary",
     "CP 2",
     "PP 2 ZBVZeroBubble",
-    "HSDP 2 x 2",
     "FSDP 2 x TP 2",
-    "PP 2 1F1B x FSDP 2",
-    "PP 2 DualPipeV x TP 2",
 )
-"""Each dimension, and the main compositions."""
+"""Layouts of the default run: each dimension and the main combinations."""
 
 SLOW = (
+    "HSDP 2 x 2",
+    "PP 2 1F1B x FSDP 2",
+    "PP 2 DualPipeV x TP 2",
     "FSDP 2, tied embeddings",
     "FSDP 2, compile, AC memory budget",
     "FSDP 2, step in backward, AdamW",
@@ -64,7 +64,7 @@ SLOW = (
     "PP 2 1F1B x DDP 2",
     "PP 2 ZBVZeroBubble x CP 2",
 )
-"""What takes longer; `python -m tests.equivalence` runs all layouts."""
+"""Layouts of the slow run; `python -m tests.equivalence` runs all layouts."""
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +80,11 @@ def layout_parameters() -> Iterator[Any]:
             yield pytest.param(layout, id=name, marks=() if is_fast else pytest.mark.slow)
 
 
-# --- that it can fail -------------------------------------------------------------------------------------------------
+# --- mistakes are detected --------------------------------------------------------------------------------------------
 
 
 class ForgetfulDims(ParallelDims):
-    """Takes no notice of context parallelism where gradients are scaled."""
+    """Ignore context parallelism in the scale of gradients."""
 
     @property
     def gradient_degree(self) -> int:
@@ -92,7 +92,7 @@ class ForgetfulDims(ParallelDims):
 
 
 class WrongScale(Trainer):
-    """The loss is right, and the gradients are those of another one."""
+    """Compute the right loss, but scale gradients incorrectly."""
 
     def __init__(self, config: Trainer.Config):
         super().__init__(config)
@@ -101,7 +101,7 @@ class WrongScale(Trainer):
 
 
 class ZeroedGradient(Trainer):
-    """One matrix of one layer does not learn."""
+    """Set the gradient of one matrix to zero."""
 
     def clip_gradients(self) -> Tensor:
         for part in self.model_parts:
@@ -111,8 +111,8 @@ class ZeroedGradient(Trainer):
         return super().clip_gradients()
 
 
-class LosesThird(CrossEntropyLoss):
-    """Every third micro-batch counts nothing."""
+class ThirdMicroBatchLost(CrossEntropyLoss):
+    """Ignore every third micro-batch."""
 
     calls = 0
 
@@ -123,14 +123,14 @@ class LosesThird(CrossEntropyLoss):
 
 
 class DroppedMicroBatch(Trainer):
-    """Of those that pass through a pipeline, some are lost."""
+    """Lose some of the micro-batches of a pipeline."""
 
     def build_loss(self) -> Any:
-        return LosesThird(self.config.model_spec.loss)
+        return ThirdMicroBatchLost(self.config.model_spec.loss)
 
 
 class Swapping(RaggedDataLoader):
-    """Hands out two neighboring batches in the wrong order; the first of them is number `swapped`, from 0."""
+    """Return two consecutive batches in the wrong order; the first of them has the index `swapped`."""
 
     swapped: int
 
@@ -144,13 +144,13 @@ class Swapping(RaggedDataLoader):
 
 
 class SwapsWithinStep(Swapping):
-    """Both are of the second global batch."""
+    """Swap two batches of the second global batch."""
 
     swapped = 2
 
 
 class SwapsSteps(Swapping):
-    """One is of the first global batch, one of the second."""
+    """Swap a batch of the first and one of the second global batch."""
 
     swapped = 1
 
@@ -161,27 +161,27 @@ MISTAKES = {
     "data order": ("FSDP 2", Trainer, SwapsSteps, {"loss", "grad_norm", "weights"}),
     "micro-batch": ("PP 2 1F1B", DroppedMicroBatch, RaggedDataLoader, {"loss", "grad_norm", "weights"}),
 }
-"""Layout, what is wrong with it, and by which numbers it is caught, at least."""
+"""Layout, the mistake, and the numbers that must detect it."""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_caught(matrix, mistake):
-    name, trainer_class, loader, caught_by = MISTAKES[mistake]
+def test_a_mistake_is_detected(matrix, mistake):
+    name, trainer_class, loader, detected_by = MISTAKES[mistake]
     layout = LAYOUTS[name]
     differences = compare(matrix.outcome(layout, trainer_class, loader), matrix.reference(layout))
     assert not differences.agree
-    # Ten times the bound: not by chance.
-    assert {field for field in caught_by if getattr(differences, field) > 1e-4} == caught_by, differences
+    # Ten times the tolerance, so the detection is not by chance.
+    assert {field for field in detected_by if getattr(differences, field) > 1e-4} == detected_by, differences
 
 
 def test_the_order_within_a_global_batch_does_not_matter(matrix):
-    """So what is caught of the data's order above is that, and not the loader."""
+    """The modified loader by itself has no effect on the comparison."""
     layout = LAYOUTS["FSDP 2"]
     assert compare(matrix.outcome(layout, Trainer, SwapsWithinStep), matrix.reference(layout)).agree
 
 
-def test_the_steps_are_ones_that_mistakes_would_show_in(matrix):
-    """Some are clipped and some are not, and each tensor moves by far more than the bound."""
+def test_the_problem_is_sensitive_to_mistakes(matrix):
+    """Only some of the steps are clipped, and each tensor changes by much more than the tolerance."""
     trained = matrix.reference(Layout("", 1, {}))
     assert min(trained.grad_norms) < PROBLEM["training__max_norm"] < max(trained.grad_norms)
     initial = matrix.reference(Layout("", 1, {"optimizer__lr": 0.0})).weights
@@ -189,12 +189,12 @@ def test_the_steps_are_ones_that_mistakes_would_show_in(matrix):
         assert (weight - initial[name]).norm() > 20 * TOLERANCE * weight.norm(), name
 
 
-# --- that the layouts pass --------------------------------------------------------------------------------------------
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", layout_parameters())
 def test_layout(matrix, layout):
-    """Loss, gradient norm and validation loss of ten steps, and the weights at their end, or a refusal."""
+    """Compare loss, gradient norm and validation loss of ten steps, and the final weights; or expect a rejection."""
     row = matrix.run_one(layout)
     assert row.passed, f"{row.verdict} {row.differences}\n{row.failure}"
 
@@ -207,7 +207,7 @@ def test_random_layouts_on_a_text(assets):
     assert [row.verdict for row in rows] == ["equal"] * 4
 
 
-# --- the machinery ----------------------------------------------------------------------------------------------------
+# --- comparison and command line --------------------------------------------------------------------------------------
 
 
 ONES = Outcome(losses=[2.0, 1.0], grad_norms=[1.0, 1.0], validation_losses=[3.0], weights={"w": torch.ones(4)})
@@ -233,7 +233,7 @@ def test_differences(changes, field, expected):
     assert differences.agree == (expected == 0)
 
 
-def test_weights_that_ranks_do_not_agree_on_are_told():
+def test_inconsistent_weights_of_ranks_are_rejected():
     first, second = {"a": torch.ones(2)}, {"b": torch.zeros(2)}
     assert list(merge_weights([first, second, first, second], copies=2)) == ["a", "b"]
     with pytest.raises(InconsistentRanks, match="a is on 2 ranks, and should be on 1"):
@@ -267,7 +267,7 @@ def test_verdicts(row, passed, verdict):
     assert cells(row)[-1] == verdict
 
 
-def test_the_table_goes_between_the_markers(tmp_path):
+def test_the_table_is_written_between_the_markers(tmp_path):
     page = tmp_path / "page.md"
     begin, end = markers("matrix")
     page.write_text(f"# Title\n{begin}\nold\n{end}\nend\n")
@@ -277,7 +277,7 @@ def test_the_table_goes_between_the_markers(tmp_path):
     assert table.splitlines()[-1] == "| TP 2 | 2 | 1e-07 | 2e-07 | 0e+00 | 3e-08 | equal |"
 
 
-def test_the_command_line_chooses():
+def test_the_command_line_chooses_layouts():
     short = choose_layouts(parse_arguments([]), {})
     everything = choose_layouts(parse_arguments(["--long"]), {})
     assert {layout.processes for layout in short} == {2, 4}
@@ -289,13 +289,13 @@ def test_the_command_line_chooses():
     assert len(drawn) == 6
 
 
-def test_what_is_computed_is_told_from_how():
+def test_reference_options_exclude_the_layout():
     layout = LAYOUTS["FSDP 2 x TP 2, tied embeddings, uneven vocabulary"]
     assert layout.reference_options == {
         "training__local_batch_size": 4,
         "model__tie_embeddings": True,
         "model__vocab_size": 2051,
     }
-    assert layout.options["training__local_batch_size"] == 4  # twice 2 x 4 samples are 16
+    assert layout.options["training__local_batch_size"] == 4  # 2 passes x 2 ranks x 4 samples = 16
     assert LAYOUTS["PP 2 1F1B"].options["training__local_batch_size"] == 8
     assert LAYOUTS["FSDP 2, step in backward"].options["training__local_batch_size"] == 8

@@ -10,6 +10,8 @@ from tests.commands import run_command
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.config.manager import ConfigManager
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.trainer import Trainer
 
 TINY = {
@@ -35,6 +37,12 @@ class RaggedDataLoader(PretrainDataLoader):
         for row, labels in zip(batch["input"], batch["labels"], strict=True):
             labels[: int(row.sum()) % (labels.numel() - 1)] = -100
         return batch
+
+
+def llama_config(**options: Any) -> Llama3Model.Config:
+    """Return the configuration of a tiny Llama model of a few thousand parameters; `options` override it."""
+    sizes = {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
+    return Llama3Model.Config(**{"rope": RoPEConfig(), **sizes, **options})
 
 
 def flags(options: dict[str, Any]) -> list[str]:

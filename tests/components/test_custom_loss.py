@@ -1,5 +1,4 @@
-"""A loss of the user's own in every layout: the documented one computes what a single process does, and one with an
-operation that DTensor lacks ends with advice."""
+"""Custom losses: the documented example in every layout, and the error for an operation that DTensor lacks."""
 
 import os
 import sys
@@ -19,8 +18,8 @@ from tests.training import TINY, RaggedDataLoader, flags, read_metrics, run, tin
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.tools.errors import UserError
 
-TOLERANCE = 1e-5  # relative: float32 sums in another order
-PENALTY = 0.1  # instead of the documented 1e-4, so that it shows
+TOLERANCE = 1e-5  # relative: float32 sums in a different order
+PENALTY = 0.1  # larger than the documented 1e-4, so that it has a visible effect
 PROBLEM = {
     "training__steps": 2,
     "training__global_batch_size": 4,
@@ -54,60 +53,62 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("single")
     train_documented_loss(folder / "with", {})
     train_documented_loss(folder / "without", {}, penalty=0.0)
-    # The penalty is most of what is compared.
+    # The penalty dominates the loss.
     assert numbers(folder / "with")[1] > 1.5 * numbers(folder / "without")[1]
     return numbers(folder / "with")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_documented_loss_is_that_of_a_single_process(layout, workers, expected, tmp_path):
+def test_the_documented_loss_matches_a_single_process(layout, workers, expected, tmp_path):
     workers.run(train_documented_loss, tmp_path, LAYOUTS[layout])
     assert numbers(tmp_path) == pytest.approx(expected, rel=TOLERANCE)
 
 
 class MaskedLoss(CrossEntropyLoss):
-    """Indexes by a mask, which DTensor cannot."""
+    """Loss that indexes by a mask, which DTensor does not support."""
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         return super().from_logits(logits_NV[labels_N != -100], labels_N[labels_N != -100])
 
 
 class MistakenLoss(CrossEntropyLoss):
-    """Wrong in any layout."""
+    """Loss that fails in any layout."""
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         return torch.gather(logits_NV, 1, labels_N[:, None, None]).sum()
 
 
-class LosesItsPeer(CrossEntropyLoss):
-    """Fails where ranks communicate, which it does for sharded logits alone."""
+class LostPeerLoss(CrossEntropyLoss):
+    """Loss whose communication fails; it communicates only if logits are sharded."""
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         if isinstance(logits_NV, DTensor):
-            dist.all_reduce(None)  # type: ignore[arg-type]  # an error of torch.distributed, as a lost peer is
+            dist.all_reduce(None)  # type: ignore[arg-type]  # raises an error of torch.distributed, like a lost peer
         return super().from_logits(logits_NV, labels_N)
 
 
-def train_refused(folder: Path, loss: type[CrossEntropyLoss], error: type[Exception], words: str) -> None:
+def train_and_expect(folder: Path, loss: type[CrossEntropyLoss], error: type[Exception], words: str) -> None:
     config = tiny_config(folder, **{**PROBLEM, **TP2})
     config.model_spec.loss = loss.Config()
     with pytest.raises(error, match=words):
         run(config)
 
 
-def test_an_operation_that_dtensor_lacks_is_answered_with_advice(workers, tmp_path):
+def test_an_operation_that_dtensor_lacks_names_the_option_to_set(workers, tmp_path):
     operation, advice = r"\(aten\.nonzero\.default\)", r"--parallelism\.disable_loss_parallel"
-    words = f"^the loss .*{operation}: train with {advice}, or .*$"  # one line
-    workers.run(train_refused, tmp_path, MaskedLoss, UserError, words)
+    words = f"^the loss .*{operation}; set {advice}, or .*$"  # one line
+    workers.run(train_and_expect, tmp_path, MaskedLoss, UserError, words)
 
 
-def test_a_mistake_in_the_loss_is_shown_as_itself(workers, tmp_path):
-    """No option mends it, and it is told of plain tensors."""
-    workers.run(train_refused, tmp_path, MistakenLoss, RuntimeError, "^Index tensor must have the same number of dim")
+def test_an_error_in_the_loss_is_raised_unchanged(workers, tmp_path):
+    """No option fixes it, and it occurs with plain tensors too."""
+    workers.run(
+        train_and_expect, tmp_path, MistakenLoss, RuntimeError, "^Index tensor must have the same number of dim"
+    )
 
 
-def test_an_error_of_communication_is_shown_as_itself(workers, tmp_path):
-    workers.run(train_refused, tmp_path, LosesItsPeer, TypeError, "Invalid function argument")
+def test_a_communication_error_is_raised_unchanged(workers, tmp_path):
+    workers.run(train_and_expect, tmp_path, LostPeerLoss, TypeError, "Invalid function argument")
 
 
 MODULE = """
@@ -123,7 +124,7 @@ def masked():
 
 
 @pytest.mark.slow
-def test_the_advice_is_all_that_the_command_prints(tmp_path):
+def test_the_command_prints_the_error_without_a_traceback(tmp_path):
     folder = tmp_path / "masked_loss"
     folder.mkdir()
     (folder / "config_registry.py").write_text(MODULE)

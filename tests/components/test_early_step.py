@@ -1,4 +1,4 @@
-"""`optimizer.early_step_in_backward` against the same optimizer stepping after the backward pass; CPU offload."""
+"""`optimizer.early_step_in_backward` against the same optimizer that steps after the backward pass; CPU offload."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes import run_processes
-from tests.training import read_metrics, tiny_config, train
+from tests.training import llama_config, read_metrics, tiny_config, train
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.lr_scheduler import LRScheduler
@@ -18,7 +18,6 @@ from torchtitan.config import ActivationCheckpointConfig, CompileConfig, Paralle
 from torchtitan.distributed import ParallelDims, initialize_weights
 from torchtitan.distributed.gradients import clip_grad_norm
 from torchtitan.distributed.parallelize import parallelize_decoder
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
@@ -36,11 +35,9 @@ OPTIMIZERS = {
 
 
 def make_model(*, tie_embeddings: bool = False, **layout: Any) -> Llama3Model:
-    """Always the same weights; laid out as `lay_out` does."""
-    sizes = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
-    config = Llama3Model.Config(rope=RoPEConfig(), tie_embeddings=tie_embeddings, **sizes)
+    """Build a model with fixed weights, parallelized with `layout` (see `lay_out`)."""
     with torch.device("meta"):
-        model = config.build()
+        model = llama_config(vocab_size=VOCABULARY, tie_embeddings=tie_embeddings).build()
     if layout:
         lay_out(model, **layout)
     model.to_empty(device="cpu")
@@ -66,7 +63,7 @@ def lay_out(
 
 
 class Run:
-    """A model, its optimizer and its schedule, trained as the loop does."""
+    """A model with its optimizer and schedule, trained as in the training loop."""
 
     def __init__(self, model: nn.Module, *, early: bool, **settings: Any):
         self.model, self.early = model, early
@@ -84,7 +81,7 @@ class Run:
             loss.backward()
             norm = clip_grad_norm(self.model.parameters(), float("inf"))
             if self.early:
-                assert norm == 0  # nothing is left
+                assert norm == 0  # no gradient remains
                 norm = self.optimizer.early_grad_norm()
             self.optimizer.step()
             self.schedule.step()
@@ -93,7 +90,7 @@ class Run:
 
 
 def assert_same_run(early: Run, normal: Run) -> None:
-    """The same weights and moments, bit for bit; the norm adds up the parameters in another order."""
+    """Check that weights and moments are bitwise equal. The norm sums parameters in a different order."""
     for (name, weight), expected in zip(early.model.named_parameters(), normal.model.parameters(), strict=True):
         assert torch.equal(full(weight), full(expected)), name
     state, expected_state = early.optimizer.state_dict(), normal.optimizer.state_dict()
@@ -111,11 +108,11 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-# --- the same run -----------------------------------------------------------------------------------------------------
+# --- one process ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_the_same_updates(settings):
+def test_updates_are_bitwise_equal(settings):
     groups = {"head": ParamGroup(pattern="output", lr=0.01, weight_decay=0.5), "norms": ParamGroup(pattern="norm")}
     early, normal = (
         Run(make_model(), early=early, param_groups=groups, **settings).train(*range(STEPS)) for early in (True, False)
@@ -123,12 +120,12 @@ def test_the_same_updates(settings):
     assert_same_run(early, normal)
 
 
-def test_tied_embeddings_are_updated_once_both_their_gradients_are_there():
+def test_tied_embeddings_are_updated_after_both_gradients():
     early, normal = (Run(make_model(tie_embeddings=True), early=early).train(*range(STEPS)) for early in (True, False))
     assert_same_run(early, normal)
 
 
-def test_frozen_parameters_stay():
+def test_frozen_parameters_are_not_updated():
     runs = []
     for early in (True, False):
         model = make_model()
@@ -146,16 +143,16 @@ def test_only_one_gradient_exists_at_a_time():
         counts.append(sum(other.grad is not None for other in model.parameters()))
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(count)  # before the optimizer's
+        parameter.register_post_accumulate_grad_hook(count)  # runs before the hook of the optimizer
     Run(model, early=True).train(0)
     assert counts == [1] * len(list(model.parameters()))
 
 
-def test_what_is_kept_for_the_norm_is_small():
-    """A row's norm, and no view that would keep a gradient, or all those that were communicated together with it."""
+def test_the_norm_keeps_no_gradient_alive():
+    """Only the norm of each row is kept, not a view, whose storage would hold whole communicated gradients."""
     run = Run(make_model(), early=True).train(0)
-    kept = sum(norms.untyped_storage().nbytes() for norms in run.optimizer._row_norms)
-    assert kept <= 4 * sum(parameter.numel() // parameter.shape[-1] for parameter in run.model.parameters())
+    n_bytes = sum(norms.untyped_storage().nbytes() for norms in run.optimizer._row_norms)
+    assert n_bytes <= 4 * sum(parameter.numel() // parameter.shape[-1] for parameter in run.model.parameters())
 
 
 @pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -171,15 +168,15 @@ def test_checkpoints_are_interchangeable(settings, early_first):
     assert_same_run(second.train(*range(2, STEPS)), straight)
 
 
-def test_the_norm_shows_what_is_not_finite():
+def test_a_nonfinite_gradient_makes_the_norm_nonfinite():
     model = make_model()
     with torch.no_grad():
         model.norm.weight[3] = float("nan")
     assert not torch.tensor(Run(model, early=True).train(0).numbers).isfinite().any()
 
 
-def test_through_the_trainer(tmp_path):
-    """The plain trainer, whose step calls `step` after the backward pass all the same."""
+def test_the_trainer_gives_equal_updates(tmp_path):
+    """The trainer calls `step` after the backward pass in both cases."""
     runs = {}
     for early in (True, False):
         folder = tmp_path / str(early)
@@ -192,7 +189,7 @@ def test_through_the_trainer(tmp_path):
         assert torch.equal(weight, expected)
 
 
-def test_the_trainer_s_configuration_is_checked(tmp_path):
+def test_the_trainer_configuration_is_checked(tmp_path):
     with pytest.raises(UserError, match=r"--optimizer\.early_step_in_backward cannot be combined with clipping"):
         tiny_config(tmp_path, optimizer__early_step_in_backward=True).check(world_size=1)
 
@@ -208,30 +205,41 @@ LAYOUTS = {
 }
 
 
-def compare_in_all_layouts(folder: Path) -> None:
+def compare_in_layouts(folder: Path, layouts: list[str], optimizer: str) -> None:
     import torch.distributed as dist
 
-    # Muon communicates within its updates.
-    for layout, settings in [*((layout, {}) for layout in LAYOUTS.values()), (LAYOUTS["FSDP"], OPTIMIZERS["Muon"])]:
-        early, normal = (Run(make_model(**layout), early=early, **settings).train(0, 1) for early in (True, False))
+    for layout in layouts:
+        early, normal = (
+            Run(make_model(**LAYOUTS[layout]), early=early, **OPTIMIZERS[optimizer]).train(0, 1)
+            for early in (True, False)
+        )
         assert_same_run(early, normal)
     (folder / f"rank {dist.get_rank()} has compared").touch()
 
 
-def test_two_processes_make_the_same_updates(tmp_path):
-    run_processes(compare_in_all_layouts, 2, tmp_path)
+@pytest.mark.parametrize(
+    ("layouts", "optimizer"),
+    [
+        (["FSDP", "TP"], "AdamW"),
+        pytest.param([*LAYOUTS], "AdamW", marks=pytest.mark.slow),
+        pytest.param(["FSDP"], "Muon", marks=pytest.mark.slow),  # Muon communicates within its updates
+    ],
+    ids=["FSDP and TP", "all layouts", "Muon"],
+)
+def test_updates_of_two_processes_are_bitwise_equal(tmp_path, layouts, optimizer):
+    run_processes(compare_in_layouts, 2, tmp_path, layouts, optimizer)
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def compare_offloaded(folder: Path) -> None:
-    """All of a run's parts on weights that FSDP keeps in CPU memory, against one process without any of that."""
+    """Compare training, saving, resuming and clipping with offloaded FSDP weights against one process."""
     import torch.distributed as dist
 
-    for settings in ({}, {"implementation": "for-loop"}, OPTIMIZERS["Muon"]):
+    for settings in ({"implementation": "for-loop"}, OPTIMIZERS["Muon"]):
         whole = Run(make_model(), early=False, **settings).train(*range(2))
         run = Run(make_model(data_parallel_shard_degree=2, offload=True), early=False, **settings).train(*range(2))
-        # Sums of two ranks' equal gradients, halved, are the same bits; the norm's order is another.
-        tolerance = 1e-6 if settings.get("name") != "Muon" else 1e-2  # which iterates in bfloat16
+        # Averaging two equal gradients is exact; the norm sums in a different order.
+        tolerance = 1e-6 if settings.get("name") != "Muon" else 1e-2  # Muon iterates in bfloat16
         assert torch.tensor(run.numbers).allclose(torch.tensor(whole.numbers), rtol=tolerance)
         saved = {key: value.clone() for key, value in run.optimizer.state_dict().items()}
         weights = {key: value.clone() for key, value in ModelState([run.model]).state_dict().items()}
@@ -259,7 +267,7 @@ def test_offloaded_weights_train_and_resume(tmp_path):
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 
-def valid() -> dict[str, Any]:
+def valid_sections() -> dict[str, Any]:
     return {
         "training": TrainingConfig(local_batch_size=2, global_batch_size=8, max_norm=float("inf")),
         "parallelism": ParallelismConfig(),
@@ -279,11 +287,11 @@ def conflicts() -> Iterator[tuple[str, str, Any, str]]:
 
 
 @pytest.mark.parametrize(("section", "field", "value", "message"), conflicts())
-def test_what_needs_all_gradients_first_is_refused(section, field, value, message):
-    sections = valid()
+def test_options_that_need_all_gradients_are_rejected(section, field, value, message):
+    sections = valid_sections()
     setattr(sections[section], field, value)
     early = Optimizer.Config(early_step_in_backward=True)
     with pytest.raises(UserError, match=rf"--optimizer\.early_step_in_backward cannot be combined with {message}"):
         check_early_step(early, **sections, data_parallel_degree=4)
     check_early_step(Optimizer.Config(), **sections, data_parallel_degree=4)
-    check_early_step(early, **valid(), data_parallel_degree=4)
+    check_early_step(early, **valid_sections(), data_parallel_degree=4)

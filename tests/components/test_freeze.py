@@ -1,4 +1,4 @@
-"""Freezing by pattern: what is frozen stays as it is, costs less, and is the same in every layout."""
+"""Freezing parameters by pattern: weights, optimizer state, FLOPs, resuming, and layouts."""
 
 from pathlib import Path
 from typing import Any
@@ -8,83 +8,77 @@ import torch
 from torch import Tensor
 
 from tests.processes import run_processes
-from tests.training import read_metrics, run, tiny_config
+from tests.training import read_metrics, train
 from torchtitan.components.freeze import Freeze
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-CHOSEN = Freeze.Config(include=["^tok_embeddings", "attention", r"^norm"], exclude=[r"layers\.1\.attention\.wq"])
+FREEZE = Freeze.Config(include=["^tok_embeddings", "attention", r"^norm"], exclude=[r"layers\.1\.attention\.wq"])
 
 
-class Remembering(Trainer):
-    """Remembers the weights that it began with."""
+class InitialWeightsTrainer(Trainer):
+    """Trainer that keeps a copy of its initial weights."""
 
-    begin: dict[str, Tensor]
+    initial: dict[str, Tensor]
 
     def describe_run(self) -> None:
         super().describe_run()
-        self.begin = weights(self)
+        self.initial = weights(self)
 
 
-def train(folder: Path, freeze: Freeze.Config | None = CHOSEN, *, world_size: int = 1, **options: Any) -> Remembering:
-    """A tiny run; `__` in options for `.`."""
-    config = tiny_config(folder, **options)
-    config.model_converters = [freeze] if freeze else []
-    config.check(world_size=world_size)
-    trainer = run(config, Remembering)
-    assert isinstance(trainer, Remembering)
-    return trainer
+def train_frozen(folder: Path, freeze: Freeze.Config | None = FREEZE, **options: Any) -> InitialWeightsTrainer:
+    return train(folder, freeze, trainer_class=InitialWeightsTrainer, **options)
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    """This process's part of the weights."""
+    """Return the local shards of the weights."""
     named = [parameter for part in trainer.model_parts for parameter in part.named_parameters()]
     return {canonical_name(name): getattr(p, "_local_tensor", p).detach().clone() for name, p in named}
 
 
-def is_chosen(name: str) -> bool:
-    """Whether `CHOSEN` freezes that parameter."""
+def is_frozen(name: str) -> bool:
+    """Return True if `FREEZE` freezes the parameter."""
     if name == "layers.1.attention.wq.weight":
         return False
     return name in ("tok_embeddings.weight", "norm.weight") or ".attention." in name or ".attention_norm." in name
 
 
-def test_frozen_weights_stay_and_have_no_optimizer_state(tmp_path):
-    trainer = train(tmp_path)
-    begin = trainer.begin
-    frozen = {name for name in begin if is_chosen(name)}
-    assert {"tok_embeddings.weight", "layers.0.attention.wq.weight", "norm.weight"} <= frozen < set(begin)
+def test_frozen_weights_are_unchanged_and_have_no_optimizer_state(tmp_path):
+    trainer = train_frozen(tmp_path)
+    initial = trainer.initial
+    frozen = {name for name in initial if is_frozen(name)}
+    assert {"tok_embeddings.weight", "layers.0.attention.wq.weight", "norm.weight"} <= frozen < set(initial)
     for name, weight in weights(trainer).items():
-        assert torch.equal(weight, begin[name]) == (name in frozen), name
-    assert trainer.num_trained == sum(weight.numel() for name, weight in begin.items() if name not in frozen)
+        assert torch.equal(weight, initial[name]) == (name in frozen), name
+    assert trainer.num_trained == sum(weight.numel() for name, weight in initial.items() if name not in frozen)
     with_state = {key.removeprefix("state.").rpartition(".")[0] for key in trainer.optimizer.state_dict()}
-    assert with_state == set(begin) - frozen
+    assert with_state == set(initial) - frozen
 
 
-def test_frozen_weights_count_4_operations_instead_of_6_and_2_where_the_backward_pass_ends(tmp_path):
-    """All but the embedding, which is looked up and costs none. Trained from the first layer's `ffn_norm` on."""
-    trainer, plain = train(tmp_path / "frozen", training__steps=1), train(tmp_path / "plain", None, training__steps=1)
+def test_frozen_weights_reduce_the_flops(tmp_path):
+    """A frozen weight counts 4 operations per token instead of 6, and 2 before the first trained parameter (`ffn_norm`
+    of the first layer), since the backward pass ends there. The embedding is a lookup and counts none."""
+    trainer = train_frozen(tmp_path / "frozen", training__steps=1)
+    plain = train_frozen(tmp_path / "plain", None, training__steps=1)
     sizes = {name: weight.numel() for name, weight in weights(trainer).items() if "tok_embeddings" not in name}
-    frozen = [size for name, size in sizes.items() if is_chosen(name)]
+    frozen = [size for name, size in sizes.items() if is_frozen(name)]
     no_gradient = [size for name, size in sizes.items() if name.startswith(("layers.0.attention", "layers.0.ffn_norm"))]
     assert plain.flops_per_token - trainer.flops_per_token == 2 * sum(frozen) + 2 * sum(no_gradient)
 
 
-def test_what_is_frozen_is_logged(tmp_path, caplog):
-    caplog.set_level("INFO", logger=logger.name)
-    trainer = train(tmp_path, Freeze.Config(include=["w1", "^output"]), training__steps=1)
+def test_frozen_parameters_are_logged(tmp_path, log):
+    trainer = train_frozen(tmp_path, Freeze.Config(include=["w1", "^output"]), training__steps=1)
     n_frozen = trainer.num_parameters - trainer.num_trained
     message = f"freeze: {n_frozen:,} of {trainer.num_parameters:,} parameters frozen: layers.*.feed_forward.w1.weight, "
-    assert message + "output.weight" in caplog.text
+    assert message + "output.weight" in log.text
 
 
-def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path):
+def test_resume_is_exact(tmp_path):
     saving = {"checkpoint__enable": True, "lr_scheduler__total_steps": 4}
-    straight = train(tmp_path / "straight", **saving)
-    train(tmp_path / "stopped", **saving, training__steps=2)
-    resumed = train(tmp_path / "stopped", **saving)
+    straight = train_frozen(tmp_path / "straight", **saving)
+    train_frozen(tmp_path / "stopped", **saving, training__steps=2)
+    resumed = train_frozen(tmp_path / "stopped", **saving)
     assert read_metrics(tmp_path / "stopped", "loss", "grad_norm") == read_metrics(
         tmp_path / "straight", "loss", "grad_norm"
     )
@@ -106,16 +100,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def train_layouts(folder: Path) -> None:
     for name, options in LAYOUTS.items():
-        trainer = train(folder / name, world_size=2, **options)
+        trainer = train_frozen(folder / name, **options)
         for parameter, weight in weights(trainer).items():
-            assert torch.equal(weight, trainer.begin[parameter]) == is_chosen(parameter), (name, parameter)
+            assert torch.equal(weight, trainer.initial[parameter]) == is_frozen(parameter), (name, parameter)
 
 
-def test_two_processes_equal_one(tmp_path):
-    """To float32's rounding in another order, 1e-5. In bfloat16, the weights that are frozen are kept in it; 1e-2 is
-    some of its steps of 2^-8."""
+def test_two_processes_match_one(tmp_path):
+    """The tolerance of 1e-5 covers float32 sums in a different order. In bfloat16, frozen weights are stored in
+    bfloat16; 1e-2 is a few of its rounding steps of 2^-8."""
     run_processes(train_layouts, 2, tmp_path)
-    train(tmp_path / "one")
+    train_frozen(tmp_path / "one")
     expected = read_metrics(tmp_path / "one", "loss", "grad_norm")
     for name in LAYOUTS:
         bound = 1e-2 if "bfloat16" in name else 1e-5
@@ -127,13 +121,13 @@ def test_two_processes_equal_one(tmp_path):
     ("options", "message"),
     [
         ({}, "freeze.include is empty"),
-        ({"include": ["("]}, r"freeze\.include '\(' is no regular expression"),
-        ({"include": ["w1", "w9"]}, r"freeze\.include 'w9' matches none of the parameters; there are: tok_embeddings"),
+        ({"include": ["("]}, r"freeze\.include '\(' is not a regular expression"),
+        ({"include": ["w1", "w9"]}, r"freeze\.include 'w9' matches none of the parameters: tok_embeddings"),
         ({"include": ["w1"], "exclude": ["w9"]}, r"freeze\.exclude 'w9' matches none of the parameters"),
-        ({"include": ["w1"], "exclude": ["feed_forward"]}, "nothing to freeze"),
+        ({"include": ["w1"], "exclude": ["feed_forward"]}, "freeze: nothing to freeze, since exclude matches"),
         ({"include": ["."]}, "leave nothing to train"),
     ],
 )
-def test_what_freezes_nothing_or_everything_is_refused(tmp_path, options, message):
+def test_invalid_patterns_are_rejected(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
-        train(tmp_path, Freeze.Config(**options))
+        train_frozen(tmp_path, Freeze.Config(**options))

@@ -1,4 +1,4 @@
-"""The chunked loss against torch's cross entropy on whole logits."""
+"""The chunked loss against the cross entropy of PyTorch on whole logits."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torchtitan.tools.errors import UserError
 def value_and_gradients(loss, hidden, weight, labels, scale=0.37):
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     value = loss(hidden, weight, labels)
-    # A factor behind the loss, as the division by the number of tokens is.
+    # A factor after the loss, like the division by the number of tokens.
     (value * scale).backward()
     return value, hidden.grad, weight.grad
 
@@ -30,15 +30,15 @@ def tensors():
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 1, 4, 7, 21, 1000])
-def test_value_and_gradients_equal_the_plain_loss(tensors, chunk_tokens):
+def test_value_and_gradients_match_the_plain_loss(tensors, chunk_tokens):
     ours = CrossEntropyLoss.Config(chunk_tokens=chunk_tokens).build()
     results = zip(value_and_gradients(ours, *tensors), value_and_gradients(plain, *tensors), strict=True)
     for result, expected in results:
-        # Float32 sums over 21 tokens in another order.
+        # Float32 sums over 21 tokens in a different order.
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_is_no_further_from_float64_than_the_plain_loss(tensors):
+def test_bfloat16_error_is_not_larger_than_the_plain_loss(tensors):
     hidden, weight, labels = tensors
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     exact = value_and_gradients(
@@ -49,7 +49,7 @@ def test_bfloat16_is_no_further_from_float64_than_the_plain_loss(tensors):
     theirs = value_and_gradients(plain, hidden, weight, labels)
     for result, reference, truth in zip(ours, theirs, exact, strict=True):
         error, allowed = ((x.double() - truth).norm().item() for x in (result, reference))
-        # The gradients are rounded to bfloat16 at the same places; 1.5 leaves room for luck.
+        # Both losses round gradients to bfloat16 at the same places; the factor 1.5 allows for chance.
         assert error <= 1.5 * allowed + 1e-6
         assert result.dtype == reference.dtype
 
@@ -67,7 +67,7 @@ def test_autocast_computes_logits_in_the_lower_precision(tensors):
     assert grad_weight.dtype == torch.float32
 
 
-def test_only_one_chunk_of_logits_is_ever_held(tensors):
+def test_logits_are_computed_in_chunks(tensors):
     sizes = []
 
     class Spy(CrossEntropyLoss):
@@ -100,9 +100,9 @@ def test_without_gradients_the_value_is_the_same(tensors):
     with torch.no_grad():
         value = Spy.Config(chunk_tokens=4).build()(hidden, weight, labels)
     torch.testing.assert_close(value, plain(*tensors), rtol=1e-5, atol=0)
-    assert seen == [False] * 6  # no gradient is computed for nothing
+    assert seen == [False] * 6  # no gradient is computed in vain
 
 
-def test_negative_chunk_is_refused():
-    with pytest.raises(UserError, match="chunk_tokens"):
+def test_a_negative_chunk_is_rejected():
+    with pytest.raises(UserError, match=r"--loss\.chunk_tokens is -1, and must be at least 0"):
         CrossEntropyLoss.Config(chunk_tokens=-1).validate()

@@ -1,4 +1,4 @@
-"""The learning-rate schedule against formulas and torch's own schedulers."""
+"""The learning-rate schedule against formulas and the schedulers of PyTorch and transformers."""
 
 import math
 from functools import partial
@@ -27,7 +27,7 @@ def make_scheduler(training_steps: int, **settings) -> LRScheduler:
 
 
 def curve(scheduler: LRScheduler, n_steps: int) -> list[float]:
-    """The rates that the optimizer has in each of the first `n_steps` steps, as shares of the peak."""
+    """Return the learning rate of the optimizer in each of the first `n_steps` steps, relative to the peak."""
     rates = []
     for _ in range(n_steps):
         (group,) = scheduler.optimizer.param_groups
@@ -37,10 +37,10 @@ def curve(scheduler: LRScheduler, n_steps: int) -> list[float]:
     return rates
 
 
-def rates_of(scheduler_of, n_steps: int) -> list[float]:
-    """The rates that a schedule of torch's kind gives in each of the first steps, as shares of the peak."""
+def torch_curve(build_scheduler, n_steps: int) -> list[float]:
+    """Return the learning rate of a PyTorch scheduler in each of the first `n_steps` steps, relative to the peak."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
-    scheduler = scheduler_of(optimizer)
+    scheduler = build_scheduler(optimizer)
     rates = []
     for _ in range(n_steps):
         rates.append(optimizer.param_groups[0]["lr"] / PEAK)
@@ -49,8 +49,8 @@ def rates_of(scheduler_of, n_steps: int) -> list[float]:
     return rates
 
 
-def through(knots: list[tuple[float, float]], x: float) -> float:
-    """The polyline through `knots`, constant outside of them."""
+def interpolate(knots: list[tuple[float, float]], x: float) -> float:
+    """Interpolate linearly between `knots`; constant outside them."""
     for (x0, y0), (x1, y1) in zip(knots, knots[1:], strict=False):
         if x0 <= x < x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
@@ -58,45 +58,45 @@ def through(knots: list[tuple[float, float]], x: float) -> float:
 
 
 def expected_curve(n_steps, warmup, total, decay, shape, floor):
-    """Step n = 1, 2, ...: from 0 at n = 0 linearly to the peak at n = warmup; the decay's progress goes from 0 at its
-    first step to 1 at the step behind the schedule's last."""
+    """Return the expected rates of steps n = 1, 2, ...: linear from 0 at n = 0 to the peak at n = warmup; the progress
+    of the decay is 0 at its first step and 1 at the step after the last one."""
     rates = []
     for n in range(1, n_steps + 1):
-        progress = through([(total - decay + 1, 0.0), (total + 1, 1.0)], n)
+        progress = interpolate([(total - decay + 1, 0.0), (total + 1, 1.0)], n)
         shapes = {"linear": 1 - progress, "sqrt": 1 - progress**0.5, "cosine": math.cos(progress * math.pi / 2) ** 2}
-        rates.append(through([(0, 0.0), (warmup, 1.0)], n) * (floor + (1 - floor) * shapes[shape]))
+        rates.append(interpolate([(0, 0.0), (warmup, 1.0)], n) * (floor + (1 - floor) * shapes[shape]))
     return rates
 
 
 @pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
 @pytest.mark.parametrize("min_lr_factor", [0.0, 0.1])
 @pytest.mark.parametrize(("decay_ratio", "decay"), [(None, 15), (0.25, 5), (1.0, 15), (0.0, 0)])
-def test_warm_up_stable_decay(decay_type, min_lr_factor, decay_ratio, decay):
-    """No ratio: all that follows the warm-up decays; no decay can begin before the warm-up has ended."""
+def test_warmup_stable_decay(decay_type, min_lr_factor, decay_ratio, decay):
+    """Without a ratio, the decay begins after the warmup. It never begins before the warmup ends."""
     settings = {"warmup_steps": 5, "decay_ratio": decay_ratio, "decay_type": decay_type, "min_lr_factor": min_lr_factor}
     rates = curve(make_scheduler(20, **settings), 24)
     if decay == 0:
         expected = expected_curve(24, 5, 24, 0, decay_type, 1.0)
     else:
         expected = expected_curve(24, 5, 20, decay, decay_type, min_lr_factor)
-    assert rates == pytest.approx(expected, abs=1e-12)  # float64 rounding of other formulas
+    assert rates == pytest.approx(expected, abs=1e-12)  # float64 rounding
     assert rates[3] < rates[4] == rates[5] == 1.0
 
 
-def test_no_warm_up_starts_at_the_peak():
+def test_without_warmup_the_rate_starts_at_the_peak():
     assert curve(make_scheduler(4, warmup_steps=0), 4) == [1.0, 0.75, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("decay_type", ["linear", "cosine"])
-def test_decay_equals_torch_s_schedulers(decay_type):
+def test_decay_matches_torch_schedulers(decay_type):
     schedulers = torch.optim.lr_scheduler
     if decay_type == "linear":
         theirs = partial(schedulers.LinearLR, start_factor=1.0, end_factor=0.1, total_iters=30)
     else:
         theirs = partial(schedulers.CosineAnnealingLR, T_max=30, eta_min=0.1 * PEAK)
-    expected = rates_of(theirs, 30)
+    expected = torch_curve(theirs, 30)
     ours = make_scheduler(30, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1)
-    # theirs multiply from step to step, and round 30 times.
+    # PyTorch multiplies from step to step, and so rounds 30 times.
     assert curve(ours, 30) == pytest.approx(expected, rel=1e-12)
 
 
@@ -108,55 +108,55 @@ def test_decay_equals_torch_s_schedulers(decay_type):
         ({"decay_ratio": 0.25}, "get_wsd_schedule", {"num_decay_steps": 5, "decay_type": "linear"}),
     ],
 )
-def test_equals_transformers_schedules(settings, name, theirs):
-    """Theirs begin the warm-up at 0 and reach the peak in the step behind it; ours leaves out the step at 0."""
-    make = getattr(pytest.importorskip("transformers"), name)
+def test_matches_transformers_schedules(settings, name, theirs):
+    """In transformers, the warmup begins at 0 and the peak is in the step after it; we skip the step at 0."""
+    get_schedule = getattr(pytest.importorskip("transformers"), name)
     lengths = {"num_warmup_steps": 5, "num_training_steps": 20}
-    expected = rates_of(lambda optimizer: make(optimizer, **lengths, **theirs), 20)
+    expected = torch_curve(lambda optimizer: get_schedule(optimizer, **lengths, **theirs), 20)
     ours = curve(make_scheduler(20, warmup_steps=5, **settings), 20)
     assert ours == pytest.approx(expected[1:6] + expected[5:], rel=1e-12)  # float64 rounding
 
 
-def test_the_warm_up_equals_torch_s():
-    """n steps that rise by equal amounts to the peak."""
+def test_warmup_matches_torch():
+    """The rate rises linearly to the peak."""
     theirs = torch.optim.lr_scheduler.LinearLR
-    expected = rates_of(lambda optimizer: theirs(optimizer, start_factor=1 / 7, total_iters=6), 9)
+    expected = torch_curve(lambda optimizer: theirs(optimizer, start_factor=1 / 7, total_iters=6), 9)
     ours = curve(make_scheduler(9, warmup_steps=7, decay_ratio=0.0), 9)
-    assert ours == pytest.approx(expected, rel=1e-12)  # theirs multiply from step to step
+    assert ours == pytest.approx(expected, rel=1e-12)  # PyTorch multiplies from step to step
 
 
-def test_the_documented_inverse_square_root_equals_transformers_one():
+def test_the_documented_inverse_square_root_matches_transformers():
     documented = documented_class(PROJECT / "docs" / "extending.md", "InverseSquareRoot")
     ours = documented.Config(warmup_steps=5, timescale=8).build(optimizer=make_optimizer(), training_steps=20)
     transformers = pytest.importorskip("transformers")
-    make = partial(transformers.get_inverse_sqrt_schedule, num_warmup_steps=5, timescale=8)
-    expected = rates_of(make, 20)
+    get_schedule = partial(transformers.get_inverse_sqrt_schedule, num_warmup_steps=5, timescale=8)
+    expected = torch_curve(get_schedule, 20)
     assert curve(ours, 20) == pytest.approx(expected[1:6] + expected[5:], rel=1e-12)
 
 
-def test_a_longer_schedule_is_left_early_on_the_same_curve():
+def test_a_shorter_run_follows_the_curve_of_total_steps():
     settings = {"warmup_steps": 4, "decay_ratio": 0.5}
     stopped_early = curve(make_scheduler(12, total_steps=20, **settings), 12)
     assert stopped_early == curve(make_scheduler(20, **settings), 20)[:12]
 
 
-def test_beyond_a_shorter_schedule_the_rate_stays_at_its_end():
+def test_the_rate_is_constant_after_the_schedule():
     rates = curve(make_scheduler(10, total_steps=4, warmup_steps=0, min_lr_factor=0.25), 10)
     assert rates[4:] == [0.25] * 6
 
 
-def test_a_warm_up_longer_than_the_schedule_warns_and_takes_all_of_it(log):
+def test_a_warmup_longer_than_the_schedule_is_shortened_with_a_warning(log):
     assert curve(make_scheduler(4, warmup_steps=9), 4) == [0.25, 0.5, 0.75, 1.0]
     (message,) = log.messages
     assert "warmup_steps (9) exceeds the length of the schedule (4)" in message
 
 
-def test_a_warm_up_as_long_as_the_schedule_ends_at_the_peak(log):
+def test_a_warmup_as_long_as_the_schedule_ends_at_the_peak(log):
     assert curve(make_scheduler(4, warmup_steps=4), 4) == [0.25, 0.5, 0.75, 1.0]
     assert log.messages == []
 
 
-def test_groups_with_a_rate_of_their_own_keep_their_ratio():
+def test_the_schedule_scales_the_learning_rate_of_each_group():
     optimizer = make_optimizer(bias=ParamGroup(pattern="bias", lr=PEAK / 8))
     scheduler = LRScheduler.Config(warmup_steps=3, min_lr_factor=0.1).build(optimizer=optimizer, training_steps=10)
     factors = []
@@ -166,10 +166,10 @@ def test_groups_with_a_rate_of_their_own_keep_their_ratio():
         assert rates[2] == scheduler.lr
         factors.append(scheduler.factor(scheduler.steps_taken))
         scheduler.step()
-    assert len(set(factors)) == 9  # the warm-up's last step and the decay's first both have the peak rate
+    assert len(set(factors)) == 9  # the last warmup step and the first decay step both have the peak rate
 
 
-def test_all_optimizers_of_a_split_follow():
+def test_the_schedule_applies_to_both_optimizers_of_muon():
     model = nn.ModuleDict({"layer": nn.Linear(3, 2), "output": nn.Linear(2, 3, bias=False)})
     optimizer = Optimizer.Config(name="Muon", lr=PEAK, param_groups={}).build(model_parts=[model])
     assert len(optimizer.optimizers) == 2
@@ -177,7 +177,7 @@ def test_all_optimizers_of_a_split_follow():
     assert [group["lr"] for group in optimizer.param_groups] == [PEAK / 4] * 2
 
 
-def test_resuming_continues_the_curve():
+def test_resume_continues_the_curve():
     settings = {"warmup_steps": 3, "decay_ratio": 0.5, "decay_type": "cosine"}
     straight = curve(make_scheduler(12, **settings), 12)
     stopped = make_scheduler(12, **settings)
@@ -187,8 +187,8 @@ def test_resuming_continues_the_curve():
     assert before + curve(resumed, 5) == straight
 
 
-def test_the_curve_of_a_resumed_run_is_the_configured_one():
-    """A checkpoint holds how far the schedule has come, and nothing of its shape."""
+def test_resume_uses_the_configured_curve():
+    """A checkpoint holds the position in the schedule, not its shape."""
     stopped = make_scheduler(10, warmup_steps=2)
     curve(stopped, 6)
     longer = make_scheduler(30, warmup_steps=2, decay_type="sqrt")
@@ -196,16 +196,16 @@ def test_the_curve_of_a_resumed_run_is_the_configured_one():
     assert curve(longer, 24) == curve(make_scheduler(30, warmup_steps=2, decay_type="sqrt"), 30)[6:]
 
 
-def test_another_length_of_the_run_is_that_of_the_schedule():
+def test_set_length_applies_unless_total_steps_is_set():
     stopped = make_scheduler(20, warmup_steps=2)
     curve(stopped, 6)
     resumed = make_scheduler(20, warmup_steps=2)
     resumed.load_state_dict(stopped.state_dict())
     resumed.set_length(13)
     assert curve(resumed, 7) == curve(make_scheduler(13, warmup_steps=2), 13)[6:]
-    own = make_scheduler(20, total_steps=30)
-    own.set_length(13)
-    assert own.total_steps == 30
+    fixed = make_scheduler(20, total_steps=30)
+    fixed.set_length(13)
+    assert fixed.total_steps == 30
 
 
 @pytest.mark.parametrize(
@@ -218,6 +218,6 @@ def test_another_length_of_the_run_is_that_of_the_schedule():
         ({"min_lr_factor": float("nan")}, r"--lr_scheduler\.min_lr_factor must be in \[0, 1\], not nan"),
     ],
 )
-def test_wrong_values_are_refused(settings, message):
+def test_invalid_values_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         LRScheduler.Config(**settings).validate()

@@ -1,4 +1,4 @@
-"""The numbers of a run: what is measured, what is left out, where it is written, and what a resumed run does."""
+"""Metrics of a run: measurements, exclusions, sinks, console output, and resuming."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ KEYS = {
 
 
 class Clock:
-    """Time that passes only when told."""
+    """Clock that advances only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -56,10 +56,10 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.components.metrics.peak_flops", lambda *_: PeakFlops(PEAK, "made up"))
+    monkeypatch.setattr("torchtitan.components.metrics.peak_flops", lambda *_: PeakFlops(PEAK, "for tests"))
 
 
-def build(folder: Path, config: MetricsProcessor.Config | None = None, **runtime: Any) -> MetricsProcessor:
+def build_metrics(folder: Path, config: MetricsProcessor.Config | None = None, **runtime: Any) -> MetricsProcessor:
     defaults: dict[str, Any] = {
         "dump_folder": str(folder),
         "device": CPU,
@@ -80,18 +80,18 @@ def train(metrics: MetricsProcessor, first: int, last: int, clock: Clock | None 
         metrics.log_step(step, loss=1 / step, grad_norm=0.1 * step, lr=1e-3 / 3, n_tokens_seen=100 * step)
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def steps_of(path: Path) -> list[int]:
-    return [line["step"] for line in lines_of(path)]
+def read_steps(path: Path) -> list[int]:
+    return [line["step"] for line in read_lines(path)]
 
 
 class TestNumbers:
-    def test_a_line_holds_every_number_in_full_precision(self, tmp_path: Path) -> None:
+    def test_a_line_contains_every_number_in_full_precision(self, tmp_path: Path) -> None:
         clock = Clock()
-        metrics = build(tmp_path, MetricsProcessor.Config(log_freq=4), world_size=2, clock=clock)
+        metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=4), world_size=2, clock=clock)
         metrics.start(0)
         for step in range(1, 5):
             with metrics.timing_data():
@@ -102,12 +102,12 @@ class TestNumbers:
             metrics.log_step(step, loss=2 / 3, grad_norm=0.1 + 0.2, lr=1e-5 / 3, n_tokens_seen=2**40 + step)
         metrics.close()
 
-        first, fourth = lines_of(tmp_path / "metrics.jsonl")
+        first, fourth = read_lines(tmp_path / "metrics.jsonl")
         assert set(first) == set(fourth) == KEYS
         assert (first["step"], fourth["step"]) == (1, 4)
         assert (fourth["loss"], fourth["grad_norm"], fourth["lr"]) == (2 / 3, 0.1 + 0.2, 1e-5 / 3)
         assert fourth["n_tokens_seen"] == 2**40 + 4
-        # Three steps of 2 s and 100 tokens each; the 2 devices share 6e9 FLOP per token. The clock's halves are exact.
+        # Three steps of 2 s and 100 tokens each; 2 devices share 6e9 FLOP per token. Times are exact in float64.
         assert fourth["step_time"] == 2.0
         assert fourth["tokens_per_second"] == 50.0
         assert fourth["data_loading_fraction"] == 0.25
@@ -115,9 +115,9 @@ class TestNumbers:
         assert fourth["mfu"] == 100 * 6e9 * 50 / 2 / PEAK
         assert 0.05 < fourth["memory_gib"] < 100
 
-    def test_what_is_excluded_does_not_count(self, tmp_path: Path) -> None:
+    def test_excluded_time_does_not_count(self, tmp_path: Path) -> None:
         clock = Clock()
-        metrics = build(tmp_path, MetricsProcessor.Config(log_freq=2), clock=clock)
+        metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=2), clock=clock)
         metrics.start(0)
         train(metrics, 1, 1, clock)
         for step in (2, 3, 4):
@@ -125,7 +125,7 @@ class TestNumbers:
                 clock.sleep(0.25)
             clock.sleep(0.75)
             metrics.count_tokens(100)
-            with metrics.exclude():  # validation, with its own use of the same timers, and a save inside it
+            with metrics.exclude():  # validation, which uses the same timers, with a save inside it
                 with metrics.timing_data():
                     clock.sleep(50)
                 metrics.count_tokens(12345)
@@ -135,89 +135,89 @@ class TestNumbers:
             metrics.log_step(step, loss=1.0, grad_norm=1.0, lr=1.0, n_tokens_seen=0)
         metrics.close()
 
-        training = [line for line in lines_of(tmp_path / "metrics.jsonl") if "loss" in line]
+        training = [line for line in read_lines(tmp_path / "metrics.jsonl") if "loss" in line]
         assert [line["step"] for line in training] == [1, 2, 4]
         for line in training[1:]:
             assert (line["tokens_per_second"], line["step_time"], line["data_loading_fraction"]) == (100.0, 1.0, 0.25)
 
-    def test_an_exception_leaves_the_timers_whole(self, tmp_path: Path) -> None:
+    def test_an_exception_in_exclude_restores_the_timers(self, tmp_path: Path) -> None:
         clock = Clock()
-        metrics = build(tmp_path, MetricsProcessor.Config(log_freq=1), clock=clock)
+        metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=1), clock=clock)
         metrics.start(0)
         with pytest.raises(StopIteration), metrics.exclude():
             clock.sleep(9)
             raise StopIteration
         train(metrics, 1, 1, clock)
-        assert lines_of(tmp_path / "metrics.jsonl")[0]["step_time"] == 1.0
+        assert read_lines(tmp_path / "metrics.jsonl")[0]["step_time"] == 1.0
 
     def test_time_before_start_does_not_count(self, tmp_path: Path) -> None:
         clock = Clock()
-        metrics = build(tmp_path, clock=clock)
+        metrics = build_metrics(tmp_path, clock=clock)
         clock.sleep(100)
         metrics.start(7)
         train(metrics, 8, 10, clock)
-        assert lines_of(tmp_path / "metrics.jsonl")[0]["step_time"] == 1.0
+        assert read_lines(tmp_path / "metrics.jsonl")[0]["step_time"] == 1.0
 
     def test_first_last_and_every_nth_step_are_logged(self, tmp_path: Path) -> None:
-        metrics = build(tmp_path, total_steps=25)
+        metrics = build_metrics(tmp_path, total_steps=25)
         metrics.start(0)
         train(metrics, 1, 25)
-        assert steps_of(tmp_path / "metrics.jsonl") == [1, 10, 20, 25]
+        assert read_steps(tmp_path / "metrics.jsonl") == [1, 10, 20, 25]
         assert [step for step in range(1, 26) if metrics.should_log(step)] == [1, 10, 20, 25]
 
-    @pytest.mark.parametrize("flush", [True, False])  # False: an error has ended the loop
-    def test_the_last_step_has_a_line_wherever_the_run_ends(self, tmp_path: Path, flush: bool) -> None:
+    @pytest.mark.parametrize("flush", [True, False])  # False: an error ended the loop
+    def test_the_last_step_is_always_logged(self, tmp_path: Path, flush: bool) -> None:
         clock = Clock()
-        metrics = build(tmp_path, clock=clock)
+        metrics = build_metrics(tmp_path, clock=clock)
         metrics.start(0)
         train(metrics, 1, 13, clock)
         if flush:
             metrics.flush()
-            assert steps_of(tmp_path / "metrics.jsonl") == [1, 10, 13]
+            assert read_steps(tmp_path / "metrics.jsonl") == [1, 10, 13]
         with metrics.exclude():  # the last validation and checkpoint
             clock.sleep(50)
-        metrics.count_tokens(12345)  # of a step that was not finished
+        metrics.count_tokens(12345)  # of an unfinished step
         metrics.close()
-        last = lines_of(tmp_path / "metrics.jsonl")[-1]
+        last = read_lines(tmp_path / "metrics.jsonl")[-1]
         assert set(last) == KEYS
         assert (last["step"], last["loss"], last["step_time"], last["tokens_per_second"]) == (13, 1 / 13, 1.0, 100.0)
-        assert steps_of(tmp_path / "metrics.jsonl") == [1, 10, 13]
+        assert read_steps(tmp_path / "metrics.jsonl") == [1, 10, 13]
 
-    def test_a_last_step_that_was_due_has_one_line(self, tmp_path: Path) -> None:
-        metrics = build(tmp_path)
+    def test_the_last_step_is_logged_once(self, tmp_path: Path) -> None:
+        metrics = build_metrics(tmp_path)
         metrics.start(0)
         train(metrics, 1, 10)
         metrics.flush()
         metrics.close()
-        assert steps_of(tmp_path / "metrics.jsonl") == [1, 10]
+        assert read_steps(tmp_path / "metrics.jsonl") == [1, 10]
 
-    def test_validation_has_a_line_of_its_own(self, tmp_path: Path) -> None:
-        metrics = build(tmp_path)
+    def test_validation_has_a_separate_line(self, tmp_path: Path) -> None:
+        metrics = build_metrics(tmp_path)
         metrics.start(0)
         metrics.log_validation(3, 2 / 3)
         metrics.log_validation(4, 0.5, accuracy=0.25)
-        assert lines_of(tmp_path / "metrics.jsonl") == [
+        assert read_lines(tmp_path / "metrics.jsonl") == [
             {"step": 3, "validation_loss": 2 / 3},
             {"step": 4, "validation_loss": 0.5, "accuracy": 0.25},
         ]
 
-    def test_numbers_that_json_has_not_are_null(self, tmp_path: Path) -> None:
-        metrics = build(tmp_path)
+    def test_nonfinite_numbers_are_null(self, tmp_path: Path) -> None:
+        metrics = build_metrics(tmp_path)
         metrics.start(0)
         metrics.log_step(1, loss=math.nan, grad_norm=math.inf, lr=1.0, n_tokens_seen=5, reward=-math.inf)
         text = (tmp_path / "metrics.jsonl").read_text()
-        line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not valid JSON"))
         assert (line["loss"], line["grad_norm"], line["reward"], line["lr"]) == (None, None, None, 1.0)
 
-    def test_a_forgotten_start_is_named(self, tmp_path: Path) -> None:
+    def test_a_missing_call_of_start_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"start\(step\)"):
-            train(build(tmp_path), 1, 1)
+            train(build_metrics(tmp_path), 1, 1)
 
 
 class TestResume:
     def test_lines_after_the_checkpoint_are_dropped(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
-        metrics = build(tmp_path, MetricsProcessor.Config(log_freq=1))
+        metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=1))
         metrics.start(0)
         train(metrics, 1, 4)
         metrics.log_validation(4, 0.5)
@@ -228,56 +228,56 @@ class TestResume:
         with open(path, "a") as file:
             file.write('{"step": 8, "loss": 0.12')  # killed while writing
 
-        metrics = build(tmp_path, MetricsProcessor.Config(log_freq=1))
+        metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=1))
         metrics.start(4)
         assert path.read_text().splitlines() == kept
         train(metrics, 5, 6)
         metrics.close()
-        assert steps_of(path) == [1, 2, 3, 4, 4, 5, 6]
+        assert read_steps(path) == [1, 2, 3, 4, 4, 5, 6]
         assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
-    def test_a_whole_last_line_without_its_newline_is_kept(self, tmp_path: Path) -> None:
+    def test_a_complete_last_line_without_newline_is_kept(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
         path.write_text('{"step": 1}\n{"step": 2}')
-        metrics = build(tmp_path, MetricsProcessor.Config(log_freq=1))
+        metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=1))
         metrics.start(2)
         train(metrics, 3, 3)
-        assert steps_of(path) == [1, 2, 3]
+        assert read_steps(path) == [1, 2, 3]
 
-    def test_a_resumed_run_logs_the_steps_of_an_uninterrupted_one(self, tmp_path: Path) -> None:
+    def test_a_resumed_run_logs_the_same_steps_as_an_uninterrupted_run(self, tmp_path: Path) -> None:
         for start in (0, 7):
-            metrics = build(tmp_path)
+            metrics = build_metrics(tmp_path)
             metrics.start(start)
             train(metrics, start + 1, 8 if start == 0 else 20)
             metrics.close()
-        assert steps_of(tmp_path / "metrics.jsonl") == [1, 10, 20]
+        assert read_steps(tmp_path / "metrics.jsonl") == [1, 10, 20]
 
     @pytest.mark.parametrize(("resumed_from", "steps"), [(7, [1, 7, 10, 20]), (5, [1, 10, 20])])
-    def test_the_last_line_of_a_stopped_run_is_kept_where_it_resumes_from_there(
+    def test_the_last_line_of_a_stopped_run_is_kept_if_its_step_is_resumed(
         self, tmp_path: Path, resumed_from: int, steps: list[int]
     ) -> None:
         for start, last in ((0, 7), (resumed_from, 20)):
-            metrics = build(tmp_path)
+            metrics = build_metrics(tmp_path)
             metrics.start(start)
             train(metrics, start + 1, last)
             metrics.close()
-        assert steps_of(tmp_path / "metrics.jsonl") == steps
+        assert read_steps(tmp_path / "metrics.jsonl") == steps
 
-    def test_resuming_from_elsewhere_needs_no_file(self, tmp_path: Path) -> None:
-        metrics = build(tmp_path / "new" / "folder")
+    def test_resume_works_without_a_metrics_file(self, tmp_path: Path) -> None:
+        metrics = build_metrics(tmp_path / "new" / "folder")
         metrics.start(9)
         train(metrics, 10, 10)
-        assert steps_of(tmp_path / "new" / "folder" / "metrics.jsonl") == [10]
+        assert read_steps(tmp_path / "new" / "folder" / "metrics.jsonl") == [10]
 
-    def test_a_fresh_run_sets_the_old_file_aside(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    def test_a_new_run_renames_the_old_file(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
         for last in (10, 20, 1):
-            metrics = build(tmp_path)
+            metrics = build_metrics(tmp_path)
             metrics.start(0)
             train(metrics, 1, last)
             metrics.close()
-        assert steps_of(tmp_path / "metrics-1.jsonl") == [1, 10]
-        assert steps_of(tmp_path / "metrics-2.jsonl") == [1, 10, 20]
-        assert steps_of(tmp_path / "metrics.jsonl") == [1]
+        assert read_steps(tmp_path / "metrics-1.jsonl") == [1, 10]
+        assert read_steps(tmp_path / "metrics-2.jsonl") == [1, 10, 20]
+        assert read_steps(tmp_path / "metrics.jsonl") == [1]
         assert "renamed to metrics-2.jsonl" in log.text
 
 
@@ -293,10 +293,10 @@ class TestTensorBoard:
 
     @staticmethod
     def logged(path: Path) -> dict[tuple[int, str], float]:
-        return {(line["step"], k): v for line in lines_of(path) for k, v in line.items() if k != "step"}
+        return {(line["step"], k): v for line in read_lines(path) for k, v in line.items() if k != "step"}
 
-    def test_it_shows_the_numbers_of_the_file(self, tmp_path: Path) -> None:
-        metrics = build(tmp_path, self.CONFIG)
+    def test_scalars_match_the_metrics_file(self, tmp_path: Path) -> None:
+        metrics = build_metrics(tmp_path, self.CONFIG)
         metrics.start(0)
         train(metrics, 1, 3)
         metrics.log_validation(3, 0.7)
@@ -308,7 +308,7 @@ class TestTensorBoard:
 
     def test_a_resumed_run_purges_later_points(self, tmp_path: Path) -> None:
         for start, last in ((0, 6), (3, 4)):
-            metrics = build(tmp_path, self.CONFIG)
+            metrics = build_metrics(tmp_path, self.CONFIG)
             metrics.start(start)
             train(metrics, start + 1, last)
             metrics.close()
@@ -316,9 +316,9 @@ class TestTensorBoard:
         assert sorted(step for step, tag in points if tag == "loss") == [1, 2, 3, 4]
         assert points == pytest.approx(self.logged(tmp_path / "metrics.jsonl"), rel=1e-6)
 
-    def test_a_fresh_run_sets_the_old_folder_aside(self, tmp_path: Path) -> None:
+    def test_a_new_run_renames_the_old_folder(self, tmp_path: Path) -> None:
         for last in (2, 1):
-            metrics = build(tmp_path, self.CONFIG)
+            metrics = build_metrics(tmp_path, self.CONFIG)
             metrics.start(0)
             train(metrics, 1, last)
             metrics.close()
@@ -329,41 +329,41 @@ class TestTensorBoard:
 class TestWandB:
     CONFIG = MetricsProcessor.Config(log_freq=1, enable_wandb=True)
 
-    def test_it_takes_the_numbers_and_continues_the_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("wandb", reason="needs the package wandb")
+    def test_values_are_logged_and_the_run_is_resumed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("wandb", reason="requires wandb")
         calls: list[dict[str, Any]] = []
 
-        def init(**settings: Any) -> Run:
+        def init(**settings: Any) -> FakeRun:
             calls.append(settings)
-            return Run()
+            return FakeRun()
 
         monkeypatch.setattr("wandb.init", init)
         for start, last in ((0, 2), (1, 2), (0, 1)):
-            metrics = build(tmp_path, self.CONFIG, run_config={"lr": 0.5})
+            metrics = build_metrics(tmp_path, self.CONFIG, run_config={"lr": 0.5})
             metrics.start(start)
             train(metrics, start + 1, last)
             metrics.close()
-        assert [call["id"] for call in calls] == [None, Run.id, None]
+        assert [call["id"] for call in calls] == [None, FakeRun.id, None]
         assert [call["config"] for call in calls] == [{"lr": 0.5}] * 3
-        assert [step for step, _ in Run.logged] == [1, 2, 2, 1]
-        assert all(set(values) == KEYS - {"step"} for _, values in Run.logged)
-        assert Run.finished == 3
+        assert [step for step, _ in FakeRun.logged] == [1, 2, 2, 1]
+        assert all(set(values) == KEYS - {"step"} for _, values in FakeRun.logged)
+        assert FakeRun.finished == 3
 
-    def test_offline_it_works_without_a_network(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("wandb", reason="needs the package wandb")
+    def test_offline_mode_needs_no_network(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("wandb", reason="requires wandb")
         for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
             monkeypatch.setenv(name, value)
-        metrics = build(tmp_path, self.CONFIG)
+        metrics = build_metrics(tmp_path, self.CONFIG)
         metrics.start(0)
         train(metrics, 1, 2)
         metrics.close()
         assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-        assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
+        assert read_steps(tmp_path / "metrics.jsonl") == [1, 2]
 
-    def test_refused_it_leaves_the_earlier_run_s_files_alone(
+    def test_a_failed_login_keeps_the_files_of_the_earlier_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        wandb = pytest.importorskip("wandb", reason="needs the package wandb")
+        wandb = pytest.importorskip("wandb", reason="requires wandb")
 
         def init(**settings: Any) -> None:
             raise wandb.Error("not logged in")
@@ -374,16 +374,16 @@ class TestWandB:
             (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         config = MetricsProcessor.Config(enable_wandb=True, enable_tensorboard=True)
         with pytest.raises(UserError, match=r"not logged in.*wandb login"):
-            build(tmp_path, config).start(0)
+            build_metrics(tmp_path, config).start(0)
         assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "tb", "wandb"}
-        assert steps_of(tmp_path / "metrics.jsonl") == [1]
+        assert read_steps(tmp_path / "metrics.jsonl") == [1]
 
-    def test_absent_it_says_how_to_install_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_package_names_the_install_command(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "wandb", None)
         with pytest.raises(UserError, match="pip install wandb$"):
-            build(tmp_path, self.CONFIG)
+            build_metrics(tmp_path, self.CONFIG)
 
-    def test_a_folder_of_that_name_is_no_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_folder_named_wandb_is_not_the_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "wandb").mkdir()
         monkeypatch.setattr(sys, "path", [str(tmp_path)])
         monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -391,25 +391,25 @@ class TestWandB:
             self.CONFIG.validate()
 
 
-class Run:
-    """Stands for a W&B run: what this project asks of it."""
+class FakeRun:
+    """Fake W&B run with the methods that this project uses."""
 
     id = "abc123"
     logged: list[tuple[int, dict[str, float]]] = []
     finished = 0
 
     def log(self, values: dict[str, float], step: int) -> None:
-        Run.logged.append((step, values))
+        FakeRun.logged.append((step, values))
 
     def finish(self) -> None:
-        Run.finished += 1
+        FakeRun.finished += 1
 
 
 class TestSinks:
     def test_other_ranks_write_nothing(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-        log.set_level(logging.ERROR, logger="torchtitan")  # as `init_logger` does for them
+        log.set_level(logging.ERROR, logger="torchtitan")  # like `init_logger` on other ranks
         config = MetricsProcessor.Config(log_freq=1, enable_tensorboard=True)
-        metrics = build(tmp_path / "out", config, rank=1, world_size=2)
+        metrics = build_metrics(tmp_path / "out", config, rank=1, world_size=2)
         metrics.start(0)
         train(metrics, 1, 3)
         metrics.log_validation(3, 0.5)
@@ -417,16 +417,16 @@ class TestSinks:
         assert not (tmp_path / "out").exists()
         assert not log.records
 
-    def test_a_rank_that_is_to_speak_prints_but_does_not_write(
+    def test_another_rank_with_logging_prints_but_does_not_write(
         self, tmp_path: Path, log: pytest.LogCaptureFixture
     ) -> None:
-        metrics = build(tmp_path / "out", rank=1, world_size=2)
+        metrics = build_metrics(tmp_path / "out", rank=1, world_size=2)
         metrics.start(0)
         train(metrics, 1, 1)
         assert not (tmp_path / "out").exists()
         assert "loss  1.0000" in log.text
 
-    def test_a_subclass_adds_its_own(self, tmp_path: Path) -> None:
+    def test_a_subclass_can_add_a_sink(self, tmp_path: Path) -> None:
         received: list[tuple[int, dict[str, float]]] = []
 
         class Memory(Sink):
@@ -440,17 +440,15 @@ class TestSinks:
             def make_sinks(self, step: int) -> list[Sink]:
                 return [*super().make_sinks(step), Memory()]
 
-        metrics = build(tmp_path, MyMetrics.Config())
+        metrics = build_metrics(tmp_path, MyMetrics.Config())
         assert isinstance(metrics, MyMetrics)
         metrics.start(0)
         train(metrics, 1, 10)
         metrics.close()
         assert [step for step, _ in received] == [1, 10, -1]
-        assert {"step": 10, **received[1][1]} == lines_of(tmp_path / "metrics.jsonl")[1]
+        assert {"step": 10, **received[1][1]} == read_lines(tmp_path / "metrics.jsonl")[1]
 
-    def test_a_sink_that_fails_warns_once_and_the_others_go_on(
-        self, tmp_path: Path, log: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_failing_sink_warns_once_and_others_continue(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
         class Full(Sink):
             def write(self, step: int, values: Mapping[str, float]) -> None:
                 raise OSError("No space left on device")
@@ -462,16 +460,16 @@ class TestSinks:
             def make_sinks(self, step: int) -> list[Sink]:
                 return [Full(), *super().make_sinks(step)]
 
-        metrics = build(tmp_path, MyMetrics.Config(log_freq=1))
+        metrics = build_metrics(tmp_path, MyMetrics.Config(log_freq=1))
         metrics.start(0)
         train(metrics, 1, 3)
         metrics.close()
-        assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
+        assert read_steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
         warnings = [record.message for record in log.records if record.levelno == logging.WARNING]
         assert warnings == ["Full cannot write metrics: No space left on device; training continues"]
 
-    def test_a_line_that_does_not_fit_leaves_the_file_whole(self, tmp_path: Path) -> None:
-        """A real failing write: the process may not make files larger than 30 bytes."""
+    def test_a_failed_write_leaves_no_partial_line(self, tmp_path: Path) -> None:
+        """The write fails because the file size limit of the process is 30 bytes."""
         script = (
             "import resource, signal; from pathlib import Path; "
             "from torchtitan.components.metric_sinks import JsonLines\n"
@@ -487,29 +485,29 @@ class TestSinks:
         environment = os.environ | {"PYTHONPATH": str(PROJECT)}
         result = run_command([sys.executable, "-c", script], env=environment, timeout=60, check=True)
         assert result.stdout == "OSError\n"
-        assert lines_of(tmp_path / "m.jsonl") == [{"step": 1, "loss": 1.0}, {"step": 3, "loss": 0.25}]
+        assert read_lines(tmp_path / "m.jsonl") == [{"step": 1, "loss": 1.0}, {"step": 3, "loss": 0.25}]
 
-    def test_lines_are_in_the_file_at_once(self, tmp_path: Path) -> None:
+    def test_lines_are_flushed_immediately(self, tmp_path: Path) -> None:
         sink = JsonLines(tmp_path / "m.jsonl", 0)
         sink.write(1, {"loss": 1.0})
-        assert steps_of(tmp_path / "m.jsonl") == [1]
+        assert read_steps(tmp_path / "m.jsonl") == [1]
 
-    def test_an_unwritable_dump_folder_is_named(self, tmp_path: Path) -> None:
+    def test_an_unwritable_dump_folder_is_rejected(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        with pytest.raises(UserError, match="file"):
-            build(tmp_path / "file").start(0)
+        with pytest.raises(UserError, match=f"cannot write metrics: .*{tmp_path / 'file'}"):
+            build_metrics(tmp_path / "file").start(0)
 
 
 class TestConsole:
-    def test_the_line(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    def test_the_console_line(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
         clock = Clock()
-        metrics = build(tmp_path, total_steps=100, clock=clock)
+        metrics = build_metrics(tmp_path, total_steps=100, clock=clock)
         metrics.start(0)
-        clock.sleep(500)  # the warm-up is no part of the ETA
+        clock.sleep(500)  # the first step does not count for the ETA
         train(metrics, 1, 10, clock)
         metrics.log_validation(10, 1.25, accuracy=0.5)
         lines = [record.message for record in log.records]
-        assert "MFU is relative to 1.00 TFLOP/s (made up)" in lines[0]
+        assert "MFU is relative to 1.00 TFLOP/s (for tests)" in lines[0]
         assert lines[1].endswith("ETA -")
         assert lines[2].startswith(
             "step  10/100  loss  0.1000  grad norm  1.0000  lr 3.33e-04      100 tokens/s    0.60 TFLOP/s  60.0% MFU  "
@@ -517,9 +515,9 @@ class TestConsole:
         assert lines[2].endswith("GiB  ETA 0:01:30")
         assert lines[3] == "step  10/100  validation loss 1.2500  accuracy 0.5"
 
-    def test_the_eta_contains_what_is_excluded_from_speed(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    def test_the_eta_includes_excluded_time(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
         clock = Clock()
-        metrics = build(tmp_path, MetricsProcessor.Config(log_freq=2), total_steps=4, clock=clock)
+        metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=2), total_steps=4, clock=clock)
         metrics.start(0)
         train(metrics, 1, 1, clock)
         with metrics.exclude():
@@ -527,9 +525,9 @@ class TestConsole:
         train(metrics, 2, 2, clock)
         assert log.messages[-1].endswith("ETA 0:00:20")
 
-    def test_the_eta_goes_by_the_mean_pace(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    def test_the_eta_uses_the_mean_step_time(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
         clock = Clock()
-        metrics = build(tmp_path, MetricsProcessor.Config(log_freq=1), total_steps=5, clock=clock)
+        metrics = build_metrics(tmp_path, MetricsProcessor.Config(log_freq=1), total_steps=5, clock=clock)
         metrics.start(0)
         for step, seconds in ((1, 60), (2, 1), (3, 3)):
             clock.sleep(seconds)
@@ -537,30 +535,30 @@ class TestConsole:
         assert log.messages[-1].endswith("ETA 0:00:04")
 
     @pytest.mark.parametrize("terminal", [True, False])
-    def test_color_on_a_terminal_only(
+    def test_only_a_terminal_gets_color(
         self, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, terminal: bool
     ) -> None:
         monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-        metrics = build(tmp_path)
+        metrics = build_metrics(tmp_path)
         metrics.start(0)
         train(metrics, 1, 1)
         assert ("\033[" in log.messages[-1]) == terminal
         assert "\033[" not in (tmp_path / "metrics.jsonl").read_text()
 
-    def test_own_numbers_are_shown(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-        metrics = build(tmp_path)
+    def test_custom_metrics_are_shown(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+        metrics = build_metrics(tmp_path)
         metrics.start(0)
         metrics.log_step(1, loss=1.0, grad_norm=1.0, lr=1.0, n_tokens_seen=1, reward=0.123456)
         assert log.messages[-1].endswith("reward 0.1235")
-        assert lines_of(tmp_path / "metrics.jsonl")[0]["reward"] == 0.123456
+        assert read_lines(tmp_path / "metrics.jsonl")[0]["reward"] == 0.123456
 
 
 class TestConfig:
     def test_log_freq_must_be_positive(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"metrics\.log_freq is 0"):
-            build(tmp_path, MetricsProcessor.Config(log_freq=0))
+            build_metrics(tmp_path, MetricsProcessor.Config(log_freq=0))
 
-    def test_importing_costs_no_tracker(self) -> None:
+    def test_importing_metrics_does_not_import_trackers(self) -> None:
         script = (
             "import sys, torchtitan.components.metrics, torchtitan.components.profiling\n"
             "print([name for name in ('tensorboard', 'wandb') if name in sys.modules])"
@@ -590,10 +588,10 @@ class TestDevice:
             ("NVIDIA GeForce RTX 4090", None),
         ],
     )
-    def test_published_peaks_go_by_name(self, name: str, peak: float | None) -> None:
+    def test_published_peaks_by_device_name(self, name: str, peak: float | None) -> None:
         assert published_peak(name) == peak
 
-    def test_a_gpu_is_measured_in_fp32_and_published_in_bf16(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gpu_uses_the_published_peak_in_bfloat16_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
         monkeypatch.setattr(device_facts, "_measured_peak", lambda device, dtype: PeakFlops(1.0, "measured"))
         cuda = torch.device("cuda")
@@ -604,7 +602,7 @@ class TestDevice:
 
     @pytest.fixture
     def measuring(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As long, and by the products, as outside tests (`conftest`)."""
+        """The default measurement, which `conftest` shortens."""
         monkeypatch.setattr(device_facts, "_MEASURING_SECONDS", 0.35)
         monkeypatch.setattr(device_facts, "_CPU_SIZES", (512, 1024, 2048))
 
@@ -617,13 +615,13 @@ class TestDevice:
         assert peak_flops(CPU, torch.bfloat16) == expected
 
     @pytest.mark.usefixtures("measuring")
-    def test_a_cpu_is_measured(self) -> None:
+    def test_the_peak_of_a_cpu_is_measured(self) -> None:
         random_state = torch.get_rng_state()
         start = time.perf_counter()
         peak = peak_flops(CPU, torch.float32)
         took = time.perf_counter() - start
-        assert torch.equal(torch.get_rng_state(), random_state), "measuring changed the random numbers of training"
-        # About 0.5 s where the cores are free; it must stay bounded where they are not.
+        assert torch.equal(torch.get_rng_state(), random_state), "the measurement changed the random state"
+        # About 0.5 s on idle cores; it must stay bounded on busy ones.
         assert took < 5.0
 
         a = torch.rand(1024, 1024)
@@ -633,15 +631,15 @@ class TestDevice:
             a @ a
             times.append(time.perf_counter() - start)
         reference = 2 * 1024**3 / min(times)
-        # Within a factor of 8, since other processes may hold the cores during either; a wrong unit is off by more.
+        # Within a factor of 8, since other processes may use the cores; a wrong unit is off by more.
         assert reference / 8 < peak.value < reference * 8
 
-    def test_memory_is_this_process_s_own_peak(self) -> None:
+    def test_memory_is_the_peak_of_this_process(self) -> None:
         before = memory_gib(CPU)
         block = torch.ones(2**28)  # 1 GiB, written
         peak = memory_gib(CPU)
         del block
-        # It can only rise, by at least what the earlier peak did not cover, and it does not fall when memory is freed.
+        # The peak never falls, also not when memory is freed.
         assert before <= peak == pytest.approx(memory_gib(CPU), abs=1e-3)
         assert peak > 1.0
 

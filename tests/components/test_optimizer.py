@@ -1,6 +1,6 @@
-"""The optimizer against torch.optim used directly, and clipping against float64; on whole and on sharded parameters."""
+"""The optimizer against torch.optim, and gradient clipping against float64, on whole and on sharded parameters."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes import run_processes
+from tests.training import llama_config
 from torchtitan.components.optimizer import Optimizer, ParamGroup
 from torchtitan.distributed import ParallelDims, initialize_weights
 from torchtitan.distributed.gradients import clip_grad_norm
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
 
@@ -23,33 +23,23 @@ NO_DECAY = {
     "norm.weight",
     *(f"layers.{layer}.{norm}.weight" for layer in (0, 1) for norm in ("attention_norm", "ffn_norm")),
 }
-"""What the default group leaves without weight decay, by hand."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Everything here is small: a second thread costs more than it does."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
+"""Parameters without weight decay in the default group."""
 
 
 def make_model(*, tie_embeddings: bool = False) -> Llama3Model:
-    """A model with shards of unequal size (99 rows on two ranks) and always the same weights."""
-    sizes = {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
-    model = Llama3Model.Config(rope=RoPEConfig(), tie_embeddings=tie_embeddings, **sizes).build()
+    """Build a model with fixed weights and uneven shards (99 rows on two ranks)."""
+    model = llama_config(tie_embeddings=tie_embeddings).build()
     initialize_weights(model, 0)
     return model
 
 
 def gradient(step: int, index: int, shape: torch.Size) -> Tensor:
-    """A gradient as in training: about 1e-3, larger for some parameters than for others."""
+    """Return a gradient of realistic size: about 1e-3, with a factor that depends on the parameter."""
     generator = torch.Generator().manual_seed(1000 * step + index)
     return torch.randn(shape, generator=generator) * 1e-3 * (1 + index % 3)
 
 
-def give_gradients(model: nn.Module, step: int) -> None:
+def set_gradients(model: nn.Module, step: int) -> None:
     for index, parameter in enumerate(model.parameters()):
         if parameter.requires_grad:
             parameter.grad = gradient(step, index, parameter.shape)
@@ -57,20 +47,20 @@ def give_gradients(model: nn.Module, step: int) -> None:
 
 def train(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer | Optimizer], steps: Iterable[int]) -> None:
     for step in steps:
-        give_gradients(model, step)
+        set_gradients(model, step)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
-def named(model: nn.Module, wanted: Callable[[str], bool]) -> list[nn.Parameter]:
-    return [parameter for name, parameter in model.named_parameters() if wanted(name)]
+def select(model: nn.Module, predicate: Callable[[str], bool]) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if predicate(name)]
 
 
-def decayed_or_not(model: nn.Module, weight_decay: float) -> list[dict]:
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [
-        {"params": named(model, lambda name: name not in NO_DECAY), "weight_decay": weight_decay},
-        {"params": named(model, lambda name: name in NO_DECAY), "weight_decay": 0.0},
+        {"params": select(model, lambda name: name not in NO_DECAY), "weight_decay": weight_decay},
+        {"params": select(model, lambda name: name in NO_DECAY), "weight_decay": 0.0},
     ]
 
 
@@ -79,16 +69,16 @@ def assert_equal_weights(model: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(weight, reference), name
 
 
-# --- the same updates as torch.optim ----------------------------------------------------------------------------------
+# --- updates ----------------------------------------------------------------------------------------------------------
 
 
 def torch_adam(kind, implementation):
     switches = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-    return lambda model: [kind(decayed_or_not(model, 0.2), lr=0.01, betas=(0.8, 0.9), eps=1e-6, **switches)]
+    return lambda model: [kind(decay_groups(model, 0.2), lr=0.01, betas=(0.8, 0.9), eps=1e-6, **switches)]
 
 
 def torch_sgd(momentum, foreach):
-    return lambda model: [torch.optim.SGD(decayed_or_not(model, 0.2), lr=0.5, momentum=momentum, foreach=foreach)]
+    return lambda model: [torch.optim.SGD(decay_groups(model, 0.2), lr=0.5, momentum=momentum, foreach=foreach)]
 
 
 def torch_muon(model):
@@ -96,11 +86,11 @@ def torch_muon(model):
         return name.startswith("layers.") and "norm" not in name
 
     muon = torch.optim.Muon(
-        named(model, is_matrix), lr=0.01, weight_decay=0.2, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        select(model, is_matrix), lr=0.01, weight_decay=0.2, momentum=0.95, adjust_lr_fn="match_rms_adamw"
     )
     rest = [
-        {"params": named(model, lambda name: name in NO_DECAY), "weight_decay": 0.0},
-        {"params": named(model, lambda name: name == "output.weight"), "weight_decay": 0.2},
+        {"params": select(model, lambda name: name in NO_DECAY), "weight_decay": 0.0},
+        {"params": select(model, lambda name: name == "output.weight"), "weight_decay": 0.2},
     ]
     return [muon, torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), eps=1e-8, fused=True)]
 
@@ -124,16 +114,16 @@ MUON = {"name": "Muon", "lr": 0.01, "weight_decay": 0.2}
     ],
     ids=["AdamW", "AdamW foreach", "AdamW for-loop", "Adam", "SGD", "SGD momentum", "SGD for-loop", "Muon"],
 )
-def test_weights_equal_those_of_torch_optim(settings, reference):
+def test_updates_match_torch_optim(settings, reference):
     ours, theirs = make_model(), make_model()
     train(ours, [Optimizer.Config(**settings).build(model_parts=[ours])], range(STEPS))
     train(theirs, reference(theirs), range(STEPS))
-    assert_equal_weights(ours, theirs)  # the same kernels on the same numbers: the same bits
+    assert_equal_weights(ours, theirs)  # bitwise equal: the same kernels on the same numbers
     assert not torch.equal(ours.norm.weight, make_model().norm.weight)
 
 
-def test_several_model_parts_are_one_model():
-    """Pipeline stages: each part has optimizers of its own, and all of them step, schedule and save together."""
+def test_several_model_parts_act_as_one_model():
+    """Pipeline stages have separate optimizers, which step and save together."""
     whole, split = make_model(), make_model()
     train(whole, [Optimizer.Config().build(model_parts=[whole])], range(STEPS))
     first, last = (nn.Module(), nn.Module())
@@ -149,7 +139,7 @@ def test_several_model_parts_are_one_model():
 
 
 def settings_of(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[float, float]:
-    """Learning rate and weight decay; fails unless the parameter is in exactly one group."""
+    """Return the learning rate and weight decay of a parameter, which must be in exactly one group."""
     groups = [group for group in optimizer.param_groups if any(parameter is member for member in group["params"])]
     (group,) = groups
     assert group["initial_lr"] == group["lr"]
@@ -164,7 +154,7 @@ class WithBiases(nn.Module):
         self.norm = nn.LayerNorm(4)
 
 
-def test_no_decay_on_norms_biases_and_embeddings_by_default(log):
+def test_norms_biases_and_embeddings_have_no_weight_decay_by_default(log):
     model = WithBiases()
     optimizer = Optimizer.Config(lr=0.5, weight_decay=0.25).build(model_parts=[model])
     decays = {name: settings_of(optimizer, parameter) for name, parameter in model.named_parameters()}
@@ -173,7 +163,7 @@ def test_no_decay_on_norms_biases_and_embeddings_by_default(log):
     assert log.messages == []
 
 
-def test_a_group_has_its_own_rate_and_decay_and_the_first_match_wins():
+def test_the_first_matching_group_sets_learning_rate_and_weight_decay():
     model = make_model()
     groups = {
         "head": ParamGroup(pattern=r"^output\.", lr=0.25),
@@ -193,7 +183,7 @@ def test_a_group_has_its_own_rate_and_decay_and_the_first_match_wins():
     assert {name: settings_of(optimizer, parameters[name]) for name in expected} == expected
 
 
-def test_groups_hold_for_both_halves_of_muon():
+def test_groups_apply_to_both_optimizers_of_muon():
     model = make_model()
     groups = {"first_layer": ParamGroup(pattern=r"^layers\.0\.", lr=0.25, weight_decay=0.5)}
     config = Optimizer.Config(name="Muon", lr=1.0, weight_decay=0.0, momentum=0.5, param_groups=groups)
@@ -212,14 +202,14 @@ def test_groups_hold_for_both_halves_of_muon():
 
 @pytest.mark.parametrize("pattern", ["nrom", r"^norm\."])
 def test_a_group_without_parameters_warns(log, pattern):
-    """A typo, or a pattern whose parameters an earlier group has taken."""
+    """The pattern has a typo, or an earlier group matches its parameters."""
     groups = {"norms": ParamGroup(pattern="norm"), "idle": ParamGroup(pattern=pattern)}
     Optimizer.Config(param_groups=groups).build(model_parts=[make_model()])
     (message,) = log.messages
     assert "param_groups.idle is empty" in message and pattern in message
 
 
-def test_groups_know_parameters_by_their_canonical_names(log):
+def test_patterns_match_canonical_names(log):
     model = make_model()
     model.layers["0"] = torch.compile(model.layers["0"])
     groups = {"first": ParamGroup(pattern=r"^layers\.0\.attention\.wq", lr=0.5)}
@@ -239,7 +229,7 @@ def test_tied_embeddings_are_updated_once():
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
-def test_frozen_parameters_stay_and_have_no_moments(name, log):
+def test_frozen_parameters_are_unchanged_and_have_no_moments(name, log):
     model = make_model()
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(key.startswith("layers.1."))
@@ -249,10 +239,10 @@ def test_frozen_parameters_stay_and_have_no_moments(name, log):
     for key, parameter in model.named_parameters():
         assert torch.equal(parameter, before[key]) != parameter.requires_grad, key
     assert all(key.startswith("state.layers.1.") for key in optimizer.state_dict())
-    assert log.messages == []  # what the default group names is there, though frozen
+    assert log.messages == []  # frozen parameters match the default group, so it is not empty
 
 
-def test_a_model_that_is_frozen_as_a_whole_is_refused():
+def test_a_completely_frozen_model_is_rejected():
     with pytest.raises(UserError, match="nothing to train"):
         Optimizer.Config().build(model_parts=[make_model().requires_grad_(False)])
 
@@ -263,7 +253,7 @@ ALL = [{"name": "AdamW"}, {"name": "Adam"}, {"name": "SGD"}, {"name": "SGD", "mo
 MOMENTS = {"exp_avg", "exp_avg_sq", "step"}
 
 
-def test_state_dict_holds_moments_only_under_canonical_names():
+def test_state_dict_contains_only_moments_under_canonical_names():
     model = make_model()
     names = [name for name, _ in model.named_parameters()]
     model.layers["0"] = torch.compile(model.layers["0"])
@@ -276,18 +266,18 @@ def test_state_dict_holds_moments_only_under_canonical_names():
 
 
 @pytest.mark.parametrize("settings", ALL, ids=lambda settings: " ".join(map(str, settings.values())))
-def test_state_dict_before_the_first_step_changes_nothing_and_is_complete(settings):
+def test_state_dict_before_the_first_step_is_complete_and_has_no_effect(settings):
     ours, theirs = make_model(), make_model()
-    asked, silent = (Optimizer.Config(**settings).build(model_parts=[model]) for model in (ours, theirs))
-    at_start = {key: value.clone() for key, value in asked.state_dict().items()}
+    queried, unqueried = (Optimizer.Config(**settings).build(model_parts=[model]) for model in (ours, theirs))
+    at_start = {key: value.clone() for key, value in queried.state_dict().items()}
     assert all(not value.any() for value in at_start.values())
-    train(ours, [asked], range(STEPS))
-    train(theirs, [silent], range(STEPS))
+    train(ours, [queried], range(STEPS))
+    train(theirs, [unqueried], range(STEPS))
     assert_equal_weights(ours, theirs)
-    assert asked.state_dict().keys() == at_start.keys()
+    assert queried.state_dict().keys() == at_start.keys()
 
 
-def test_a_parameter_that_never_has_a_gradient_can_be_saved_and_loaded():
+def test_a_parameter_without_a_gradient_can_be_saved_and_loaded():
     class Half(nn.Module):
         def __init__(self):
             super().__init__()
@@ -325,7 +315,7 @@ def test_loading_restores_the_moments(settings):
     assert_equal_weights(resumed, straight)
 
 
-def test_loading_keeps_the_configured_hyper_parameters_and_grouping():
+def test_loading_keeps_the_configured_hyperparameters_and_groups():
     model = make_model()
     before = Optimizer.Config(lr=0.1, weight_decay=0.2).build(model_parts=[model])
     train(model, [before], range(2))
@@ -334,16 +324,16 @@ def test_loading_keeps_the_configured_hyper_parameters_and_grouping():
         lr=0.5, beta1=0.5, beta2=0.75, eps=1e-4, weight_decay=0.125, implementation="foreach", param_groups=groups
     )
     after = config.build(model_parts=[model])
-    kept = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
+    configured = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
     after.load_state_dict(before.state_dict())
     loaded = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
-    assert loaded == kept
+    assert loaded == configured
     assert settings_of(after, model.output.weight) == (0.25, 0.0)
     assert settings_of(after, model.norm.weight) == (0.5, 0.125)
     assert all(torch.equal(value, before.state_dict()[key]) for key, value in after.state_dict().items())
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- validation -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -368,7 +358,7 @@ def test_loading_keeps_the_configured_hyper_parameters_and_grouping():
         ),
     ],
 )
-def test_wrong_values_are_refused(settings, message):
+def test_invalid_values_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         Optimizer.Config(**settings).validate()
 
@@ -387,7 +377,7 @@ def sharded_model() -> Llama3Model:
     return model
 
 
-def give_sharded_gradients(model: nn.Module, step: int) -> None:
+def set_sharded_gradients(model: nn.Module, step: int) -> None:
     from torch.distributed.tensor import distribute_tensor
 
     for index, parameter in enumerate(model.parameters()):
@@ -400,15 +390,15 @@ def compare_updates(settings: dict) -> None:
     model, whole = sharded_model(), make_model()
     optimizer, reference = config.build(model_parts=[model]), config.build(model_parts=[whole])
     for step in range(STEPS):
-        give_sharded_gradients(model, step)
-        give_gradients(whole, step)
+        set_sharded_gradients(model, step)
+        set_gradients(whole, step)
         optimizer.step()
         reference.step()
     state, expected_state = optimizer.state_dict(), reference.state_dict()
     assert state.keys() == expected_state.keys()
     for key, expected in expected_state.items():
         value = state[key].full_tensor() if hasattr(state[key], "full_tensor") else state[key]
-        # Elementwise operations, on shares that begin elsewhere: a rounding apart at most.
+        # Elementwise operations on shards differ by at most one rounding.
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-9, msg=key)
     weights = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
     if settings.get("name") == "Muon":
@@ -419,8 +409,8 @@ def compare_updates(settings: dict) -> None:
 
 
 def compare_muon_updates(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Muon iterates in bfloat16, where another order of operations is worth a few percent of the update; each rank
-    orthogonalising its shard alone, the mistake to be found, is worth more than half of it."""
+    """Muon iterates in bfloat16, so a different order of operations changes the update by a few percent. If each rank
+    orthogonalized only its shard, the update would change by more than half."""
     start = dict(make_model().named_parameters())
     for name in start:
         update, expected_update = weights[name] - start[name], expected[name] - start[name]
@@ -454,7 +444,7 @@ def compare_sharded_with_whole(folder: Path) -> None:
     (folder / f"rank {dist.get_rank()} has compared").touch()
 
 
-def test_two_processes_update_and_clip_like_one(tmp_path):
+def test_two_processes_match_one(tmp_path):
     run_processes(compare_sharded_with_whole, 2, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -462,7 +452,8 @@ def test_two_processes_update_and_clip_like_one(tmp_path):
 # --- clipping ---------------------------------------------------------------------------------------------------------
 
 SHAPES = [(99, 32), (1, 7), (33,), (1,), (1024, 2048)]
-"""On two ranks: an uneven matrix, one with an empty shard, an uneven vector, an empty one, and two million values."""
+"""On two ranks: an uneven matrix, a matrix with an empty shard, an uneven vector, a vector with an empty shard, and a
+matrix of two million values."""
 
 
 def gradients_for_clipping(scale: float = 1.0) -> list[Tensor]:
@@ -483,7 +474,7 @@ def with_gradients(gradients: Iterable[Tensor]) -> list[nn.Parameter]:
 
 
 def check_clipped(clipped: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Against float64; the float32 sums of squares are of 2048 values at most, each by pairs of partial sums."""
+    """Compare with float64. Each float32 sum of squares has at most 2048 values and uses pairwise summation."""
     originals = gradients_for_clipping()
     exact = float64_norm(originals)
     assert norm.shape == () and type(norm) is Tensor
@@ -493,35 +484,35 @@ def check_clipped(clipped: Iterable[Tensor], norm: Tensor, max_norm: float) -> N
         if factor == 1.0:
             assert torch.equal(result, original)
         else:
-            # torch divides by norm + 1e-6; the rest is float32's rounding.
+            # PyTorch divides by norm + 1e-6; the rest is float32 rounding.
             torch.testing.assert_close(result, (original.double() * factor).float(), rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0, float("inf")], ids=["active", "inactive", "inf"])
-def test_clipping_against_float64_and_torch(max_norm):
+def test_clipping_matches_float64_and_torch(max_norm):
     parameters = with_gradients(gradients_for_clipping())
     norm = clip_grad_norm(parameters, max_norm)
     check_clipped([parameter.grad for parameter in parameters], norm, max_norm)
     theirs = with_gradients(gradients_for_clipping())
     torch_norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
-    # torch adds up all squares of a tensor in one float32 sum.
+    # PyTorch adds all squares of a tensor in one float32 sum.
     assert norm.item() == pytest.approx(torch_norm.item(), rel=1e-3)
     for parameter, reference in zip(parameters, theirs, strict=True):
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-3, atol=0)
 
 
-def test_norm_of_low_precision_gradients_is_in_float32():
+def test_the_norm_of_bfloat16_gradients_is_float32():
     gradients = [grad.bfloat16() for grad in gradients_for_clipping()]
     norm = clip_grad_norm(parameters := with_gradients(gradients), 0.5)
     assert norm.item() == pytest.approx(float64_norm(gradients), rel=1e-6)
     clipped = [parameter.grad for parameter in parameters]
     assert {grad.dtype for grad in clipped} == {torch.bfloat16}
-    # Each element is rounded to 8 bits, up as often as down.
+    # Each element is rounded to 8 bits, up or down with equal probability.
     assert float64_norm(clipped) == pytest.approx(0.5, rel=2**-9)
 
 
-def test_other_devices_take_torch_s_kernel_over_all_tensors(monkeypatch):
-    """On the meta device, which has shapes and no numbers."""
+def test_other_devices_use_the_torch_kernel_over_all_tensors(monkeypatch):
+    """Runs on the meta device."""
     calls = []
     get_total_norm = torch.nn.utils.get_total_norm
     monkeypatch.setattr(
@@ -530,7 +521,7 @@ def test_other_devices_take_torch_s_kernel_over_all_tensors(monkeypatch):
     gradients = [gradient.to("meta") for gradient in gradients_for_clipping()]
     assert clip_grad_norm(with_gradients(gradients), 0.5).shape == ()
     assert calls == [len(SHAPES)]
-    # Of bfloat16, whose norms it would round, it is not asked.
+    # It is not used for bfloat16, since it would round the norms.
     norm = clip_grad_norm(with_gradients([gradient.bfloat16() for gradient in gradients]), 0.5)
     assert norm.dtype == torch.float32
     assert calls == [len(SHAPES)]
@@ -538,14 +529,14 @@ def test_other_devices_take_torch_s_kernel_over_all_tensors(monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_clipping_on_cuda_against_float64(max_norm):
+def test_clipping_on_cuda_matches_float64(max_norm):
     parameters = with_gradients([gradient.cuda() for gradient in gradients_for_clipping()])
     norm = clip_grad_norm(parameters, max_norm)
     check_clipped([parameter.grad.cpu() for parameter in parameters], norm, max_norm)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows_in_the_norm(value):
+def test_a_nonfinite_gradient_makes_the_norm_nonfinite(value):
     gradients = gradients_for_clipping()
     gradients[2][5] = value
     norm = clip_grad_norm(with_gradients(gradients), 1.0).item()

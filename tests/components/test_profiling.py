@@ -1,4 +1,4 @@
-"""Traces and memory snapshots: which files appear, what they hold, and what is refused."""
+"""Profiler traces and memory snapshots: files, contents, write errors, and validation."""
 
 import json
 import warnings
@@ -25,25 +25,25 @@ def train(profiler: Profiler, first: int, last: int) -> None:
             profiler.step(step)
 
 
-def files_of(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def events_of(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path) -> list[dict[str, Any]]:
     events = json.loads(path.read_text())["traceEvents"]
     assert isinstance(events, list)
     return events
 
 
-@pytest.mark.parametrize("active", [1, 2, 3])  # 3: no step between a trace and the next one's warm-up
-def test_traces_hold_the_operators_of_their_steps(tmp_path: Path, active: int) -> None:
+@pytest.mark.parametrize("active", [1, 2, 3])  # 3: no step between a trace and the warmup of the next one
+def test_traces_contain_the_operators_of_their_steps(tmp_path: Path, active: int) -> None:
     config = Profiler.Config(enable_profiling=True, profile_freq=4, profiler_active=active)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(config.build(dump_folder=str(tmp_path), device=CPU, rank=3), first=11, last=19)  # a resumed run
-    assert files_of(tmp_path) == ["profile_traces/step-14/rank3.json", "profile_traces/step-18/rank3.json"]
-    for name in files_of(tmp_path):
-        events = events_of(tmp_path / name)
+    assert list_files(tmp_path) == ["profile_traces/step-14/rank3.json", "profile_traces/step-18/rank3.json"]
+    for name in list_files(tmp_path):
+        events = read_events(tmp_path / name)
         forward = [event for event in events if event.get("name") == "aten::addmm"]
         assert len(forward) == active
         assert forward[0]["args"]["Input Dims"][1:3] == [[2, 8], [8, 8]]
@@ -51,27 +51,27 @@ def test_traces_hold_the_operators_of_their_steps(tmp_path: Path, active: int) -
         assert any(event.get("name") == "[memory]" for event in events)
 
 
-def test_disabled_it_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_profiler_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.profiler, "profile", lambda *_, **__: pytest.fail("the profiler was started"))
     train(Profiler.Config().build(dump_folder=str(tmp_path), device=CPU), first=1, last=25)
-    assert files_of(tmp_path) == []
+    assert list_files(tmp_path) == []
 
 
-def test_a_run_that_is_too_short_says_so(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_run_too_short_for_a_trace_logs_why(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     config = Profiler.Config(enable_profiling=True, profile_freq=4)
     train(config.build(dump_folder=str(tmp_path), device=CPU), first=1, last=3)
-    assert files_of(tmp_path) == []
-    assert "no trace was written, since the run had 3 steps" in log.text
+    assert list_files(tmp_path) == []
+    assert "no trace was written, since --profiling.profile_freq is 4 and the run had only 3 steps" in log.text
 
 
-def test_an_error_in_the_loop_stops_the_profiler_and_passes(tmp_path: Path) -> None:
+def test_an_error_in_the_loop_stops_the_profiler_and_propagates(tmp_path: Path) -> None:
     config = Profiler.Config(enable_profiling=True, profile_freq=2)
-    for _ in range(2):  # torch refuses a second profiler while one runs
+    for _ in range(2):  # PyTorch rejects a second profiler while one runs
         profiler = config.build(dump_folder=str(tmp_path), device=CPU)
         with pytest.raises(KeyError), profiler:
             profiler.step(1)
             raise KeyError
-    assert files_of(tmp_path) == []
+    assert list_files(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,16 @@ def test_an_error_in_the_loop_stops_the_profiler_and_passes(tmp_path: Path) -> N
         (Profiler.Config(enable_memory_snapshot=True), r"requires CUDA.*device is cpu.*enable_profiling"),
     ],
 )
-def test_what_cannot_be_done_is_refused(tmp_path: Path, config: Profiler.Config, message: str) -> None:
+def test_invalid_settings_are_rejected(tmp_path: Path, config: Profiler.Config, message: str) -> None:
     with pytest.raises(UserError, match=message):
         config.build(dump_folder=str(tmp_path), device=CPU)
 
 
 @pytest.mark.parametrize("size", [0, 5000])
-def test_a_trace_that_is_not_written_whole(tmp_path: Path, log: pytest.LogCaptureFixture, size: int) -> None:
-    """Torch itself raises nothing. The next trace is written again."""
+def test_an_incomplete_trace_is_removed_with_a_warning(
+    tmp_path: Path, log: pytest.LogCaptureFixture, size: int
+) -> None:
+    """PyTorch raises no error. The next trace is written normally."""
     profiler = Profiler.Config(enable_profiling=True, profile_freq=2).build(dump_folder=str(tmp_path), device=CPU)
     with file_size_limit(size):
         train(profiler, first=1, last=3)
@@ -104,14 +106,14 @@ def test_a_trace_that_is_not_written_whole(tmp_path: Path, log: pytest.LogCaptur
         f"could not write the trace {path}: the profiler wrote an incomplete file (is the disk full?); "
         "training continues"
     )
-    assert files_of(tmp_path) == []
+    assert list_files(tmp_path) == []
     train(profiler, first=4, last=5)
-    assert files_of(tmp_path) == ["profile_traces/step-5/rank0.json"]
+    assert list_files(tmp_path) == ["profile_traces/step-5/rank0.json"]
     assert f"wrote the trace {tmp_path}/profile_traces/step-5/rank0.json" in log.text
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    """Training continues, with one warning for each missing trace."""
+def test_an_unwritable_folder_gives_one_warning_per_trace(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """Training continues."""
     (tmp_path / "profile_traces").touch()
     config = Profiler.Config(enable_profiling=True, profile_freq=2)
     train(config.build(dump_folder=str(tmp_path), device=CPU), first=1, last=5)
@@ -122,7 +124,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, log: pytest.LogCaptureF
 
 
 class TestMemorySnapshot:
-    """With the allocator's history replaced, so that the order of calls is tested without a GPU."""
+    """Memory snapshots with a fake allocator history, so that the order of calls is tested without a GPU."""
 
     CONFIG = Profiler.Config(enable_memory_snapshot=True, profile_freq=2)
 
@@ -136,32 +138,34 @@ class TestMemorySnapshot:
         monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
         return history
 
-    def test_one_every_profile_freq_steps(self, tmp_path: Path, history: list[bool]) -> None:
+    def test_a_snapshot_is_written_every_profile_freq_steps(self, tmp_path: Path, history: list[bool]) -> None:
         train(self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda"), rank=1), first=1, last=5)
-        assert files_of(tmp_path) == ["memory_snapshot/step-2/rank1.pickle", "memory_snapshot/step-4/rank1.pickle"]
+        assert list_files(tmp_path) == ["memory_snapshot/step-2/rank1.pickle", "memory_snapshot/step-4/rank1.pickle"]
         assert history == [True, False]
 
-    def test_one_that_cannot_be_written(self, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    def test_an_incomplete_snapshot_is_removed_with_a_warning(
+        self, tmp_path: Path, log: pytest.LogCaptureFixture
+    ) -> None:
         with file_size_limit(3):
             train(self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda")), first=1, last=2)
-        assert files_of(tmp_path) == []
+        assert list_files(tmp_path) == []
         (record,) = log.records
         path = tmp_path / "memory_snapshot/step-2/rank0.pickle"
         assert record.getMessage() == f"could not write the memory snapshot {path}: File too large; training continues"
 
-    def test_one_when_memory_runs_out(self, tmp_path: Path, history: list[bool]) -> None:
+    def test_a_snapshot_is_written_when_memory_runs_out(self, tmp_path: Path, history: list[bool]) -> None:
         profiler = self.CONFIG.build(dump_folder=str(tmp_path), device=torch.device("cuda"))
         with pytest.raises(torch.OutOfMemoryError), profiler:
             profiler.step(1)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        assert files_of(tmp_path) == ["memory_snapshot/step-2-out-of-memory/rank0.pickle"]
+        assert list_files(tmp_path) == ["memory_snapshot/step-2-out-of-memory/rank0.pickle"]
         assert history == [True, False]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the allocator's history needs CUDA")
-def test_a_real_snapshot(tmp_path: Path) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the allocator history requires CUDA")
+def test_a_snapshot_on_cuda(tmp_path: Path) -> None:
     config = Profiler.Config(enable_memory_snapshot=True, profile_freq=1)
     with config.build(dump_folder=str(tmp_path), device=torch.device("cuda")) as profiler:
         torch.ones(1000, device="cuda")
         profiler.step(1)
-    assert files_of(tmp_path) == ["memory_snapshot/step-1/rank0.pickle"]
+    assert list_files(tmp_path) == ["memory_snapshot/step-1/rank0.pickle"]

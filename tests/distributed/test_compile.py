@@ -1,4 +1,4 @@
-"""Compilation against the same model without, and what is reported of it."""
+"""Compiled models and losses against eager ones; log messages about compilation."""
 
 import logging
 from collections.abc import Iterator
@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.processes import run_processes
-from tests.training import train
+from tests.training import llama_config, train
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
 from torchtitan.distributed.compile import RecompileMonitor, apply_compile, check_compile, compile_loss
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
 
@@ -27,13 +26,13 @@ pytestmark = pytest.mark.usefixtures("log")
 
 BATCH, LENGTH, VOCABULARY = 2, 24, 99
 EAGER_KERNELS = CompileConfig(enable=True, backend="aot_eager")
-"""Traces forward and backward as inductor does, and then runs torch's own kernels: seconds, not half a minute."""
+"""Traces forward and backward like inductor, but runs eager kernels: seconds instead of half a minute."""
 MODES = ("none", "full", "selective")
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Compiled code is the process's: another test's would be found again. So are the settings."""
+def reset_compiler() -> Iterator[None]:
+    """Reset compiled code and settings, which belong to the process, so that tests do not share them."""
     import torch._functorch.config
 
     torch._dynamo.reset()
@@ -43,9 +42,8 @@ def fresh() -> Iterator[None]:
 
 
 def make_model(compile: CompileConfig | None = None, mode: Any = "none") -> Llama3Model:
-    """Always the same weights."""
-    sizes = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
-    model = Llama3Model.Config(rope=RoPEConfig(), **sizes).build()
+    """Build a model with fixed weights."""
+    model = llama_config(vocab_size=VOCABULARY, n_layers=3).build()
     apply_activation_checkpointing(model, ActivationCheckpointConfig(mode=mode))
     if compile:
         apply_compile(model, compile, ParallelismConfig())
@@ -61,7 +59,7 @@ def make_loss(compile: CompileConfig | None = None) -> CrossEntropyLoss:
 
 
 def batch(seed: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
-    """Tokens, and the positions of packed documents: others in every batch."""
+    """Return tokens and the positions of packed documents, which differ in every batch."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (BATCH, length), generator=generator)
     cut = int(torch.randint(1, length, (), generator=generator))
@@ -69,7 +67,7 @@ def batch(seed: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
 
 
 def step(model: nn.Module, loss: CrossEntropyLoss, seed: int, length: int = LENGTH) -> list[Tensor]:
-    """Loss and gradients."""
+    """Return the loss and the gradients."""
     model.zero_grad()
     tokens, positions = batch(seed, length)
     value = model(tokens, positions, head=loss, labels_BL=tokens)
@@ -78,12 +76,12 @@ def step(model: nn.Module, loss: CrossEntropyLoss, seed: int, length: int = LENG
 
 
 def assert_close(values: list[Tensor], expected: list[Tensor]) -> None:
-    """To float32's rounding: compiled code adds up in another order, and a dense mask is another kernel."""
+    """Compare up to float32 rounding: compiled code sums in a different order, and a dense mask uses another kernel."""
     for value, reference in zip(values, expected, strict=True):
         assert (value - reference).norm() <= 1e-5 * reference.norm()
 
 
-# --- the same numbers -------------------------------------------------------------------------------------------------
+# --- numerics ---------------------------------------------------------------------------------------------------------
 
 
 def compare_with_eager(config: CompileConfig, mode: str) -> None:
@@ -94,17 +92,17 @@ def compare_with_eager(config: CompileConfig, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_loss_and_gradients_are_those_of_eager(mode):
+def test_loss_and_gradients_match_eager(mode):
     compare_with_eager(EAGER_KERNELS, mode)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_inductor_s_too(mode):
+def test_inductor_matches_eager(mode):
     compare_with_eager(CompileConfig(enable=True), mode)
 
 
-def test_mixed_precision():
+def test_mixed_precision_matches_eager():
     values = []
     for config in (None, EAGER_KERNELS):
         model = make_model(config)
@@ -112,12 +110,12 @@ def test_mixed_precision():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             values.append(step(model, make_loss(config), seed=0))
     for value, reference in zip(*reversed(values), strict=True):
-        # The same kernels round at the same places, but for casts that the compiler saves.
+        # The same kernels round at the same places, except for casts that the compiler removes.
         assert (value - reference).norm() <= 0.01 * reference.norm()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_names_stay(mode):
+def test_names_and_weights_are_unchanged(mode):
     plain, compiled = make_model(), make_model(EAGER_KERNELS, mode)
     assert list(ModelState([compiled]).state_dict()) == list(plain.state_dict())
     for expected, weight in zip(plain.parameters(), compiled.parameters(), strict=True):
@@ -128,7 +126,7 @@ def test_names_stay(mode):
 
 
 class SmoothedLoss(CrossEntropyLoss):
-    """A user's own."""
+    """A custom loss."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CrossEntropyLoss.Config):
@@ -140,7 +138,7 @@ class SmoothedLoss(CrossEntropyLoss):
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 7])
-def test_a_subclass_s_own_loss_is_what_is_compiled(chunk_tokens):
+def test_the_loss_of_a_subclass_is_compiled(chunk_tokens):
     def numbers(loss: CrossEntropyLoss) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         hidden, weight = (torch.randn(size, generator=generator).requires_grad_() for size in ((2, 8, 5), (11, 5)))
@@ -151,13 +149,13 @@ def test_a_subclass_s_own_loss_is_what_is_compiled(chunk_tokens):
     config = SmoothedLoss.Config(chunk_tokens=chunk_tokens)
     compiled = config.build()
     compile_loss(compiled, EAGER_KERNELS)
-    before = graphs()
+    before = count_graphs()
     assert_close(numbers(compiled), numbers(config.build()))
-    assert graphs() > before
+    assert count_graphs() > before
     assert numbers(compiled)[0] != numbers(CrossEntropyLoss.Config().build())[0]
 
 
-def test_a_loss_of_another_kind_stays_as_it_is(log):
+def test_a_loss_without_from_logits_is_not_compiled(log):
     class Distance:
         pass
 
@@ -165,15 +163,15 @@ def test_a_loss_of_another_kind_stays_as_it_is(log):
     assert "Distance is not compiled: it has no method from_logits" in log.text
 
 
-# --- compiled once ----------------------------------------------------------------------------------------------------
+# --- recompilation ----------------------------------------------------------------------------------------------------
 
 
-def graphs() -> int:
+def count_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_layers_share_their_code_and_other_documents_need_no_other(log, mode):
+def test_layers_share_compiled_code_and_new_documents_do_not_recompile(log, mode):
     model, loss = make_model(EAGER_KERNELS, mode), make_loss(EAGER_KERNELS)
     monitor = RecompileMonitor()
     for index in range(4):
@@ -183,7 +181,7 @@ def test_layers_share_their_code_and_other_documents_need_no_other(log, mode):
     assert monitor.recompiles == 0
 
 
-def test_another_shape_is_compiled_again_and_reported(log):
+def test_a_new_shape_is_recompiled_with_a_warning(log):
     model, loss = make_model(EAGER_KERNELS), make_loss()
     monitor = RecompileMonitor()
     for number, length in ((7, LENGTH), (8, LENGTH), (9, LENGTH + 2), (10, LENGTH + 4)):
@@ -194,32 +192,32 @@ def test_another_shape_is_compiled_again_and_reported(log):
     assert again.levelno == logging.WARNING
     message = again.getMessage()
     assert "step 9 was slow: it compiled 1 graphs again (forward: " in message
-    assert f"size mismatch at index 2. expected {LENGTH}, actual {LENGTH + 2}" in message  # of the mask
-    assert monitor.recompiles == 1  # for any length from now on
+    assert f"size mismatch at index 2. expected {LENGTH}, actual {LENGTH + 2}" in message  # the mask
+    assert monitor.recompiles == 1  # the second graph accepts any length
 
 
-def test_validation_is_no_training_step(log):
-    """It has no gradients and so other code."""
+def test_validation_is_not_reported_as_recompilation(log):
+    """Validation has no gradients, and so needs other compiled code."""
     model, loss = make_model(EAGER_KERNELS), make_loss()
     monitor = RecompileMonitor()
     for number in range(2):
         with monitor.watch(number):
             step(model, loss, seed=number)
-        before = graphs()
+        before = count_graphs()
         with torch.no_grad():
             tokens, positions = batch(0)
             model(tokens, positions, head=loss, labels_BL=tokens)
-        assert graphs() == before + (number == 0)
+        assert count_graphs() == before + (number == 0)
     assert log.messages == ["compiled 1 graphs in step 0"]
 
 
-def test_without_compilation_there_is_nothing_to_report(log):
+def test_an_eager_step_reports_nothing(log):
     with RecompileMonitor().watch(1):
         step(make_model(), make_loss(), seed=0)
     assert log.messages == []
 
 
-def test_the_trainer_reports(tmp_path, log):
+def test_the_trainer_reports_compilation(tmp_path, log):
     train(tmp_path, compile__enable=True, compile__backend="aot_eager")
     assert [message for message in log.messages if "compiled" in message] == ["compiled 2 graphs in step 1"]
 
@@ -227,7 +225,7 @@ def test_the_trainer_reports(tmp_path, log):
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_backend_is_refused():
+def test_an_unknown_backend_is_rejected():
     with pytest.raises(UserError, match=r"--compile\.backend is 'inducto', and torch knows .*inductor.*aot_eager"):
         check_compile(CompileConfig(enable=True, backend="inducto"))
     check_compile(CompileConfig(enable=False, backend="inducto"))
@@ -235,8 +233,8 @@ def test_an_unknown_backend_is_refused():
         check_compile(CompileConfig(enable=True, backend=backend))
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="a CPU's code is what the C++ compiler is for")
-def test_a_missing_cpp_compiler_is_named(monkeypatch):
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="only code for the CPU needs a C++ compiler")
+def test_a_missing_cpp_compiler_is_reported(monkeypatch):
     import torch._inductor.config
 
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nowhere/g++"))
@@ -256,14 +254,11 @@ def test_a_missing_cpp_compiler_is_named(monkeypatch):
         (2, "DualPipeV", False),
     ],
 )
-def test_schedules_that_split_the_backward_pass_keep_their_saved_tensors(degree, schedule, expected):
+def test_schedules_that_split_the_backward_pass_disable_donated_buffers(degree, schedule, expected):
     import torch._functorch.config
 
     parallelism = ParallelismConfig(pipeline_parallel_degree=degree, pipeline_parallel_schedule=schedule)
-    model = Llama3Model.Config(
-        rope=RoPEConfig(), vocab_size=9, dim=8, n_layers=1, n_heads=1, n_kv_heads=1, ffn_dim=8
-    ).build()
-    apply_compile(model, EAGER_KERNELS, parallelism)
+    apply_compile(llama_config().build(), EAGER_KERNELS, parallelism)
     assert torch._functorch.config.donated_buffer == expected
 
 
@@ -305,11 +300,13 @@ def compare_layouts(folder: Path) -> None:
         "DDP": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
         "TP": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
     }
-    for mode, (_, degrees) in zip(("full", "none", "selective"), layouts.items(), strict=True):
+    for mode, name in zip(("full", "none", "selective"), layouts, strict=True):
+        degrees = layouts[name]
         assert_close(numbers(EAGER_KERNELS, mode, **degrees), numbers(CompileConfig(), "none", **degrees))
     (folder / f"rank {dist.get_rank()} has compared").touch()
 
 
-def test_two_processes_compute_what_they_do_without(tmp_path):
+@pytest.mark.slow
+def test_two_processes_match_eager(tmp_path):
     run_processes(compare_layouts, 2, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2

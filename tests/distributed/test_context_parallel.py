@@ -1,4 +1,4 @@
-"""Context parallelism: which tokens a rank has, and attention over all of them."""
+"""Context parallelism: the tokens of each rank, and attention over all of them."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.training import llama_config
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.context_parallel import (
     LoadBalancer,
@@ -15,7 +16,6 @@ from torchtitan.distributed.context_parallel import (
     apply_context_parallel,
     shard_sequences,
 )
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
 
@@ -23,29 +23,29 @@ BALANCERS: tuple[LoadBalancer, ...] = ("headtail", "none")
 LENGTH, VOCABULARY = 24, 61
 
 
-# --- which tokens -----------------------------------------------------------------------------------------------------
+# --- tokens -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("balancer", BALANCERS)
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 def test_each_token_is_on_one_rank(degree, balancer):
     shards = SequenceShards(degree, balancer)
-    of_ranks = [shards.tokens_of_rank(rank, LENGTH).tolist() for rank in range(degree)]
-    assert sorted(sum(of_ranks, [])) == list(range(LENGTH))
-    assert {len(tokens) for tokens in of_ranks} == {LENGTH // degree}
-    assert shards.tokens_of_all(LENGTH).tolist() == sum(of_ranks, [])
+    tokens_by_rank = [shards.tokens_of_rank(rank, LENGTH).tolist() for rank in range(degree)]
+    assert sorted(sum(tokens_by_rank, [])) == list(range(LENGTH))
+    assert {len(tokens) for tokens in tokens_by_rank} == {LENGTH // degree}
+    assert shards.tokens_of_all(LENGTH).tolist() == sum(tokens_by_rank, [])
 
 
-def test_pieces():
+def test_tokens_of_each_balancer():
     assert SequenceShards(2, "headtail").tokens_of_rank(0, 8).tolist() == [0, 1, 6, 7]
     assert SequenceShards(2, "headtail").tokens_of_rank(1, 8).tolist() == [2, 3, 4, 5]
     assert SequenceShards(2, "none").tokens_of_rank(1, 8).tolist() == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-def test_causal_attention_costs_all_ranks_the_same_under_headtail(degree):
+def test_headtail_balances_causal_attention(degree):
     def costs(balancer: LoadBalancer) -> list[int]:
-        """Pairs of query and key, by rank."""
+        """Return the number of query-key pairs of each rank."""
         shards = SequenceShards(degree, balancer)
         return [int((shards.tokens_of_rank(rank, 64) + 1).sum()) for rank in range(degree)]
 
@@ -53,28 +53,29 @@ def test_causal_attention_costs_all_ranks_the_same_under_headtail(degree):
     assert max(costs("none")) > 2 * min(costs("none"))
 
 
-def test_a_batch_is_shared_out_with_the_positions_of_its_tokens():
+def test_a_batch_is_sharded_with_the_positions_of_its_tokens():
     tokens = torch.arange(16).view(2, 8)
     batch = {"input": tokens, "labels": tokens + 1, "documents": torch.tensor([[0, 1], [1, 2]])}
-    own = shard_sequences(batch, SequenceShards(2, "headtail"), rank=1)
-    assert own["input"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
-    assert own["labels"].tolist() == [[3, 4, 5, 6], [11, 12, 13, 14]]
-    assert own["positions"].tolist() == [[2, 3, 4, 5]] * 2  # made up: there were none
-    assert own["documents"] is batch["documents"]
+    shard = shard_sequences(batch, SequenceShards(2, "headtail"), rank=1)
+    assert shard["input"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert shard["labels"].tolist() == [[3, 4, 5, 6], [11, 12, 13, 14]]
+    assert (
+        shard["positions"].tolist() == [[2, 3, 4, 5]] * 2
+    )  # derived from the token indices, since the batch has no positions
+    assert shard["documents"] is batch["documents"]
     assert "positions" not in batch
     packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(2, -1)
-    own = shard_sequences({**batch, "positions": packed}, SequenceShards(2, "none"), rank=1)
-    assert own["positions"].tolist() == [[1, 2, 3, 4]] * 2
+    shard = shard_sequences({**batch, "positions": packed}, SequenceShards(2, "none"), rank=1)
+    assert shard["positions"].tolist() == [[1, 2, 3, 4]] * 2
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
 def make_model() -> Llama3Model:
-    sizes = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
-    model = Llama3Model.Config(rope=RoPEConfig(), **sizes).build()
+    model = llama_config(vocab_size=VOCABULARY).build()
     initialize_weights(model, 0)
-    # Initial projections are so small that attention is nearly even and adds little, whatever it sees.
+    # With the usual small projections, attention would be nearly uniform and have little effect on the outputs.
     for block in model.layers.values():
         for projection in (block.attention.wq, block.attention.wk, block.attention.wv, block.attention.wo):
             projection.weight.data *= 10
@@ -82,7 +83,7 @@ def make_model() -> Llama3Model:
 
 
 def make_batch(packed: bool) -> dict[str, Tensor]:
-    """Documents that end inside of ranks' pieces and at their ends, others in each sample."""
+    """Return a batch whose documents end inside and at the ends of the shards, differently in each sample."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (3, LENGTH), generator=generator)
     batch = {"input": tokens, "labels": tokens.roll(-1, 1)}
@@ -93,7 +94,7 @@ def make_batch(packed: bool) -> dict[str, Tensor]:
 
 
 def logits_and_gradients(model: Llama3Model, batch: dict[str, Tensor], weights: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of the sum over all tokens of their logits by `weights`."""
+    """Return the logits, and the gradients of their sum weighted by `weights`."""
     logits = model(batch["input"], batch.get("positions"))
     (logits * weights).sum().backward()
     return logits.detach(), [parameter.grad for parameter in model.parameters()]
@@ -110,19 +111,19 @@ def compare_with_whole_sequences(folder: Path, balancer: LoadBalancer) -> None:
         model = make_model()
         apply_context_parallel(model, mesh, SHARDING, shards)
         tokens = shards.tokens_of_rank(mesh.get_local_rank(), LENGTH)
-        own = shard_sequences(batch, shards, mesh.get_local_rank())
-        logits, gradients = logits_and_gradients(model, own, weights[:, tokens])
-        # Another kernel, which adds up in another order.
+        local_batch = shard_sequences(batch, shards, mesh.get_local_rank())
+        logits, gradients = logits_and_gradients(model, local_batch, weights[:, tokens])
+        # Another kernel, which sums in a different order.
         torch.testing.assert_close(logits, expected[:, tokens], rtol=0, atol=1e-5 * expected.abs().max().item())
         for gradient, whole in zip(gradients, expected_gradients, strict=True):
             dist.all_reduce(gradient)
             assert (gradient - whole).norm() < 1e-5 * whole.norm()
         outputs.append(expected)
-    assert (outputs[0] - outputs[1]).norm() > 1e-2 * outputs[0].norm()  # documents matter
+    assert (outputs[0] - outputs[1]).norm() > 1e-2 * outputs[0].norm()  # document boundaries have an effect
     (folder / str(dist.get_rank())).touch()
 
 
 @pytest.mark.parametrize("balancer", BALANCERS)
-def test_attention_and_its_gradients_are_those_of_whole_sequences(workers, tmp_path, balancer):
+def test_attention_and_gradients_match_whole_sequences(workers, tmp_path, balancer):
     workers.run(compare_with_whole_sequences, tmp_path, balancer)
     assert len(list(tmp_path.iterdir())) == 2

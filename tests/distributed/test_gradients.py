@@ -1,4 +1,4 @@
-"""The norm of gradients that lie on several meshes, or on none, and in several pipeline stages."""
+"""The gradient norm over several meshes, plain tensors, and several pipeline stages."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ def whole_gradients(stage: int) -> dict[str, Tensor]:
 
 
 def make_parameters(mesh: DeviceMesh, gradients: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-    """One without a mesh, three on that of tensor parallelism alone, one on both dimensions; the gradients are those of
-    the whole parameters, laid out as a backward pass leaves them: for two of them not as the parameters are."""
+    """Build one plain parameter, three on the tensor-parallel mesh, and one on both dimensions. Gradients have the
+    placements of a backward pass, which for two parameters differ from the placements of the parameter."""
     tp = mesh["tp"]
     shard, whole = [Shard(0)], [Replicate()]
     parameters = {
@@ -33,15 +33,15 @@ def make_parameters(mesh: DeviceMesh, gradients: dict[str, Tensor]) -> dict[str,
         "both": nn.Parameter(distribute_tensor(torch.zeros(SHAPES["both"]), mesh["fsdp", "tp"], [Shard(0), Shard(1)])),
     }
     parameters["plain"].grad = gradients["plain"].clone()
-    parameters["column"].grad = distribute_tensor(gradients["column"], tp, whole)  # as of an embedding
+    parameters["column"].grad = distribute_tensor(gradients["column"], tp, whole)  # like an embedding
     parameters["row"].grad = distribute_tensor(gradients["row"], tp, [Shard(1)])
     part = gradients["norm"] * (0.25 if tp.get_local_rank() == 0 else 0.75)
-    parameters["norm"].grad = DTensor.from_local(part, tp, [Partial()])  # as of a norm under sequence parallelism
+    parameters["norm"].grad = DTensor.from_local(part, tp, [Partial()])  # like a norm with sequence parallelism
     parameters["both"].grad = distribute_tensor(gradients["both"], mesh["fsdp", "tp"], [Shard(0), Shard(1)])
     return parameters
 
 
-def clip_on(degrees: tuple[int, int, int], max_norm: float, folder: Path) -> None:
+def clip_on_mesh(degrees: tuple[int, int, int], max_norm: float, folder: Path) -> None:
     mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("pp", "fsdp", "tp"))
     stage, n_stages = mesh.get_local_rank("pp"), degrees[0]
     gradients = whole_gradients(stage)
@@ -51,7 +51,7 @@ def clip_on(degrees: tuple[int, int, int], max_norm: float, folder: Path) -> Non
     everything = [gradient for number in range(n_stages) for gradient in whole_gradients(number).values()]
     exact = sum(gradient.double().square().sum() for gradient in everything).sqrt().item()
     assert type(norm) is Tensor and norm.shape == ()
-    # Float32's rounding, of the few values here.
+    # Float32 rounding of a few values.
     assert norm.item() == pytest.approx(exact, rel=1e-6)
     for name, parameter in parameters.items():
         if isinstance(parameter, DTensor):
@@ -61,10 +61,10 @@ def clip_on(degrees: tuple[int, int, int], max_norm: float, folder: Path) -> Non
     (folder / str(dist.get_rank())).touch()
 
 
-def ask_without_gradients(folder: Path) -> None:
+def norm_without_gradients(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    own = [torch.tensor([3.0, 4.0])] if mesh.get_local_rank("pp") == 0 else []
-    assert total_norm(own, mesh.get_group("pp")).item() == 5.0
+    gradients = [torch.tensor([3.0, 4.0])] if mesh.get_local_rank("pp") == 0 else []
+    assert total_norm(gradients, mesh.get_group("pp")).item() == 5.0
     (folder / str(dist.get_rank())).touch()
 
 
@@ -77,10 +77,10 @@ def four_processes():
 @pytest.mark.parametrize("max_norm", [1.0, float("inf")])
 @pytest.mark.parametrize("degrees", [(1, 2, 2), (2, 1, 2)], ids=["FSDP x TP", "PP x TP"])
 def test_norm_over_meshes_and_stages(four_processes, tmp_path, degrees, max_norm):
-    four_processes.run(clip_on, degrees, max_norm, tmp_path)
+    four_processes.run(clip_on_mesh, degrees, max_norm, tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_stage_without_gradients_learns_the_norm(four_processes, tmp_path):
-    four_processes.run(ask_without_gradients, tmp_path)
+def test_a_stage_without_gradients_gets_the_norm(four_processes, tmp_path):
+    four_processes.run(norm_without_gradients, tmp_path)
     assert len(list(tmp_path.iterdir())) == 4

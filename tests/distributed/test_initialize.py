@@ -1,4 +1,4 @@
-"""Initial weights: distributions, and independence of the layout."""
+"""Initial weights: distributions and independence of the layout."""
 
 import math
 
@@ -7,31 +7,28 @@ import torch
 from torch import nn
 
 from tests.processes import run_processes
+from tests.training import llama_config
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 
 
-def make_model(dim: int = 64, n_layers: int = 2):
-    from torchtitan.models.common.rope import RoPEConfig
-    from torchtitan.models.llama3.model import Llama3Model
-
-    sizes = {"vocab_size": 99, "dim": dim, "n_layers": n_layers, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 2 * dim}
-    return Llama3Model.Config(rope=RoPEConfig(), **sizes)
+def model_config(dim: int = 64, n_layers: int = 2):
+    return llama_config(dim=dim, n_layers=n_layers, ffn_dim=2 * dim)
 
 
-def weights_of(seed: int, **sizes) -> dict[str, torch.Tensor]:
+def initial_weights(seed: int, **sizes) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
-        model = make_model(**sizes).build()
+        model = model_config(**sizes).build()
     model.to_empty(device="cpu")
     initialize_weights(model, seed)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def test_values_depend_on_seed_and_name_alone():
-    first, again, other = weights_of(1), weights_of(1), weights_of(2)
-    deeper = weights_of(1, n_layers=3)
+def test_values_depend_only_on_seed_and_name():
+    first, again, other = initial_weights(1), initial_weights(1), initial_weights(2)
+    deeper = initial_weights(1, n_layers=3)
     for name, weight in first.items():
         assert torch.equal(weight, again[name])
         assert torch.equal(weight, deeper[name]), name
@@ -40,7 +37,7 @@ def test_values_depend_on_seed_and_name_alone():
 
 
 def test_distributions():
-    weights = weights_of(0, dim=256)
+    weights = initial_weights(0, dim=256)
     expected = {
         "tok_embeddings.weight": 1.0,
         "output.weight": 256**-0.5 / 4,
@@ -49,7 +46,7 @@ def test_distributions():
         "layers.1.feed_forward.w2.weight": 0.02 / math.sqrt(4),
     }
     for name, std in expected.items():
-        # Cut at three deviations the std is 0.987 of the nominal; 2 % covers the sampling error of 25,000 values.
+        # Truncation at three deviations reduces the std to 0.987; 2 % covers the sampling error of 25,000 values.
         assert weights[name].std().item() == pytest.approx(0.987 * std, rel=0.02), name
         assert weights[name].abs().max() <= 3 * std
     assert torch.equal(weights["norm.weight"], torch.ones(256))
@@ -63,12 +60,12 @@ def test_a_parameter_larger_than_a_chunk_has_no_repeated_rows():
     assert rows.std().item() == pytest.approx(0.987, rel=0.01)
 
 
-def test_a_parameter_without_initializer_is_an_error():
+def test_a_parameter_without_an_initializer_is_rejected():
     with pytest.raises(LookupError, match="bias"):
         initialize_weights(with_initializers(nn.Linear(2, 2), weight=TruncatedNormal(1.0)), 0)
 
 
-def test_buffers_are_initialized_too():
+def test_buffers_are_initialized():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -93,10 +90,10 @@ def shard_and_compare(dp_replicate: int, dp_shard: int, uneven_dim: int) -> None
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.parallelize import parallelize_decoder
 
-    expected = weights_of(7, dim=uneven_dim)
+    expected = initial_weights(7, dim=uneven_dim)
     dims = ParallelDims(world_size=dp_replicate * dp_shard, dp_replicate=dp_replicate, dp_shard=dp_shard)
     with torch.device("meta"):
-        model = make_model(dim=uneven_dim).build()
+        model = model_config(dim=uneven_dim).build()
     mesh = dims.build_mesh("cpu")
     parallelize_decoder(model, parallel_dims=dims, mesh=mesh, sharding=SHARDING, training=TrainingConfig())
     model.to_empty(device="cpu")
@@ -105,12 +102,12 @@ def shard_and_compare(dp_replicate: int, dp_shard: int, uneven_dim: int) -> None
         assert torch.equal(parameter.full_tensor(), expected[name]), name
 
 
-def check_types_inside_a_block() -> None:
+def check_dtypes_in_a_block() -> None:
     from torchtitan.config import TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.parallelize import free_gathered_weights, parallelize_decoder
 
-    model = make_model().build()
+    model = model_config().build()
     initialize_weights(model, 0)
     dims = ParallelDims(world_size=2, dp_shard=2)
     training = TrainingConfig(mixed_precision_param="bfloat16")
@@ -125,8 +122,8 @@ def check_types_inside_a_block() -> None:
     assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
-def test_angles_stay_in_float32_and_gathered_weights_can_be_freed():
-    run_processes(check_types_inside_a_block, 2)
+def test_rope_angles_are_float32_and_gathered_weights_can_be_freed():
+    run_processes(check_dtypes_in_a_block, 2)
 
 
 @pytest.mark.parametrize(("dp_replicate", "dp_shard"), [(1, 2), (2, 1), (1, 4), (2, 2)])

@@ -1,4 +1,4 @@
-"""Degrees of parallelism: how they are resolved, refused, and made into a mesh."""
+"""Degrees of parallelism: defaults, validation, and the mesh."""
 
 import contextlib
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ SIZES = [
 
 @contextlib.contextmanager
 def fake_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Within, this process has that place in a process group that does not communicate."""
+    """Act as `rank` of a fake process group that does not communicate."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -39,11 +39,11 @@ def make_dims(**sizes: int) -> ParallelDims:
 
 
 def model_config() -> BaseModel.Config:
-    """8 heads, 4 key/value heads, feed-forward of width 768."""
+    """Return a configuration with 8 heads, 4 key/value heads, and a feed-forward width of 768."""
     return model_registry("debugmodel").model
 
 
-def test_the_remaining_ranks_share_the_weights():
+def test_the_shard_degree_defaults_to_the_remaining_ranks():
     config = ParallelismConfig(tensor_parallel_degree=2, data_parallel_replicate_degree=3)
     dims = ParallelDims.from_config(config, world_size=24)
     assert dims == ParallelDims(world_size=24, dp_replicate=3, dp_shard=4, tp=2)
@@ -87,7 +87,7 @@ def test_the_remaining_ranks_share_the_weights():
         ({"data_parallel_shard_degree": 0}, 1, "--parallelism.data_parallel_shard_degree is 0"),
     ],
 )
-def test_degrees_that_do_not_make_up_the_processes_are_named(degrees, world_size, message):
+def test_degrees_that_do_not_fit_the_processes_are_rejected(degrees, world_size, message):
     with pytest.raises(UserError) as error:
         ParallelDims.from_config(ParallelismConfig(**degrees), world_size)
     assert message in str(error.value)
@@ -116,7 +116,7 @@ def test_degrees_that_do_not_make_up_the_processes_are_named(degrees, world_size
         ),
     ],
 )
-def test_sizes_that_cannot_be_shared_out_are_named(sizes, changed, seq_len, message):
+def test_sizes_that_cannot_be_sharded_are_rejected(sizes, changed, seq_len, message):
     model = model_config()
     for name, value in changed.items():
         setattr(model, name, value)
@@ -125,7 +125,7 @@ def test_sizes_that_cannot_be_shared_out_are_named(sizes, changed, seq_len, mess
     assert str(error.value) == message
 
 
-def test_sizes_that_can_be_shared_out():
+def test_sizes_that_can_be_sharded_are_accepted():
     make_dims(tp=4).check_fits(model_config(), 64)
     make_dims(cp=3).check_fits(model_config(), 66)  # heads are not split
     contiguous = ParallelDims(world_size=2, cp=2, cp_load_balancer="none")
@@ -133,10 +133,10 @@ def test_sizes_that_can_be_shared_out():
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_coordinates_are_those_of_the_mesh(sizes):
-    """Computed without a mesh, since the data loader and the loss need them in a single process too."""
+def test_coordinates_match_the_mesh(sizes):
+    """Coordinates are computed without a mesh, since the data loader and the loss also need them in one process."""
     dims = make_dims(**sizes)
-    shares: dict[int, list[int]] = {}
+    ranks_by_share: dict[int, list[int]] = {}
     leaders = []
     for rank in range(dims.world_size):
         with fake_rank(rank, dims.world_size):
@@ -146,17 +146,17 @@ def test_coordinates_are_those_of_the_mesh(sizes):
             assert dims.coordinate("dp_shard") * dims.cp + dims.coordinate("cp") == mesh.get_local_rank("fsdp")
             assert dims.context_mesh(mesh).get_local_rank() == dims.coordinate("cp")
             assert dims.context_mesh(mesh).size() == dims.cp
-            shares.setdefault(dims.dp_rank, []).append(rank)
+            ranks_by_share.setdefault(dims.dp_rank, []).append(rank)
             if dims.is_batch_leader:
                 leaders.append(dims.dp_rank)
             assert dims.is_tensor_leader == (mesh.get_local_rank("tp") == 0)
-    assert sorted(shares) == sorted(leaders) == list(range(dims.dp_degree))
-    assert {len(ranks) for ranks in shares.values()} == {dims.pp * dims.cp * dims.tp}
+    assert sorted(ranks_by_share) == sorted(leaders) == list(range(dims.dp_degree))
+    assert {len(ranks) for ranks in ranks_by_share.values()} == {dims.pp * dims.cp * dims.tp}
     assert dims.gradient_degree * dims.pp * dims.tp == dims.world_size
 
 
-def test_tensor_parallel_ranks_are_neighbours():
-    """They communicate most, and neighbors are on one host."""
+def test_tensor_parallel_ranks_are_adjacent():
+    """They communicate most, and adjacent ranks are on one host."""
     dims = make_dims(pp=2, dp_shard=2, cp=2, tp=2)
     with fake_rank(5, 16):
         mesh = dims.build_mesh("cpu")

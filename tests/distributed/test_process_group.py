@@ -1,4 +1,4 @@
-"""Start and end of the process group: a group that is there already is used, and left to whoever made it."""
+"""Initialization and destruction of the process group; its timeouts, store, and addresses."""
 
 import os
 import socket
@@ -19,8 +19,8 @@ from torchtitan.distributed.process_group import attempt_store
 from torchtitan.tools.errors import UserError
 
 
-def use_and_leave(folder: Path) -> None:
-    os.environ["WORLD_SIZE"] = "7"  # the group counts, not what some launcher said
+def use_existing_group(folder: Path) -> None:
+    os.environ["WORLD_SIZE"] = "7"  # the group has priority over the environment
     device = process_group.init_process_group("cpu", CommConfig())
     assert device == torch.device("cpu")
     assert process_group.world_size() == 2
@@ -30,76 +30,77 @@ def use_and_leave(folder: Path) -> None:
     (folder / f"rank {dist.get_rank()} is done").touch()
 
 
-def test_a_group_that_exists_is_used_and_left_alone(tmp_path: Path) -> None:
-    run_processes(use_and_leave, 2, tmp_path)
+def test_an_existing_group_is_used_and_not_destroyed(tmp_path: Path) -> None:
+    run_processes(use_existing_group, 2, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def make_and_destroy(folder: Path, port: int) -> None:
+def create_and_destroy(folder: Path, port: int) -> None:
     rank = dist.get_rank()
     dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port)  # not that of the group that rank 0 may be about to leave
+    os.environ["MASTER_PORT"] = str(port)  # another port than the old group, which rank 0 may still hold
     process_group.init_process_group("cpu", CommConfig(init_timeout_seconds=60))
     assert process_group.gather_objects(rank) == [0, 1]
     process_group.destroy_process_group()
     assert not dist.is_initialized()
-    process_group.destroy_process_group()  # of nothing
+    process_group.destroy_process_group()  # has no effect without a group
     (folder / f"rank {rank} is done").touch()
-    # For the caller, who leaves it.
+    # The caller destroys a group at the end.
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 
 
-def test_a_group_of_our_own_is_destroyed(tmp_path: Path) -> None:
+def test_a_created_group_is_destroyed(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    run_processes(make_and_destroy, 2, tmp_path, port)
+    run_processes(create_and_destroy, 2, tmp_path, port)
     assert len(list(tmp_path.glob("rank * is done"))) == 2
 
 
-def wait_in_vain(folder: Path) -> None:
-    """Rank 0 waits for rank 1 in the default group, then in a mesh's; a group of its own waits longer."""
+def wait_for_timeouts(folder: Path) -> None:
+    """Rank 0 waits for rank 1 in the group of a mesh and in the default group, and both time out. A group created
+    directly keeps its longer timeout."""
     rank = dist.get_rank()
     mesh = dist.DeviceMesh("cpu", [0, 1])
-    own_group = dist.new_group([0, 1])
+    direct_group = dist.new_group([0, 1])
     process_group.set_timeouts(1)
-    late = time.monotonic() + 4
+    end_of_wait = time.monotonic() + 4
     if rank == 0:
         for group in (mesh.get_group(), None):
-            begun = time.monotonic()
+            start = time.monotonic()
             with pytest.raises(RuntimeError, match="(?i)time"):
                 dist.all_reduce(torch.ones(1), group=group)
-            assert time.monotonic() - begun < 2.5, "the group's first timeout is 30 minutes, the default group's 2"
+            assert time.monotonic() - start < 2.5, "the group's first timeout is 30 minutes, the default group's 2"
     else:
-        time.sleep(max(0.0, late - time.monotonic()))
+        time.sleep(max(0.0, end_of_wait - time.monotonic()))
     if rank < 2:
-        dist.all_reduce(total := torch.ones(1), group=own_group)
+        dist.all_reduce(total := torch.ones(1), group=direct_group)
         assert total.item() == 2
     (folder / f"rank {rank} is done").touch()
-    time.sleep(max(0.0, late + 1 - time.monotonic()))
-    os._exit(0)  # what is left of a group that timed out cannot be left in an orderly way
+    time.sleep(max(0.0, end_of_wait + 1 - time.monotonic()))
+    os._exit(0)  # a group that timed out cannot be destroyed cleanly
 
 
 def test_timeouts_take_effect(tmp_path: Path) -> None:
-    run_processes(wait_in_vain, 3, tmp_path)
+    run_processes(wait_for_timeouts, 3, tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_each_attempt_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun, whose store keeps what the processes of the attempt before wrote, one of which died half-way."""
+def test_each_attempt_has_a_separate_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of torchrun keeps the keys of earlier attempts, also of one whose process died during startup."""
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
 
     def attempt(order: list[int]) -> set[str]:
-        """What the ranks, one starting after the other, read after rank 0 has written."""
+        """Start the ranks one after the other; return the values that they read after rank 0 has written."""
         with ThreadPoolExecutor(3) as threads:
             started = []
             for rank in order:
                 started.append(threads.submit(attempt_store, rank, 3, timedelta(seconds=60)))
                 time.sleep(0.2)
-            stores = [one.result(60) for one in started]
-        assert not any(store.check(["key"]) for store in stores), "what an earlier attempt wrote is seen"
+            stores = [future.result(60) for future in started]
+        assert not any(store.check(["key"]) for store in stores), "the store has keys of an earlier attempt"
         stores[0].set("key", str(order))
         return {store.get("key").decode() for store in stores}
 
@@ -109,7 +110,7 @@ def test_each_attempt_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     assert attempt([0, 2, 1]) == {"[0, 2, 1]"}
 
 
-def test_cuda_is_told_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_gets_a_device_id(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(process_group, "_created_here", False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -126,10 +127,10 @@ def test_cuda_is_told_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ("address", "on_loopback"),
     [("localhost", True), ("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("node-1", False), ("", False)],
 )
-def test_addresses_that_keep_a_run_on_its_host(
+def test_loopback_addresses_use_a_loopback_store(
     monkeypatch: pytest.MonkeyPatch, address: str, on_loopback: bool
 ) -> None:
-    """Several hosts meet as PyTorch lets them, at the address that they were given."""
+    """With any other address, PyTorch creates the store, so that several hosts can connect."""
     stores = []
     monkeypatch.setattr(process_group, "_created_here", False)
     monkeypatch.setattr(process_group, "_loopback_store", lambda *_: "ours")
@@ -145,7 +146,7 @@ def test_addresses_that_keep_a_run_on_its_host(
 
 
 def free_port(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A port at a loopback address, where ranks are to meet."""
+    """Set `MASTER_ADDR` and `MASTER_PORT` to a free port of a loopback address; return the port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -154,7 +155,7 @@ def free_port(monkeypatch: pytest.MonkeyPatch) -> int:
     return port
 
 
-def test_a_store_at_a_loopback_address_listens_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loopback_store_listens_only_on_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port(monkeypatch)
     store = process_group._loopback_store(0, 1, timedelta(seconds=60))
     store.set("key", "value")
@@ -163,7 +164,7 @@ def test_a_store_at_a_loopback_address_listens_nowhere_else(monkeypatch: pytest.
         socket.create_connection(("127.0.0.2", port))
 
 
-def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port(monkeypatch)
     with (
         socket.create_server(("127.0.0.1", port)),
@@ -174,7 +175,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("port", [None, "", "no", "0", "65536"])
-def test_no_port(monkeypatch: pytest.MonkeyPatch, rank: int, port: str | None) -> None:
+def test_an_invalid_port_is_rejected(monkeypatch: pytest.MonkeyPatch, rank: int, port: str | None) -> None:
     free_port(monkeypatch)
     monkeypatch.delenv("MASTER_PORT")
     if port is not None:
@@ -183,25 +184,25 @@ def test_no_port(monkeypatch: pytest.MonkeyPatch, rank: int, port: str | None) -
         process_group._loopback_store(rank, 2, timedelta(seconds=60))
 
 
-def test_a_store_that_fails_leaves_no_socket_and_closes_no_other_file(
+def test_a_failed_store_leaks_no_socket_and_closes_no_other_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     port = free_port(monkeypatch)
     descriptors = []
 
-    def refuse(*_: Any, master_listen_fd: int, **__: Any) -> None:
+    def fail_before_close(*_: Any, master_listen_fd: int, **__: Any) -> None:
         raise dist.DistStoreError("refused")
 
-    def time_out(*_: Any, master_listen_fd: int, **__: Any) -> None:
-        """As PyTorch's own, which has closed the socket then; its number is another file's."""
+    def fail_after_close(*_: Any, master_listen_fd: int, **__: Any) -> None:
+        """Fail like a timeout in PyTorch, which closes the socket. Its descriptor then belongs to another file."""
         os.close(master_listen_fd)
         descriptors.append(os.open(tmp_path, os.O_RDONLY))
         assert descriptors == [master_listen_fd]
         raise dist.DistStoreError("timed out")
 
-    for store in (refuse, time_out):
+    for store in (fail_before_close, fail_after_close):
         monkeypatch.setattr(dist, "TCPStore", store)
         with pytest.raises(dist.DistStoreError):
             process_group._loopback_store(0, 1, timedelta(seconds=60))
         socket.create_server(("127.0.0.1", port)).close()
-    os.close(descriptors[0])  # fails where it is closed already
+    os.close(descriptors[0])  # fails if it is already closed

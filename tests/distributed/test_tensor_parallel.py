@@ -1,4 +1,4 @@
-"""The loss on a vocabulary that is shared out, against torch's cross entropy on whole logits; and a whole model."""
+"""Tensor parallelism: the vocabulary-sharded loss, whole models, and errors in a sharding plan."""
 
 import dataclasses
 import re
@@ -30,8 +30,8 @@ PROCESSES = 2
 
 
 class ZLoss(CrossEntropyLoss):
-    """Adds the squared logarithm of the normaliser (PaLM, arXiv:2204.02311, section 5): a user's own loss, with
-    operations that torch has no vocabulary-sharded form of."""
+    """Custom loss that adds the squared logarithm of the softmax normalizer (PaLM, arXiv:2204.02311, section 5), with
+    operations for which PyTorch has no vocabulary-sharded version."""
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         valid = labels_N != IGNORE_INDEX
@@ -49,7 +49,7 @@ def whole_loss(hidden: Tensor, weight: Tensor, labels: Tensor, with_z: bool) -> 
 
 
 def make_tensors(vocabulary: int, valid: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, output weights and labels of both halves of the vocabulary, some of them ignored."""
+    """Return hidden states, output weights, and labels from both halves of the vocabulary, some of them ignored."""
     generator = torch.Generator().manual_seed(vocabulary)
     hidden = torch.randn(BATCH, LENGTH, DIM, generator=generator)
     weight = torch.randn(vocabulary, DIM, generator=generator)
@@ -61,13 +61,13 @@ def make_tensors(vocabulary: int, valid: bool = True) -> tuple[Tensor, Tensor, T
 def value_and_gradients(loss: Callable[..., Tensor], hidden: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     value = loss(hidden, weight, *args)
-    # A factor behind the loss, as the division by the number of tokens is.
+    # A factor after the loss, like the division by the number of tokens.
     (value * 0.37).backward()
     return [value.detach(), hidden.grad, weight.grad]
 
 
 def assert_equal(results: list[Tensor], expected: list[Tensor]) -> None:
-    """To float32's rounding: sums over the vocabulary and over chunks in another order."""
+    """Compare up to float32 rounding: sums over the vocabulary and chunks have a different order."""
     for result, reference in zip(results, expected, strict=True):
         whole = result.full_tensor() if isinstance(result, DTensor) else result
         torch.testing.assert_close(whole, reference, rtol=1e-5, atol=1e-5)
@@ -78,7 +78,7 @@ def make_mesh() -> DeviceMesh:
 
 
 def compare_losses(folder: Path) -> None:
-    """In chunks and all at once, with a vocabulary of two halves and of unequal parts."""
+    """Compare losses with and without chunks, on even and uneven shards of the vocabulary."""
     mesh = make_mesh()
     for vocabulary in (40, 41):
         for kind in (CrossEntropyLoss, ZLoss):
@@ -101,22 +101,22 @@ def compare_loss(mesh: DeviceMesh, vocabulary: int, loss: CrossEntropyLoss, plac
             assert_equal([loss(sharded_hidden, sharded_weight, labels)], expected[:1])
 
 
-def test_a_shared_vocabulary_gives_the_loss_and_gradients_of_the_whole(workers, tmp_path):
+def test_the_sharded_loss_and_its_gradients_match_whole_logits(workers, tmp_path):
     workers.run(compare_losses, tmp_path)
     assert len(list(tmp_path.iterdir())) == PROCESSES
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that an operation has returned, of this rank's own where it is a DTensor."""
+    """Record the number of elements of the largest tensor that an operation returns; for a DTensor, of its shard."""
 
     elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, with the rank's own tensors
+            return NotImplemented  # called again with the local tensors
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
-            # DTensor finds out about an operation by trying it on fakes of the whole tensors, which have no memory.
+            # DTensor propagates shapes with fake tensors of the whole size, which have no memory.
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                 self.elements = max(self.elements, value.numel())
         return result
@@ -136,22 +136,23 @@ def measure_tensors(folder: Path) -> None:
             value_and_gradients(loss, *tensors, labels)
         return mode.elements
 
-    own_weight = weight.numel() // PROCESSES
-    own_logits = tokens * vocabulary // PROCESSES
-    assert own_logits < own_weight < tokens * vocabulary
-    assert largest(CrossEntropyLoss.Config(chunk_tokens=0).build()) == own_weight
-    assert largest(CrossEntropyLoss.Config(chunk_tokens=5).build()) == own_weight
+    weight_shard = weight.numel() // PROCESSES
+    logits_shard = tokens * vocabulary // PROCESSES
+    assert logits_shard < weight_shard < tokens * vocabulary
+    assert largest(CrossEntropyLoss.Config(chunk_tokens=0).build()) == weight_shard
+    assert largest(CrossEntropyLoss.Config(chunk_tokens=5).build()) == weight_shard
     assert largest(CrossEntropyLoss.Config(chunk_tokens=0).build(), disable_loss_parallel=True) >= tokens * vocabulary
     (folder / str(dist.get_rank())).touch()
 
 
-def test_logits_of_the_whole_vocabulary_never_exist(workers, tmp_path):
-    """Nor are the weights gathered: nothing is larger than a rank's own rows of them. The control sees both."""
+def test_logits_of_the_whole_vocabulary_are_never_allocated(workers, tmp_path):
+    """Weights are not gathered either: no tensor is larger than the weight shard of a rank. With
+    `disable_loss_parallel`, the measurement detects both."""
     workers.run(measure_tensors, tmp_path)
     assert len(list(tmp_path.iterdir())) == PROCESSES
 
 
-# --- a whole model ----------------------------------------------------------------------------------------------------
+# --- models -----------------------------------------------------------------------------------------------------------
 
 
 def make_model(kind: type[Decoder] = Llama3Model, **options: Any) -> Decoder:
@@ -182,22 +183,22 @@ def compare_models(folder: Path, kind: type[Decoder], tied: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [(Llama3Model, False), (Llama3Model, True), (Qwen3Model, False)])
-def test_gradients_of_a_model_are_those_of_a_single_process(workers, tmp_path, kind, tied):
+def test_gradients_of_a_model_match_a_single_process(workers, tmp_path, kind, tied):
     workers.run(compare_models, tmp_path, kind, tied)
     assert len(list(tmp_path.iterdir())) == PROCESSES
 
 
-def forget_an_entry(folder: Path) -> None:
+def omit_an_entry(folder: Path) -> None:
     tensor = {name: style for name, style in DENSE_SHARDING.tensor.items() if not name.endswith("k_norm")}
     plan = dataclasses.replace(DENSE_SHARDING, tensor=tensor)
-    missed = "the sharding plan has no entry for layers.0.attention.k_norm.weight, layers.1.attention.k_norm"
-    with pytest.raises(UserError, match=missed):
+    message = "the sharding plan has no entry for layers.0.attention.k_norm.weight, layers.1.attention.k_norm"
+    with pytest.raises(UserError, match=message):
         apply_tensor_parallel(make_model(Qwen3Model), make_mesh(), plan, disable_loss_parallel=False)
     (folder / str(dist.get_rank())).touch()
 
 
-def test_a_parameter_that_no_entry_covers_is_named(workers, tmp_path):
-    workers.run(forget_an_entry, tmp_path)
+def test_a_parameter_without_an_entry_is_rejected(workers, tmp_path):
+    workers.run(omit_an_entry, tmp_path)
     assert len(list(tmp_path.iterdir())) == PROCESSES
 
 
@@ -212,7 +213,7 @@ def test_a_parameter_that_no_entry_covers_is_named(workers, tmp_path):
         ("output", "vocabulary", "is for Embedding, and output is Linear"),
     ],
 )
-def test_a_mistake_in_the_plan_names_the_entry(name, style, message):
+def test_an_invalid_entry_of_the_plan_is_rejected(name, style, message):
     model = make_model(Qwen3Model)
     check_parts(model, DENSE_SHARDING, 2)
     plan = dataclasses.replace(DENSE_SHARDING, tensor={**DENSE_SHARDING.tensor, name: style})
@@ -221,8 +222,8 @@ def test_a_mistake_in_the_plan_names_the_entry(name, style, message):
         check_parts(model, plan, 2)
 
 
-def test_an_entry_may_name_a_part_that_is_left_out():
-    """Norms that Llama's blocks have not, a tied head, and the parts of other pipeline stages."""
+def test_an_entry_may_name_an_absent_module():
+    """Absent modules are norms that Llama lacks, a tied head, and modules of other pipeline stages."""
     model = make_model(tie_embeddings=True)
     check_parts(model, DENSE_SHARDING, 2)
     model.tok_embeddings, model.layers = None, nn.ModuleDict()

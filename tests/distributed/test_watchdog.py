@@ -1,4 +1,4 @@
-"""A run in which a step does not end: it ends, every rank prints its stacks, and the one to blame is named."""
+"""The watchdog: a hanging run exits, every rank prints its stack traces, and the report names the blocking rank."""
 
 import os
 import re
@@ -19,8 +19,8 @@ from tests.conftest import PROJECT
 from tests.training import TINY, flags
 from torchtitan.distributed.hang_consensus import Position, Process, describe
 
-_TIMEOUT = 300  # seconds after which a command hangs; it takes less than 20 where the machine is not busy
-_LIMIT = 2  # seconds that a step may take here; one takes milliseconds
+_TIMEOUT = 300  # seconds until a command counts as hanging; it takes less than 20 on an idle machine
+_LIMIT = 2  # time limit of a step in seconds; a step takes milliseconds
 
 LOOP = f"""
 import ctypes, os, signal, sys, time
@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.tools.logging import init_logger
 
-def hold_the_lock():
-    ctypes.PyDLL(None).sleep(1000)  # as a call into C that does not let other threads run
+def hold_the_gil():
+    ctypes.PyDLL(None).sleep(1000)  # like a call into C that does not release the GIL
 
 init_logger()
 rank = int(os.environ.get("RANK", "0"))
@@ -51,21 +51,21 @@ if dist.is_initialized():
 
 
 class Ranks:
-    """The processes of a loop of one's own, without a launcher."""
+    """Processes that run `LOOP`, started without a launcher."""
 
     def __init__(self, folder: Path, world_size: int, *, data: str = "pass", between: str = "pass"):
         script = folder / "loop.py"
         script.write_text(LOOP.replace("DATA", data).replace("BETWEEN", between))
-        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+        rendezvous = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
         self.processes = []
         for rank in range(world_size):
-            variables = {**meeting, "RANK": str(rank)} if world_size > 1 else {}
+            variables = {**rendezvous, "RANK": str(rank)} if world_size > 1 else {}
             environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", **variables}
             process = RunningCommand([sys.executable, script], env=environment, stderr=subprocess.PIPE, text=True)
             self.processes.append(process)
 
     def wait(self) -> tuple[list[int], list[str]]:
-        """Exit codes and what was printed."""
+        """Return the exit codes and the output of all processes."""
         printed = [process.communicate(timeout=_TIMEOUT)[1] for process in self.processes]
         return [process.returncode for process in self.processes], printed
 
@@ -77,15 +77,15 @@ class Ranks:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[Ranks]]:
-    """What is put in here is ended when the test ends."""
+    """List of processes to kill at the end of the test."""
     started: list[Ranks] = []
     yield started
-    for one in started:
-        one.kill()
+    for group in started:
+        group.kill()
 
 
 class TestLoops:
-    """Of a builder's own."""
+    """The watchdog in a custom loop."""
 
     def test_one_process(self, ranks: list[Ranks], tmp_path: Path) -> None:
         ranks.append(Ranks(tmp_path, 1, data="if step == 2: time.sleep(1000)"))
@@ -95,14 +95,14 @@ class TestLoops:
         assert "MainThread (most recent call last):\n" in printed and "time.sleep(1000)" not in printed.splitlines()[0]
         assert f'has not ended after {_LIMIT} seconds: the process is in step 2, phase "data"' in printed
 
-    def test_a_rank_that_sleeps(self, ranks: list[Ranks], tmp_path: Path) -> None:
+    def test_a_sleeping_rank_is_reported(self, ranks: list[Ranks], tmp_path: Path) -> None:
         ranks.append(Ranks(tmp_path, 2, data="if step == 2 and rank == 1: time.sleep(1000)"))
         codes, printed = ranks[0].wait()
         assert codes == [3, 3]
         assert 'is in step 2, phase "forward and backward"' in printed[0] and "dist.barrier()" in printed[0]
         assert 'is in step 2, phase "data"' in printed[1] and "time.sleep(1000)" in printed[1]
         together = "".join(printed)
-        assert together.count("rank 1 holds up the others") == 1, "by one rank"
+        assert together.count("rank 1 holds up the others") == 1, "one rank reports"
         findings = together.partition("rank 1 holds up the others\n")[2].splitlines()[:2]
         assert re.fullmatch(r'  rank 1: in step 2, phase "data", at <module> \(loop.py:\d+\)', findings[0])
         assert re.fullmatch(r'  rank 0: in step 2, phase "forward and backward", at .*', findings[1])
@@ -110,14 +110,14 @@ class TestLoops:
     @pytest.mark.parametrize(
         ("culprit", "how"),
         [
-            (0, "os.kill(os.getpid(), signal.SIGSTOP)"),
-            (0, "hold_the_lock()"),
+            pytest.param(0, "os.kill(os.getpid(), signal.SIGSTOP)", marks=pytest.mark.slow),
+            (0, "hold_the_gil()"),
             pytest.param(1, "os.kill(os.getpid(), signal.SIGSTOP)", marks=pytest.mark.slow),
         ],
-        ids=["rank 0 stopped", "Python's lock held", "rank 1 stopped"],
+        ids=["rank 0 stopped", "rank 0 holds the GIL", "rank 1 stopped"],
     )
-    def test_a_rank_that_does_not_answer(self, ranks: list[Ranks], tmp_path: Path, culprit: int, how: str) -> None:
-        """It cannot print its stacks itself: another rank sees to it. Rank 0 holds the store that they talk through."""
+    def test_an_unresponsive_rank_is_reported(self, ranks: list[Ranks], tmp_path: Path, culprit: int, how: str) -> None:
+        """Another rank makes it print its stack traces. Rank 0 hosts the store through which ranks communicate."""
         ranks.append(Ranks(tmp_path, 2, data=f"if step == 2 and rank == {culprit}: {how}"))
         codes, printed = ranks[0].wait()
         other = 1 - culprit
@@ -127,28 +127,28 @@ class TestLoops:
         assert re.search(rf"rank {culprit}\W.*, process {pid}", printed[other])
         assert f'rank {other}: in step 2, phase "forward and backward"' in printed[other]
         assert "dist.barrier()" in printed[other]
-        assert re.search(r'File ".*loop.py", line \d+ in (<module>|hold_the_lock)', printed[culprit])
+        assert re.search(r'File ".*loop.py", line \d+ in (<module>|hold_the_gil)', printed[culprit])
 
     def test_time_between_steps_does_not_count(self, ranks: list[Ranks], tmp_path: Path) -> None:
-        """Also where one rank alone takes it, and the others wait for it in their next step; and at the end."""
-        ranks.append(Ranks(tmp_path, 2, between=f"if rank == 1 and step > 1: time.sleep({3 * _LIMIT})"))
+        """This holds also if one rank takes the time and the others wait for it in their next step, and at the end."""
+        ranks.append(Ranks(tmp_path, 2, between=f"if rank == 1 and step > 1: time.sleep({2 * _LIMIT})"))
         assert ranks[0].wait() == ([0, 0], ["", ""])
 
     @pytest.mark.slow
-    def test_a_suspicion_that_was_none_does_not_hide_a_hang(self, ranks: list[Ranks], tmp_path: Path) -> None:
+    def test_a_hang_after_a_false_suspicion_is_reported(self, ranks: list[Ranks], tmp_path: Path) -> None:
         data = "if step == 3 and rank == 1: time.sleep(1000)"
         between = f"if rank == 1 and step == 2: time.sleep({2 * _LIMIT})"
         ranks.append(Ranks(tmp_path, 2, data=data, between=between))
         codes, printed = ranks[0].wait()
         assert codes == [3, 3] and "rank 1 holds up the others" in "".join(printed)
 
-    def test_time_in_which_the_process_was_stopped_does_not_count(self, ranks: list[Ranks], tmp_path: Path) -> None:
-        """As by Ctrl-Z, and then `fg`."""
-        begun = tmp_path / "begun"
-        ranks.append(Ranks(tmp_path, 1, data=f"if step == 2: open({str(begun)!r}, 'w'); time.sleep({_LIMIT / 2})"))
+    def test_time_in_a_stopped_process_does_not_count(self, ranks: list[Ranks], tmp_path: Path) -> None:
+        """A process is stopped by Ctrl-Z and continued by `fg`."""
+        started = tmp_path / "started"
+        ranks.append(Ranks(tmp_path, 1, data=f"if step == 2: open({str(started)!r}, 'w'); time.sleep({_LIMIT / 2})"))
         (process,) = ranks[0].processes
         deadline = time.monotonic() + _TIMEOUT
-        while not begun.exists():
+        while not started.exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(signal.SIGSTOP)
@@ -158,41 +158,40 @@ class TestLoops:
 
 
 class TestDescription:
-    """What is said of where ranks stand."""
+    """The report on the positions of the ranks."""
 
-    PLACES = {
+    POSITIONS = {
         0: Position(step=4, n_phases=2, phase="forward and backward", line="wait (a.py:1)"),
         1: Position(step=4, n_phases=1, phase="data", line="read (b.py:2)"),
         2: Position(step=4, n_phases=2, phase="forward and backward", line="wait (a.py:1)"),
     }
 
-    def test_the_rank_that_is_behind_is_named_first(self) -> None:
-        assert describe(self.PLACES, {}, 600) == (
+    def test_the_rank_with_the_earliest_phase_is_named_first(self) -> None:
+        assert describe(self.POSITIONS, {}, 600) == (
             "the run hangs, a step has not ended after 600 seconds: rank 1 holds up the others\n"
             '  rank 1: in step 4, phase "data", at read (b.py:2)\n'
             '  ranks 0, 2: in step 4, phase "forward and backward", at wait (a.py:1)'
         )
 
-    def test_a_rank_that_does_not_answer_is_to_blame(self) -> None:
-        text = describe(self.PLACES, {3: Process("host-7", 4711, 0.0)}, 600)
+    def test_an_unresponsive_rank_is_named_first(self) -> None:
+        text = describe(self.POSITIONS, {3: Process("host-7", 4711, 0.0)}, 600)
         assert "rank 3 does not answer\n  rank 3: host-7, process 4711; it is stopped" in text
 
-    def test_a_rank_in_an_earlier_step_is_behind(self) -> None:
-        """A later phase of an earlier step is further behind; the end of a step comes after all its phases."""
+    def test_a_rank_in_an_earlier_step_blocks_the_others(self) -> None:
+        """An earlier step counts more than an earlier phase; the end of a step comes after all its phases."""
         late = Position(step=3, n_phases=9, phase="optimizer step", line="step (c.py:3)")
-        done = Position(step=3, n_phases=sys.maxsize, phase=None, line="save (d.py:4)")
-        assert "rank 3 holds up" in describe({**self.PLACES, 3: late, 4: done}, {}, 600)
-        assert "rank 3: after step 3, at save" in describe({**self.PLACES, 3: done}, {}, 600)
+        finished = Position(step=3, n_phases=sys.maxsize, phase=None, line="save (d.py:4)")
+        assert "rank 3 holds up" in describe({**self.POSITIONS, 3: late, 4: finished}, {}, 600)
+        assert "rank 3: after step 3, at save" in describe({**self.POSITIONS, 3: finished}, {}, 600)
 
-    def test_all_in_the_same_phase(self) -> None:
-        """Where each is remains to be seen."""
-        there = Position(step=4, n_phases=2, phase="forward and backward", line="loop (e.py:5)")
-        text = describe({0: self.PLACES[0], 1: there}, {}, 600)
+    def test_all_ranks_in_the_same_phase_are_listed_by_line(self) -> None:
+        looping = Position(step=4, n_phases=2, phase="forward and backward", line="loop (e.py:5)")
+        text = describe({0: self.POSITIONS[0], 1: looping}, {}, 600)
         assert "all ranks are in the same phase" in text and "at wait (a.py:1)" in text and "at loop (e.py:5)" in text
 
 
 class TestRuns:
-    """Of the trainer."""
+    """The watchdog of the trainer."""
 
     HANGING = """
         import time
@@ -240,10 +239,10 @@ class TestRuns:
         return tmp_path
 
     def run(self, folder: Path, module: str, *words: str, torchrun: bool = False, **options: object) -> tuple[int, str]:
-        """With two processes; the exit code and what was printed."""
-        own = [sys.executable, "-m", "torchtitan.cli.main", "train"]
+        """Train with two processes; return the exit code and the output."""
+        torchtitan = [sys.executable, "-m", "torchtitan.cli.main", "train"]
         elastic = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        start = [*elastic, "-m", "torchtitan.train"] if torchrun else own
+        start = [*elastic, "-m", "torchtitan.train"] if torchrun else torchtitan
         settings = {**TINY, "dataloader.dataset": "corpus.txt", **options}
         command = Command([*start, "--module", module, "--config", "debug", *flags(settings), *words], folder, NGPU="2")
         try:
@@ -252,16 +251,16 @@ class TestRuns:
             command.kill()
 
     @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
-    def test_a_worker_that_sleeps_for_ever(self, folder: Path, torchrun: bool) -> None:
+    def test_a_sleeping_rank_ends_the_run(self, folder: Path, torchrun: bool) -> None:
         code, printed = self.run(folder, "hanging", torchrun=torchrun, **{"comm.step_timeout_seconds": 3})
-        assert code == (1 if torchrun else 3)  # torchrun has a code of its own
+        assert code == (1 if torchrun else 3)  # torchrun returns its own code
         assert re.search(r'rank 1 \(.*\) is in step 3, phase "data"', printed) and "time.sleep(1000)" in printed
         assert re.search(r'rank 0 \(.*\) is in step 3, phase "forward and backward"', printed)
         assert "in count_valid_tokens" in printed
         assert printed.count(" ERROR ") == 1 and printed.count("rank 1 holds up the others") == 1
 
     @pytest.mark.slow
-    def test_slow_validation_and_saving_are_no_hang(self, folder: Path) -> None:
+    def test_slow_validation_and_saving_are_not_reported(self, folder: Path) -> None:
         options = {"comm.step_timeout_seconds": 3, "validator.enable": True, "validator.freq": 2}
         code, printed = self.run(folder, "slow", "--validator.dataset", "corpus.txt", **options)
         assert code == 0 and "training completed: 4 steps" in printed

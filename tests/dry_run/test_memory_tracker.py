@@ -1,4 +1,4 @@
-"""Memory, communication and operations, counted: against sums done by hand, on real tensors and on fake ones."""
+"""Trackers of memory, communication and operations against manual sums, on real and fake tensors."""
 
 import contextlib
 import gc
@@ -23,18 +23,18 @@ KIB, MIB = 2**10, 2**20
 
 @pytest.fixture(params=["real", "fake"])
 def tensors(request):
-    """The test runs once with real tensors, and once with fake ones."""
+    """Run the test with real tensors and with fake ones."""
     with FakeTensorMode() if request.param == "fake" else contextlib.nullcontext():
         yield
 
 
 def kib(n, **options):
-    """A tensor of n KiB."""
+    """Return a tensor of n KiB."""
     return torch.zeros(n, 256, **options)
 
 
 class TestMemory:
-    def test_views_and_results_in_place_are_no_memory_of_their_own(self, tensors):
+    def test_views_and_in_place_results_add_no_memory(self, tensors):
         tracker = MemoryTracker()
         with observing(tracker):
             a = kib(4)
@@ -50,20 +50,20 @@ class TestMemory:
         assert tracker.use().total == 0
         assert tracker.peak().total == 8 * KIB
 
-    def test_only_what_is_made_within_counts_or_what_is_labeled(self, tensors):
+    def test_only_new_and_labeled_tensors_count(self, tensors):
         tracker = MemoryTracker()
-        old, weight = kib(4), kib(8)
+        existing, weight = kib(4), kib(8)
         tracker.label("parameters", [weight])
         with observing(tracker):
-            kept = [old[1:], weight[1:], old * weight[:4]]
+            kept = [existing[1:], weight[1:], existing * weight[:4]]
         assert tracker.use().by_kind["parameters"] == 8 * KIB
         assert tracker.use().total == 12 * KIB
         assert kept
         del weight
-        assert tracker.use().total == 12 * KIB  # a view holds it
+        assert tracker.use().total == 12 * KIB  # a view keeps it
 
-    def test_a_storage_is_freed_and_allocated_again(self, tensors):
-        """As FSDP does with gathered weights, past the dispatcher."""
+    def test_a_resized_storage_is_freed_and_allocated(self, tensors):
+        """FSDP resizes the storage of gathered weights without the dispatcher."""
         tracker = MemoryTracker()
         with observing(tracker):
             a = kib(4)
@@ -71,13 +71,13 @@ class TestMemory:
             assert tracker.use().total == 0
             b = kib(2)
             a.untyped_storage().resize_(4 * KIB)
-        tracker.label("gathered parameters", [a])  # counts for the time before as well
+        tracker.label("gathered parameters", [a])  # also relabels the past
         assert tracker.peak().by_kind["gathered parameters"] == 4 * KIB
         assert tracker.peak().total == 6 * KIB
         assert b is not None
 
     def test_kinds_of_a_training_step(self, tensors):
-        """Two layers with a relu between them: 1 KiB of input, 256 KiB each of weights and hidden states of 1 KiB."""
+        """Two layers with a ReLU in between: 1 KiB of input, 256 KiB of weights per layer, 1 KiB of hidden states."""
         tracker = MemoryTracker()
         x, weights = kib(1), [kib(256, requires_grad=True) for _ in range(2)]
         tracker.label("parameters", weights)
@@ -90,15 +90,15 @@ class TestMemory:
             del used
             tracker.label("gradients", [weight.grad for weight in weights])
         assert before_backward.by_kind["parameters"] == 512 * KIB
-        # Only relu's result is kept: for its own backward pass, and as the input of the second layer.
+        # Only the result of ReLU is saved, for its backward pass and as the input of the second layer.
         assert before_backward.total == 513 * KIB
         end = tracker.use()
         assert end.by_kind["parameters"] == end.by_kind["gradients"] == 512 * KIB
         assert end.total == 1024 * KIB
-        # And the loss, and 1, its own gradient: 4 bytes each.
+        # The loss and its gradient add 4 bytes each.
         assert tracker.peak().by_kind["activations"] == 1 * KIB + 8
 
-    def test_checkpointing_keeps_the_input_alone(self, tensors):
+    def test_checkpointing_saves_only_the_input(self, tensors):
         weights = [kib(256, requires_grad=True) for _ in range(3)]
 
         def layers(x):
@@ -116,9 +116,9 @@ class TestMemory:
             for weight in weights:
                 weight.grad = None
         assert saved["none"] == 4 * 16 * KIB  # the input and three results
-        assert saved["full"] <= 2 * 16 * KIB + 8  # the input and the last result; torch adds an empty tensor
+        assert saved["full"] <= 2 * 16 * KIB + 8  # the input and the last result; PyTorch adds an empty tensor
 
-    def test_replayed_memory_is_memory_of_its_own(self, tensors):
+    def test_replayed_memory_is_counted_separately(self, tensors):
         tracker = MemoryTracker()
         with observing(tracker):
             start = tracker.now
@@ -140,7 +140,7 @@ class TestMemory:
 
 
 class TestSharded:
-    """DTensors over a fake group of 8: what counts is this rank's part."""
+    """DTensors on a fake group of 8 ranks: only the local shard counts."""
 
     @pytest.fixture(autouse=True)
     def mesh(self):
@@ -149,7 +149,7 @@ class TestSharded:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
 
-    def test_shapes_of_whole_tensors_are_not_counted(self, tensors, mesh):
+    def test_only_local_shards_are_counted(self, tensors, mesh):
         tracker, work = MemoryTracker(), WorkTracker()
         with observing(tracker, work):
             a = DTensor.from_local(kib(8), mesh, [Shard(0)])
@@ -200,7 +200,7 @@ class TestOperations:
             F.linear(x, weight).sum().backward()
         assert work.work.flops == 3 * 2 * 6 * 4 * 5
 
-    def test_products_in_place_and_into_a_result(self, tensors):
+    def test_in_place_and_out_products(self, tensors):
         work = WorkTracker()
         a, b, c = torch.zeros(2, 3), torch.zeros(3, 4), torch.zeros(2, 4)
         with observing(work):
@@ -209,7 +209,7 @@ class TestOperations:
         assert work.work.flops == 2 * 2 * 2 * 3 * 4
 
     def test_attention(self, tensors):
-        """Two products of 2 B H L² D each forward, twice as much backward; key/value heads are fewer."""
+        """Forward has two products of 2 B H L² D operations, and backward has four. Grouped-query attention."""
         work = WorkTracker()
         q, k, v = (torch.zeros(2, heads, 16, 8, requires_grad=True) for heads in (4, 2, 2))
         with observing(work):
@@ -218,7 +218,7 @@ class TestOperations:
 
 
 def peak_reserved(events):
-    """Bytes reserved in the end of a sequence of (key, bytes allocated, or 0: freed[, stream])."""
+    """Return the reserved bytes after a sequence of events (key, bytes[, stream]); 0 bytes frees the key."""
     allocator = CachingAllocator()
     for key, n_bytes, *stream in events:
         if n_bytes:
@@ -229,39 +229,39 @@ def peak_reserved(events):
 
 
 class TestReserved:
-    """Rules of PyTorch's CUDA allocator, in sizes that make each of them show."""
+    """Rules of the CUDA allocator of PyTorch."""
 
     def test_small_allocations_share_a_segment(self):
         assert peak_reserved([(1, 1)]) == 2 * MIB
         assert peak_reserved([(key, 512) for key in range(4096)]) == 2 * MIB
         assert peak_reserved([(key, 513) for key in range(2049)]) == 4 * MIB
 
-    def test_middling_ones_share_a_large_segment_and_big_ones_have_their_own(self):
+    def test_medium_allocations_share_a_segment_and_large_ones_do_not(self):
         assert peak_reserved([(1, 2 * MIB)]) == 20 * MIB
         assert peak_reserved([(key, 2 * MIB) for key in range(10)]) == 20 * MIB
         assert peak_reserved([(1, 10 * MIB + 1)]) == 12 * MIB
 
-    def test_what_is_freed_is_used_again_and_stays_reserved(self):
+    def test_freed_memory_stays_reserved_and_is_reused(self):
         assert peak_reserved([(1, 64 * MIB), (1, 0), (2, 40 * MIB), (3, 24 * MIB)]) == 64 * MIB
 
-    def test_but_not_by_another_stream(self):
+    def test_another_stream_does_not_reuse_memory(self):
         assert peak_reserved([(1, 64 * MIB), (1, 0), (2, 64 * MIB, "other")]) == 128 * MIB
 
-    def test_neighbors_that_are_free_become_one(self):
+    def test_adjacent_free_blocks_are_merged(self):
         events = [(1, 64 * MIB), (1, 0), (2, 32 * MIB), (3, 32 * MIB), (2, 0), (3, 0), (4, 64 * MIB)]
         assert peak_reserved(events) == 64 * MIB
 
-    def test_the_smallest_block_that_suffices_is_taken(self):
+    def test_the_smallest_sufficient_block_is_used(self):
         events = [(1, 64 * MIB), (2, 32 * MIB), (1, 0), (2, 0), (3, 32 * MIB), (4, 64 * MIB)]
         assert peak_reserved(events) == 96 * MIB
 
-    def test_a_hole_that_is_too_small_is_lost(self):
-        """Fragmentation: 96 MiB are free, in pieces of which none holds 64 MiB."""
+    def test_a_fragmented_free_block_is_not_used(self):
+        """96 MiB are free, but no block has 64 MiB."""
         events = [(key, 32 * MIB) for key in range(6)] + [(key, 0) for key in (0, 2, 4)] + [(9, 64 * MIB)]
         assert peak_reserved(events) == (6 * 32 + 64) * MIB
 
 
-def test_the_tracker_holds_nothing_alive():
+def test_the_tracker_keeps_no_tensor_alive():
     tracker = MemoryTracker()
     with observing(tracker):
         a = kib(4)

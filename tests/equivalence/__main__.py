@@ -1,4 +1,4 @@
-"""`python -m tests.equivalence`: runs the matrix, prints it as a table, and writes it into the documentation."""
+"""Command line of the equivalence matrix: run it, print it as a table, and write it into the documentation."""
 
 import argparse
 import re
@@ -21,27 +21,30 @@ COLUMNS = ("layout", "processes", "loss", "gradient norm", "validation", "weight
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.equivalence", description=__doc__)
-    parser.add_argument("--long", action="store_true", help="with eight processes too, and with inductor")
+    parser.add_argument("--long", action="store_true", help="also run layouts of eight processes and with inductor")
     parser.add_argument(
-        "--only", metavar="PATTERN", default="", help="layouts whose name this regular expression finds: '^FSDP 2$'"
+        "--only",
+        metavar="PATTERN",
+        default="",
+        help="run only layouts whose name matches this regular expression, such as '^FSDP 2$'",
     )
-    parser.add_argument("--list", action="store_true", help="name the layouts, and run none")
+    parser.add_argument("--list", action="store_true", help="list the layouts without running them")
     parser.add_argument("--write-docs", action="store_true", help=f"replace the table in {PAGE.relative_to(PROJECT)}")
-    parser.add_argument("--random", metavar="N", type=int, help="N layouts drawn at random instead of the table's")
-    parser.add_argument("--seed", type=int, default=0, help="which ones are drawn")
+    parser.add_argument("--random", metavar="N", type=int, help="run N random layouts instead of the table")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random layouts")
     parser.add_argument("--dataset", type=Path, help="train on this text file instead of the built-in stories")
     return parser.parse_args(words)
 
 
 def main() -> int:
-    """Run what the command line asks for; 0 if all rows pass, else 1."""
+    """Run the selected layouts; return 0 if all rows pass, else 1."""
     arguments = parse_arguments()
     extra = _data_options(arguments.dataset)
     layouts = choose_layouts(arguments, extra)
     if not layouts:
-        print(f"no layout is named like --only '{arguments.only}'; --list names them", file=sys.stderr)
+        print(f"no layout matches --only '{arguments.only}'; --list prints their names", file=sys.stderr)
         return 2
     if arguments.list:
         for layout in layouts:
@@ -57,7 +60,7 @@ def main() -> int:
 
 
 def choose_layouts(arguments: argparse.Namespace, extra: Options) -> list[Layout]:
-    """Those that the command line names."""
+    """Return the layouts that the command line selects."""
     if arguments.random is not None:
         return list(draw_layouts(arguments.random, arguments.seed, extra))
     return [
@@ -74,21 +77,21 @@ def _data_options(dataset: Path | None) -> Options:
 
 
 def run(layouts: Sequence[Layout], extra: Options) -> list[Row]:
-    """All rows, each told when it is there."""
+    """Run the layouts and return all rows; print each row when it is finished."""
     rows = []
     with Matrix(extra=extra) as matrix:
         for number, row in enumerate(matrix.run(layouts), start=1):
             rows.append(row)
             details = f" ({row.differences})" if row.differences and not row.passed else ""
-            told = f"[{number}/{len(layouts)}] {row.layout.name}: {row.verdict}{details}, {row.seconds:.0f} s"
-            print(told, file=sys.stderr, flush=True)
+            line = f"[{number}/{len(layouts)}] {row.layout.name}: {row.verdict}{details}, {row.seconds:.0f} s"
+            print(line, file=sys.stderr, flush=True)
             if row.failure:
                 print(row.failure, file=sys.stderr, flush=True)
     return rows
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row's text, by `COLUMNS`."""
+    """Return the text of a row for each of `COLUMNS`."""
     numbers = ("", "", "", "")
     if row.differences:
         d = row.differences

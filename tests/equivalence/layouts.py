@@ -12,21 +12,21 @@ PROBLEM: Options = {
     "training__seq_len": 64,
     "training__global_batch_size": 16,
     "training__mixed_precision_param": "float32",
-    # Between the smallest and the largest norm of these steps, so that some are clipped and some are not.
+    # Between the smallest and the largest gradient norm, so that only some steps are clipped.
     "training__max_norm": 2.2,
     "model__n_layers": 4,
     "optimizer__name": "SGD",
     "optimizer__lr": 0.1,
-    # No divisor of the tokens in a local batch.
+    # Does not divide the tokens of a local batch.
     "loss__chunk_tokens": 100,
     "validator__enable": True,
     "validator__freq": 5,
     "validator__steps": 2,
 }
-"""What is trained in every layout, and by the single process."""
+"""Options of every run, in any layout and in a single process."""
 
 _PASSES = 2
-"""Local batches of a rank in one step, whose gradients are accumulated."""
+"""Local batches per rank and step, with accumulated gradients."""
 
 _LAYOUT_SECTIONS = ("parallelism", "activation_checkpoint", "compile")
 _LAYOUT_OPTIONS = (
@@ -37,14 +37,14 @@ _LAYOUT_OPTIONS = (
 )
 
 ADAMW: Options = {"optimizer__name": "AdamW", "optimizer__lr": 3e-4, "optimizer__eps": 1e-6}
-"""With the usual eps of 1e-8, an element whose gradient is nearly 0 takes a whole step in a direction that the order of
-sums decides, and one such element has moved a matrix by 1.1e-5."""
+"""With the usual eps of 1e-8, an element with a gradient near 0 takes a full step in a direction that depends on the
+order of sums. One such element changed a matrix by 1.1e-5."""
 TIED: Options = {"model__tie_embeddings": True}
 UNEVEN_VOCABULARY: Options = {"model__vocab_size": 2051}
 NO_DOCUMENTS: Options = {"dataloader__document_mask": False}
 TWELVE_LAYERS: Options = {"model__n_layers": 12}
 QWEN3: Options = {"module": "qwen3"}
-"""With norms of each head of queries and keys, and heads that together are wider than the model."""
+"""A model with norms per head of queries and keys, and with heads that are together wider than the model."""
 
 DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
 HSDP: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
@@ -72,18 +72,18 @@ EARLY_STEP: Options = {"optimizer__early_step_in_backward": True, **UNCLIPPED}
 
 
 def local_batch(size: int) -> Options:
-    """Samples that one rank processes at once."""
+    """Return options for a local batch of `size` samples."""
     return {"training__local_batch_size": size}
 
 
 def schedule(name: str) -> Options:
-    """The order in which pipeline stages work."""
+    """Return options for a pipeline schedule."""
     return {"parallelism__pipeline_parallel_schedule": name}
 
 
 SINGLE_SCHEDULES = ("GPipe", "1F1B")
 SPLIT_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Those that compute the gradients of inputs and of weights at different times, some of them in a V of stages."""
+"""Schedules that compute gradients of inputs and weights at different times."""
 SCHEDULES = (*SINGLE_SCHEDULES, "Interleaved1F1B", "LoopedBFS", *SPLIT_SCHEDULES)
 
 TWO_PROCESSES: dict[str, Options] = {
@@ -215,7 +215,7 @@ REFUSED: dict[str, tuple[int, Options]] = {
     "TP 2, CPU offload": (2, {**TP2, **OFFLOAD}),
     "TP 4, two key/value heads": (4, {**TP4, "model__n_kv_heads": 2}),
 }
-"""What torch or the sizes do not allow: the row carries the reason that a user is given."""
+"""Layouts that the configuration must reject, since PyTorch or the model sizes do not support them."""
 
 
 @dataclass(frozen=True)
@@ -225,43 +225,43 @@ class Layout:
     name: str
     processes: int
     chosen: Options
-    """What the table says."""
+    """Options from the table."""
     refused: bool = False
-    """Whether the configuration is to be refused."""
+    """True if the configuration must be rejected."""
     long: bool = False
-    """Whether it is left out of the short form."""
+    """True if only `--long` runs the layout."""
 
     @property
     def options(self) -> Options:
-        """All that are to be given beside those of `PROBLEM`."""
+        """All options in addition to `PROBLEM`."""
         samples: int = PROBLEM["training__global_batch_size"]
         return {"training__local_batch_size": samples // _PASSES // self.data_parallel_degree, **self.chosen}
 
     @property
     def reference_options(self) -> Options:
-        """Those that say what is computed, and not how: what a single process computes alike."""
-        said = {
+        """Options for the same computation in a single process: all except options of the layout."""
+        computation = {
             name: value
             for name, value in self.chosen.items()
             if name.partition("__")[0] not in _LAYOUT_SECTIONS and name not in _LAYOUT_OPTIONS
         }
-        return {"training__local_batch_size": 4, **said}
+        return {"training__local_batch_size": 4, **computation}
 
     @property
     def data_parallel_degree(self) -> int:
-        """Groups of ranks that see different samples."""
+        """Number of groups of ranks with different samples."""
         kinds = ("tensor", "context", "pipeline")
         return self.processes // prod(self.chosen.get(f"parallelism__{kind}_parallel_degree", 1) for kind in kinds)
 
     @property
     def pipeline_degree(self) -> int:
-        """Ranks that share the layers."""
+        """Number of pipeline stages."""
         degree: int = self.chosen.get("parallelism__pipeline_parallel_degree", 1)
         return degree
 
 
 def all_layouts() -> Iterator[Layout]:
-    """The whole matrix, layouts of the same number of processes together."""
+    """Yield the whole matrix, grouped by the number of processes."""
     for processes, table in ((2, TWO_PROCESSES), (4, FOUR_PROCESSES)):
         for name, options in table.items():
             yield Layout(name, processes, options)

@@ -1,4 +1,4 @@
-"""Runs layouts and tells how each of them compares with the single process."""
+"""Runs of layouts, compared with a single process."""
 
 import tempfile
 import time
@@ -16,27 +16,27 @@ from torchtitan.tools.errors import UserError
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one layout."""
+    """Result of one layout."""
 
     layout: Layout
     seconds: float
     differences: Differences | None = None
-    """None where it did not run to its end."""
+    """None if the run did not finish."""
     refusal: str = ""
-    """The reason that a user is given; empty where it is not refused."""
+    """Error message of a rejected configuration; empty if it is accepted."""
     failure: str = ""
-    """Tracebacks, or what the ranks do not agree on."""
+    """Tracebacks, or the inconsistency between ranks."""
 
     @property
     def passed(self) -> bool:
-        """Whether it agrees with the single process, or is refused as it is to be."""
+        """True if the run matches the single process, or the configuration is rejected as expected."""
         if self.layout.refused:
             return bool(self.refusal)
         return self.differences is not None and self.differences.agree
 
     @property
     def verdict(self) -> str:
-        """In words, without the numbers."""
+        """Result in words, without numbers."""
         if self.refusal:
             return f"refused: {self.refusal}" if self.layout.refused else f"refused, unexpectedly: {self.refusal}"
         if self.layout.refused:
@@ -47,11 +47,11 @@ class Row:
 
 
 class Matrix:
-    """Runs layouts in processes that it keeps; what a single process makes of the same
-    problem is run once. Use it in a `with` statement, or `close` it.
+    """Runs layouts in persistent processes, and each single-process reference only once. Use it in a `with`
+    statement, or `close` it.
 
     Args:
-        extra: options that every run gets besides, the single process's too.
+        extra: additional options for every run, including references.
     """
 
     def __init__(self, extra: Options | None = None):
@@ -62,36 +62,36 @@ class Matrix:
         self._runs = 0
 
     def run(self, layouts: Iterable[Layout]) -> Iterator[Row]:
-        """One row after the other, as they are done."""
+        """Yield the row of each layout when it is finished."""
         for layout in layouts:
             yield self.run_one(layout)
 
     def run_one(self, layout: Layout) -> Row:
-        """What becomes of a layout; a failure of its own is told in the row."""
-        begun = time.monotonic()
+        """Run a layout; errors are recorded in the row."""
+        start = time.monotonic()
         options = {**self._extra, **layout.options}
-        told: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         try:
             make_config(self._new_folder(), options).check_layout(layout.processes)
             if not layout.refused:
-                told["differences"] = compare(self.outcome(layout), self.reference(layout))
+                result["differences"] = compare(self.outcome(layout), self.reference(layout))
         except UserError as error:
-            told["refusal"] = str(error)
+            result["refusal"] = str(error)
         except (WorkerFailure, InconsistentRanks) as error:
-            told["failure"] = str(error)
-        except Exception:  # of the single process, or of this program: the other rows are to be seen nevertheless
-            told["failure"] = traceback.format_exc()
-        return Row(layout, time.monotonic() - begun, **told)
+            result["failure"] = str(error)
+        except Exception:  # an error of the reference or of this program must not stop the other rows
+            result["failure"] = traceback.format_exc()
+        return Row(layout, time.monotonic() - start, **result)
 
     def outcome(self, layout: Layout, *substitutes: Any) -> Outcome:
-        """What the layout's processes compute.
+        """Run a layout and return its outcome.
 
         Args:
-            substitutes: a trainer's class and a data loader's, to take instead; see `record_run`.
+            substitutes: another trainer class and another data loader class; see `record_run`.
 
         Raises:
-            WorkerFailure: with the tracebacks of the ranks.
-            InconsistentRanks: if they do not hold the weights that they should.
+            WorkerFailure: if a rank fails; the message has the tracebacks.
+            InconsistentRanks: if the weights of the ranks do not match.
         """
         if self._workers is None or self._workers.count != layout.processes:
             self._close_workers()
@@ -101,7 +101,7 @@ class Matrix:
         return Outcome.read(folder, layout.processes, layout.pipeline_degree)
 
     def reference(self, layout: Layout) -> Outcome:
-        """What a single process computes of the same problem."""
+        """Return the outcome of the same computation in a single process."""
         options = {**self._extra, **layout.reference_options}
         key = repr(sorted(options.items()))
         if key not in self._references:
@@ -111,7 +111,7 @@ class Matrix:
         return self._references[key]
 
     def close(self) -> None:
-        """End the processes, and delete what they wrote."""
+        """End the processes and delete their files."""
         self._close_workers()
         self._folder.cleanup()
 

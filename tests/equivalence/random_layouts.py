@@ -1,4 +1,4 @@
-"""Layouts drawn at random: combinations that nobody has thought of."""
+"""Random layouts."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "parallelism__pipeline_parallel_last_stage_less_layers": (1, 0),
     },
 }
-"""What may be chosen where a degree is above 1."""
+"""Degrees, and the options to draw if a degree is above 1."""
 
 _CHOICES_OF_ALL: Mapping[str, Sequence[Any]] = {
     "activation_checkpoint__mode": ("none", "none", "full", "selective"),
@@ -42,12 +42,12 @@ _CHOICES_OF_ALL: Mapping[str, Sequence[Any]] = {
 
 
 def draw_layouts(count: int, seed: int, extra: Options) -> Iterator[Layout]:
-    """Layouts of two or four processes that the configuration accepts, sorted by that number.
+    """Yield random layouts of two or four processes that the configuration accepts, sorted by number of processes.
 
     Args:
-        count: how many.
-        seed: decides which.
-        extra: options that all of them get besides.
+        count: number of layouts.
+        seed: seed of the random choice.
+        extra: additional options for all layouts.
     """
     generator = random.Random(seed)
     drawn: list[Layout] = []
@@ -64,20 +64,20 @@ def _draw(generator: random.Random) -> Layout:
     for _ in range(processes // 2):  # 4 is 2 x 2
         degrees[generator.choice(list(_CHOICES))] *= 2
     options: dict[str, Any] = {f"parallelism__{name}": degree for name, degree in degrees.items()}
-    possible = [_CHOICES[name] for name, degree in degrees.items() if degree > 1]
-    for choices in (*possible, _CHOICES_OF_ALL):
+    applicable = [_CHOICES[name] for name, degree in degrees.items() if degree > 1]
+    for choices in (*applicable, _CHOICES_OF_ALL):
         options |= {name: generator.choice(values) for name, values in choices.items()}
     options |= generator.choice(({}, ADAMW))
     samples = PROBLEM["training__global_batch_size"]
     ranks = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
     options["training__local_batch_size"] = samples // ranks // generator.choice((1, 2, 4))
-    told = [f"{name.partition('__')[2]}={value}" for name, value in options.items() if value not in (1, False)]
-    return Layout(" ".join(told), processes, options)
+    changed = [f"{name.partition('__')[2]}={value}" for name, value in options.items() if value not in (1, False)]
+    return Layout(" ".join(changed), processes, options)
 
 
 def _is_accepted(layout: Layout, extra: Options) -> bool:
     try:
-        make_config(Path("never written to"), {**extra, **layout.options}).check_layout(layout.processes)
+        make_config(Path("unused"), {**extra, **layout.options}).check_layout(layout.processes)
     except UserError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""One training run, what is kept of it, and how two of them are compared."""
+"""Training runs, their outcomes, and the comparison of two outcomes."""
 
 import math
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.trainer import Trainer
 
 TOLERANCE = 1e-5
-"""Relative. Layouts differ in the order of float32 sums alone, which shows in the sixth or seventh digit."""
+"""Relative tolerance. Layouts differ only in the order of float32 sums, which changes the sixth or seventh digit."""
 
 
 class UnitVariance(ModelConverter):
-    """Lets matrices start with outputs of unit variance. From the usual small ones, attention is nearly even and blocks
-    add little to the residual stream: ten steps without some layer's gradient would end within `TOLERANCE`."""
+    """Initialize matrices for outputs of unit variance. With the usual small weights, attention is nearly uniform and
+    blocks add little to the residual stream, so that a missing gradient could stay within `TOLERANCE`."""
 
     def convert(self, model: nn.Module) -> None:
-        """Of a decoder on the meta device."""
+        """Set the initializers of a decoder on the meta device."""
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 with_initializers(module, weight=TruncatedNormal(module.embedding_dim**-0.5))
@@ -37,7 +37,7 @@ class UnitVariance(ModelConverter):
 
 
 def make_config(folder: Path, options: Options, loader: type[PretrainDataLoader] = RaggedDataLoader) -> Any:
-    """The configuration of `PROBLEM` with these options, run in `folder`."""
+    """Return the configuration of `PROBLEM` with `options`, for a run in `folder`."""
     config = tiny_config(folder, **{**PROBLEM, **options})
     config.dataloader = loader.Config(**config.dataloader.to_dict())
     config.model_converters = [UnitVariance.Config()]
@@ -50,16 +50,16 @@ def record_run(
     trainer_class: type[Trainer] = Trainer,
     loader: type[PretrainDataLoader] = RaggedDataLoader,
 ) -> None:
-    """Train, and save each rank's weights, whole, beside the run's metrics; for every rank of a layout to call."""
+    """Train, and save the whole weights of each rank in the folder of the run. Every rank of a layout calls it."""
     if options.get("compile__enable"):
-        torch.compiler.reset()  # or what an earlier run has compiled, with other settings, would be used
+        torch.compiler.reset()  # otherwise, code compiled by an earlier run with other settings is used
     trainer = trainer_class(make_config(folder, options, loader))
     try:
         trainer.train()
         parts = trainer.model_parts
         named = [(canonical_name(name), tensor) for part in parts for name, tensor in part.named_parameters()]
         weights = {name: _whole(tensor) for name, tensor in named}
-        assert len(weights) == len(named), "two of a rank's parameters have the same name"
+        assert len(weights) == len(named), "two parameters of a rank have the same name"
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.save(weights, folder / f"weights-{rank}.pt")
     finally:
@@ -71,12 +71,12 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 class InconsistentRanks(Exception):
-    """The ranks of a run do not hold what they should; the message says which tensor."""
+    """The weights of ranks do not match; the message names the tensor."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run computed: a number per step, and the weights at its end."""
+    """Metrics of each step and the final weights of a run."""
 
     losses: Sequence[float]
     grad_norms: Sequence[float]
@@ -85,59 +85,59 @@ class Outcome:
 
     @classmethod
     def read(cls, folder: Path, processes: int, pipeline_degree: int) -> "Outcome":
-        """Of a run that `record_run` has made.
+        """Read the outcome of `record_run`.
 
         Raises:
             InconsistentRanks: see `merge_weights`.
         """
-        of_ranks = [torch.load(folder / f"weights-{rank}.pt") for rank in range(processes)]
+        weights_by_rank = [torch.load(folder / f"weights-{rank}.pt") for rank in range(processes)]
         steps = read_metrics(folder, "loss", "grad_norm")
         assert [step for step, *_ in steps] == list(range(1, len(steps) + 1))
         return cls(
             losses=[loss for _, loss, _ in steps],
             grad_norms=[norm for _, _, norm in steps],
             validation_losses=[loss for _, loss in read_validation(folder)],
-            weights=merge_weights(of_ranks, copies=processes // pipeline_degree),
+            weights=merge_weights(weights_by_rank, copies=processes // pipeline_degree),
         )
 
 
-def merge_weights(of_ranks: Sequence[dict[str, Tensor]], copies: int) -> dict[str, Tensor]:
-    """The weights of all pipeline stages together.
+def merge_weights(weights_by_rank: Sequence[dict[str, Tensor]], copies: int) -> dict[str, Tensor]:
+    """Merge the weights of all pipeline stages.
 
     Args:
-        of_ranks: each rank's weights, whole.
-        copies: ranks that hold each of them.
+        weights_by_rank: the whole weights of each rank.
+        copies: number of ranks that hold each tensor.
 
     Raises:
-        InconsistentRanks: if another number of ranks holds one of them, or copies are not equal, bit for bit.
+        InconsistentRanks: if the number of copies of a tensor is wrong, or copies are not bitwise equal.
     """
-    held: dict[str, list[Tensor]] = {}
-    for weights in of_ranks:
+    copies_by_name: dict[str, list[Tensor]] = {}
+    for weights in weights_by_rank:
         for name, tensor in weights.items():
-            held.setdefault(name, []).append(tensor)
-    for name, tensors in held.items():
+            copies_by_name.setdefault(name, []).append(tensor)
+    for name, tensors in copies_by_name.items():
         if len(tensors) != copies:
             raise InconsistentRanks(f"{name} is on {len(tensors)} ranks, and should be on {copies}")
         if not all(torch.equal(tensors[0], tensor) for tensor in tensors):
             raise InconsistentRanks(f"{name} differs from rank to rank")
-    return {name: tensors[0] for name, tensors in held.items()}
+    return {name: tensors[0] for name, tensors in copies_by_name.items()}
 
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest relative differences between two runs; infinite where they have not the same steps or tensors."""
+    """Largest relative differences between two runs; infinite if their steps or tensors do not match."""
 
     loss: float
     grad_norm: float
     validation_loss: float
     weights: float
-    """Of the tensor that differs most, ‖Δ‖ / ‖w‖."""
+    """‖Δ‖ / ‖w‖ of the tensor with the largest difference."""
     worst_weight: str
-    """Its name."""
+    """Name of the tensor with the largest difference."""
 
     @property
     def agree(self) -> bool:
-        """Whether all are within `TOLERANCE`; NaN is not."""
+        """True if all differences are within `TOLERANCE`; NaN is not."""
         values = (self.loss, self.grad_norm, self.validation_loss, self.weights)
         return all(value <= TOLERANCE for value in values)
 
@@ -149,15 +149,17 @@ class Differences:
 
 
 def compare(outcome: Outcome, reference: Outcome) -> Differences:
-    """How far `outcome` is from `reference`."""
+    """Return the differences between `outcome` and `reference`."""
     names = sorted({*outcome.weights, *reference.weights})
-    of_weights = {name: _weight_difference(outcome.weights.get(name), reference.weights.get(name)) for name in names}
-    worst = max(of_weights, key=lambda name: _nan_is_worst(of_weights[name]))
+    weight_differences = {
+        name: _weight_difference(outcome.weights.get(name), reference.weights.get(name)) for name in names
+    }
+    worst = max(weight_differences, key=lambda name: _nan_is_worst(weight_differences[name]))
     return Differences(
         loss=_largest_difference(outcome.losses, reference.losses),
         grad_norm=_largest_difference(outcome.grad_norms, reference.grad_norms),
         validation_loss=_largest_difference(outcome.validation_losses, reference.validation_losses),
-        weights=of_weights[worst],
+        weights=weight_differences[worst],
         worst_weight=worst,
     )
 

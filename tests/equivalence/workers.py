@@ -1,4 +1,4 @@
-"""Gloo processes that stay, so that many short runs need not each wait for new ones to start."""
+"""Persistent Gloo processes, so that many short runs share the cost of starting them."""
 
 import faulthandler
 import logging
@@ -18,23 +18,23 @@ import torch
 from tests.processes import forking
 
 _COLLECTIVE_SECONDS = 60
-"""How long a rank waits for another: then the others of one that failed have failed too."""
+"""Timeout of collectives in seconds, after which the peers of a failed rank fail too."""
 _RUN_SECONDS = 400
-"""How long a run may take before it counts as hanging."""
+"""Seconds until a run counts as hanging."""
 _SHARED_FAILURE_SECONDS = 5
-"""After the first failure, how long the other ranks have to tell of theirs: one of them may be the cause."""
+"""Seconds to wait for failures of other ranks after the first one, since one of them may be the cause."""
 _RUNS_PER_PROCESS = 20
-"""Every mesh leaves process groups behind, with threads and sockets."""
+"""Runs until the processes are restarted. Every mesh leaks process groups with threads and sockets."""
 
 
 class WorkerFailure(Exception):
-    """A run failed; the message has the traceback of every rank that had one."""
+    """A run failed; the message has the traceback of every failed rank."""
 
 
 class Workers:
-    """A number of processes in one process group, that run functions one after the other.
+    """Processes in one process group that run functions one after the other.
 
-    They are started when first needed, and anew after a failure. Use it in a `with` statement, or `close` it.
+    They start with the first function, and restart after a failure. Use it in a `with` statement, or `close` it.
     """
 
     def __init__(self, count: int):
@@ -44,10 +44,10 @@ class Workers:
         self._runs = 0
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
-        """Run `function(*args)` in all of them, and wait. It must be a module's function.
+        """Run `function(*args)` in all processes and wait. The function must be defined at module level.
 
         Raises:
-            WorkerFailure: if it raised in some of them, one of them died, or they did not end in time.
+            WorkerFailure: if the function raised in a process, a process died, or the run timed out.
         """
         if self._runs == _RUNS_PER_PROCESS:
             self.close()
@@ -87,12 +87,12 @@ class Workers:
             port = free.getsockname()[1]
         context = forking()
         for rank in range(self.count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.count, port), daemon=True)
+            connection, remote = context.Pipe()
+            process = context.Process(target=_serve, args=(remote, rank, self.count, port), daemon=True)
             process.start()
-            theirs.close()
+            remote.close()
             self._processes.append(process)
-            self._connections.append(ours)
+            self._connections.append(connection)
         self._runs = 0
 
     def _kill(self) -> None:
@@ -104,7 +104,7 @@ class Workers:
         self._processes, self._connections = [], []
 
     def _collect_failures(self) -> list[str]:
-        """One text per rank that failed."""
+        """Return the error of each failed rank."""
         pending = dict(zip(self._connections, range(self.count), strict=True))
         failures: list[str] = []
         deadline = time.monotonic() + _RUN_SECONDS
@@ -131,7 +131,7 @@ def _receive(connection: Connection) -> str | None:
 
 
 def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
-    """What a worker does: one function after the other, until it is told to end."""
+    """Run received functions until None is received."""
     import torch.distributed as dist
 
     faulthandler.enable()
@@ -140,7 +140,7 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    # It prints its whole schedule where a stage fails, hundreds of lines; the traceback is told anyway.
+    # If a stage fails, it prints hundreds of lines with its whole schedule; the traceback is reported anyway.
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
     dist.init_process_group("gloo", timeout=timedelta(seconds=_COLLECTIVE_SECONDS))
     while (task := connection.recv()) is not None:
@@ -151,6 +151,6 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
         except BaseException:
             failure = traceback.format_exc()
         connection.send(failure)
-    # Leaving together: a rank that tears down early can abort one that is still communicating.
+    # Wait for all ranks: a rank that exits early can abort the communication of another.
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The experiment that clips each micro-batch's gradient before they are averaged."""
+"""The experiment that clips the gradient of each micro-batch before averaging."""
 
 import itertools
 import math
@@ -43,8 +43,8 @@ def config_of(folder: Path, **options):
 
 
 def reference(config, *, max_norm: float) -> list[tuple[int, float, float]]:
-    """The run written with plain torch in float64: each micro-batch's mean loss has its gradient, clipped, and the step
-    their mean by valid tokens, clipped once more; SGD."""
+    """Train in float64 with plain PyTorch. Clip the gradient of the mean loss of each micro-batch, average gradients
+    weighted by valid tokens, clip the average, and update with SGD."""
     trainer = Trainer(config)
     model = trainer.model_parts[0].double()
     loader = config.dataloader.build(tokenizer=trainer.tokenizer, seq_len=32, local_batch_size=2, seed=0)
@@ -74,7 +74,7 @@ def reference(config, *, max_norm: float) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.parametrize("max_norm", [0.3, 1.5])
-def test_equals_plain_torch(tmp_path, max_norm):
+def test_matches_plain_torch(tmp_path, max_norm):
     options = {"micro_batch_max_norm": max_norm, "training__max_norm": 100.0}
     options["training__mixed_precision_param"] = "float32"
     trainer = run(config_of(tmp_path / "run", **options))
@@ -82,12 +82,12 @@ def test_equals_plain_torch(tmp_path, max_norm):
     expected = reference(config_of(tmp_path / "reference", **options), max_norm=max_norm)
     # Float32 against float64 over four steps.
     assert read_metrics(tmp_path / "run", "loss", "grad_norm") == [pytest.approx(line, rel=1e-5) for line in expected]
-    # Clipped they were: an average is no longer than the longest of what it is made of.
+    # The norm of an average is at most the largest norm, so every micro-batch was clipped.
     assert all(norm <= max_norm * (1 + 1e-6) for _, norm in read_metrics(tmp_path / "run", "grad_norm"))
 
 
-def test_where_nothing_is_clipped_it_is_the_library_s_step(tmp_path):
-    """Bit by bit but for the order of a sum over micro-batches, which is the same one: so exactly."""
+def test_without_clipping_the_run_is_bitwise_equal_to_the_library(tmp_path):
+    """Both sum micro-batches in the same order."""
     run(config_of(tmp_path / "clipped", micro_batch_max_norm=math.inf))
     plain = {name.replace(".", "__"): value for name, value in TINY.items() if name not in ("module", "config")}
     config = tiny_config(tmp_path / "plain", **plain)
@@ -104,8 +104,8 @@ def run_all(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_clip_what_one_does(tmp_path):
-    """A micro-batch is that of all ranks together: two of each rank, as four of one; sharded, and replicated."""
+def test_two_processes_match_one(tmp_path):
+    """A micro-batch spans all ranks: two samples of each of two ranks are clipped like four samples of one."""
     options = {**TINY, "micro_batch_max_norm": 0.3}
     options = {name.replace(".", "__"): value for name, value in options.items()}
     one = {**options, "training__local_batch_size": 4}
@@ -116,13 +116,13 @@ def test_two_processes_clip_what_one_does(tmp_path):
     run_processes(run_all, 2, tmp_path, runs)
     for name in runs:
         expected = read_metrics(tmp_path / "one", "loss", "grad_norm")
-        # As for the library's own layouts.
+        # The tolerance of the equivalence tests.
         assert read_metrics(tmp_path / name, "loss", "grad_norm") == [
             pytest.approx(line, rel=1e-5) for line in expected
         ]
 
 
-def test_a_micro_batch_without_valid_tokens_adds_nothing(tmp_path):
+def test_a_micro_batch_without_valid_tokens_is_ignored(tmp_path):
     class OftenIgnored(RaggedDataLoader):
         count = 0
 
@@ -140,11 +140,11 @@ def test_a_micro_batch_without_valid_tokens_adds_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, math.nan])
-def test_a_norm_that_is_none_is_refused(tmp_path, norm):
-    with pytest.raises(UserError, match="micro_batch_max_norm"):
+def test_an_invalid_norm_is_rejected(tmp_path, norm):
+    with pytest.raises(UserError, match=f"--micro_batch_max_norm is {norm}, and must be above 0"):
         config_of(tmp_path, micro_batch_max_norm=norm).build()
 
 
-def test_there_must_be_gradients(tmp_path):
-    with pytest.raises(UserError, match="early_step_in_backward"):
+def test_early_step_is_rejected(tmp_path):
+    with pytest.raises(UserError, match=r"--optimizer\.early_step_in_backward keeps no gradients"):
         config_of(tmp_path, optimizer__early_step_in_backward=True).build()

@@ -1,4 +1,4 @@
-"""The experiment that draws samples by their recent loss."""
+"""The experiment that draws samples with probabilities based on their recent loss."""
 
 import json
 import random
@@ -15,41 +15,41 @@ from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
 
-def observed(samples, losses) -> StepStatistics:
+def statistics_of(samples, losses) -> StepStatistics:
     losses = np.array(losses, np.float64)
     return StepStatistics(step=1, loss=1.0, grad_norm=1.0, samples=np.array(samples), sample_losses=losses)
 
 
 class TestSampler:
-    def test_an_epoch_is_as_many_draws_as_samples(self):
+    def test_an_epoch_draws_the_number_of_samples(self):
         sampler = LossSampler.Config().build(n_samples=10, seed=0)
         drawn, epochs = [], []
         for _ in range(6):
             epochs.append(sampler.epoch)
             drawn.append(sampler.draw(4))
-        assert [len(own) for own in drawn] == [4, 4, 2, 4, 4, 2]
+        assert [len(batch) for batch in drawn] == [4, 4, 2, 4, 4, 2]
         assert epochs == [0, 0, 0, 1, 1, 1]
-        assert all(len(set(own.tolist())) == len(own) for own in drawn)
+        assert all(len(set(batch.tolist())) == len(batch) for batch in drawn)
         assert set(np.concatenate(drawn).tolist()) <= set(range(10))
 
     def test_chances(self):
-        """By hand: power, exploration, the mean for what is not seen yet, and momentum."""
+        """Power, exploration, momentum, and the mean loss for unseen samples."""
         config = LossSampler.Config(power=2.0, explore=0.2, momentum=0.75)
         sampler = config.build(n_samples=4, seed=0)
         assert sampler.chances() == pytest.approx([0.25] * 4)
-        sampler.observe(observed([2, 0], [3.0, 1.0]))  # the others count as 2
+        sampler.observe(statistics_of([2, 0], [3.0, 1.0]))  # unseen samples have the mean, 2
         weights = np.array([1, 4, 9, 4])
         assert sampler.chances() == pytest.approx(0.8 * weights / 18 + 0.05)
-        sampler.observe(observed([2], [1.0]))  # 0.75 * 3 + 0.25 * 1 = 2.5, the mean 1.75
+        sampler.observe(statistics_of([2], [1.0]))  # 0.75 * 3 + 0.25 * 1 = 2.5, the mean 1.75
         weights = np.array([1, 1.75**2, 2.5**2, 1.75**2])
         assert sampler.chances() == pytest.approx(0.8 * weights / weights.sum() + 0.05)
 
-    def test_samples_are_drawn_by_their_chance(self):
-        """How often each is the first of a draw, in 20,000 draws; within 4.5 standard deviations."""
+    def test_the_first_sample_is_drawn_by_its_chance(self):
+        """Counts of 20,000 draws are within 4.5 standard deviations."""
         config = LossSampler.Config(explore=0.1)
         first = np.zeros(5)
         sampler = config.build(n_samples=5, seed=3)
-        sampler.observe(observed(range(5), [0.1, 0.5, 1.0, 2.0, 4.0]))
+        sampler.observe(statistics_of(range(5), [0.1, 0.5, 1.0, 2.0, 4.0]))
         expected = 0.9 * np.array([0.1, 0.5, 1.0, 2.0, 4.0]) / 7.6 + 0.02
         draws = 20_000
         for _ in range(draws):
@@ -57,10 +57,10 @@ class TestSampler:
         deviation = np.sqrt(draws * expected * (1 - expected))
         assert (np.abs(first - draws * expected) < 4.5 * deviation).all()
 
-    def test_what_is_left_is_drawn_by_its_chance(self):
-        """Without repetition, the second of a draw is drawn by the chances among those that are left."""
+    def test_the_second_sample_is_drawn_by_its_conditional_chance(self):
+        """A draw has no repetitions, so the second sample is drawn from the others."""
         sampler = LossSampler.Config(explore=0.0).build(n_samples=3, seed=1)
-        sampler.observe(observed(range(3), [1.0, 2.0, 5.0]))
+        sampler.observe(statistics_of(range(3), [1.0, 2.0, 5.0]))
         chances, draws = np.array([1, 2, 5]) / 8, 20_000
         expected = [sum(chances[f] * chances[s] / (1 - chances[f]) for f in range(3) if f != s) for s in range(3)]
         second = np.zeros(3)
@@ -69,31 +69,31 @@ class TestSampler:
         deviation = np.sqrt(draws * np.array(expected) * (1 - np.array(expected)))
         assert (np.abs(second - draws * np.array(expected)) < 4.5 * deviation).all()
 
-    def test_nothing_left_to_learn_draws_all_alike(self):
+    def test_samples_without_loss_have_equal_chances(self):
         sampler = LossSampler.Config(explore=0.0).build(n_samples=3, seed=0)
-        sampler.observe(observed(range(3), [0.0, 0.0, 0.0]))
+        sampler.observe(statistics_of(range(3), [0.0, 0.0, 0.0]))
         assert sampler.chances() == pytest.approx([1 / 3] * 3)
-        sampler.observe(observed([1], [1.0]))
-        assert sampler.draw(3)[0] == 1  # the others have no chance at all, until it is gone
+        sampler.observe(statistics_of([1], [1.0]))
+        assert sampler.draw(3)[0] == 1  # the others have a chance of 0 as long as it is not drawn
 
-    def test_state(self):
+    def test_state_dict_restores_the_draws(self):
         sampler = LossSampler.Config().build(n_samples=8, seed=5)
         sampler.draw(3)
-        sampler.observe(observed([1, 2], [0.3, 2.0]))
+        sampler.observe(statistics_of([1, 2], [0.3, 2.0]))
         state = sampler.state_dict()
-        assert state["losses"] is sampler.state_dict()["losses"], "no copy for each batch"
+        assert state["losses"] is sampler.state_dict()["losses"], "state_dict must not copy"
         saved = json.dumps(state, default=np.ndarray.tolist)
         expected = [sampler.draw(4).tolist() for _ in range(5)]
-        sampler.observe(observed([1, 2], [9.0, 9.0]))
+        sampler.observe(statistics_of([1, 2], [9.0, 9.0]))
         assert json.dumps(state, default=np.ndarray.tolist) == saved
         other = LossSampler.Config().build(n_samples=8, seed=6)
         other.load_state_dict(json.loads(saved))
         assert [other.draw(4).tolist() for _ in range(5)] == expected
 
     @pytest.mark.parametrize("field", [{"power": -1.0}, {"explore": 1.5}, {"explore": -0.1}, {"momentum": 1.0}])
-    def test_numbers_out_of_range(self, field):
-        (name,) = field
-        with pytest.raises(UserError, match=f"sampler.{name}"):
+    def test_values_out_of_range_are_rejected(self, field):
+        ((name, value),) = field.items()
+        with pytest.raises(UserError, match=rf"--dataloader\.sampler\.{name} is {value}"):
             LossSampler.Config(**field).build(n_samples=2, seed=0)
 
 
@@ -121,7 +121,7 @@ def config_of(folder, **options):
 
 
 class Killed(Exception):
-    """Stands for the end of a process between two steps."""
+    """Simulates the end of a process between two steps."""
 
 
 class KilledAfterStepSix(Trainer):
@@ -131,18 +131,19 @@ class KilledAfterStepSix(Trainer):
             raise Killed
 
 
-def ledger(folder) -> list[str]:
+def read_ledger(folder) -> list[str]:
     return [json.loads(line)["documents"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
 
 
 class TestRun:
-    def test_only_the_samplers_differ(self, tmp_path):
-        """The library's trainer and loader are used as they are."""
+    def test_the_trainer_and_loader_of_the_library_are_used(self, tmp_path):
         config = config_of(tmp_path)
         assert type(config)._owner is Trainer and type(config.dataloader).__module__.startswith("torchtitan.components")
 
-    def test_what_is_predicted_badly_is_drawn_more_often(self, tmp_path):
-        """Half of the samples have the same easy answer, soon learned; with a power of 0 that changes nothing."""
+    @pytest.mark.slow
+    def test_samples_with_a_high_loss_are_drawn_more_often(self, tmp_path):
+        """Half of the samples have the same easy answer, which is learned quickly. With a power of 0, all samples have
+        equal chances."""
         data = tmp_path / "mixed.jsonl"
         words = random.Random(0)
         with open(data, "w") as file:
@@ -155,44 +156,44 @@ class TestRun:
             options = {"dataloader__dataset": data, "dataloader__pack_chunk": 4, "dataloader__sampler__power": power}
             options |= {"training__steps": 50, "checkpoint__enable": False, "training__seq_len": 512}
             run(config_of(tmp_path / str(power), **options))
-            drawn = [name for names in ledger(tmp_path / str(power))[25:] for name in names]
+            drawn = [name for names in read_ledger(tmp_path / str(power))[25:] for name in names]
             rows = [int(name.rpartition(":")[2]) for name in drawn]
             assert len(rows) > 60
             shares[power] = sum(row > 8 for row in rows) / len(rows)
-        # Half, within four standard deviations of some hundred draws; and nearly all but those of the exploration.
+        # Half, within four standard deviations of about 100 draws; and nearly all draws except exploration.
         assert shares[0.0] == pytest.approx(0.5, abs=0.2)
         assert shares[4.0] > 0.75
 
-    def test_the_same_run_draws_the_same(self, tmp_path):
+    def test_runs_are_deterministic(self, tmp_path):
         for name in ("once", "again"):
             run(config_of(tmp_path / name, dataloader__sampler__power=8.0))
-        assert ledger(tmp_path / "once") == ledger(tmp_path / "again")
+        assert read_ledger(tmp_path / "once") == read_ledger(tmp_path / "again")
         assert (tmp_path / "once" / "ledger.jsonl").stat().st_size > 0
 
-    def test_the_losses_are_those_of_the_steps(self, tmp_path):
-        """The statistics are of the samples that the ledger names."""
+    def test_the_sampler_observes_the_losses_of_the_step(self, tmp_path):
+        """The observed samples are the samples in the ledger."""
         trainer = Trainer(config_of(tmp_path, training__steps=6))
-        told = []
+        observed = []
         observe = trainer.dataloader.observe
-        trainer.dataloader.observe = lambda statistics: (told.append(statistics), observe(statistics))
+        trainer.dataloader.observe = lambda statistics: (observed.append(statistics), observe(statistics))
         try:
             trainer.train()
         finally:
             trainer.close()
-        names = [set(trainer.dataloader.document_names(torch.tensor(statistics.samples))) for statistics in told]
-        assert names == [set(documents) for documents in ledger(tmp_path)]
-        assert all((statistics.sample_losses > 0).all() for statistics in told)
-        # The loss of the step is the mean over tokens, and lies between those of its samples.
-        for statistics in told:
+        names = [set(trainer.dataloader.document_names(torch.tensor(statistics.samples))) for statistics in observed]
+        assert names == [set(documents) for documents in read_ledger(tmp_path)]
+        assert all((statistics.sample_losses > 0).all() for statistics in observed)
+        # The loss of the step is a mean over tokens, so it is between the smallest and the largest sample loss.
+        for statistics in observed:
             assert statistics.sample_losses.min() <= statistics.loss <= statistics.sample_losses.max()
 
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_resume_is_exact(self, tmp_path, workers):
-        """What was learned is in the checkpoint: a run that is killed and resumed draws what it would have drawn."""
-        options = {"dataloader__num_workers": workers, "dataloader__sampler__power": 4.0}
+    @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+    def test_resume_is_exact(self, tmp_path, num_workers):
+        """The checkpoint contains the observed losses, so a killed and resumed run draws the same samples."""
+        options = {"dataloader__num_workers": num_workers, "dataloader__sampler__power": 4.0}
         run(config_of(tmp_path / "straight", **options))
         with pytest.raises(Killed):
             run(config_of(tmp_path / "resumed", **options), KilledAfterStepSix)
         run(config_of(tmp_path / "resumed", **options))
-        assert ledger(tmp_path / "resumed") == ledger(tmp_path / "straight")
+        assert read_ledger(tmp_path / "resumed") == read_ledger(tmp_path / "straight")
         assert read_metrics(tmp_path / "resumed", "loss") == read_metrics(tmp_path / "straight", "loss")

@@ -1,4 +1,4 @@
-"""`--module preference --config dpo`: its numbers are TRL's, in every layout, and a resumed run repeats them."""
+"""DPO training (`--module preference --config dpo`) against TRL, in several layouts, resumed, and as a dry run."""
 
 import json
 import math
@@ -48,7 +48,7 @@ NUMBERS = {  # ours → TRL's
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A model folder as transformers saves it, and pairs."""
+    """Folder with a model saved by transformers and files of preference pairs."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("preference")
@@ -75,7 +75,7 @@ def write_pairs(path: Path, n: int) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def dpo(folder: Path, dump: Path, **options: object) -> DPOTrainer:
+def train_dpo(folder: Path, dump: Path, **options: object) -> DPOTrainer:
     changed = {key.replace("__", "."): value for key, value in options.items()}
     common = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "pairs.jsonl"], "dump_folder": dump}
     common["dataloader.cache_dir"] = folder / "cache"
@@ -87,18 +87,18 @@ def dpo(folder: Path, dump: Path, **options: object) -> DPOTrainer:
     return trainer
 
 
-def test_numbers_are_those_of_trl(folder, tmp_path):
-    """Both compute in float32 with other kernels and another order of sums; 1e-4 is ten times what four steps gave."""
-    dpo(folder, tmp_path)
-    expected = _trl(folder, tmp_path / "trl")
+def test_metrics_match_trl(folder, tmp_path):
+    """Both compute in float32, with different kernels and orders of sums; 1e-4 is ten times the measured difference."""
+    train_dpo(folder, tmp_path)
+    expected = train_with_trl(folder, tmp_path / "trl")
     measured = read_metrics(tmp_path, *NUMBERS)
     assert [row[0] for row in measured] == [1, 2, 3, 4]
     for row, reference in zip(measured, expected, strict=True):
         assert row[1:] == pytest.approx([reference[name] for name in NUMBERS.values()], rel=1e-4, abs=1e-5)
-    assert abs(measured[-1][3]) > 0.01  # the model has left the reference
+    assert abs(measured[-1][3]) > 0.01  # the model has moved away from the reference
 
 
-def _trl(folder: Path, output: Path) -> list[dict[str, float]]:
+def train_with_trl(folder: Path, output: Path) -> list[dict[str, float]]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
@@ -139,11 +139,11 @@ def _trl(folder: Path, output: Path) -> list[dict[str, float]]:
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_micro_batches_and_padding_weigh_pairs_alike(folder, tmp_path):
-    """Five pairs in an epoch: the last batch is filled up by samples that are no pairs. 1e-5: order of sums."""
+def test_metrics_do_not_depend_on_micro_batches_and_padding(folder, tmp_path):
+    """Five pairs in an epoch, so that padding fills the last batch. The tolerance covers the order of sums."""
     options = {"dataloader__dataset": [folder / "odd.jsonl"], "training__epochs": 2}
     for size in (1, 2, 4):
-        dpo(folder, tmp_path / str(size), training__local_batch_size=size, **options)
+        train_dpo(folder, tmp_path / str(size), training__local_batch_size=size, **options)
     whole, *parts = (read_metrics(tmp_path / size, *NUMBERS) for size in ("4", "1", "2"))
     assert len(whole) == 3
     for rows in parts:
@@ -155,50 +155,53 @@ def test_micro_batches_and_padding_weigh_pairs_alike(folder, tmp_path):
     "options",
     [
         {"reference__offload": True},
-        {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1},
+        pytest.param(
+            {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1},
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["fsdp-offload", "tp"],
+    ids=["FSDP, offload", "TP"],
 )
-def test_a_sharded_reference_gives_the_same_numbers(folder, tmp_path, options):
-    """1e-4: two processes add up in another order, over four steps of Adam."""
-    dpo(folder, tmp_path / "one")
-    run_processes(_launch, 2, folder, tmp_path / "two", options)
+def test_a_sharded_reference_matches_one_process(folder, tmp_path, options):
+    """The tolerance of 1e-4 covers a different order of sums over four steps of Adam."""
+    train_dpo(folder, tmp_path / "one")
+    run_processes(train_dpo_on_ranks, 2, folder, tmp_path / "two", options)
     for row, expected in zip(
         read_metrics(tmp_path / "two", *NUMBERS), read_metrics(tmp_path / "one", *NUMBERS), strict=True
     ):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def _launch(folder: Path, dump: Path, options: dict[str, object]) -> None:
-    dpo(folder, dump, training__local_batch_size=1, **options)
+def train_dpo_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> None:
+    train_dpo(folder, dump, training__local_batch_size=1, **options)
 
 
-class _Killed(Exception):
-    """Stands for the end of a process between two steps."""
+class Killed(Exception):
+    """Simulates the end of a process between two steps."""
 
 
-def test_a_resumed_run_repeats_every_bit(folder, tmp_path, monkeypatch):
-    options = {"checkpoint__interval": 2, "training__steps": 6}
-    dpo(folder, tmp_path / "straight", **options)
+def test_resume_is_exact(folder, tmp_path, monkeypatch):
+    options = {"checkpoint__interval": 2, "training__steps": 4}
+    train_dpo(folder, tmp_path / "straight", **options)
     complete_step = DPOTrainer.complete_step
 
     def stop_after_three(self, outcome):
         complete_step(self, outcome)
         if self.step == 3:
-            raise _Killed
+            raise Killed
 
     monkeypatch.setattr(DPOTrainer, "complete_step", stop_after_three)
-    with pytest.raises(_Killed):
-        dpo(folder, tmp_path / "stopped", **options)
+    with pytest.raises(Killed):
+        train_dpo(folder, tmp_path / "stopped", **options)
     monkeypatch.undo()
-    resumed = dpo(folder, tmp_path / "stopped", **options)
+    resumed = train_dpo(folder, tmp_path / "stopped", **options)
     assert read_metrics(tmp_path / "stopped", *NUMBERS) == read_metrics(tmp_path / "straight", *NUMBERS)
     assert "reference" not in resumed.states()
 
 
 def test_validation_reports_the_margin(folder, tmp_path):
-    """Over the pairs that are trained on, after the last step: better than in that step, before its update."""
-    dpo(folder, tmp_path, validator__enable=True, validator__freq=4, validator__dataset=[folder / "pairs.jsonl"])
+    """Validate on the training pairs after the last step: the metrics are better than before its update."""
+    train_dpo(folder, tmp_path, validator__enable=True, validator__freq=4, validator__dataset=[folder / "pairs.jsonl"])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     (validation,) = (line for line in lines if "validation_loss" in line)
     last = next(line for line in reversed(lines) if "loss" in line)
@@ -208,13 +211,17 @@ def test_validation_reports_the_margin(folder, tmp_path):
     assert "validation_bits_per_byte" not in validation
 
 
-def test_mistakes_are_told(folder, tmp_path):
+def test_invalid_options_are_rejected(folder, tmp_path):
     with pytest.raises(UserError, match=r"--beta is 0"):
-        dpo(folder, tmp_path, beta=0)
-    with pytest.raises(UserError, match=r"--parallelism\.pipeline_parallel_degree 2 does not go with --config dpo"):
-        dpo(folder, tmp_path, parallelism__pipeline_parallel_degree=2)
-    with pytest.raises(UserError, match=r"offloaded by FSDP only"):
-        dpo(folder, tmp_path, reference__offload=True)
+        train_dpo(folder, tmp_path, beta=0)
+    with pytest.raises(
+        UserError, match=r"--parallelism\.pipeline_parallel_degree 2 cannot be combined with --config dpo"
+    ):
+        train_dpo(folder, tmp_path, parallelism__pipeline_parallel_degree=2)
+    with pytest.raises(
+        UserError, match=r"offloading a model needs FSDP; set --parallelism\.data_parallel_shard_degree"
+    ):
+        train_dpo(folder, tmp_path, reference__offload=True)
 
 
 def test_a_dry_run_counts_both_models(folder, tmp_path):
@@ -229,28 +236,30 @@ def test_a_dry_run_counts_both_models(folder, tmp_path):
         trainer.measure_step()
     finally:
         torch.distributed.destroy_process_group()
-    assert trainer.count_local_parameters() == pytest.approx(trainer.num_parameters, rel=0.01)  # half of each of two
+    assert trainer.count_local_parameters() == pytest.approx(
+        trainer.num_parameters, rel=0.01
+    )  # half of each of two models
     assert trainer.work.work.flops > 0
 
 
-def test_the_model_begins_as_the_reference(folder, tmp_path):
-    """In bfloat16 too, in one process, where autocast computes, and in two, where FSDP does."""
+def test_the_model_starts_equal_to_the_reference(folder, tmp_path):
+    """This holds in bfloat16 too, with autocast (one process) and FSDP (two processes)."""
     options = {"training__steps": 1, "training__mixed_precision_param": "bfloat16"}
-    dpo(folder, tmp_path / "one", **options)
-    run_processes(_launch, 2, folder, tmp_path / "two", options)
+    train_dpo(folder, tmp_path / "one", **options)
+    run_processes(train_dpo_on_ranks, 2, folder, tmp_path / "two", options)
     for name in ("one", "two"):
         ((_, loss, margin),) = read_metrics(tmp_path / name, "loss", "margin")
         assert (loss, margin) == (pytest.approx(math.log(2), rel=1e-6), 0)
 
 
-def test_another_reference_is_another_run(folder, tmp_path):
+def test_resume_with_another_reference_is_rejected(folder, tmp_path):
     options = {"checkpoint__initial_load_path": "", "checkpoint__initial_load_in_hf": False, "training__steps": 2}
     options |= {"checkpoint__last_save_in_hf": False, "checkpoint__export_dtype": "None"}
-    dpo(folder, tmp_path, **options)
+    train_dpo(folder, tmp_path, **options)
     with pytest.raises(UserError, match=r"weights of reference was drawn with --debug\.seed 0 and is .* 9"):
-        dpo(folder, tmp_path, **{**options, "training__steps": 3, "debug__seed": 9})
+        train_dpo(folder, tmp_path, **{**options, "training__steps": 3, "debug__seed": 9})
 
 
-def test_a_reference_that_does_not_fit_is_found_before_the_run(folder, tmp_path):
+def test_a_missing_reference_is_rejected_before_the_run(folder, tmp_path):
     with pytest.raises(UserError, match=r"--reference\.path: /nowhere"):
-        dpo(folder, tmp_path, reference__path="/nowhere")
+        train_dpo(folder, tmp_path, reference__path="/nowhere")

@@ -1,4 +1,4 @@
-"""Converters: which layers are chosen, what is refused by name, and how a converted model begins and is shared out."""
+"""Converters: layer selection, validation, initial weights, and sharding of a converted model."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.processes import run_processes
-from tests.training import TINY, flags, tiny_config
+from tests.training import TINY, flags, llama_config, tiny_config
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
-from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols import LayerConverter, ModelConverter
@@ -26,7 +25,7 @@ from torchtitan.tools.patterns import without_numbers
 
 
 class Rescaled(nn.Linear):
-    """Multiplies its outputs by the norms of its initial rows, and its inputs by ones."""
+    """Linear layer with outputs scaled by the norms of its initial rows, and inputs scaled by ones."""
 
     def __init__(self, layer: nn.Linear):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -44,7 +43,7 @@ class Rescaled(nn.Linear):
 class Rescale(LayerConverter):
     @dataclass(kw_only=True, slots=True)
     class Config(LayerConverter.Config):
-        """Which layers."""
+        """Selection of layers."""
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         assert isinstance(layer, nn.Linear)
@@ -56,7 +55,7 @@ class AnotherRescale(Rescale):
 
 
 class Frozen(ModelConverter):
-    """Freezes all but the norms."""
+    """Freeze all parameters except norms."""
 
     freezes = True
 
@@ -65,16 +64,15 @@ class Frozen(ModelConverter):
             parameter.requires_grad_("norm" in name)
 
 
-class FrozenButNot(Frozen):
-    """Freezes the same, and may change it."""
+class UndeclaredFrozen(Frozen):
+    """Freeze the same parameters without declaring it."""
 
     freezes = False
 
 
 def make_model(**options: object) -> Llama3Model:
-    sizes = {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64, **options}
     with torch.device("meta"):
-        return Llama3Model.Config(rope=RoPEConfig(), **sizes).build()
+        return llama_config(ffn_dim=64, **options).build()
 
 
 def converted_names(model: nn.Module) -> list[str]:
@@ -82,7 +80,7 @@ def converted_names(model: nn.Module) -> list[str]:
 
 
 class TestSelection:
-    def test_all_layers_but_the_head_which_is_never_called(self):
+    def test_all_layers_except_the_head_are_converted(self):
         model = make_model()
         convert_model(model, [Rescale.Config().build()])
         linears = {name for name, module in make_model().named_modules() if isinstance(module, nn.Linear)}
@@ -104,30 +102,29 @@ class TestSelection:
             ({"exclude": ["nothing"]}, r"rescale\.exclude 'nothing' matches none"),
             ({"include": ["output"]}, r"rescale\.include 'output' matches none"),
             ({"include": ["wq"], "exclude": ["attention"]}, "no layer is left to convert"),
-            ({"include": ["("]}, r"'\(' is no regular expression"),
+            ({"include": ["("]}, r"'\(' is not a regular expression"),
             ({"include": []}, "include is empty"),
         ],
     )
-    def test_what_finds_nothing_is_refused(self, options, message):
+    def test_patterns_without_a_layer_are_rejected(self, options, message):
         with pytest.raises(UserError, match=message):
             Rescale.Config(**options).build().check_model(make_model())
 
-    def test_two_converters_of_one_layer_are_refused_by_name(self):
+    def test_two_converters_of_one_layer_are_rejected(self):
         converters = [Rescale.Config(include=["wq"]).build(), AnotherRescale.Config(include=["wk", "wq"]).build()]
         with pytest.raises(UserError, match=r"layers\.0\.attention\.wq is already converted by rescale, and another"):
             convert_model(make_model(), converters)
         convert_model(make_model(), [converters[0], AnotherRescale.Config(include=["wk"]).build()])
 
-    def test_what_was_converted_is_logged_and_what_was_not(self, caplog):
-        with caplog.at_level("INFO", logger="torchtitan"):
-            convert_model(make_model(), [Rescale.Config(include=["wq", "w1"]).build()])
-        assert caplog.messages == [
-            "rescale: 4 layers converted: layers.*.attention.wq, layers.*.feed_forward.w1; as they were: "
+    def test_converted_and_unchanged_layers_are_logged(self, log):
+        convert_model(make_model(), [Rescale.Config(include=["wq", "w1"]).build()])
+        assert log.messages == [
+            "rescale: 4 layers converted: layers.*.attention.wq, layers.*.feed_forward.w1; unchanged: "
             "tok_embeddings, layers.*.attention_norm, layers.*.attention.wk, layers.*.attention.wv, "
             "layers.*.attention.wo, layers.*.ffn_norm, layers.*.feed_forward.w2, layers.*.feed_forward.w3, norm, output"
         ]
 
-    def test_numbers_in_names(self):
+    def test_layer_numbers_become_wildcards(self):
         assert without_numbers(["layers.0.w1", "layers.10.w1", "layers.3", "w2.x"]) == [
             "layers.*.w1",
             "layers.*",
@@ -139,16 +136,16 @@ FFN = ("feed_forward.w1", "feed_forward.w3")
 
 
 class TestRuns:
-    """Mistakes are found before a process starts, and options are set by the converters' names."""
+    """Converters in a run: validation, options on the command line, and frozen weights."""
 
-    def test_a_pattern_that_matches_nothing(self, tmp_path):
+    def test_a_pattern_without_a_layer_is_rejected_before_the_run(self, tmp_path):
         config = tiny_config(tmp_path)
         config.model_converters = [Rescale.Config(include=["qkv"])]
-        with pytest.raises(UserError, match="qkv"):
+        with pytest.raises(UserError, match=r"rescale\.include 'qkv' matches none of the layers"):
             config.check(world_size=1)
 
     def test_patterns_from_the_command_line(self, tmp_path):
-        folder = tmp_path / "own_module"
+        folder = tmp_path / "my_module"
         folder.mkdir()
         (folder / "__init__.py").write_text("")
         (folder / "config_registry.py").write_text(
@@ -173,7 +170,7 @@ class TestRuns:
         document = config.to_dict()["model_converters"]
         assert document == {"rescale": {"include": ["wq", "w2"], "exclude": []}}
 
-    def test_frozen_weights_cost_four_operations_and_are_kept_as_they_are_computed(self, tmp_path):
+    def test_frozen_weights_need_fewer_flops_and_are_stored_in_the_compute_dtype(self, tmp_path):
         config = tiny_config(tmp_path, training__mixed_precision_param="bfloat16")
         plain = config.build()
         plain.close()
@@ -184,19 +181,19 @@ class TestRuns:
         (model,) = trainer.model_parts
         head_and_layers = [p for name, p in model.named_parameters() if "norm" not in name and "tok_emb" not in name]
         saved = 2 * sum(p.numel() for p in head_and_layers)  # the gradients of the weights
-        saved += 2 * model.layers["0"].attention_norm.weight.numel()  # before it, nothing has a gradient
+        saved += 2 * model.layers["0"].attention_norm.weight.numel()  # no parameter before it has a gradient
         assert trainer.flops_per_token == plain.flops_per_token - saved
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         products = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == products
         assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
-        config.model_converters = [FrozenButNot.Config()]
+        config.model_converters = [UndeclaredFrozen.Config()]
         trainer = config.build()
         trainer.close()
         assert {parameter.dtype for parameter in trainer.model_parts[0].parameters()} == {torch.float32}
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
+def initial_weights(model: nn.Module) -> dict[str, Tensor]:
     initialize_weights(model.to_empty(device="cpu"), seed=3)
     return {
         name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
@@ -210,8 +207,8 @@ def rescaled_model() -> nn.Module:
     return model
 
 
-def test_values_that_follow_from_others_are_those_of_the_plain_model():
-    plain, converted = weights_of(make_model()), weights_of(rescaled_model())
+def test_derived_initial_values_match_the_plain_model():
+    plain, converted = initial_weights(make_model()), initial_weights(rescaled_model())
     for name, weight in plain.items():
         assert torch.equal(converted[name], weight), name
     for name in converted_names(rescaled_model()):
@@ -220,28 +217,28 @@ def test_values_that_follow_from_others_are_those_of_the_plain_model():
 
 
 def check_layouts() -> None:
-    """On two processes: the same values whether rows or features are shared out, and the same outputs."""
+    """Check on two processes that FSDP and tensor parallelism have the initial weights and outputs of one process."""
     whole_model = rescaled_model()
-    whole = weights_of(whole_model)
+    whole = initial_weights(whole_model)
     mesh = init_device_mesh("cpu", (2,))
     sharded, split = rescaled_model(), rescaled_model()
     fully_shard(sharded, mesh=mesh)
     apply_tensor_parallel(split, mesh, SHARDING, disable_loss_parallel=True)
     for model in (sharded, split):
-        for name, value in weights_of(model).items():
+        for name, value in initial_weights(model).items():
             assert torch.equal(value, whole[name]), name
     wq, wo = (getattr(split.layers["0"].attention, name) for name in ("wq", "wo"))
     placements = {name: str(p.placements[0]) for layer in (wq, wo) for name, p in layer.named_parameters()}
-    assert placements == {"weight": "S(1)", "scale": "R", "gate": "S(0)"}  # those of wo, which has the last word
+    assert placements == {"weight": "S(1)", "scale": "R", "gate": "S(0)"}  # placements of wo, which is last
     assert {name: str(p.placements[0]) for name, p in wq.named_parameters()} == {
         "weight": "S(0)",
         "scale": "S(0)",
         "gate": "R",
     }
     tokens = torch.randint(0, 99, (2, 8), generator=torch.Generator().manual_seed(0))
-    # Float32 sums in another order.
+    # Float32 sums in a different order.
     torch.testing.assert_close(split(tokens), whole_model(tokens), atol=1e-5, rtol=1e-4)
 
 
-def test_parameters_of_a_converted_layer_are_shared_out_by_what_they_run_over():
+def test_parameters_of_a_converted_layer_are_sharded_by_their_features():
     run_processes(check_layouts, 2)

@@ -1,4 +1,4 @@
-"""The table of a family's tensors: its transforms, both directions, and what it finds wrong."""
+"""The state-dict adapter: transforms in both directions, names, and validation."""
 
 import pytest
 import torch
@@ -41,25 +41,26 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
     ],
     ids=lambda value: repr(value) if isinstance(value, (Identity, RopePermutation, Concatenated, Stacked)) else None,
 )
-def test_there_and_back_is_exact_on_every_device(transform, internal, external):
+def test_transforms_are_invertible_on_every_device(transform, internal, external):
     for device in ("cpu", "meta"):
         tensors = [random(*shape).to(device) for shape in internal]
-        there = transform.to_external(tensors)
-        assert [tuple(tensor.shape) for tensor in there] == external
-        back = transform.to_internal(there, [tensor.shape for tensor in tensors])
+        converted = transform.to_external(tensors)
+        assert [tuple(tensor.shape) for tensor in converted] == external
+        back = transform.to_internal(converted, [tensor.shape for tensor in tensors])
         assert [tuple(tensor.shape) for tensor in back] == internal
         if device == "cpu":
             assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
 
 
-def rotate_neighbours(x_LHD: torch.Tensor, angles_LF: torch.Tensor) -> torch.Tensor:
-    """RoPE as the paper and Meta's checkpoints have it: elements 2i and 2i + 1, a complex number, turned by angle i."""
+def rotate_adjacent(x_LHD: torch.Tensor, angles_LF: torch.Tensor) -> torch.Tensor:
+    """Apply RoPE as in the paper and Meta's checkpoints: elements 2i and 2i + 1 form a complex number rotated by angle
+    i."""
     pairs = torch.view_as_complex(x_LHD.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles_LF), angles_LF)[:, None]).flatten(-2)
 
 
-def test_the_permutation_is_that_of_the_definition():
-    """Attention scores with Meta's weights and rotation equal those with ours; with the same weights they do not."""
+def test_rope_permutation_matches_the_definition():
+    """Attention scores of permuted weights with Meta's rotation equal our scores; without permutation they differ."""
     heads, head_dim, dim, length = 3, 10, 12, 7
     wq, wk, x = random(heads * head_dim, dim), random(heads * head_dim, dim).flip(0), random(length, dim)
     positions = torch.arange(length)
@@ -71,7 +72,7 @@ def test_the_permutation_is_that_of_the_definition():
         return apply_rope((x @ weight.T).unflatten(-1, (heads, head_dim))[None], rope)[0]
 
     def metas(weight: torch.Tensor) -> torch.Tensor:
-        return rotate_neighbours((x @ weight.T).unflatten(-1, (heads, head_dim)), angles)
+        return rotate_adjacent((x @ weight.T).unflatten(-1, (heads, head_dim)), angles)
 
     def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return torch.einsum("qhd,khd->hqk", q, k)
@@ -83,7 +84,7 @@ def test_the_permutation_is_that_of_the_definition():
     assert (scores(metas(wq), metas(wk)) - expected).abs().max() > 1
 
 
-def fused() -> StateDictAdapter:
+def fused_adapter() -> StateDictAdapter:
     rows = [
         KeyMapping(("layers.*.q", "layers.*.k"), "h.*.qk", Concatenated(0)),
         KeyMapping("layers.*.experts", ("h.*.expert0", "h.*.expert1"), Stacked(0)),
@@ -100,8 +101,8 @@ def internal_specs() -> dict[str, TensorSpec]:
     return {**specs, "norm": spec(3, dtype=torch.bfloat16)}
 
 
-def test_rows_are_made_for_every_layer():
-    adapter = fused()
+def test_wildcards_expand_to_every_layer():
+    adapter = fused_adapter()
     assert adapter.internal_names == [
         *("layers.0.q", "layers.0.k", "layers.1.q", "layers.1.k", "layers.0.experts", "layers.1.experts", "norm")
     ]
@@ -110,16 +111,16 @@ def test_rows_are_made_for_every_layer():
     ]
 
 
-def test_shapes_on_the_other_side_are_found_without_a_tensor():
-    specs = fused().external_specs(internal_specs())
+def test_external_shapes_are_computed_without_tensors():
+    specs = fused_adapter().external_specs(internal_specs())
     assert specs["h.1.qk"] == spec(6, 3)
     assert specs["h.0.expert1"] == spec(5, 6)
     assert specs["ln"] == spec(3, dtype=torch.bfloat16)
     assert specs["ln"].n_bytes == 6
 
 
-def test_what_may_be_there_is_passed_over():
-    adapter, internal = fused(), internal_specs()
+def test_ignored_and_tied_tensors_are_accepted():
+    adapter, internal = fused_adapter(), internal_specs()
     external = adapter.external_specs(internal) | {"h.1.inv_freq": spec(2), "head": spec(3)}
     assert adapter.plan(external, internal) == adapter.steps
 
@@ -140,20 +141,20 @@ def change(specs: dict[str, TensorSpec], **changes: TensorSpec | None) -> dict[s
         ({"h.0.expert1": spec(6, 5), "ln": spec(3, 1)}, r"h\.0\.expert1 has shape \[6, 5\].*ln has shape \[3, 1\]"),
     ],
 )
-def test_what_does_not_fit_is_named(changes, message):
-    adapter, internal = fused(), internal_specs()
+def test_mismatched_tensors_are_rejected(changes, message):
+    adapter, internal = fused_adapter(), internal_specs()
     with pytest.raises(UserError, match=message):
         adapter.plan(change(adapter.external_specs(internal), **changes), internal)
 
 
-def test_of_many_names_five_are_told_and_their_number():
+def test_a_long_list_of_names_is_shortened_to_five():
     with pytest.raises(UserError, match=r"missing from the checkpoint: h\.0\.qk, (\S+ ){4}… \(7 in all\)$"):
-        fused().plan({}, internal_specs())
+        fused_adapter().plan({}, internal_specs())
 
 
-def test_a_model_that_is_not_the_tables_is_refused():
+def test_missing_weights_of_the_model_are_rejected():
     with pytest.raises(UserError, match="missing from the weights: norm$"):
-        fused().external_specs(change(internal_specs(), norm=None))
+        fused_adapter().external_specs(change(internal_specs(), norm=None))
 
 
 def test_tied_weights_must_be_equal():
@@ -164,11 +165,11 @@ def test_tied_weights_must_be_equal():
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["hf", "meta"])
-def test_llamas_tables_name_every_tensor_of_the_model(name, tied):
+def test_llama_formats_contain_every_tensor(name, tied):
     config = Llama3Model.Config(
         dim=16, n_layers=3, n_heads=4, n_kv_heads=1, ffn_dim=9, vocab_size=11, tie_embeddings=tied, rope=RoPEConfig()
     )
     adapter, specs = FORMATS[name].adapter(config), model_tensor_specs(config)
     assert set(adapter.internal_names) == specs.keys()
-    # In Hugging Face's format a tied head is not written; Meta's has no tying, and is written twice.
+    # The Hugging Face format omits a tied head; the Meta format stores the shared tensor twice.
     assert len(adapter.external_names) == len(specs) + (tied and name == "meta")

@@ -119,8 +119,8 @@ class Profiler(Configurable):
             self._trace = None
             if error is None and self._n_steps < self.config.profile_freq:
                 logger.warning(
-                    f"no trace was written, since the run had {self._n_steps} steps; set --profiling.profile_freq "
-                    f"{self.config.profile_freq} lower"
+                    f"no trace was written, since --profiling.profile_freq is {self.config.profile_freq} and the run "
+                    f"had only {self._n_steps} steps; reduce it"
                 )
 
     def _start_trace(self) -> torch.profiler.profile:

@@ -1,4 +1,4 @@
-"""Weights in 4 bits: the format against torchao's and against a search in float64; the product against torch's."""
+"""The 4-bit NF4 format against torchao and an exhaustive search in float64; its product against PyTorch."""
 
 import numpy
 import pytest
@@ -18,7 +18,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def decode(packed: Tensor, scales: Tensor, scale_ranges: Tensor) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """What the format's description says that the tensors mean, in float64: the values and each value's scale."""
+    """Decode the tensors in float64 as the format is documented; return the values and the scale of each value."""
     ranges = scale_ranges.numpy().view(numpy.float32).astype(numpy.float64)
     scale = ranges[:, :1] + ranges[:, 1:] * scales.numpy()
     indices = numpy.stack([packed.numpy() >> 4, packed.numpy() & 15], axis=-1).reshape(len(packed), -1)
@@ -29,9 +29,9 @@ def decode(packed: Tensor, scales: Tensor, scale_ranges: Tensor) -> tuple[numpy.
 # --- the format -------------------------------------------------------------------------------------------------------
 
 
-def test_levels_and_indices_are_torchaos():
-    """On blocks whose largest value is 1, so that scales play no part. torchao's levels have four digits: values that
-    are nearer than that to the middle between two may go either way, and are moved."""
+def test_levels_and_indices_match_torchao():
+    """The largest value of each block is 1, so that scales have no effect. The levels of torchao have four digits, so
+    values very close to the midpoint of two levels are replaced: they may round either way."""
     weight = normal(64, 256).clamp(-1, 1)
     weight[:, ::64] = -1.0
     levels = torch.tensor(LEVELS)
@@ -42,20 +42,19 @@ def test_levels_and_indices_are_torchaos():
     assert torch.equal(pack(weight).packed, reference.quantized_data.view(64, 128))
 
 
-def test_values_are_as_near_as_torchaos():
-    """Root mean square of the error of normal values: 9 % of theirs, and no worse than torchao's by more than its four
-    digits explain."""
+def test_error_is_not_larger_than_torchao():
+    """The relative error of normal values is about 9 %. The factor 1.001 allows for the four digits of torchao."""
     weight = normal(256, 512) * normal(256, 1, seed=1).exp()
     error = (unpack(*pack(weight), torch.float32) - weight).norm() / weight.norm()
-    of_reference = (torchao_quantization.to_nf4(weight).get_original_weight() - weight).norm() / weight.norm()
-    assert error < 1.001 * of_reference
+    reference_error = (torchao_quantization.to_nf4(weight).get_original_weight() - weight).norm() / weight.norm()
+    assert error < 1.001 * reference_error
     assert 0.08 < error < 0.1
 
 
 @pytest.mark.parametrize("case", ["normal", "outlier", "tiny", "zero block", "bfloat16"])
-def test_each_value_is_the_nearest_of_the_sixteen(case):
-    """Found by trying all of them in float64, at the scale that is stored; rounding of float32 remains, and of
-    bfloat16 (8 bits) where the values are unpacked."""
+def test_each_value_has_the_nearest_level(case):
+    """Compare with all 16 levels in float64, at the stored scale. The tolerances cover rounding to float32, and to
+    bfloat16 (8 bits) when values are unpacked."""
     weight = normal(16, 320) * 0.02
     if case == "outlier":
         weight[:, 7] = 3.0
@@ -74,7 +73,7 @@ def test_each_value_is_the_nearest_of_the_sixteen(case):
     numpy.testing.assert_allclose(result, values, rtol=2.0**-8, atol=0)
 
 
-def test_scales_are_within_half_a_step_of_the_largest_values():
+def test_scales_are_within_half_a_step_of_the_block_maximum():
     weight = normal(32, 640)
     _, scale = decode(*pack(weight))
     largest = weight.view(32, 10, 64).abs().amax(-1).double().numpy()
@@ -82,9 +81,8 @@ def test_scales_are_within_half_a_step_of_the_largest_values():
     assert (numpy.abs(scale[:, ::64] - largest) <= 0.501 * step[:, None]).all()
 
 
-def test_values_that_are_levels_come_back():
-    """Rows of zeros, of one number, of the levels themselves, and blocks of zeros beside others; rounded to
-    bfloat16."""
+def test_exact_levels_are_preserved():
+    """Rows of zeros, of one number, of the levels themselves, and with a block of zeros, rounded to bfloat16."""
     weight = torch.zeros(4, 128)
     weight[1] = -0.3
     weight[2] = 0.7 * torch.tensor(LEVELS).repeat(8)
@@ -92,21 +90,21 @@ def test_values_that_are_levels_come_back():
     torch.testing.assert_close(unpack(*pack(weight), torch.float32), weight, rtol=2.0**-8, atol=0)
 
 
-def test_values_are_the_same_numbers_in_every_type():
+def test_unpacked_values_are_equal_in_every_dtype():
     form = pack(normal(8, 128))
     assert torch.equal(unpack(*form, torch.float32), unpack(*form, torch.bfloat16).float())
 
 
 @pytest.mark.parametrize("chunk_values", [1, 700, 2**22])
-def test_a_row_depends_on_itself_alone(monkeypatch, chunk_values):
-    """To the bit, however many rows are packed or unpacked at a time."""
+def test_rows_are_independent(monkeypatch, chunk_values):
+    """Values are bitwise equal, regardless of the number of rows that are packed or unpacked at once."""
     weight = normal(37, 192)
     form = pack(weight)
     values = unpack(*form, torch.bfloat16)
     monkeypatch.setattr(nf4, "_CHUNK_VALUES", chunk_values)
     for rows in (slice(0, 37), slice(5, 6), slice(20, 37), slice(3, 3)):
         part = pack(weight[rows])
-        assert all(torch.equal(of_part, whole[rows]) for of_part, whole in zip(part, form, strict=True))
+        assert all(torch.equal(value, whole[rows]) for value, whole in zip(part, form, strict=True))
         assert torch.equal(unpack(*part, torch.bfloat16), values[rows])
 
 
@@ -117,7 +115,7 @@ def test_bytes_per_weight():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest tensor that an operation has returned."""
+    """Record the size in bytes of the largest tensor that an operation returns."""
 
     n_bytes = 0
 
@@ -129,8 +127,8 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_nothing_between_is_larger_than_a_chunk(monkeypatch):
-    """Four bytes per value of a chunk, and the result."""
+def test_temporary_tensors_are_at_most_a_chunk(monkeypatch):
+    """A chunk takes four bytes per value; only the result may be larger."""
     weight = normal(256, 512)
     monkeypatch.setattr(nf4, "_CHUNK_VALUES", 4096)
     with LargestTensor() as mode:
@@ -141,7 +139,7 @@ def test_nothing_between_is_larger_than_a_chunk(monkeypatch):
     assert mode.n_bytes == 2 * weight.numel()
 
 
-def test_shapes_are_known_without_values():
+def test_meta_tensors_have_the_right_shapes():
     form = pack(torch.empty(10, 128, device="meta"))
     assert [tensor.shape for tensor in form] == [(10, 64), (10, 2), (10, 8)]
     assert unpack(*form, torch.bfloat16).shape == (10, 128)
@@ -151,21 +149,21 @@ def test_shapes_are_known_without_values():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product_and_gradient_are_those_of_the_unpacked_weight(dtype):
-    """To the bit: the same operations on the same values."""
+def test_product_and_gradient_match_the_unpacked_weight(dtype):
+    """Results are bitwise equal: the same operations on the same values."""
     form = pack(normal(96, 128))
     x, direction = normal(2, 5, 128, seed=1).to(dtype), normal(2, 5, 96, seed=2).to(dtype)
     results = []
     for product in (lambda x: quantized_linear(x, *form), lambda x: F.linear(x, unpack(*form, dtype))):
-        own = x.clone().requires_grad_()
-        y = product(own)
+        input = x.clone().requires_grad_()
+        y = product(input)
         y.backward(direction)
-        results.append((y.detach(), own.grad))
+        results.append((y.detach(), input.grad))
     assert results[0][0].dtype == results[0][1].dtype == dtype
     assert all(map(torch.equal, *results))
 
 
-def test_autocast_says_the_type():
+def test_autocast_sets_the_dtype():
     form = pack(normal(64, 128))
     x = normal(3, 128).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -177,7 +175,7 @@ def test_autocast_says_the_type():
 
 
 def saved_bytes(function, *args) -> int:
-    """Bytes that the graph of `function(*args)` keeps, each tensor once."""
+    """Return the bytes that the autograd graph of `function(*args)` saves; each tensor counts once."""
     kept = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -189,20 +187,22 @@ def saved_bytes(function, *args) -> int:
     return sum(kept.values())
 
 
-def test_four_bits_are_kept_for_the_backward_pass():
+def test_backward_saves_only_the_packed_weight():
     form = pack(normal(512, 256))
     x = normal(4, 256).requires_grad_()
     assert saved_bytes(lambda: quantized_linear(x, *form)) == sum(tensor.nbytes for tensor in form)
-    assert saved_bytes(lambda: F.linear(x, unpack(*form, torch.float32))) == 4 * 512 * 256  # the control sees it
+    assert (
+        saved_bytes(lambda: F.linear(x, unpack(*form, torch.float32))) == 4 * 512 * 256
+    )  # the control detects a saved weight
 
 
-def test_compiled_four_bits_are_kept_too():
-    """The compiler sees the weight unpacked in both passes, and would rather do it once and keep it."""
+def test_compiled_backward_saves_only_the_packed_weight():
+    """The compiler sees the weight unpacked in both passes, and must not save the unpacked weight."""
     form = pack(normal(512, 256))
     x, direction = normal(4, 256).requires_grad_(), normal(4, 512, seed=1)
     compiled = torch.compile(lambda: quantized_linear(x, *form), backend="aot_eager", fullgraph=True)
     assert saved_bytes(compiled) <= sum(tensor.nbytes for tensor in form)
     y, expected = compiled(), quantized_linear(x, *form)
-    (gradient,), (of_expected,) = (torch.autograd.grad(result, x, direction) for result in (y, expected))
+    (gradient,), (expected_gradient,) = (torch.autograd.grad(result, x, direction) for result in (y, expected))
     assert torch.equal(y, expected)
-    torch.testing.assert_close(gradient, of_expected)
+    torch.testing.assert_close(gradient, expected_gradient)

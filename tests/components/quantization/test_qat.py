@@ -1,4 +1,4 @@
-"""Quantization-aware training against its formulas, a plain run and other layouts, and the model that it exports."""
+"""Quantization-aware training against its formulas, plain runs and other layouts; the exported quantized model."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ def losses(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def make_model(**options: Any) -> nn.Module:
-    """The debug model of another size, on the meta device."""
+    """Build a small debug model on the meta device."""
     config = model_registry("debugmodel").model
     for name, value in {"vocab_size": 64, "dim": 64, "n_layers": 2, "ffn_dim": 96, **options}.items():
         setattr(config, name, value)
@@ -40,11 +40,11 @@ def make_model(**options: Any) -> nn.Module:
         return config.build()
 
 
-# --- what is computed -------------------------------------------------------------------------------------------------
+# --- numerics ---------------------------------------------------------------------------------------------------------
 
 
 def quantized_weight(w: numpy.ndarray, group_size: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The matrix after int4 per group, and where its elements were not clamped."""
+    """Return the matrix after int4 quantization per group, and a mask of the elements that were not clamped."""
     groups = w.reshape(w.shape[0], -1, group_size)
     scale = numpy.abs(groups).max(axis=-1, keepdims=True) / 7.5
     rounded = numpy.round(groups * (1 / scale))
@@ -52,23 +52,23 @@ def quantized_weight(w: numpy.ndarray, group_size: int) -> tuple[numpy.ndarray, 
 
 
 def quantized_tokens(x: numpy.ndarray) -> numpy.ndarray:
-    """The rows after int8 per row, with a zero point."""
+    """Return the rows after int8 quantization per row with a zero point."""
     low, high = numpy.minimum(x.min(-1, keepdims=True), 0), numpy.maximum(x.max(-1, keepdims=True), 0)
     scale = (high - low) / 255
     zero = numpy.clip(-128 - numpy.round(low / scale), -128, 127)
     return (numpy.clip(numpy.round(x * (1 / scale)) + zero, -128, 127) - zero) * scale
 
 
-def test_a_layer_computes_the_formulas_of_the_scheme():
-    """In numpy. What is rounded is in float32 there too: the largest weight of a group is 7.5 scales, and the type says
-    to which side. Sums are in float64, and the layer's equal them to float32's rounding: 1e-5."""
+def test_a_layer_matches_the_formulas():
+    """The NumPy reference also rounds in float32: the largest weight of a group is 7.5 scales, and the dtype decides
+    how it is rounded. It sums in float64; the tolerance of 1e-5 covers float32 sums in the layer."""
     torch.manual_seed(0)
     layer = nn.Linear(24, 10)
     nn.init.normal_(layer.weight)
     with torch.no_grad():
-        layer.weight[0, 0] = 10.0  # positive and the largest of its group: rounded to 8, and clamped to 7
+        layer.weight[0, 0] = 10.0  # the largest of its group and positive: rounded to 8, then clamped to 7
     x = torch.randn(3, 7, 24) + 0.3
-    x[0, 0].abs_()  # a token without a negative value: its lowest is 0
+    x[0, 0].abs_()  # a token without negative values: its minimum is 0
     with torch.device("meta"):
         converted = QAT.Config(group_size=8).build().convert_layer("", nn.Linear(24, 10))
     converted.to_empty(device="cpu").load_state_dict(layer.state_dict())
@@ -78,15 +78,15 @@ def test_a_layer_computes_the_formulas_of_the_scheme():
     bias = layer.bias.detach().numpy()
     numpy.testing.assert_allclose(y.detach().numpy(), tokens @ weight.T + bias, rtol=1e-5, atol=1e-5)
     assert numpy.abs(tokens @ weight.T - x.numpy() @ layer.weight.detach().numpy().T).max() > 0.1
-    # The gradient passes the rounding as it is, and not what was clamped.
+    # The gradient passes through rounding unchanged, and is 0 for clamped elements.
     y.sum().backward()
     expected = numpy.broadcast_to(tokens.sum((0, 1)), weight.shape) * kept
     assert not kept[0, 0]
     numpy.testing.assert_allclose(converted.weight.grad.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_converted_model_has_the_plain_model_s_parameters():
-    """Names, initial distributions, and what is frozen: its checkpoints are those of the plain model."""
+def test_conversion_keeps_parameter_names_initializers_and_freezing():
+    """Checkpoints of the converted and the plain model are interchangeable."""
     model, plain = make_model(), make_model()
     for converter in (Freeze.Config(include=["w1"]).build(), QAT.Config().build()):
         converter.convert(model)
@@ -104,34 +104,37 @@ def test_the_converted_model_has_the_plain_model_s_parameters():
 
 
 def test_delayed_start(tmp_path):
-    """Until then to the bit the plain run, of which it takes a checkpoint too; resumed before or behind, the same."""
-    saving = {"checkpoint__enable": True, "checkpoint__interval": 1, "lr_scheduler__total_steps": 4}
+    """Until `start_step`, the run is bitwise equal to a plain run and can load its checkpoints. Resuming is exact
+    before and after the start."""
+    saving = {"checkpoint__enable": True, "lr_scheduler__total_steps": 4}
     late = QAT.Config(start_step=2)
-    train(tmp_path / "plain", **saving)
-    train(tmp_path / "late", late, **saving)
-    train(tmp_path / "at once", QAT.Config(), **saving)
-    plain, delayed, at_once = (losses(tmp_path / name) for name in ("plain", "late", "at once"))
+    train(tmp_path / "plain")
+    train(tmp_path / "late", late)
+    train(tmp_path / "immediate", QAT.Config(), training__steps=1)
+    plain, delayed, immediate = (losses(tmp_path / name) for name in ("plain", "late", "immediate"))
     assert delayed[:2] == plain[:2]
     assert delayed[2] != plain[2] and delayed[3] != plain[3]
-    assert at_once[0] != plain[0]
+    assert immediate[0] != plain[0]
     for stop in (1, 3):
         folder = tmp_path / f"stopped at {stop}"
         train(folder, late, **saving, training__steps=stop)
         train(folder, late, **saving)
         assert losses(folder) == delayed
-    train(tmp_path / "begun plain", **saving, training__steps=2)
-    train(tmp_path / "begun plain", late, **saving)
-    assert losses(tmp_path / "begun plain") == delayed
+    train(tmp_path / "started plain", **saving, training__steps=2)
+    train(tmp_path / "started plain", late, **saving)
+    assert losses(tmp_path / "started plain") == delayed
 
 
-def test_activation_checkpointing_changes_nothing(tmp_path):
-    train(tmp_path / "kept", QAT.Config())
-    train(tmp_path / "again", QAT.Config(), activation_checkpoint__mode="selective")
-    assert losses(tmp_path / "again") == losses(tmp_path / "kept")
+def test_activation_checkpointing_is_bitwise_exact(tmp_path):
+    train(tmp_path / "none", QAT.Config(), training__steps=2)
+    train(tmp_path / "selective", QAT.Config(), training__steps=2, activation_checkpoint__mode="selective")
+    assert losses(tmp_path / "selective") == losses(tmp_path / "none")
 
 
-def test_compiled(tmp_path):
-    """It compiles once more where the simulation begins, and computes the same (aot_eager changes no operation)."""
+@pytest.mark.slow
+def test_compiled_run_matches_eager(tmp_path):
+    """The model is recompiled once, when the simulation starts. The backend aot_eager keeps all operations as they are,
+    so results are bitwise equal."""
     late = QAT.Config(start_step=1)
     train(tmp_path / "eager", late, training__steps=3)
     compiled = train(tmp_path / "compiled", late, training__steps=3, compile__enable=True, compile__backend="aot_eager")
@@ -149,41 +152,46 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "activation_checkpoint__mode": "full",
     },
 }
-OF_LAYOUTS = QAT.Config(group_size=64, start_step=1)
-"""With 64 inputs in `wo`, of which each of two tensor-parallel ranks has 32: a group lies on both."""
+LAYOUT_QAT = QAT.Config(group_size=64, start_step=1)
+"""`wo` has 64 inputs, 32 on each of two tensor-parallel ranks, so one group spans both ranks."""
 
 
 WARM_UP = {"lr_scheduler__warmup_steps": 3}
 
 
-def begun_at(folder: Path) -> dict[str, Any]:
-    """Options of a run from where `train(folder / "begin")` ended, where rounding weights matters."""
-    return {"checkpoint__initial_load_path": folder / "begin/checkpoint/step-40", **WARM_UP}
+def start_options(folder: Path) -> dict[str, Any]:
+    """Return options that start from trained weights in `folder`, for which rounding has a visible effect."""
+    return {"checkpoint__initial_load_path": folder / "trained/checkpoint/step-40", **WARM_UP}
 
 
 def train_layouts(folder: Path) -> None:
     for name, options in LAYOUTS.items():
-        config = tiny_config(folder / name, **options, **begun_at(folder))
-        config.model_converters = [OF_LAYOUTS]
+        config = tiny_config(folder / name, **options, **start_options(folder))
+        config.model_converters = [LAYOUT_QAT]
         config.check(world_size=2)
         run(config)
-    for steps in (1, 4):  # stops where the simulation is about to begin, and goes on
-        options = {**LAYOUTS["fsdp"], **begun_at(folder), "checkpoint__enable": True, "lr_scheduler__total_steps": 4}
+    for steps in (1, 4):  # stop just before the simulation starts, then resume
+        options = {
+            **LAYOUTS["fsdp"],
+            **start_options(folder),
+            "checkpoint__enable": True,
+            "lr_scheduler__total_steps": 4,
+        }
         config = tiny_config(folder / "resumed", **options, training__steps=steps)
-        config.model_converters = [OF_LAYOUTS]
+        config.model_converters = [LAYOUT_QAT]
         config.check(world_size=2)
         run(config)
 
 
-def test_two_processes_equal_one(tmp_path):
-    """Sums in another order move a value across the middle between two quantized ones now and then, and it then differs
-    by a whole step; the steps after that step differ more and more, so three are compared. Measured: 3e-7 without such
-    a case, and 7e-5 in the loss and 2e-4 in the gradient norm with one; a plain run is 5e-3 to 2e-2 away in the norm.
-    """
-    train(tmp_path / "begin", training__steps=40, optimizer__lr=1e-2, checkpoint__enable=True, **WARM_UP)
+@pytest.mark.slow
+def test_two_processes_match_one(tmp_path):
+    """A different order of summation sometimes rounds a value to the neighboring quantized value. Differences then grow
+    with each step, so only three steps are compared. Measured differences are 3e-7 without such a value, and 7e-5
+    (loss) and 2e-4 (gradient norm) with one. The gradient norm of a plain run differs by 5e-3 to 2e-2."""
+    train(tmp_path / "trained", training__steps=40, optimizer__lr=1e-2, checkpoint__enable=True, **WARM_UP)
     run_processes(train_layouts, 2, tmp_path)
-    train(tmp_path / "one", OF_LAYOUTS, **begun_at(tmp_path))
-    train(tmp_path / "plain", **begun_at(tmp_path))
+    train(tmp_path / "one", LAYOUT_QAT, **start_options(tmp_path))
+    train(tmp_path / "plain", **start_options(tmp_path))
     one = losses(tmp_path / "one")
     assert losses(tmp_path / "resumed") == losses(tmp_path / "fsdp")
     for name in LAYOUTS:
@@ -198,11 +206,11 @@ def test_two_processes_equal_one(tmp_path):
 # --- the quantized model ----------------------------------------------------------------------------------------------
 
 EXCLUDED = r"feed_forward\.w2$"
-"""Of the stories model, whose 172 inputs there are no multiple of a useful group size."""
+"""Layers of the stories model with 172 inputs, which no useful group size divides."""
 
 
 def train_stories(folder: Path, weights: Path, qat: QAT.Config | None, **options: Any) -> float:
-    """Fine-tune the stories model in `weights` on the built-in stories; the validation loss of what is computed."""
+    """Fine-tune the stories model in `weights` on the built-in stories; return the last validation loss."""
     settings = {
         "dump_folder": folder,
         "dataloader.dataset": "stories",
@@ -225,24 +233,29 @@ def train_stories(folder: Path, weights: Path, qat: QAT.Config | None, **options
     return read_validation(folder)[-1][1]
 
 
-@torch.no_grad()
-def test_the_quantized_model_is_what_was_trained(tmp_path, assets):
-    """Trained for it, the quantized model loses less than one that was trained plainly; exported and opened by
-    transformers, it gives the logits of the trained model to the rounding of their sums."""
-    transformers = pytest.importorskip("transformers")
-    stories, qat = assets / "stories260K" / "hf-converted", QAT.Config(group_size=64, exclude=[EXCLUDED])
-    with torch.enable_grad():
-        plain = train_stories(tmp_path / "plain", stories, None, training__steps=15)
-        aware = train_stories(tmp_path / "aware", stories, qat, training__steps=15)
-        start = {"checkpoint__initial_load_path": tmp_path / "plain/checkpoint/step-15", "optimizer__lr": 0.0}
-        start |= {"checkpoint__initial_load_in_hf": False, "checkpoint__enable": False, "training__steps": 1}
-        rounded = train_stories(tmp_path / "rounded", stories, qat, **start)
-    # Measured with four seeds: quantizing costs the plainly trained one 0.12 to 0.14, and 0.04 to 0.08 less this way.
+STORIES_QAT = QAT.Config(group_size=64, exclude=[EXCLUDED])
+
+
+@pytest.mark.slow
+def test_training_reduces_the_cost_of_quantization(tmp_path, stories):
+    plain = train_stories(tmp_path / "plain", stories, None, training__steps=15)
+    aware = train_stories(tmp_path / "aware", stories, STORIES_QAT, training__steps=15)
+    start = {"checkpoint__initial_load_path": tmp_path / "plain/checkpoint/step-15", "optimizer__lr": 0.0}
+    start |= {"checkpoint__initial_load_in_hf": False, "checkpoint__enable": False, "training__steps": 1}
+    rounded = train_stories(tmp_path / "rounded", stories, STORIES_QAT, **start)
+    # Measured with four seeds: quantization costs 0.12 to 0.14 after plain training, and 0.04 to 0.08 less here.
     assert plain < aware < rounded - 0.02
 
-    checkpoint, exported = tmp_path / "aware/checkpoint/step-15", tmp_path / "exported"
-    how = ["--quantize", "int8dyn_int4w", "--max_shard_size", "0.0001"]  # the rest is as in the run
-    assert main(["convert", str(checkpoint), str(exported), "--to", "hf", *how]) == 0
+
+@torch.no_grad()
+def test_the_exported_model_has_the_logits_of_the_trained_model(tmp_path, stories):
+    """Transformers loads the exported model."""
+    transformers = pytest.importorskip("transformers")
+    with torch.enable_grad():
+        train_stories(tmp_path / "aware", stories, STORIES_QAT, training__steps=1, validator__steps=1)
+    checkpoint, exported = tmp_path / "aware/checkpoint/step-1", tmp_path / "exported"
+    options = ["--quantize", "int8dyn_int4w", "--max_shard_size", "0.0001"]  # other settings come from the run
+    assert main(["convert", str(checkpoint), str(exported), "--to", "hf", *options]) == 0
     assert len(list(exported.glob("*.safetensors"))) > 1
     reference, info = transformers.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -251,25 +264,25 @@ def test_the_quantized_model_is_what_was_trained(tmp_path, assets):
     model = load_model(checkpoint, device="cpu").model
     tokens = torch.arange(3, 99).reshape(2, 48)
     unquantized = model(tokens)
-    qat.build().convert(model)
+    STORIES_QAT.build().convert(model)
     theirs = reference(tokens).logits
     scale = theirs.abs().max()
-    # Measured: equal to the bit. Where sums are rounded otherwise, a token's value may lie one of 255 steps beside.
+    # Measured: bitwise equal. If sums are rounded differently, the value of a token may differ by one of 255 steps.
     assert (theirs - model(tokens)).abs().max() < 1e-3 * scale
     assert (theirs - unquantized).abs().max() > 2e-2 * scale
 
 
 def test_an_exported_bfloat16_model(tmp_path):
-    """Scales and other weights are of the type that is asked for, and config.json says so. Transformers opens the
-    tokenizer, declared to be one that adds a blank in front, with the ids that were trained."""
+    """Scales and other weights have the dtype of `--export_dtype`, also in config.json. The exported tokenizer, whose
+    configuration would add a leading space, gives the token ids of training in transformers."""
     transformers = pytest.importorskip("transformers")
     (tmp_path / "tokenizer.json").write_bytes((EMBEDDED_TOKENIZER / "tokenizer.json").read_bytes())
     declared = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
     start = {"hf_assets_path": tmp_path, "training__steps": 1}
     trainer = train(tmp_path / "run", checkpoint__enable=True, **start)
-    how = ["--to", "hf", "--quantize", "int8dyn_int4w", "--export_dtype", "bfloat16"]
-    assert main(["convert", str(tmp_path / "run/checkpoint/step-1"), str(tmp_path / "hf"), *how]) == 0
+    options = ["--to", "hf", "--quantize", "int8dyn_int4w", "--export_dtype", "bfloat16"]
+    assert main(["convert", str(tmp_path / "run/checkpoint/step-1"), str(tmp_path / "hf"), *options]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     weight = model.model.layers[0].mlp.down_proj.weight
     assert (weight.scale.dtype, weight.qdata.dtype) == (torch.bfloat16, torch.int8)
@@ -282,24 +295,24 @@ def test_an_exported_bfloat16_model(tmp_path):
 
 
 def n_groups(folder: Path) -> dict[str, int]:
-    """Quantized matrix of an exported model's first layer → groups in each of its rows."""
+    """Return the groups per row of each quantized matrix in the first layer of an exported model."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         scales = {name: file.get_slice(name).get_shape() for name in file.keys() if "layers.0" in name}
     return {name.split(".")[4]: shape[1] for name, shape in scales.items() if name.endswith("scale")}
 
 
 @pytest.mark.parametrize("saved_in_hf", [False, True])
-def test_a_model_is_quantized_as_its_run_has_simulated_it(tmp_path, capsys, saved_in_hf):
+def test_conversion_uses_the_quantization_of_the_run(tmp_path, capsys, saved_in_hf):
     saving = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": saved_in_hf, "training__steps": 1}
     train(tmp_path, QAT.Config(group_size=64, include=["attention", "w2"], exclude=["wo"]), **saving)
-    how = ["--to", "hf", "--quantize", "int8dyn_int4w"]
-    assert main(["convert", str(tmp_path / "checkpoint/step-1"), str(tmp_path / "same"), *how]) == 0
-    was = "group_size 64, include ['attention', 'w2'], exclude ['wo']"
-    assert f"quantized as the run has simulated it: {was}" in capsys.readouterr().err
+    options = ["--to", "hf", "--quantize", "int8dyn_int4w"]
+    assert main(["convert", str(tmp_path / "checkpoint/step-1"), str(tmp_path / "same"), *options]) == 0
+    settings = "group_size 64, include ['attention', 'w2'], exclude ['wo']"
+    assert f"quantized as simulated by the run: {settings}" in capsys.readouterr().err
     assert n_groups(tmp_path / "same") == {"q_proj": 1, "k_proj": 1, "v_proj": 1, "down_proj": 2}
-    other = [*how, "--group_size", "32"]
+    other = [*options, "--group_size", "32"]
     assert main(["convert", str(tmp_path / "checkpoint/step-1"), str(tmp_path / "other"), *other]) == 0
-    assert f"not quantized as the run has simulated it, which was {was}" in capsys.readouterr().err
+    assert f"quantized differently than simulated by the run, which used {settings}" in capsys.readouterr().err
     assert n_groups(tmp_path / "other") == {"q_proj": 2, "k_proj": 2, "v_proj": 2, "down_proj": 4}
 
 
@@ -318,29 +331,28 @@ def test_a_model_is_quantized_as_its_run_has_simulated_it(tmp_path, capsys, save
         ({"include": ["output"]}, "'output' matches none"),
     ],
 )
-def test_what_cannot_be_quantized_is_refused(options, message):
+def test_layers_that_cannot_be_quantized_are_rejected(options, message):
     with pytest.raises(UserError, match=message):
         QAT.Config(**options).build().check_model(make_model())
 
 
-def test_without_torchao_the_extra_is_named(tmp_path, monkeypatch):
+def test_missing_torchao_names_the_extra(tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "torchao" else find(name, *of))
-    with pytest.raises(UserError, match=r"needs torchao: pip install 'torchtitan\[quantization\]'"):
+    with pytest.raises(UserError, match=r"requires torchao: pip install 'torchtitan\[quantization\]'"):
         train(tmp_path, QAT.Config())
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--to", "meta", "--quantize", "int8dyn_int4w"], "--quantize int8dyn_int4w is for --to hf"),
+        (["--to", "meta", "--quantize", "int8dyn_int4w"], "--quantize int8dyn_int4w needs --to hf, not --to meta"),
         (["--to", "hf", "--group_size", "32"], "--group_size has no effect without --quantize"),
         (["--to", "hf", "--exclude", "w2"], "--exclude has no effect without --quantize"),
         (["--to", "hf", "--quantize", "int8dyn_int4w", "--group_size", "7"], "group_size 7 does not divide the inputs"),
     ],
 )
-def test_convert_refuses_by_name(tmp_path, assets, capsys, words, message):
-    stories = assets / "stories260K" / "hf-converted"
+def test_convert_rejects_invalid_options(tmp_path, stories, capsys, words, message):
     assert main(["convert", str(stories), str(tmp_path / "out"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -62,8 +62,8 @@ class Float8LinearConverter(LayerConverter):
             option = f"--model_converters.{config_key(self)}"
             if self.fsdp_float8_all_gather and self.recipe != "tensorwise":
                 raise UserError(
-                    f"{option}.fsdp_float8_all_gather does not go with {option}.recipe {self.recipe}: its "
-                    "products round the same weights in two ways; choose recipe tensorwise"
+                    f"{option}.fsdp_float8_all_gather cannot be combined with {option}.recipe {self.recipe}: its "
+                    "products round the same weights in two ways; set recipe tensorwise"
                 )
             require_at_least(0, **{f"model_converters.{config_key(self)}.min_features": self.min_features})
 
@@ -97,22 +97,29 @@ class Float8LinearConverter(LayerConverter):
         left_out = self._left_out(super().select(model))
         super().convert(model)
         if left_out:
-            logger.info("%s: left as they were %s", config_key(self.config), left_out)
+            logger.info("%s: skipped layers with %s", config_key(self.config), left_out)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
         chosen = super().select(model)
         kept = {name: layer for name, layer in chosen.items() if self._exclusion_reason(layer) is None}
         if not kept:
             option = f"--model_converters.{config_key(self.config)}"
-            raise UserError(f"{option}: nothing to convert is left {self._left_out(chosen)} ({option}.min_features)")
+            raise UserError(
+                f"{option}: no layer to convert, since it skips layers with {self._left_out(chosen)}; "
+                f"reduce {option}.min_features"
+            )
         return kept
 
     def _exclusion_reason(self, layer: nn.Module) -> str | None:
         assert isinstance(layer, nn.Linear)
         sides = (layer.in_features, layer.out_features)
         if any(side % _ALIGNMENT for side in sides):
-            return f"for a side that is no multiple of {_ALIGNMENT}"
-        return f"for a side below {self.config.min_features}" if min(sides) < self.config.min_features else None
+            return f"inputs or outputs not a multiple of {_ALIGNMENT}"
+        return (
+            f"fewer than {self.config.min_features} inputs or outputs"
+            if min(sides) < self.config.min_features
+            else None
+        )
 
     def _left_out(self, layers: dict[str, nn.Module]) -> str:
         """Describe the skipped ones of `layers` and why; empty if there are none."""

@@ -45,7 +45,10 @@ class DPOTrainer(Trainer):
                 raise UserError(f"--beta is {self.beta}, and must be above 0")
             for name in ("context", "pipeline"):
                 if (degree := getattr(self.parallelism, f"{name}_parallel_degree")) > 1:
-                    raise UserError(f"--parallelism.{name}_parallel_degree {degree} does not go with --config dpo")
+                    raise UserError(
+                        f"--parallelism.{name}_parallel_degree {degree} cannot be combined with --config dpo; "
+                        "set it to 1"
+                    )
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
             Trainer.Config.check(self, world_size, dry_run=dry_run)
