@@ -1,4 +1,4 @@
-"""`python -m tests.hostile_inputs`: tries hostile and damaged files, and prints a table of how torchtitan took them."""
+"""`python -m tests.hostile_inputs`: try hostile and damaged files, and print a table of the verdicts."""
 
 import argparse
 import importlib
@@ -27,7 +27,7 @@ from torchtitan.tools.device import peak_flops
 
 PAGE = PROJECT / "docs" / "security.md"
 MEMORY = Path("/dev/shm")
-"""A folder whose files need no disk, if the system has one."""
+"""A folder in memory, if the system has one."""
 
 IMPORTED = (
     "torchtitan.cli.convert",
@@ -38,7 +38,7 @@ IMPORTED = (
     "torchtitan.components.checkpoint.dcp",
     "datasets",
 )
-"""Modules that most commands import."""
+"""Modules imported by most commands."""
 
 VERDICTS: tuple[Verdict, ...] = ("refused", "accepted", *DEFECTS)
 COLUMNS = ("file", "cases", *VERDICTS)
@@ -58,7 +58,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Try the cases that the command line asks for: 0 without defects, 1 with, 2 for a mistake in the command line."""
+    """Try the cases of the command line; return 1 if there are defects, 2 for a mistake in the command line, else 0."""
     arguments = parse_arguments(words)
     subjects = [subject for subject in SUBJECTS if re.search(arguments.only, subject.name)]
     if not subjects or arguments.cases < len(subjects):
@@ -78,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def try_cases(subjects: Sequence[Subject], cases: int, seed: int, verbose: bool = False) -> Counts:
-    """Try cases in turn for each kind of file; defects are printed with what led to them."""
+    """Try cases for each kind of file in turn; print defects with their cause."""
     prepare()
     counts: dict[str, Counter[Verdict]] = {subject.name: Counter() for subject in subjects}
     workplace = Path(tempfile.mkdtemp(prefix="hostile-inputs-", dir=MEMORY if MEMORY.is_dir() else None))

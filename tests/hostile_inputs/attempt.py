@@ -1,4 +1,4 @@
-"""One case: a copy of the world with one hostile file, one command on it in a process of its own, and the verdict."""
+"""One case: one command in a new process on a copy of the world with one hostile file, and the verdict."""
 
 import contextlib
 import json
@@ -31,8 +31,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 Verdict = Literal["accepted", "refused", "traceback", "hang", "executed", "silent", "leaked", "escape"]
 DEFECTS: tuple[Verdict, ...] = ("traceback", "hang", "executed", "silent", "leaked", "escape")
-"""An exception that is shown with its traceback, or a process that dies; no end within `HANG_SECONDS`; code of the file
-was run; damage was accepted, or changed a result, without a word; the content of a file outside the folder was copied;
+"""An exception with its traceback, or a process that dies; no end within `HANG_SECONDS`; code of the file was executed;
+damage was accepted, or changed a result, without a message; the content of a file outside the folder was copied;
 control characters were printed."""
 
 
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For the report."""
+        """Text for the report."""
         return f"{self.subject.name}: {self.file} {self.change.__name__}, seed {self.seed}"
 
     def apply(self, world: Path) -> None:
@@ -110,7 +110,7 @@ def attempt(case: Case, world: Path, workplace: Path, wanted: float | None) -> R
 
 
 def run(command: Command, folder: Path, function: Callable[[Sequence[str]], int] = main) -> tuple[int | None, str]:
-    """Run a command in a forked process, which spares it the imports; its exit code (None: it hung), and output."""
+    """Run a command in a forked process, without imports; return the exit code (None if it hung) and output."""
     output = folder.parent / "printed"
     child = os.fork()
     if child == 0:
