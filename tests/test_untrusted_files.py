@@ -174,8 +174,14 @@ TEMPLATE: dict[str, Any] = {"type": "TemplateProcessing", "single": [TEXT], "pai
     [
         ({"post_processor": {**TEMPLATE, "single": []}}, "has a post_processor that omits the text"),
         ({"post_processor": {**TEMPLATE, "single": [SPECIAL, TEXT]}}, "is not a valid tokenizer"),  # a panic
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "not a valid"),  # a panic
-        ({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}}, "not a valid"),  # one
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+            "is not a valid tokenizer",
+        ),  # a panic
+        (
+            {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
+            "is not a valid tokenizer",
+        ),  # one
         (
             {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"}},
             r"cannot encode a text: .*Missing \[UNK\]",

@@ -241,14 +241,14 @@ def test_existing_files_are_not_overwritten(tmp_path, capsys):
     assert convert("--to", "meta", tmp_path / "hf", tmp_path / "empty") == 0
     before = listing(tmp_path)
     assert convert("--to", "dcp", tmp_path / "hf", tmp_path / "empty") == 2
-    assert f"{tmp_path / 'empty'} exists already" in capsys.readouterr().err
+    assert f"{tmp_path / 'empty'} already exists" in capsys.readouterr().err
     assert listing(tmp_path) == before
 
 
 def test_wrong_format_is_reported(tmp_path, capsys):
     save_reference(tmp_path / "hf", tied=True, dtype=torch.float32)
     assert convert("--from", "meta", "--to", "dcp", tmp_path / "hf", tmp_path / "out") == 2
-    assert "is a checkpoint in the format hf, and not meta" in capsys.readouterr().err
+    assert "is a checkpoint in the format hf, not meta" in capsys.readouterr().err
     assert convert("--to", "dcp", tmp_path / "nowhere", tmp_path / "out") == 2
     assert "nowhere is not a folder" in capsys.readouterr().err
     assert convert("--to", "hf", "--max_shard_size", 0, tmp_path / "hf", tmp_path / "out") == 2

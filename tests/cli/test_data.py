@@ -305,7 +305,7 @@ def test_unused_columns_are_reported(folder, capsys):
     page = inspect(*SFT, *options(dataloader__dataset=["rows.jsonl"], training__steps=2, training__local_batch_size=1))
     assert page.row("the run")[1] == f"2 steps, 1 window of {SEQ_LEN} tokens in each"
     assert ["rows.jsonl", "columns not read", "", "score, images"] in page.cells
-    assert capsys.readouterr().err.count("the columns score, images are not read") == 1
+    assert capsys.readouterr().err.count("the columns score, images are ignored (format ") == 1
 
 
 def test_histogram_adds_up(chats):
@@ -475,8 +475,8 @@ def test_step_from_ledger_equals_plan(chats, capsys):
     train_here([*words, "--debug.ledger"])
     named = [shown_step(capsys, step, words) for step in (1, 2, 3, 4)]
     assert [documents for _, documents in named] == [documents for _, documents in planned]
-    assert all("as configuration and seed decide" in line for line, _ in planned)
-    assert all("ledger.jsonl names it" in line for line, _ in named)
+    assert all("according to the configuration and its seed" in line for line, _ in planned)
+    assert all("according to run/ledger.jsonl" in line for line, _ in named)
     lines = [json.loads(line) for line in Path("run/ledger.jsonl").read_text().splitlines()]
     names = [[text.splitlines()[0] for text in documents] for _, documents in named]
     assert names == [line["documents"] for line in lines]
@@ -520,7 +520,7 @@ def test_pretraining_step_from_ledger(folder, capsys):
     capsys.readouterr()
     assert main(["data", "show", "--step", "2", *words]) == 0
     first, _, named = capsys.readouterr().out.partition("\n")
-    assert first.endswith("ledger.jsonl names it:")
+    assert first.endswith("step 2, according to run/ledger.jsonl:")
     # Only the names are known, since the configuration has other data.
     Path("run/ledger.jsonl").write_text(json.dumps({"step": 2, "data_step": 2, "documents": ["b.txt, document 3"]}))
     assert main(["data", "show", "--step", "2", *words]) == 0
@@ -531,7 +531,9 @@ def test_pretraining_step_from_ledger(folder, capsys):
 def test_order_decided_in_training_needs_the_ledger(chats, capsys):
     words = of_chats(chats, training__steps=3)[2:]
     words = ["--module", "loss_sampling", "--config", "loss_sampling_debugmodel", *words]
-    assert "is not decided before it" in failure(capsys, "show", "--step", "2", *words)
+    assert "the documents of step 2 depend on training; run with --debug.ledger" in failure(
+        capsys, "show", "--step", "2", *words
+    )
     train_here([*words, "--debug.ledger"])
     _, documents = shown_step(capsys, 3, words)
     line = json.loads(Path("run/ledger.jsonl").read_text().splitlines()[2])
@@ -577,8 +579,8 @@ def test_page_is_written_atomically(chats, capsys, monkeypatch):
 def test_mistakes_are_one_line(chats, capsys):
     words = of_chats(chats)
     assert "the run has 4" in failure(capsys, "show", "--step", "5", *words)
-    assert "--step says which" in failure(capsys, "show", *words)
-    assert "number from 1, not 0" in failure(capsys, "show", "--step", "0", *words)
+    assert "set --step to the number of a step" in failure(capsys, "show", *words)
+    assert "--step must be the number of a step, from 1, not 0" in failure(capsys, "show", "--step", "0", *words)
     assert "--samples must be at least 1" in failure(capsys, "inspect", "--samples", "0", *words)
     assert "there is no folder" in failure(capsys, "inspect", "--html", "no/where/page.html", *words)
     os.mkfifo("pipe")

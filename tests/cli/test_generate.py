@@ -100,7 +100,7 @@ def test_exception_raised_by_a_template_is_reported(assets):
 
 def test_templates_run_in_a_sandbox():
     template = ChatTemplate("{{ messages.append(1) }}")
-    with pytest.raises(UserError, match="refuses"):
+    with pytest.raises(UserError, match="rejects.*append"):
         template.render(TURNS, add_generation_prompt=False)
     with pytest.raises(UserError, match="line 2"):
         ChatTemplate("\n{% if %}")
@@ -113,7 +113,7 @@ def test_templates_run_in_a_sandbox():
 def test_failing_template_is_reported(tmp_path, source):
     (tmp_path / "chat_template.jinja").write_text(source)
     template = load_chat_template(tmp_path)
-    with pytest.raises(UserError, match="chat_template.jinja' fails"):
+    with pytest.raises(UserError, match="chat_template.jinja' failed"):
         template.render(TURNS, add_generation_prompt=False)
 
 
@@ -292,7 +292,7 @@ def test_chat_remembers_earlier_turns(chat_model, capsys, monkeypatch):
 def test_conversation_longer_than_the_context_is_reported(chat_model, capsys, monkeypatch):
     code, out, err = talk(capsys, monkeypatch, ["word " * 600, "Hello"], "--checkpoint", chat_model)
     assert code == 0 and len(out.splitlines()) == 1
-    assert "context 512" in err and "/reset" in err
+    assert "context has only 512" in err and "/reset" in err
 
 
 def test_tokenizer_option_keeps_template_and_stop_tokens(chat_model, stories, capsys, monkeypatch):
@@ -310,7 +310,9 @@ def test_tokenizer_option_keeps_template_and_stop_tokens(chat_model, stories, ca
 
 def test_chat_requires_a_template(stories, capsys, monkeypatch):
     code, out, err = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories)
-    assert code == 2 and out == "" and "no chat template" in err and "--template chatml" in err
+    assert (
+        code == 2 and out == "" and "no chat template" in err and "set --template to a file or one of: chatml," in err
+    )
     code, out, _ = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--template", "chatml")
     assert code == 0 and len(out.splitlines()) == 1
     code, out, err = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--template", "chatlm")

@@ -115,7 +115,7 @@ def test_damage_is_reported(tmp_path, capsys, damage):
     if damage == "flipped":
         assert facts(output)["digests"] == f"wrong: {file.name} is damaged (its digest differs)"
         code, output, _ = inspect(capsys, "--no_verify", step)
-        assert (code, facts(output)["digests"]) == (0, "not compared")
+        assert (code, facts(output)["digests"]) == (0, "not verified")
 
 
 def test_option_without_effect_is_rejected(tmp_path, capsys):
@@ -128,7 +128,7 @@ def test_interrupted_save(tmp_path, capsys):
     (step / "complete.json").unlink()
     code, output, error = inspect(capsys, step)
     assert (code, facts(output)["complete"]) == (3, "no")
-    assert "its save was cut short" in error
+    assert "the save did not finish" in error
     (step / ".metadata").unlink()  # written last
     code, output, _ = inspect(capsys, step)
     assert code == 3

@@ -120,7 +120,7 @@ def _damage_checkpoints(folder: Path) -> None:
 
 MISTAKES = {
     "module": ("--module lama3", "unknown module 'lama3'", "did you mean 'llama3'"),
-    "module folder": ("--module ./nowhere", "./nowhere", "no such folder"),
+    "module folder": ("--module ./nowhere", "./nowhere", "the folder does not exist"),
     "module, dotted": ("--module no.such.thing", "unknown module 'no.such.thing'"),
     "folder without registry": ("--module no_files", "no_files", "config_registry.py"),
     "configuration": ("--config debugmodle", "unknown configuration 'debugmodle'", "did you mean 'debugmodel'"),
@@ -138,7 +138,7 @@ MISTAKES = {
     "import error": ("--module refuses", "needs version 2 of itself"),
     "data absent": ("--dataloader.dataset corpus.tx", "'corpus.tx'", "did you mean 'corpus.txt'"),
     "data empty": ("--dataloader.dataset empty.txt", "empty.txt", "no text"),
-    "data without files": ("--dataloader.dataset no_files", "'no_files'", "no file that can be read"),
+    "data without files": ("--dataloader.dataset no_files", "'no_files'", "contains no data files"),
     "data undecodable": ("--dataloader.dataset latin1.txt", "latin1.txt", "UTF-8", "line 1"),
     "data broken": ("--dataloader.dataset broken.jsonl", "broken.jsonl:2", "broken JSON"),
     "data's column": ("--dataloader.dataset column.jsonl", "column.jsonl", "'text'", "content"),
@@ -178,7 +178,7 @@ MISTAKES = {
 
 FOUND_BY_WORKERS = {
     "no metadata": ("--checkpoint.initial_load_path no_metadata", "no_metadata is damaged: .metadata is missing"),
-    "emptied": ("--checkpoint.initial_load_path emptied", "emptied is damaged: __0_0.distcp has 0 bytes, and not "),
+    "emptied": ("--checkpoint.initial_load_path emptied", "emptied is damaged: __0_0.distcp has 0 bytes instead of "),
     "other shape": (
         "--checkpoint.initial_load_path outputs/checkpoint/step-4 --dump_folder other --model.ffn_dim 96",
         "model.layers.0.feed_forward.w1.weight: [128, 64] in the checkpoint, [96, 64] in this run",
@@ -247,7 +247,7 @@ def test_late_mistake_is_reported_once(mistake: str, in_workplace: Path, capfd: 
         ({"NNODES": "two"}, ("NNODES is 'two'", "at least 1")),
         ({"NNODES": "2", "MASTER_ADDR": "localhost"}, ("NODE_RANK",)),
         ({"NNODES": "2", "NODE_RANK": "0"}, ("MASTER_ADDR",)),
-        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "localhost"}, ("NODE_RANK is 2", "below NNODES, 2")),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "localhost"}, ("NODE_RANK is 2", "below NNODES (2)")),
     ],
 )
 def test_environment_variables(

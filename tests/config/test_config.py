@@ -245,7 +245,7 @@ class TestMistakes:
         ("args", "message"),
         [
             (["--module", "lama3"], "unknown module 'lama3'; did you mean 'llama3'"),
-            (["--module", "./nowhere/at_all"], "the folder"),
+            (["--module", "./nowhere/at_all"], "'./nowhere/at_all': the folder does not exist"),
             (["--module", "no.such.package"], "no.such.package"),
             (["--config", "debugmodle"], "unknown configuration 'debugmodle'.*did you mean 'debugmodel'"),
             (["--config_file", "/no/such.yaml"], "/no/such.yaml"),

@@ -93,10 +93,10 @@ def own_fields(cls: type) -> list[str]:
 def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list[str]:
     """Return the fields that no code reads.
 
-    A field is read by `self.<field>` in the class itself outside `validate`; for a component's `Config`, `config.<field>` or
-    `self.config.<field>` in a module that defines it or a subclass; and `<place>.<field>` anywhere, where
-    the place is a field that holds such an object (`training.steps`, `group.lr` of `param_groups`) or a parameter that
-    is declared as one (`config: RoPEConfig`, `config: "CheckpointManager.Config"`).
+    A field is read by `self.<field>` in the class itself outside `validate`; for a component's `Config`, by
+    `config.<field>` or `self.config.<field>` in a module that defines it or a subclass; and by `<place>.<field>`
+    anywhere, if the place is a field that holds such an object (`training.steps`, `group.lr` of `param_groups`) or a
+    parameter declared as one (`config: RoPEConfig`, `config: "CheckpointManager.Config"`).
     """
     reads = {module: reads_in(ast.parse(text)) for module, text in sources.items()}
     everywhere = set().union(*reads.values())

@@ -361,7 +361,9 @@ class TestAuto:
         with pytest.raises(SystemExit) as ended:
             parse("--help")
         assert ended.value.code == 0
-        assert "'pretrain' follow from a folder: give --hf_assets_path DIR --help" in capsys.readouterr().out
+        assert (
+            "the options of 'pretrain' depend on a folder; use --hf_assets_path DIR --help" in capsys.readouterr().out
+        )
 
     @pytest.mark.parametrize(
         ("keys", "expected", "logged"),

@@ -27,7 +27,14 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "qlora", "float8", "qat"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lora",
+        "qlora",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "float8", "qat")),
+    ],
+)
 def test_small_model_learns(tmp_path, kind):
     """Every configuration runs unchanged, and its loss falls, even if only adapters are trained."""
     options = {"model_converters__qat__start_step": 4} if kind == "qat" else {}
@@ -116,6 +123,7 @@ class TestFromHuggingFace:
             "checkpoint__interval": 1,
             "checkpoint__keep_latest_k": 0,
             "training__steps": 4,
+            "training__seq_len": 256,
             "metrics__log_freq": 1,
             "training__mixed_precision_param": "float32",
             "model_converters__lora__dropout": 0.1,

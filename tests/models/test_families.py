@@ -209,7 +209,7 @@ def test_wrong_module_is_reported(in_workplace, capsys):
 def test_missing_module(in_workplace, tmp_path, capsys):
     for command in COMMANDS:
         assert run(*words_of(command, "native", tmp_path), "--module", "./nowhere") == 2
-        assert "unknown module './nowhere': there is no such folder" in capsys.readouterr().err
+        assert "unknown module './nowhere': the folder does not exist" in capsys.readouterr().err
 
 
 class TestInstalled:

@@ -246,26 +246,26 @@ class TestMessages:
         [
             (
                 "meta-llama/Llama-3.1-8B",
-                "meta-llama/Llama-3.1-8B is not a folder: if it is a model on the Hugging Face hub, fetch it: "
-                "torchtitan download meta-llama/Llama-3.1-8B, and give ./assets/hf/Llama-3.1-8B",
+                "meta-llama/Llama-3.1-8B is not a folder; if it is a model on the Hugging Face Hub, run "
+                "torchtitan download meta-llama/Llama-3.1-8B, and use ./assets/hf/Llama-3.1-8B",
             ),
             (
                 "someone/fetched",
-                "someone/fetched is not a folder but the name of a model, which has been downloaded: give "
-                "./assets/hf/fetched",
+                "someone/fetched is not a folder but the name of a downloaded model; use ./assets/hf/fetched",
             ),
             (
                 "./assets/hf/Llama-3.1-8B",
-                "assets/hf/Llama-3.1-8B is not a folder: fetch the model: torchtitan download meta-llama/Llama-3.1-8B",
+                "assets/hf/Llama-3.1-8B is not a folder; to download the model, run: "
+                "torchtitan download meta-llama/Llama-3.1-8B",
             ),
             (
                 "elsewhere/assets/hf/Model",
-                "elsewhere/assets/hf/Model is not a folder: fetch the model: torchtitan download OWNER/Model --dest "
-                "elsewhere/assets/hf/Model",
+                "elsewhere/assets/hf/Model is not a folder; to download the model, run: "
+                "torchtitan download OWNER/Model --dest elsewhere/assets/hf/Model",
             ),
-            ("here/model", "here/model is not a folder; name the folder that holds the model's files"),
-            ("no/such/place", "no/such/place is not a folder; name the folder that holds the model's files"),
-            ("here/file", "here/file is not a folder but a file; name the folder that it is in"),
+            ("here/model", "here/model is not a folder; use the folder that contains the model's files"),
+            ("no/such/place", "no/such/place is not a folder; use the folder that contains the model's files"),
+            ("here/file", "here/file is not a folder but a file; use the folder that contains it"),
         ],
     )
     def test_missing_folder(self, tmp_path, capsys, path, expected):
@@ -282,5 +282,7 @@ class TestMessages:
         assert main([*command, *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         name = {"1b": "Llama-3.2-1B", "70b": "Llama-3.1-70B", "8b": "Llama-3.1-8B"}.get(config, "Llama-3.1-8B-Instruct")
-        expected = f"assets/hf/{name} is not a folder: fetch the model: torchtitan download meta-llama/{name}"
+        expected = (
+            f"assets/hf/{name} is not a folder; to download the model, run: torchtitan download meta-llama/{name}"
+        )
         assert line.endswith(expected)

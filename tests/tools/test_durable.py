@@ -68,7 +68,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 
 def synced_when_renamed(disk: Disk, matches: Callable[[Path], bool]) -> list[Path]:
-    """Check that every rename to a name that `matches` is of synced data; return the list of these names, which grows."""
+    """Check that every rename to a name that `matches` is of synced data; return these names, as they are added."""
     seen: list[Path] = []
 
     def look(source: Path, target: Path) -> None:

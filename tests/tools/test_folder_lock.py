@@ -71,7 +71,7 @@ def killed_while_children_live(folder: Path) -> None:
         assert holder.stdout
         children = [int(word) for word in holder.stdout.readline().split()]
         try:
-            with pytest.raises(UserError, match=f"'{folder}' is .*, process {holder.pid} on {socket.gethostname()}: "):
+            with pytest.raises(UserError, match=f"'{folder}' is .*, process {holder.pid} on {socket.gethostname()}; "):
                 lock_folder(folder)
             holder.kill()
             holder.wait()
@@ -130,7 +130,7 @@ def test_file_system_without_locks(
 
     monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
     lock_folder(tmp_path)
-    assert "has no locks: let no other run use this folder" in caplog.text
+    assert "has no locks: do not use this folder for other runs" in caplog.text
 
 
 def test_symbolic_link_as_lock_is_not_followed(tmp_path: Path) -> None:
@@ -146,13 +146,13 @@ def test_symbolic_link_as_lock_is_not_followed(tmp_path: Path) -> None:
 
 def test_trainer_holds_the_lock_until_closed(tmp_path: Path) -> None:
     trainer = train(tmp_path / "run", training__steps=1)
-    assert trainer.folder_lock is None and tmp_path / "run" not in folder_lock._held
+    assert trainer.folder_lock is None and tmp_path / "run" not in folder_lock._locks
     assert (tmp_path / "run" / FILE).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
 
     class Held(Trainer):
         def complete_step(self, outcome):
             super().complete_step(outcome)
-            assert folder_lock._held[tmp_path / "run"] is self.folder_lock
+            assert folder_lock._locks[tmp_path / "run"] is self.folder_lock
 
     train(tmp_path / "run", trainer_class=Held, training__steps=1)
 
@@ -178,7 +178,7 @@ def test_second_run_does_not_disturb_the_first_save(
     before = content(tmp_path)
     assert any("step-2.partial/" in name for name in before)
     assert main(["train", *words(tmp_path)]) == 2
-    assert f"in use by another run, process {saving.pid} on {socket.gethostname()}: " in capsys.readouterr().err
+    assert f"in use by another run, process {saving.pid} on {socket.gethostname()}; " in capsys.readouterr().err
     assert content(tmp_path) == before
 
     saving.kill()
@@ -194,6 +194,6 @@ def test_second_run_with_several_processes(tmp_path: Path, saving: RunningComman
     environment = {**os.environ, "NGPU": "2", "OMP_NUM_THREADS": "1"}
     result = run_command(command, env=environment)
     assert result.returncode == 2, result.stderr
-    message = f"in use by another run, process {saving.pid} on {socket.gethostname()}: "
+    message = f"in use by another run, process {saving.pid} on {socket.gethostname()}; "
     assert result.stderr.count(message) == 1
     assert content(tmp_path) == before

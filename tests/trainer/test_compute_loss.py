@@ -176,7 +176,7 @@ class CustomStep(TemplateTrainer):
 
 
 def test_step_without_gradient_scaling_is_reported(tmp_path):
-    with pytest.raises(UserError, match=r"CustomStep has a train_step and a compute_loss.*divide_by_weight"):
+    with pytest.raises(UserError, match=r"CustomStep overrides train_step and compute_loss.*divide_by_weight"):
         train(tmp_path, trainer_class=CustomStep)
 
 
@@ -185,5 +185,5 @@ def test_model_names_must_not_be_state_names(tmp_path):
         def build_models(self):
             return {**super().build_models(), "optimizer": self.build_other_model(self.config.model_spec)}
 
-    with pytest.raises(UserError, match=r"a model cannot be called optimizer"):
+    with pytest.raises(UserError, match=r"a model cannot be named optimizer"):
         train(tmp_path, trainer_class=Misnamed)

@@ -138,6 +138,6 @@ def test_full_disk_ends_the_run(tmp_path, data, monkeypatch):
 
 
 def test_long_lists_are_shortened():
-    assert shortened([]) == "not known"
+    assert shortened([]) == "unknown"
     assert shortened(["a", "b"]) == "a; b"
     assert shortened([str(i) for i in range(11)], shown=3) == "0; 1; 2 and 8 more"

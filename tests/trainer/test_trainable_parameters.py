@@ -66,8 +66,8 @@ def test_backward_pass_ends_at_the_first_trained_parameter(name, tied):
 
 @pytest.mark.parametrize("lora", [LoRA.Config(), QLoRA.Config(), LoRA.Config(include=["wo"], rslora=True)])
 def test_flops_include_adapters(lora):
-    """Compare with torch's counter, except for the norms and the first layer: the formula counts an unneeded gradient of
-    the inputs of `wk` and `wv`, 64 x 32 each, and of their adapters' first matrices, and attention scores from the
+    """Equals torch's counter except for norms and the first layer: the formula counts an unneeded gradient of the
+    inputs of `wk` and `wv`, 64 x 32 each, and of their adapters' first matrices, and attention scores from the
     layer of the first trained parameter."""
     model = make_model()
     convert_model(model, [lora.build()])

@@ -217,7 +217,7 @@ class TestNonFinite:
         config = tiny_config(tmp_path)
         config.dataloader = Plain.Config()
         config.model_spec.loss = InfiniteLoss.Config()
-        with pytest.raises(NonFiniteError, match="documents: not known"):
+        with pytest.raises(NonFiniteError, match="documents: unknown"):
             run(config)
 
     def test_skips_without_touching_weights_or_moments(self, tmp_path):
@@ -364,7 +364,7 @@ class TestCheck:
     def test_sequence_longer_than_the_model_s_warns(self, tmp_path, caplog):
         with caplog.at_level("WARNING", logger="torchtitan"):
             train(tmp_path, model__max_seq_len=16, training__steps=1)
-        assert "training.seq_len 32 is beyond the 16 tokens" in caplog.text
+        assert "training.seq_len 32 exceeds the model's maximum sequence length of 16 tokens" in caplog.text
 
     def test_loaders_without_a_validation_split_are_not_validated(self, tmp_path, caplog):
         text = tmp_path / "text.txt"
